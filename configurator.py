@@ -1,0 +1,121 @@
+"""
+Configuration without a framework: the plain globals at the top of a script are its settings.
+
+    python train.py configs/8b.py configs/ablations/swiglu.py --lr=3e-4 --compile
+
+    1. `name = value  # what it is` at the top of the script: the default, its kind, and its line in --help
+    2. every config file on the command line overrides them, later files win; configs/8b.py, config/8b.py and 8b are the same file
+    3. --key=value overrides the files; --flag alone means True
+
+A name that does not exist is an error with a suggestion, in a file as on the command line (nanoGPT accepts a typo in a file), and
+so is a value of the wrong kind. Command-line values are literals, never code. A config file is Python and is run: name only files
+that you would run.
+"""
+
+import ast, difflib, os, runpy, sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+KINDS = (bool, int, float, str, tuple, list, dict, type(None))
+
+
+def settings(namespace):
+    """The settings among a script's globals: lower-case names of plain values. Returns a dict; it goes into config.json."""
+    return {k: v for k, v in namespace.items() if k[0] != "_" and k == k.lower() and type(v) in KINDS}
+
+
+def checked(key, value, default, where):
+    """`value` as the kind of `default`: int becomes float, list becomes tuple, a default of None takes anything."""
+    if default is None or type(value) is type(default):
+        return value
+    if type(default) is float and type(value) is int:
+        return float(value)
+    if type(default) in (tuple, list) and type(value) in (tuple, list):
+        return type(default)(value)
+    hint = " (True or False)" if type(default) is bool else ""
+    raise ValueError(f"{where}: {key} wants {type(default).__name__}{hint} like {default!r}, got {value!r}")
+
+
+def config_file(arg):
+    """The path of the config file that an argument names, or None."""
+    name = arg.removeprefix("configs/").removeprefix("config/").removesuffix(".py")
+    candidates = [arg] if arg.endswith(".py") else []
+    return next((p for p in candidates + [os.path.join(ROOT, "configs", name + ".py")] if os.path.isfile(p)), None)
+
+
+def configure(namespace, argv=None):
+    """
+    Override a script's globals by config files and --key=value. argv: default sys.argv[1:]. Returns the settings (dict).
+
+    A script that has a global `paths` takes every other argument there. Raises ValueError, one line, for what it cannot use.
+    """
+    defaults = settings(namespace)
+
+    def override(key, value, where):
+        if key not in defaults:
+            near = difflib.get_close_matches(key, defaults, 1)
+            raise ValueError(f"{where}: there is no setting {key!r}" + (f", did you mean {near[0]!r}?" if near else "; --help lists them"))
+        namespace[key] = checked(key, value, defaults[key], where)
+
+    flags = []
+    for arg in sys.argv[1:] if argv is None else argv:
+        if arg in ("-h", "--help"):
+            print_help(namespace, defaults)
+            raise SystemExit(0)
+        if arg.startswith("--"):
+            flags.append(arg)
+            continue
+        file = config_file(arg) if "paths" not in defaults or not os.path.exists(arg) or arg.startswith("config") else None
+        if file:
+            try:
+                found = runpy.run_path(file)
+            except SyntaxError as e:
+                raise ValueError(f"{file}, line {e.lineno}: not Python: {e.msg}") from None
+            for key, value in settings(found).items():
+                override(key, value, arg)
+        elif "paths" in defaults:
+            namespace["paths"] = [*namespace["paths"], arg]
+        else:
+            have = ", ".join(sorted(f[:-3] for f in os.listdir(os.path.join(ROOT, "configs")) if f.endswith(".py")))
+            raise ValueError(f"no config file {arg!r} here or in configs/ (there: {have})")
+    for arg in flags:                                       # after the files, wherever they stood
+        key, equals, text = arg[2:].partition("=")          # only the first '=': --start=a=b sets start to 'a=b'
+        if type(defaults.get(key)) is str:
+            value = text
+        else:
+            try:
+                value = ast.literal_eval(text) if equals else True
+            except (ValueError, SyntaxError):
+                value = text
+        override(key, value, f"--{key}")
+    return settings(namespace)
+
+
+def print_help(namespace, defaults):
+    """The script's docstring and one line for each setting: value and the comment behind it."""
+    with open(namespace["__file__"], encoding="utf-8") as f:
+        comments = {line.split(" = ")[0]: line.partition("  # ")[2].strip() for line in f if " = " in line and line[0] != " "}
+    print((namespace.get("__doc__") or "").strip() + "\n\nsettings:")
+    for key, value in defaults.items():
+        print(f"  --{key}={value!r}".ljust(38), comments.get(key, ""))
+
+
+def ours(traceback):
+    """Was the error raised by a file of this project (a message for its user) or below it (a bug: keep the traceback)?"""
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    file = os.path.abspath(traceback.tb_frame.f_code.co_filename)
+    return file.startswith(ROOT) and "site-packages" not in file
+
+
+def run(main, namespace):
+    """Configure a script and run it. A ValueError or OSError that our own code raises: one line on stderr, exit code 2."""
+    try:
+        configure(namespace)
+        main()
+    except (ValueError, OSError) as error:
+        if not ours(error.__traceback__):
+            raise
+        print(f"{os.path.basename(namespace['__file__'])}: {error}", file=sys.stderr)
+        raise SystemExit(2)
+    except KeyboardInterrupt:
+        raise SystemExit(130)
