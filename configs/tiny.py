@@ -1,0 +1,25 @@
+# Seconds instead of minutes: for tests, and to see that an idea runs at all.
+out = "out/tiny"
+block_size = 64
+n_layer = 2
+n_head = 4
+n_kv_head = 2
+n_embd = 64
+ffn_dim = 160
+init_std = 0.02
+goldfish_scope = "stream"
+goldfish_h = 13
+batch_size = 8
+micro_batch = 4
+total_samples = 8 * 20
+warmup_samples = 8 * 2
+decay_samples = 8 * 6
+lr = 3e-3
+lr_floor = 3e-4
+betas = (0.9, 0.999, 0.99)
+alpha = 2.0
+eval_every = 10
+eval_windows = 8
+sample_every = 0
+checkpoint_every = 10
+compile = False

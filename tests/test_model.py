@@ -1,0 +1,278 @@
+"""model.py against transformers' Apertus, stored (tests/golden, made by transformers 5.23 on CPU) and freshly made; and against itself."""
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import convert
+import model as model_file
+from conftest import ROOT
+from model import XIELU, Apertus, ApertusConfig, KVCache, causal_attention, masked_attention, rope_frequencies, sample_token
+
+GOLDEN = os.path.join(ROOT, "tests", "golden")
+SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_embd=48, ffn_dim=80, init_std=0.1)
+
+
+def small(**changes):
+    return Apertus(ApertusConfig(**{**SMALL, **changes}), seed=1)
+
+
+def ids(*shape, seed=0, high=97):
+    return torch.randint(4, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def golden(name):
+    io = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(GOLDEN, name, "io.npz")).items()}
+    return convert.load_hf(os.path.join(GOLDEN, name)), io
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
+def test_logits_loss_and_greedy_tokens_are_the_published_ones(name):
+    model, io = golden(name)
+    torch.testing.assert_close(model(io["idx"])[0], io["logits"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(io["idx"], io["targets"])[1].double(), io["loss"], rtol=1e-6, atol=0)
+    assert torch.equal(model.generate(io["idx"][:, :16], 24, temperature=0)[:, 16:], io["greedy"])
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
+def test_every_gradient_norm_is_the_published_one(name):
+    model, io = golden(name)
+    F.cross_entropy(model(io["idx"])[0].flatten(0, 1), io["targets"].flatten()).backward()
+    model.model.embed_tokens.weight.grad[3] = 0            # transformers gives the padding id no gradient; to us id 3 is a token
+    with open(os.path.join(GOLDEN, name, "grad_norms.json")) as f:
+        for key, norm in json.load(f).items():
+            ours = model.get_parameter(key.replace("/", ".")).grad.norm().item()
+            assert ours == pytest.approx(norm, rel=1e-5), key
+
+
+@pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
+def test_chunked_loss_has_the_gradients_of_the_full_one_in_fp64(name, monkeypatch):
+    model, io = golden(name)
+    model.double()
+    F.cross_entropy(model(io["idx"])[0].flatten(0, 1), io["targets"].flatten()).backward()
+    full = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    apply = model_file.ChunkedCrossEntropy.apply
+    monkeypatch.setattr(model_file.ChunkedCrossEntropy, "apply", lambda *args: apply(*args[:-1], 17))    # 17 rows: chunks that do not divide
+    model(io["idx"], io["targets"])[1].backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, full[n], rtol=1e-9, atol=1e-12)
+
+
+# heads, kv heads, head dim, layers, ffn, theta, first position: odd head counts, multi-query, multi-head, positions past 8192
+@pytest.mark.parametrize("H, K, D, L, ffn, theta, past", [(5, 1, 16, 2, 70, 5e5, 0), (3, 3, 8, 1, 33, 12e6, 0), (6, 3, 32, 2, 64, 12e6, 8300)])
+def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(H)
+    rope = dict(rope_type="llama3", rope_theta=theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    config = transformers.ApertusConfig(vocab_size=131, hidden_size=H * D, intermediate_size=ffn, num_hidden_layers=L, num_attention_heads=H,
+                                        num_key_value_heads=K, rope_parameters=rope, pad_token_id=None)
+    theirs = transformers.ApertusForCausalLM(config).eval()
+    theirs.generation_config.eos_token_id = None           # or its generate stops where ours was not asked to
+    with torch.no_grad():
+        for p in theirs.parameters():                      # fresh gains are 1 and scalars equal: move them, or a mix-up would not show
+            p.add_(0.05 * torch.randn_like(p))
+    ours = Apertus(convert.config_from_hf(config.to_dict()))
+    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.endswith(("act_fn.beta", "act_fn.eps"))})
+    idx = ids(1, past + 12, seed=1, high=131)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx)[0][:, past:], theirs(idx).logits[:, past:], rtol=1e-5, atol=2e-5)
+        prompt = idx[:, :10]
+        assert torch.equal(ours.generate(prompt, 8, temperature=0), theirs.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64 (spec: computed from the released config): kept / blended / divided by 8
+    for theta, want in ((5e5, (29, 6, 29)), (1e6, (27, 7, 30)), (4e6, (25, 6, 33)), (12e6, (23, 6, 35))):
+        scaled = rope_frequencies(ApertusConfig(rope_theta=theta)).double()
+        plain = rope_frequencies(ApertusConfig(rope_theta=theta, rope_scaling=0.0)).double()
+        kept, divided = (scaled == plain).sum().item(), (scaled == plain / 8).sum().item()
+        assert (kept, 64 - kept - divided, divided) == want
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_xielu_values_and_gradients_are_transformers(i):
+    g = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(GOLDEN, "xielu.npz")).items()}
+    act = XIELU().double()
+    act.alpha_p.data, act.alpha_n.data = g[f"alpha_p_{i}"], g[f"alpha_n_{i}"]
+    x = g[f"x_{i}"].clone().requires_grad_()
+    y = act(x)
+    (y * g[f"w_{i}"]).sum().backward()
+    for ours, key in ((y, "y"), (x.grad, "dx"), (act.alpha_p.grad, "dalpha_p"), (act.alpha_n.grad, "dalpha_n")):
+        torch.testing.assert_close(ours.detach(), g[f"{key}_{i}"], rtol=1e-12, atol=1e-12)
+
+
+def test_xielu_has_the_values_of_its_closed_form():        # alpha_p = alpha_n = 0.8, to six digits
+    act = small(n_layer=1).double().model.layers[0].mlp.act_fn
+    x = torch.tensor([-3, -1, -0.1, 0.1, 1, 3], dtype=torch.float64)
+    torch.testing.assert_close(act(x).detach(), torch.tensor([0.139830, -0.205696, -0.046130, 0.058, 1.3, 8.7]).double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype, reach", [(torch.bfloat16, 1e4), (torch.float16, 250.0)])
+def test_xielu_stays_finite_in_half_precision(dtype, reach):
+    act = XIELU()
+    torch.nn.init.constant_(act.alpha_p, 0.2), torch.nn.init.constant_(act.alpha_n, -1.05)
+    x = torch.linspace(-reach, reach, 2001).to(dtype).requires_grad_()
+    y = act(x)
+    y.float().sum().backward()
+    assert y.dtype == dtype and all(t.isfinite().all() for t in (y, x.grad, act.alpha_p.grad, act.alpha_n.grad))
+
+
+@pytest.mark.parametrize("config, changes, want", [
+    ("8b", {}, 8_053_338_176), ("70b", {}, 70_599_864_480), ("1b5", {}, 1_510_019_104),
+    ("1b5", dict(activation="swiglu", qk_norm=False), 1_510_017_024), ("3b", dict(tie_embeddings=True), 3_215_000_000)])
+def test_parameter_counts(config, changes, want):          # sec. 1.6 of the released weights; 3B: 3.22B tied in the report
+    import runpy
+    import dataclasses
+    names = {f.name for f in dataclasses.fields(ApertusConfig)}
+    found = runpy.run_path(os.path.join(ROOT, "configs", config + ".py"))
+    with torch.device("meta"):
+        n = Apertus(ApertusConfig(**{**{k: v for k, v in found.items() if k in names}, **changes})).num_params()
+    assert n == want or config == "3b" and round(n / 1e9, 2) == 3.22 - 0.01 * (n < want)
+
+
+def test_initialisation_has_the_published_spread():        # std 0.008944; o_proj and down_proj by 1/sqrt(2L) of it; gains 1; alphas 0.8
+    model = Apertus(ApertusConfig(vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=256, ffn_dim=1024))
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            std = 0.008944 / (4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < std / 50, name
+        elif "alpha" in name:
+            assert F.softplus(p).item() + 0.5 * name.endswith("alpha_n") == pytest.approx(0.8, rel=1e-6)
+        else:
+            assert (p == 1).all()
+
+
+def test_initial_weights_do_not_depend_on_what_else_is_built():   # ablations start from the same weights where they share a parameter
+    a, b = dict(small().named_parameters()), dict(small(activation="gelu", qk_norm=False, n_layer=3).named_parameters())
+    assert all(torch.equal(a[n], b[n]) for n in a.keys() & b.keys() if not n.endswith(("o_proj.weight", "down_proj.weight")))
+    assert torch.equal(a["lm_head.weight"], b["lm_head.weight"]) and not torch.equal(a["lm_head.weight"], a["model.embed_tokens.weight"])
+
+
+def test_decoding_with_the_cache_is_the_full_forward_pass():
+    model = small()
+    idx = ids(3, 30)
+    cache, full = KVCache(model, 3, 30), model(idx)[0]
+    with torch.no_grad():
+        steps = [model.lm_head(model.hidden(part, cache=cache)) for part in idx.split([11, 1, 1, 5, 1, 11], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, 1), full, rtol=1e-5, atol=1e-5)
+
+
+def test_prompts_of_different_lengths_decode_as_if_alone():
+    model = small()
+    prompts = [ids(n, seed=n).tolist() for n in (1, 7, 19)]
+    together = model.generate(prompts, 12, temperature=0)
+    assert together == [model.generate([p], 12, temperature=0)[0] for p in prompts]
+    for whole, p in zip(together, prompts):                # and as if without a cache
+        for i in range(len(p), len(whole)):
+            assert model(torch.tensor([whole[:i]]))[0][0, -1].argmax() == whole[i]
+
+
+def test_generation_ends_at_a_stop_token():
+    model = small()
+    whole = model.generate([[5, 6, 7]], 20, temperature=0)[0]
+    stop = whole[8]
+    assert model.generate([[5, 6, 7]], 20, temperature=0, stop=(stop,))[0] == whole[:whole.index(stop, 3) + 1]
+
+
+def test_sampling_has_the_probabilities_that_it_claims():
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(20000, 1)
+    share = lambda **how: torch.bincount(sample_token(logits, generator=torch.Generator().manual_seed(0), **how), minlength=4) / 20000
+    torch.testing.assert_close(share(), torch.tensor([0.5, 0.3, 0.15, 0.05]), rtol=0, atol=0.015)
+    torch.testing.assert_close(share(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.015)
+    torch.testing.assert_close(share(top_p=0.8), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.015)   # 0.5 + 0.3 is enough
+    torch.testing.assert_close(share(top_p=0.81), torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, rtol=0, atol=0.015)
+    torch.testing.assert_close(share(temperature=0.5), torch.tensor([0.25, 0.09, 0.0225, 0.0025]) / 0.365, rtol=0, atol=0.015)
+
+
+def test_another_first_document_leaves_the_second_exactly_alone():
+    doc = torch.tensor([[0] * 20 + [1] * 44])
+    a, b = ids(1, 64, seed=1), ids(1, 64, seed=1)
+    b[:, :20] = ids(1, 20, seed=2)
+    with_mask, without = small(), small(doc_mask=False)
+    assert torch.equal(with_mask(a, a, doc=doc, per_token=True)[1][:, 20:], with_mask(b, b, doc=doc, per_token=True)[1][:, 20:])
+    assert torch.equal(with_mask.hidden(a, doc)[:, 20:], with_mask.hidden(b, doc)[:, 20:])
+    assert not torch.equal(without.hidden(a, doc)[:, 20:], without.hidden(b, doc)[:, 20:])
+    torch.testing.assert_close(with_mask.hidden(a, doc)[:, 20:], with_mask.hidden(a[:, 20:]), rtol=1e-5, atol=1e-5)   # as if it stood alone
+
+
+def test_every_attention_path_is_softmax_with_a_document_mask():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 8, generator=g, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    doc = (torch.rand(2, 32, generator=g) < 0.15).cumsum(1)
+    i = torch.arange(32)
+    mask = (i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :])
+    z = (q @ k.repeat_interleave(3, 1).transpose(-1, -2)) / 8 ** 0.5
+    want = z.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(3, 1)
+    grads = torch.autograd.grad(want.square().sum(), (q, k, v))
+    for path in (causal_attention, masked_attention):
+        y = path(q, k, v, doc)
+        torch.testing.assert_close(y, want, rtol=1e-10, atol=1e-10)
+        for ours, theirs in zip(torch.autograd.grad(y.square().sum(), (q, k, v)), grads):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention           # the CUDA path, forward only on CPU
+    block = create_block_mask(lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j]), 2, None, 32, 32, device="cpu")
+    torch.testing.assert_close(flex_attention(q.detach(), k.detach(), v.detach(), block_mask=block, enable_gqa=True), want, rtol=1e-6, atol=1e-6)
+
+
+def test_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
+    model = small().double()
+    idx, targets = ids(4, 16), ids(4, 16, seed=1)
+    keep = torch.rand(4, 16, generator=torch.Generator().manual_seed(2)) < 0.6
+    nll = F.cross_entropy(model(idx)[0].flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
+    torch.testing.assert_close(model(idx, targets, keep)[1], nll[keep].mean())
+    torch.testing.assert_close(model(idx, targets, keep, per_token=True)[1], nll)
+    parts = [model(idx[i:i + 1], targets[i:i + 1], keep[i:i + 1], n_tokens=keep.sum())[1] for i in range(4)]
+    torch.testing.assert_close(sum(parts), nll[keep].mean())
+    hidden = targets.clone()
+    hidden[~keep] = -1
+    torch.testing.assert_close(model(idx, hidden)[1], nll[keep].mean())
+    nothing = model(idx, targets, torch.zeros_like(keep))[1]
+    nothing.backward()
+    assert nothing == 0 and all(p.grad.abs().max() == 0 for p in model.parameters())
+
+
+def test_the_whole_logits_tensor_never_exists():           # V = 131,072 x 4,096 tokens: the fp32 logits alone would be 2,048 MiB
+    script = ("import sys, resource, torch; sys.path.insert(0, {root!r}); from model import Apertus, ApertusConfig\n"
+              "m = Apertus(ApertusConfig(block_size=4096, vocab_size=131072, n_layer=1, n_head=1, n_kv_head=1, n_embd=32, ffn_dim=64))\n"
+              "idx = torch.arange(4096)[None]\n"
+              "m(idx[:, :64], idx[:, :64])[1].backward(); m.zero_grad()\n"
+              "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+              "m(idx, idx)[1].backward()\n"
+              "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)").format(root=ROOT)
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert float(out) < 800                                # MiB; 512 rows of logits are 256
+
+
+@pytest.mark.parametrize("changes", [dict(activation=a) for a in ("swiglu", "gelu", "relu2")] + [
+    dict(qk_norm=False), dict(tie_embeddings=True), dict(rope_scaling=0.0), dict(n_kv_head=1), dict(n_kv_head=6), dict(doc_mask=False)])
+def test_every_ablation_is_one_word_and_has_gradients(changes):
+    model = small(**changes)
+    model(ids(2, 8), ids(2, 8, seed=3))[1].backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_swiglu_has_the_parameter_budget_of_the_gate_free_layer():
+    assert ApertusConfig(activation="swiglu").ffn_width == 14336                               # Llama 3 8B's
+    count = lambda **changes: sum(p.numel() for n, p in small(**changes).named_parameters() if "_proj" in n and "mlp" in n)
+    assert count(activation="swiglu", ffn_dim=120) == count(activation="gelu", ffn_dim=120)
+
+
+@pytest.mark.parametrize("changes, says", [(dict(n_embd=50), "n_head=6: try n_head=5"), (dict(n_kv_head=4), "n_kv_head=4: try n_kv_head=3"),
+                                           (dict(n_embd=18), "= 3 is odd"), (dict(activation="silu"), "not one of xielu, swiglu")])
+def test_a_shape_that_cannot_be_is_refused_in_one_line(changes, says):
+    with pytest.raises(ValueError, match=says):
+        ApertusConfig(**{**SMALL, **changes})
+
+
+def test_flops_are_the_published_ones():                   # 6.74e24 for the 70B's 15T tokens (sec. 6), 7.74e23 for the 8B's
+    with torch.device("meta"):
+        eight = Apertus(ApertusConfig())
+        seventy = Apertus(ApertusConfig(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008))
+    assert eight.flops_per_token(4096) == pytest.approx(48.3e9, rel=2e-3)
+    assert seventy.flops_per_token(4096) == pytest.approx(433.3e9, rel=2e-3)
