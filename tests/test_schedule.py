@@ -1,0 +1,59 @@
+"""schedule.py against the published scheduler's values, torch's cosine, published milestones, a loop that counts."""
+import json, os
+
+import pytest
+import torch
+from conftest import ROOT
+from schedule import batch_size, cosine, samples_at, steps_in, wsd
+
+APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=3_662_109_375, decay=403_905_806)
+RAMP_8B, RAMP_70B = dict(start=1024, ramp_at=1_718_272_000), dict(start=2048, ramp_at=1_072_164_864)
+TOTAL = APERTUS_8B["total"]
+
+
+def test_the_8b_run_has_the_published_learning_rates():
+    with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
+        for point in json.load(f):
+            assert wsd(point["samples"], **APERTUS_8B) == pytest.approx(point["lr"], rel=1e-12, abs=0)
+
+
+def test_wsd_without_warmup_or_decay():
+    assert wsd(0, 1.0, 0.1, warmup=0, total=100, decay=50) == 1.0
+    constant = [wsd(s, 1.0, 0.1, warmup=10, total=100, decay=0) for s in (0, 5, 10, 99, 100, 1000)]
+    assert constant == [0, 0.5, 1, 1, 0.1, 0.1]
+    assert wsd(60, 1.0, 0.0, warmup=40, total=100, decay=60) == pytest.approx(1 - (20 / 60) ** 0.5)
+
+
+def test_cosine_is_torchs():
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=3e-4)
+    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=90, eta_min=3e-5)
+    for s in range(10, 101):
+        assert cosine(s, 3e-4, 3e-5, warmup=10, total=100) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
+        optimizer.step()
+        theirs.step()
+    assert cosine(5, 3e-4, 3e-5, warmup=10, total=100) == pytest.approx(1.5e-4)
+    assert cosine(0, 1.0, 0.1, warmup=0, total=9) == 1.0
+
+
+@pytest.mark.parametrize("bad", [dict(warmup=60, decay=50), dict(warmup=-1), dict(decay=-1), dict(warmup=101)])
+def test_phases_that_do_not_fit_are_refused(bad):
+    with pytest.raises(ValueError, match="do not fit into total=100"):
+        wsd(0, 1.0, 0.1, **{"warmup": 0, "total": 100, "decay": 0, **bad})
+
+
+def test_published_milestones():  # report Table F.7 counts iterations from 1, we from 0
+    assert samples_at(1_678_000, **RAMP_8B) == 1_718_272_000 and samples_at(523_518, **RAMP_70B) == 1_072_164_864
+    assert steps_in(TOTAL, **RAMP_8B) == 2_627_139 and steps_in(TOTAL, **RAMP_70B) == 1_155_828
+    assert steps_in(APERTUS_8B["warmup"], **RAMP_8B) == 4000 and steps_in(APERTUS_8B["warmup"], **RAMP_70B) == 2000
+    assert steps_in(TOTAL - APERTUS_8B["decay"], **RAMP_8B) + 1 == 2_429_920               # stage 5 of the 8B
+    assert [batch_size(s, **RAMP_8B) for s in (0, 1_718_271_999, 1_718_272_000, TOTAL)] == [1024, 1024, 2048, 2048]
+
+
+@pytest.mark.parametrize("start, ramp_at", [(8, None), (8, 0), (8, 64), (8, 67), (1, 5)])
+def test_samples_at_is_what_a_loop_would_count(start, ramp_at):
+    seen = 0
+    for step in range(40):
+        assert samples_at(step, start, ramp_at) == seen
+        batch = batch_size(seen, start, ramp_at)
+        assert all(steps_in(s, start, ramp_at) == step for s in range(seen, seen + batch))
+        seen += batch
