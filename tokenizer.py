@@ -1,0 +1,580 @@
+r"""
+Text to token ids and back: bytes, Apertus' own vocabulary, a prefix of it, or one of your own; and the chat template.
+
+A byte-level BPE vocabulary is a list of byte strings. Their order is the algorithm: cut the text by a regular
+expression, start from single bytes, and keep joining the two neighbours whose union stands first in the list.
+
+    id = rank + n_special        ids below n_special are control tokens, which no text can produce
+
+    byte        256 bytes, nothing to join                                                   vocab_size     320
+    apertus     what Apertus uses: Mistral-Nemo's 130,072 ranks after 1,000 special ids      vocab_size 131,072
+    apertus:K   the first K ranks. Every piece is the union of two earlier ones, so any
+                prefix is a vocabulary too: nothing to train, nested in Apertus' own ids     vocab_size K + 64
+    bpe:FILE    trained on your own text by train_bpe                                        vocab_size as you say
+
+Only the three placeholders for personal data and four LaTeX pieces are recognised in text. `</s>` or `<|user_start|>`
+in a web page is text about tokens: it is spelled out, so that no document can end itself and no user can speak as the
+assistant. Source: Apertus report (arXiv 2509.14233) sec. 2.2; ids as in swiss-ai/Apertus-8B-2509's tokenizer.json.
+
+$ python tokenizer.py --name=apertus "Grüezi mitenand </s>"               # the pieces and their ids
+$ python tokenizer.py --compare=byte,apertus,apertus:32768 texts.jsonl    # what a language pays: table and picture
+"""
+
+import base64, codecs, datetime, functools, hashlib, importlib.util, json, os, re
+
+import tiktoken
+
+from configurator import run
+
+name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line
+compare = ""                         # vocabularies to compare on the files on the command line, with commas between
+rows = 20                            # languages in the table, evenly from the cheapest to the dearest; 0 = all
+out = "out/tokenizers.png"           # where the picture goes
+paths = []                           # texts to show; or with --compare files: .jsonl with text and lang, or .txt
+
+# Mistral-Nemo's: words with at most one leading mark, cut where a new capital starts; digits one by one; punctuation;
+# line breaks.
+PATTERN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+           r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+           r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+NAMED = r"""<unk> <s> </s> <pad> [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
+[TOOL_CALLS] <SPECIAL_10> [PREFIX] [MIDDLE] [SUFFIX] \begin{ \end{ \text{ \boxed{ <filename> <gh_stars> <issue_start>
+<issue_comment> <issue_closed> <jupyter_start> <jupyter_text> <jupyter_code> <jupyter_output> <empty_output>
+<commit_before> <commit_msg> <commit_after> <reponame> <think> </think> <answer> </answer> <iban-pii> <email-pii>
+<ip-pii> <file_sep> <code_to_intermediate> <intermediate_to_code> <pr> <pr_status> <pr_is_merged> <pr_base>
+<pr_file> <pr_base_code> <pr_diff> <pr_diff_hunk> <pr_comment> <pr_event_id> <pr_review> <pr_review_state>
+<pr_review_comment> <pr_in_reply_to_review_id> <pr_in_reply_to_comment_id> <pr_diff_hunk_comment_line> <|fim_begin|>
+<|fim_hole|> <|fim_end|> <|system_start|> <|system_end|> <|developer_start|> <|developer_end|> <|user_start|>
+<|user_end|> <|assistant_start|> <|assistant_end|> <|inner_prefix|> <|inner_suffix|> <|tools_prefix|>
+<|tools_suffix|>""".split()                                            # Apertus' ids 0 to 72, in order
+IN_TEXT = NAMED[14:18] + NAMED[36:39]                                  # the only ones that ordinary text may become
+
+
+def padded(names, n):
+    """`names` filled up to n control tokens that are free for your own use."""
+    return names + [f"<SPECIAL_{i}>" for i in range(len(names), n)]
+
+
+SPECIAL = padded(NAMED, 1000)                                          # for 'apertus'
+# For all others, 64 ids with the same names: 0-3 as above, 4-10 IN_TEXT, 11-22 the chat's, so that chat and SFT work.
+SMALL = padded(NAMED[:4] + IN_TEXT + NAMED[61:], 64)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vocabularies
+
+
+class Tokenizer:
+    """
+    One vocabulary: `.name`, `.vocab_size`, `.n_special`, `.special` (name -> id of a control token), `.bos`, `.eos`,
+    `.pad`, `.pieces` (bytes by rank), and `.hash`: sha256 of all that decides an id, by which data and model know
+    whether they mean the same vocabulary.
+    """
+
+    def __init__(self, name, pieces, special):
+        self.name, self.pieces, self.n_special = name, pieces, len(special)
+        self.vocab_size = len(special) + len(pieces)
+        self.special = {s: i for i, s in enumerate(special)}
+        self.bos, self.eos, self.pad = (self.special[s] for s in ("<s>", "</s>", "<pad>"))
+        self.hash = hashlib.sha256("\n".join([PATTERN, *special, *(p.hex() for p in pieces)]).encode()).hexdigest()
+        ranks = {piece: i for i, piece in enumerate(pieces, start=len(special))}
+        self._bpe = tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
+        self._encode = functools.partial(self._bpe.encode, allowed_special=set(IN_TEXT), disallowed_special=())
+
+    def encode(self, text):
+        """The ids of a text, and of nothing else: no <s>, no </s>. 'apertus': about 8 MB/s on one core."""
+        try:
+            return self._encode(text)
+        except ValueError:                           # the regular expression gives up on a run of a million spaces
+            return [i for part in without_long_runs(text) for i in self._encode(part)]
+
+    def decode_bytes(self, ids):
+        """The bytes of a list or array of ids; control tokens give their names. ValueError: an id that is not here."""
+        ids = [int(i) for i in ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise ValueError(f"token ids {min(ids)} to {max(ids)}, but {self.name} has 0 to {self.vocab_size - 1}: "
+                             f"use the tokenizer that made them")
+        return self._bpe.decode_bytes(ids)
+
+    def decode(self, ids):
+        """The text of ids. A character cut in two at either end becomes U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def stream(self):
+        """A function id -> text, to print token by token: it holds back bytes until their character is complete."""
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda i: utf8.decode(self.decode_bytes([i]))
+
+    def chat(self, messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
+        """A conversation as the model reads it: (text, ids), with one <s>. Arguments and errors: see `chat_pieces`."""
+        pieces = chat_pieces(messages, tools, thinking, add_generation_prompt, date)
+        return "".join(text for text, _, _ in pieces), self.chat_ids(pieces)[0]
+
+    def chat_ids(self, pieces):
+        """
+        What `chat_pieces` returned -> (ids, said): said[i] is True where the assistant itself must produce ids[i].
+
+        Only a piece marked as control becomes a control token; one in the content of a message stays text.
+        Neighbouring texts are encoded as one, as the published tokenizer sees them; a token across a border belongs
+        to the side where it begins.
+        """
+        ids, said, text, owner = [], [], "", []
+        for words, control, mine in [*pieces, ("", True, False)]:
+            if not control:
+                text, owner = text + words, owner + [mine] * len(words.encode())    # owner: one flag per byte
+                continue
+            at = 0
+            for i in self.encode(text):
+                ids.append(i)
+                said.append(owner[at])
+                at += len(self.decode_bytes([i]))
+            text, owner = "", []
+            if words:
+                ids.append(self.special[words])
+                said.append(mine)
+        return ids, said
+
+
+def load(name):
+    """
+    A vocabulary by name: 'byte', 'apertus', 'apertus:K' (256 <= K <= 130,072), 'bpe:FILE' or just FILE.json.
+
+    Returns a Tokenizer. ValueError: another name, K out of range, a file that is no vocabulary, mistral-common missing.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "byte":
+        return Tokenizer(name, [bytes([b]) for b in range(256)], SMALL)
+    if name == "apertus":
+        return Tokenizer(name, tekken(), SPECIAL)
+    if kind == "apertus":
+        if not rest.isdecimal() or not 256 <= int(rest) <= 130_072:
+            raise ValueError(f"tokenizer {name!r}: K must be from 256 (the bytes) to 130072, like apertus:4096")
+        return Tokenizer(name, tekken()[:int(rest)], SMALL)
+    if kind == "bpe" or name.endswith(".json"):
+        path = name.removeprefix("bpe:")
+        return Tokenizer(f"bpe:{path}", read_bpe(path), SMALL)
+    raise ValueError(f"tokenizer {name!r} does not exist: choose byte, apertus, apertus:K or bpe:FILE.json")
+
+
+def load_for(folder):
+    """The Tokenizer of a data folder (meta.json) or run folder (config.json); a trained one is its tokenizer.json."""
+    for file in ("meta.json", "config.json"):
+        path = os.path.join(folder, file)
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as f:
+                name = json.load(f)["tokenizer"]
+            return load(os.path.join(folder, name) if name.endswith(".json") else name)
+    raise ValueError(f"{folder!r} has no meta.json and no config.json: want a folder that prepare.py or train.py wrote")
+
+
+def tekken():
+    """The 130,072 pieces of Apertus' vocabulary, from a data file of mistral-common; the package is not imported."""
+    package = importlib.util.find_spec("mistral_common")
+    file = package and os.path.join(os.path.dirname(package.origin), "data", "tekken_240718.json")
+    if not file or not os.path.exists(file):
+        raise ValueError("Apertus' vocabulary is not installed: pip install --no-deps mistral-common==1.13.1")
+    with open(file, encoding="utf-8") as f:
+        vocab = json.load(f)["vocab"]                # 150,000 by rank; the last 19,928 are beyond Apertus' 131,072 ids
+    return [base64.b64decode(v["token_bytes"]) for v in vocab[:130_072]]
+
+
+def read_bpe(path):
+    """The pieces in a file of train_bpe. ValueError if it is anything else."""
+    with open(path, encoding="utf-8") as f:
+        try:
+            saved = json.load(f)
+            pieces = [base64.b64decode(piece, validate=True) for piece in saved["pieces"]]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is not a vocabulary: want the JSON that prepare.py --train_bpe writes") from None
+    complete = {bytes([b]) for b in range(256)} <= {*pieces} and len({*pieces}) == len(pieces)
+    if saved.get("pattern") != PATTERN or not complete:
+        raise ValueError(f"{path} is damaged: want Apertus' pattern, all 256 bytes, no piece twice; train it again")
+    return pieces
+
+
+def without_long_runs(text):
+    """The text in parts, cut inside runs of white space after every 100,000, which regular expressions can stand."""
+    return re.split(r"(\s{100000})", text)
+
+
+def train_bpe(texts, vocab_size, path):
+    """
+    Learn a vocabulary of `vocab_size` ids, the 64 special ones included, from an iterable of str; write it to `path`.
+
+    Cut as Apertus', so it differs only in what it has seen: 4,096 ids trained on the standard library's source (1.4 s)
+    take 3.78 bytes of files not seen into a token, apertus:4096 takes 3.00, apertus 4.33. Returns the Tokenizer, with
+    fewer ids where the texts have fewer repetitions. ValueError: vocab_size below 320, rustbpe missing.
+    """
+    if vocab_size < 256 + len(SMALL):
+        raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 64 special ids are 320")
+    try:
+        import rustbpe
+    except ImportError:
+        raise ValueError("rustbpe is missing: pip install rustbpe==0.1.0, or use --tokenizer=apertus:4096") from None
+    bpe = rustbpe.Tokenizer()
+    parts = (part for text in texts for part in without_long_runs(text))
+    bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
+    by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
+    pieces = [base64.b64encode(bytes(piece)).decode() for piece, _ in by_rank]
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        json.dump({"pattern": PATTERN, "pieces": pieces}, f, indent=0)
+    os.replace(f"{path}.tmp", path)                                              # whole or not at all
+    return load(f"bpe:{path}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# chat: <s> system, developer, then user and assistant in turn, without a line break between blocks
+
+
+WHO_AM_I = ("You are Apertus, a helpful assistant created by the SwissAI initiative.\n"
+            "Knowledge cutoff: 2024-04\nCurrent date: ")
+
+
+def control(token, said=False):
+    return f"<|{token}|>", True, said
+
+
+def plain(text, said=False):
+    return text, False, said
+
+
+def chat_pieces(messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
+    """
+    Apertus' chat format as a list of (text, control, said): said marks what the assistant itself must produce.
+
+    messages: [{"role": "system" | "user" | "assistant" | "tool", "content": …}], a system message only first. content
+    is a str, or {"text": …} (system), {"parts": [{"type": "text", "text": …}]} (user), {"blocks": […]} (assistant) of
+    type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of output). An
+    assistant may carry OpenAI-style "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
+    YYYY-MM-DD, default today. ValueError, one line, if something does not fit.
+
+    Source: the published template (swiss-ai/apertus_format), whose text this is wherever that accepts the messages.
+    """
+    system = WHO_AM_I + (date or datetime.date.today().isoformat())
+    if messages and messages[0].get("role") == "system":
+        system, messages = content_of(messages[0]), messages[1:]
+    deliberation = "enabled" if thinking else "disabled"
+    abilities = ":\n" + "\n".join(map(describe_tool, tools)) if tools else ": disabled"
+    return [
+        ("<s>", True, False),
+        control("system_start"), plain(system), control("system_end"),
+        control("developer_start"),
+        plain(f"Deliberation: {deliberation}\nTool Capabilities{abilities}"),
+        control("developer_end"),
+        *turns(messages),
+        *([control("assistant_start")] if add_generation_prompt else []),
+    ]
+
+
+def turns(messages):
+    """
+    The messages after the header, piece by piece. The assistant's turn stays open across tool calls and thoughts, and
+    only a following user message closes it: the last <|assistant_end|> is not written. Training must add it.
+    """
+    speaking = outputs = inner = False               # inside the assistant's turn, a list of tool outputs, its thoughts
+    for message in messages:
+        role = message.get("role")
+        if role not in ("user", "assistant", "tool") or role == "tool" and not speaking:
+            raise ValueError(f"chat: role {role!r} here; want user, assistant, tool after assistant, system only first")
+        if role == "tool":
+            yield plain((", " if outputs else "[") + content_of(message))
+            outputs = True
+            continue
+        if outputs:
+            yield plain("]")
+            outputs = False
+        if role == "user":
+            if speaking:
+                yield control("assistant_end", said=True)
+            yield from (control("user_start"), plain(content_of(message)), control("user_end"))
+            speaking = inner = False
+            continue
+        if not speaking:
+            yield control("assistant_start")
+            speaking = True
+        for kind, text in assistant_blocks(message):
+            if kind == "thoughts" and not inner:
+                yield control("inner_prefix", said=True)
+                inner = True
+            if kind in ("response", "display") and inner:
+                yield control("inner_suffix", said=True)
+                inner = False
+            if kind in ("calls", "display"):
+                yield from (control("tools_prefix", True), plain(text, True), control("tools_suffix", True))
+            else:
+                yield plain(text, said=kind != "outputs")
+    if outputs:
+        yield plain("]")
+
+
+def content_of(message):
+    """The text of a system, user or tool message. ValueError names the role if there is none."""
+    content = message.get("content")
+    try:
+        content = content if isinstance(content, dict) else {"text": content}
+        parts = content.get("parts", [{"type": "text", **content}])
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+    except (AttributeError, KeyError, TypeError):
+        pass
+    raise ValueError(f"chat: the content of a {message['role']} message is {message.get('content')!r}; "
+                     f"want text, {{'text': …}} or {{'parts': [text parts]}}")
+
+
+def assistant_blocks(message):
+    """(kind, text) of each block of an assistant message: thoughts, response, calls, display (a call), or outputs."""
+    content = message.get("content") or ""
+    try:
+        blocks = [{"type": "response", "text": content}] if isinstance(content, str) else list(content["blocks"])
+        if message.get("tool_calls"):
+            blocks.append({"type": "tool_calls", "calls": [call["function"] for call in message["tool_calls"]]})
+        for n, block in enumerate(blocks):
+            if block["type"] in ("thoughts", "response"):
+                yield block["type"], block["text"] + ""
+            elif block["type"] == "tool_calls":
+                calls = [(c["name"], c["arguments"]) for c in block["calls"]]
+                text = ", ".join(f'{{"{f}": {a if isinstance(a, str) else as_json(a)}}}' for f, a in calls)
+                # the one tool whose call is the answer: Apertus ends its thoughts before it
+                yield "display" if n and [f for f, _ in calls] == ["display_answers"] else "calls", f"[{text}]"
+            elif block["type"] == "tool_outputs":
+                yield "outputs", "[" + ", ".join(o["output"] for o in block["outputs"]) + "]"
+            else:
+                raise KeyError(block["type"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"chat: {error} in the assistant message {message!r}; want text or blocks") from None
+
+
+def as_json(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def describe_tool(tool):
+    """A tool as a TypeScript declaration, the way Apertus reads it. ValueError without a name and a description."""
+    tool = tool.get("function", tool)
+    if not isinstance(tool.get("name"), str) or not isinstance(tool.get("description"), str):
+        raise ValueError(f"chat: tool {tool!r} needs a name and a description")
+    schema = tool.get("parameters") or {}
+    lines = []
+    for key, spec in schema.get("properties", {}).items():
+        if spec.get("description"):
+            lines.append(f"// {spec['description']}\n")
+        default = ""
+        if "default" in spec:
+            comma, value = "" if spec.get("oneOf") and not spec.get("enum") else ", ", spec["default"]
+            default = f"{comma}// default: {value if spec.get('enum') or spec.get('oneOf') else as_json(value)}"
+        optional = "" if key in schema.get("required", []) else "?"
+        lines.append(f"{key}{optional}: {ts_type(spec)}{default},\n")
+    body = "(_: {\n" + "".join(lines)[:-2] + "\n})" if lines else "()"           # no comma behind the last one
+    return f"// {tool['description']}\ntype {tool['name']} = {body} => any;"
+
+
+def ts_type(spec):
+    """The TypeScript type of a JSON schema, line breaks and all as the published template renders them."""
+    kind, null = spec.get("type"), " | null" if spec.get("nullable") else ""
+    scalars = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
+    if isinstance(kind, list) and kind:
+        return " | ".join(kind)
+    if kind == "array":
+        item = spec.get("items") or {}
+        inner = scalars.get(str(item.get("type"))) or ts_type(item)
+        return ("any" if inner == "object | object" or len(inner) > 50 else inner) + "[]" + null
+    if spec.get("oneOf"):
+        return " | \n".join(
+            ts_type(one) + (f"// {one['description']}" if one.get("description") else "") +
+            (f"{'':20}// default: {as_json(one['default'])}" if "default" in one else "") for one in spec["oneOf"])
+    if kind == "string":
+        return '"' + '" | "'.join(spec["enum"]) + '"' if spec.get("enum") else "string" + null
+    if kind == "object" and spec.get("properties"):
+        fields = [f"{key}{'' if key in spec.get('required', []) else '?'}: \n{'':16}{ts_type(value)}"
+                  for key, value in spec["properties"].items()]
+        return "{\n" + ", ".join(fields) + "}"
+    return scalars.get(kind, "object" if kind == "object" else "any")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the same vocabulary and template for transformers
+
+def hf_files(tokenizer, chat=False):
+    """
+    {file name: what to write into it as JSON}, from which transformers.AutoTokenizer makes the same ids. It puts <s> in
+    front, as the published tokenizer does; add_special_tokens=False leaves it out. chat: eos is <|assistant_end|>.
+
+    transformers turns a control token spelled in a text into that token, unless called with split_special_tokens=True.
+    The merges are rebuilt from the ranks: all pairs of pieces whose union is a piece, by the union's rank (269,443).
+    """
+    with open(os.path.join(os.path.dirname(__file__), "chat_template.jinja"), encoding="utf-8") as f:
+        template = f.read()                                              # chat_pieces, turns and describe_tool once more, in Jinja
+    letter = letters()
+    spelled = ["".join(letter[b] for b in piece) for piece in tokenizer.pieces]
+    rank = {s: i for i, s in enumerate(spelled)}
+    merges = []
+    for s in spelled:
+        pairs = [(s[:i], s[i:]) for i in range(1, len(s)) if s[:i] in rank and s[i:] in rank]
+        merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
+    exact = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [{"id": i, "content": s, **exact, "special": s not in IN_TEXT}
+                             for s, i in tokenizer.special.items()],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
+            "post_processor": {
+                "type": "TemplateProcessing", "single": single,
+                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [tokenizer.bos], "tokens": ["<s>"]}}},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {"type": "BPE", "ignore_merges": True, "merges": merges,
+                      "vocab": tokenizer.special | {s: i + tokenizer.n_special for s, i in rank.items()}}},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "padding_side": "left",
+            "bos_token": "<s>", "eos_token": "<|assistant_end|>" if chat else "</s>",
+            "pad_token": "<pad>", "unk_token": "<unk>", "chat_template": template},
+    }
+
+
+def load_hf(folder):
+    """The Tokenizer of a Hugging Face folder, from its tokenizer.json: the inverse of hf_files. It must be a byte-level BPE like Apertus'."""
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(path):
+        raise ValueError(f"{folder} has no tokenizer.json: export one with convert.py, or copy it from the model's repository")
+    with open(path, encoding="utf-8") as f:
+        saved = json.load(f)
+    byte = {c: bytes([b]) for b, c in letters().items()}
+    special = {token["content"]: token["id"] for token in saved["added_tokens"]}
+    names = sorted(special, key=special.get)
+    try:
+        pieces = sorted((i, s) for s, i in saved["model"]["vocab"].items() if s not in special)
+        pieces = [b"".join(byte[c] for c in s) for _, s in pieces]
+        pattern = saved["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+        return Tokenizer(folder, pieces, names, pattern)
+    except (KeyError, TypeError, IndexError):
+        raise ValueError(f"{path} is not a byte-level BPE with Apertus' control tokens") from None
+
+
+def letters():
+    """GPT-2's alphabet, byte -> character: printable bytes are themselves, the others the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*printable})
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# fairness: what a language pays
+
+
+def gini(costs):
+    """Inequality of costs c_1 <= … <= c_n: sum_i (2i - n - 1) c_i / (n sum c). 0 = all alike, 1 - 1/n = one pays."""
+    costs = sorted(costs)
+    n = len(costs)
+    return sum((2 * i - n - 1) * c for i, c in enumerate(costs, 1)) / (n * sum(costs))
+
+
+def fairness(tokenizer, documents, bar=None):
+    """
+    What one vocabulary costs on [(language, text)]. Languages compare on parallel text only: the same content in each.
+
+    Returns bytes_per_token, used (share of the vocabulary that occurs), gini (over languages, of tokens per document),
+    gini_bytes (of tokens per byte) and cost ({language: tokens per document}). Source: Apertus report sec. 2.2.
+    """
+    tokens, sizes, count, seen = {}, {}, {}, set()
+    for lang, text in documents:
+        ids = tokenizer.encode(text)
+        seen.update(ids)
+        tokens[lang] = tokens.get(lang, 0) + len(ids)
+        sizes[lang] = sizes.get(lang, 0) + len(text.encode())
+        count[lang] = count.get(lang, 0) + 1
+        if bar is not None:
+            bar.update()
+    cost = {lang: tokens[lang] / count[lang] for lang in tokens}
+    return {"bytes_per_token": sum(sizes.values()) / sum(tokens.values()), "used": len(seen) / tokenizer.vocab_size,
+            "gini": gini(cost.values()), "gini_bytes": gini(tokens[k] / sizes[k] for k in tokens), "cost": cost}
+
+
+def read_documents(files):
+    """[(language, text)] of .jsonl files with text and lang, or of text files, one language each, named like it."""
+    documents = []
+    for file in files:
+        try:
+            with open(file, encoding="utf-8") as f:
+                content = f.read()
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not UTF-8 text") from None
+        if not file.endswith(".jsonl"):
+            documents.append((os.path.splitext(os.path.basename(file))[0], content))
+            continue
+        for n, line in enumerate(content.rstrip("\n").split("\n"), 1):
+            try:
+                row = json.loads(line)
+                documents.append((row["lang"] + "", row["text"] + ""))
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{file}, line {n}: want a JSON object with the strings text and lang") from None
+    documents = [(lang, text) for lang, text in documents if text]
+    if not documents:
+        raise ValueError("--compare needs text: name .jsonl files with text and lang, or .txt files")
+    return documents
+
+
+def compare_tokenizers(names, documents):
+    """Print the tables, draw the picture. Costs are relative to English, or to the first language if there is none."""
+    from tqdm import tqdm
+
+    langs = {lang: None for lang, _ in documents}
+    unit = next((lang for lang in langs if lang == "en" or lang.startswith("eng")), next(iter(langs)))
+    vocabularies = [load(n) for n in names]
+    with tqdm(total=len(documents) * len(names), desc="tokenize", unit="doc", leave=False) as bar:
+        results = [fairness(t, documents, bar) for t in vocabularies]
+    relative = [{lang: c / r["cost"][unit] for lang, c in r["cost"].items()} for r in results]
+    order = sorted(langs, key=relative[-1].get)
+
+    width = max(14, *map(len, names))
+    print(f"{len(documents)} documents in {len(langs)} languages; Gini: 0 = every language pays the same\n")
+    print(f"{'':{width}} {'vocabulary':>10} {'used':>6} {'bytes/token':>11} {'Gini/document':>13} {'Gini/byte':>9} "
+          f"  dearest language")
+    for t, r, cost in zip(vocabularies, results, relative):
+        worst = max(cost, key=cost.get)
+        print(f"{t.name:{width}} {t.vocab_size:10,} {r['used']:6.1%} {r['bytes_per_token']:11.3f} {r['gini']:13.3f} "
+              f"{r['gini_bytes']:9.3f}   {worst} {cost[worst]:.1f}x")
+    print(f"\n{'tokens / ' + unit:{width}} " + " ".join(f"{n:>{width}}" for n in names))
+    steps = min(rows, len(order)) or len(order)
+    for k in sorted({round(i * (len(order) - 1) / max(1, steps - 1)) for i in range(steps)}):
+        print(f"{order[k]:{width}} " + " ".join(f"{cost[order[k]]:{width}.2f}" for cost in relative))
+    draw(names, results, relative, unit)
+
+
+def draw(names, results, relative, unit):
+    """One curve per vocabulary: the languages from the cheapest to the dearest, tokens per document on a log scale."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, ax = plt.subplots(figsize=(9, 5))
+    for n, r, cost in zip(names, results, relative):
+        worst = max(cost, key=cost.get)
+        ax.plot(sorted(cost.values()), label=f"{n}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, "
+                                             f"dearest {worst} {cost[worst]:.1f}x")
+    ax.axhline(1, color="grey", lw=0.8, ls=":")
+    ax.set(yscale="log", xlabel="languages, cheapest to dearest for each vocabulary",
+           ylabel=f"tokens per document, {unit} = 1")
+    ax.set_title("What a language pays for the same text")
+    ax.legend()
+    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    fig.savefig(out, dpi=150, bbox_inches="tight")
+    print(f"\npicture: {out}")
+
+
+def main():
+    if compare:
+        return compare_tokenizers(compare.split(","), read_documents(paths))
+    t = load(name)
+    print(f"{t.name}: {t.vocab_size:,} ids, sha256 {t.hash[:16]}…")
+    for text in paths:
+        ids = t.encode(text)
+        print(*(f"{i}:{t.decode([i])!r}" for i in ids), f"({len(ids)} tokens, {len(text.encode())} bytes)")
+
+
+if __name__ == "__main__":
+    run(main, globals())
