@@ -1,6 +1,26 @@
 """Every test imports the project's files as a user's script would: by name, from the repository's root."""
+import contextlib
+import io
 import os
+import runpy
 import sys
+import types
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+
+
+def script(name, *args, stdin=""):
+    """Run `python NAME ARGS` in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr."""
+    out, err, code, before = io.StringIO(), io.StringIO(), 0, (sys.argv, sys.stdin, os.getcwd())
+    sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
+    os.chdir(ROOT)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(os.path.join(ROOT, name), run_name="__main__")
+    except SystemExit as e:
+        code = e.code or 0
+    finally:
+        sys.argv, sys.stdin = before[:2]
+        os.chdir(before[2])
+    return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

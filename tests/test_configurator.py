@@ -1,0 +1,107 @@
+"""configurator.py: what a user may type, and what they are told. The authority is the user's intention, one claim a test."""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import ROOT
+from configurator import configure, settings
+
+SCRIPT = '''"""A script."""
+from configurator import run
+lr = 0.1             # how fast
+steps = 10           # how long
+name = "a"           # called
+top_k = None         # or a number
+fast = False         # or slow
+betas = (0.9, 0.99)  # two
+def main():
+    print(lr, steps, name, top_k, fast, betas)
+if __name__ == "__main__":
+    run(main, globals())
+'''
+
+
+def defaults():
+    return dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), __file__=__file__)
+
+
+def after(*argv, **more):
+    namespace = {**defaults(), **more}
+    configure(namespace, list(argv))
+    return namespace
+
+
+@pytest.mark.parametrize("arg, key, want", [
+    ("--lr=1", "lr", 1.0), ("--lr=3e-4", "lr", 3e-4), ("--steps=1_000", "steps", 1000), ("--name=a=b", "name", "a=b"), ("--name=5", "name", "5"),
+    ("--name=", "name", ""), ("--top_k=5", "top_k", 5), ("--top_k=None", "top_k", None), ("--fast", "fast", True), ("--fast=False", "fast", False),
+    ("--betas=[0.8,0.9]", "betas", (0.8, 0.9)), ("--betas=0.8,0.9", "betas", (0.8, 0.9))])
+def test_a_flag_sets_its_value_in_the_kind_of_the_default(arg, key, want):
+    got = after(arg)[key]
+    assert got == want and type(got) is type(want)
+
+
+@pytest.mark.parametrize("arg, says", [
+    ("--learning=1", "no setting 'learning'; --help lists them"), ("--step=1", "did you mean 'steps'"), ("--lr=fast", "lr wants float like 0.1, got 'fast'"),
+    ("--steps=1.5", "steps wants int like 10, got 1.5"), ("--fast=1", "True or False"), ("--steps=True", "steps wants int"), ("--steps=None", "steps wants int"),
+    ("--steps=__import__('os').getcwd()", "steps wants int"), ("--lr", "lr wants float like 0.1, got True"), ("nonsense", "no config file 'nonsense'")])
+def test_what_cannot_be_used_is_refused_in_one_line(arg, says):
+    with pytest.raises(ValueError, match=".*".join(says.split("'"))) as e:
+        after(arg)
+    assert "\n" not in str(e.value)
+
+
+def test_files_stack_and_flags_win(tmp_path):
+    (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\n_private = 3\n")
+    (tmp_path / "two.py").write_text("lr = 2\n")
+    got = after("--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7")
+    assert (got["lr"], got["steps"], got["name"]) == (2.0, 7, "z")
+
+
+def test_a_typo_in_a_file_is_an_error_with_a_suggestion(tmp_path):
+    (tmp_path / "typo.py").write_text("stepps = 3\n")
+    with pytest.raises(ValueError, match="typo.py: there is no setting 'stepps', did you mean 'steps'"):
+        after(str(tmp_path / "typo.py"))
+
+
+def test_a_wrong_kind_in_a_file_is_an_error(tmp_path):
+    (tmp_path / "kind.py").write_text("steps = 'many'\n")
+    with pytest.raises(ValueError, match="kind.py: steps wants int"):
+        after(str(tmp_path / "kind.py"))
+
+
+@pytest.mark.parametrize("arg", ["8b", "config/8b.py", "configs/8b.py", "configs/8b"])
+def test_a_config_has_three_spellings(arg):
+    import train
+    namespace = {**vars(train)}
+    assert configure(namespace, [arg])["n_layer"] == 32 and namespace["batch_ramp_at"] == 1_718_272_000
+
+
+def test_every_config_file_fits_train():
+    import train
+    for folder, _, files in os.walk(os.path.join(ROOT, "configs")):
+        for file in files:
+            if file.endswith(".py") and not file.startswith(("sft", "qrpo", "align")):
+                configure({**vars(train)}, [os.path.join(folder, file)])
+
+
+def test_other_arguments_are_paths_where_a_script_takes_paths(tmp_path):
+    (tmp_path / "text.py").write_text("nonsense = 1\n")
+    got = after(str(tmp_path / "text.py"), "*.md", "--lr=1", paths=[])
+    assert got["paths"] == [str(tmp_path / "text.py"), "*.md"]
+
+
+def test_a_script_says_its_errors_in_one_line_and_leaves_with_2(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    call = lambda *args: subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT})
+    assert call("--lr=1").stdout == "1.0 10 a None False (0.9, 0.99)\n"
+    bad = call("--stepz=3")
+    assert bad.returncode == 2 and bad.stdout == "" and bad.stderr == "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
+    help_ = call("--help")
+    assert help_.returncode == 0 and help_.stdout.startswith("A script.\n") and "--steps=10" in help_.stdout and "how long" in help_.stdout
+
+
+def test_settings_are_plain_lower_case_globals():
+    assert settings(dict(a=1, _b=2, C=3, d=print, e=sys, f=None)) == dict(a=1, f=None)

@@ -1,0 +1,201 @@
+"""data.py and prepare.py: every window once an epoch, in any order of asking; documents whole; files as promised."""
+import gzip
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import prepare
+from conftest import script
+from data import TokenDataset, permute
+from goldfish import goldfish_mask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """120 documents of known text, in bytes."""
+    root = tmp_path_factory.mktemp("texts")
+    with open(root / "docs.jsonl", "w") as f:
+        for i in range(120):
+            f.write(json.dumps(dict(id=i, text=f"Document {i} says: " + "la " * (i % 17) + "end.")) + "\n")
+    done = script("prepare.py", root / "docs.jsonl", f"--out={root / 'data'}", "--tokenizer=byte", "--shard_tokens=1500")
+    assert done.returncode == 0, done.stderr
+    return str(root / "data")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 199, 1000, 4097])
+def test_permute_is_a_bijection(n):
+    assert sorted(permute(np.arange(n), n, 28, 0)) == list(range(n))
+
+
+def test_permute_has_the_order_of_nothing():               # lag-1 correlation and agreement with another epoch are those of chance
+    a, b = permute(np.arange(50_000), 50_000, 1, 0), permute(np.arange(50_000), 50_000, 1, 1)
+    assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.02 and abs(np.corrcoef(a, b)[0, 1]) < 0.02
+    assert not np.array_equal(a, permute(np.arange(50_000), 50_000, 2, 0))
+
+
+def test_permute_reaches_the_size_of_15T_tokens():
+    n = 3_662_109_375
+    x = permute(np.arange(10_000) * 366_210, n, 28, 3)
+    assert x.min() >= 0 and x.max() < n and len(np.unique(x)) == 10_000
+
+
+def test_any_slicing_of_the_run_gives_the_same_samples(folder):   # 1 process, 2, 4: each takes a part of the same global batch
+    data = TokenDataset(folder, "train", 32)
+    whole = data.batch(0, 24)
+    for sizes in ([12] * 2, [6] * 4, [1, 2, 3, 18]):
+        parts, first = [], 0
+        for n in sizes:
+            parts.append(data.batch(first, n))
+            first += n
+        assert all(torch.equal(torch.cat(p), w) for p, w in zip(zip(*parts), whole))
+
+
+def test_an_epoch_has_every_window_exactly_once(folder):
+    data = TokenDataset(folder, "train", 32)
+    idx, targets, _, _ = data.batch(0, data.n_windows)
+    stream = data.tokens(0, data.n_tokens)
+    want = {tuple(stream[i * 32:i * 32 + 33]) for i in range(data.n_windows)}
+    rows = torch.cat((idx, targets[:, -1:]), 1).tolist()
+    assert len(data.shards) > 1 and len(rows) == data.n_windows and {tuple(r) for r in rows} == want
+
+
+def test_labels_are_the_next_tokens_and_the_next_documents_begin_has_no_loss(folder):
+    data = TokenDataset(folder, "train", 64)
+    idx, targets, keep, doc = data.batch(0, 8)
+    assert torch.equal(idx[:, 1:], targets[:, :-1])
+    assert torch.equal(keep, idx != data.eos) and (~keep).any()              # the end itself (target == eos) is learnt
+    assert torch.equal(doc[:, 1:] - doc[:, :-1], (idx[:, 1:] == data.bos).long())
+
+
+@pytest.mark.parametrize("hash", ["product", "mix"])
+def test_stream_scope_is_the_mask_of_the_uncut_stream(folder, hash):
+    data = TokenDataset(folder, "train", 32, goldfish_k=4, goldfish_h=13, goldfish_hash=hash, goldfish_scope="stream")
+    idx, targets, keep, _ = data.batch(0, data.n_windows)
+    stream = torch.from_numpy(data.tokens(0, data.n_tokens))
+    whole = goldfish_mask(stream, 4, 13, hash)
+    starts = permute(np.arange(data.n_windows), data.n_windows, 28, 0) * 32
+    for row, start in enumerate(starts):
+        if start > 13:                                     # before the stream's begin it goes round to its end
+            assert torch.equal(keep[row], whole[start + 1:start + 33] & (idx[row] != data.eos))
+
+
+def test_window_scope_keeps_the_first_labels(folder):
+    _, _, keep, _ = (data := TokenDataset(folder, "train", 64, goldfish_k=2, goldfish_h=13)).batch(0, 20)
+    idx = data.batch(0, 20)[0]
+    assert torch.equal(keep[:, :12], (idx != data.eos)[:, :12]) and not keep[:, 12:].all()
+
+
+def test_bits_per_byte_of_a_uniform_model_over_bytes(folder):   # every byte costs log2(256) = 8 bits, and each document's end 8 more
+    data = TokenDataset(folder, "val", 32)
+    source = next(iter(data.meta["sources"].values()))["val"]
+    assert data.bits_per_byte(np.log(256)) == pytest.approx(8 * (source["bytes"] + source["documents"]) / source["bytes"])
+
+
+def test_documents_come_out_whole_between_their_marks(folder):
+    data = TokenDataset(folder, "train", 32)
+    stream = data.tokens(0, data.n_tokens)
+    starts, ends = np.flatnonzero(stream == data.bos), np.flatnonzero(stream == data.eos)
+    texts = {bytes((stream[a + 1:b] - 64).astype(np.uint8)).decode() for a, b in zip(starts, ends)}   # byte ids follow 64 special ones
+    assert len(texts) == len(starts) == len(ends) > 100
+    assert texts <= {f"Document {i} says: " + "la " * (i % 17) + "end." for i in range(120)}
+
+
+def digest(folder):
+    return {f: open(os.path.join(folder, f), "rb").read() for f in sorted(os.listdir(folder))}
+
+
+def test_same_input_same_bytes_and_a_new_file_moves_no_document(tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(60):
+        (texts / f"{i}.txt").write_text(f"number {i}")
+    for out in ("a", "b"):
+        assert script("prepare.py", texts, f"--out={tmp_path / out}", "--tokenizer=byte", "--val_share=0.3").returncode == 0
+    a, b = digest(tmp_path / "a"), digest(tmp_path / "b")
+    assert {f: c for f, c in a.items() if f.endswith(".npy")} == {f: c for f, c in b.items() if f.endswith(".npy")}
+    (texts / "new.txt").write_text("number 60")
+    script("prepare.py", texts, f"--out={tmp_path / 'c'}", "--tokenizer=byte", "--val_share=0.3")
+    split = lambda name: {s: texts_of(TokenDataset(str(tmp_path / name), s, 4)) for s in ("train", "val")}
+    before, after = split("a"), split("c")
+    assert all(before[s] <= after[s] for s in before) and sum(map(len, after.values())) == 61
+
+
+def texts_of(data):
+    stream = data.tokens(0, data.n_tokens)
+    return {tuple(part) for part in np.split(stream, np.flatnonzero(stream == data.bos))[1:]}
+
+
+def test_what_is_not_text_is_skipped_and_counted(tmp_path):
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "also.md").write_text("also good")
+    (tmp_path / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
+    (tmp_path / "binary.txt").write_bytes(b"a\0b")
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    (tmp_path / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
+    done = script("prepare.py", tmp_path, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    assert done.returncode == 0, done.stderr
+    for line in ("not UTF-8", "binary", "unreadable"):
+        assert f"skipped 1: {line}" in done.stdout
+    meta = json.load(open(tmp_path / "out" / "meta.json"))
+    assert sum(s["documents"] for s in meta["sources"]["out"].values()) == 3
+
+
+def test_no_text_at_all_is_one_line(tmp_path):
+    (tmp_path / "binary.txt").write_bytes(b"a\0b")
+    for args, says in (([tmp_path], "no text"), ([tmp_path / "nowhere"], "no such file")):
+        done = script("prepare.py", *args, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+        assert done.returncode == 2 and says in done.stderr and done.stderr.strip().splitlines()[-1].startswith("prepare.py: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda f: os.truncate(f, 100), "prepare the data again"),
+    (lambda f: open(f, "wb").close(), "prepare the data again"),
+    (lambda f: np.save(f, np.zeros(10, np.float32)), "float32"),
+    (lambda f: np.save(f, np.array([{"a": 1}], dtype=object), allow_pickle=True), "prepare the data again"),
+])
+def test_a_damaged_shard_is_refused_before_the_first_step(folder, tmp_path, damage, says):
+    import shutil
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damage(copy / "train_00000.npy")
+    with pytest.raises(ValueError, match=says):
+        TokenDataset(str(copy), "train", 32)
+
+
+def test_a_token_id_beyond_the_vocabulary_names_its_window(folder, tmp_path):
+    import shutil
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shard = np.load(copy / "train_00000.npy")
+    shard[77] = 60_000
+    np.save(copy / "train_00000.npy", shard)
+    data = TokenDataset(str(copy), "train", 32)
+    with pytest.raises(ValueError, match="token id 60000 >= vocab_size 320 in window 2"):
+        data.batch(0, data.n_windows)
+
+
+def test_windows_longer_than_the_data_and_missing_data_say_what_to_do(folder, tmp_path):
+    with pytest.raises(ValueError, match="lower block_size"):
+        TokenDataset(folder, "train", 10**6)
+    with pytest.raises(ValueError, match="python prepare.py"):
+        TokenDataset(str(tmp_path), "train", 32)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo") or os.geteuid() != 0, reason="needs to mount a small tmpfs")
+def test_a_full_disk_leaves_nothing_under_the_final_name(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", small], capture_output=True).returncode:
+        pytest.skip("cannot mount a small tmpfs here")
+    try:
+        (tmp_path / "big.txt").write_text("words " * 50_000)
+        done = script("prepare.py", tmp_path / "big.txt", f"--out={small / 'data'}", "--tokenizer=byte")
+        assert done.returncode == 2 and "No space left" in done.stderr and "Traceback" not in done.stderr
+        assert not (small / "data").exists()
+    finally:
+        subprocess.run(["umount", small])
