@@ -449,10 +449,12 @@ def load_hf(folder):
     try:
         pieces = sorted((i, s) for s, i in saved["model"]["vocab"].items() if s not in special)
         pieces = [b"".join(byte[c] for c in s) for _, s in pieces]
-        pattern = saved["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
-        return Tokenizer(folder, pieces, names, pattern)
+        same = saved["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == PATTERN
     except (KeyError, TypeError, IndexError):
-        raise ValueError(f"{path} is not a byte-level BPE with Apertus' control tokens") from None
+        same = False
+    if not same:
+        raise ValueError(f"{path} is not a byte-level BPE that cuts text as Apertus' does")
+    return Tokenizer(folder, pieces, names)
 
 
 def letters():

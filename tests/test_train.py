@@ -1,0 +1,233 @@
+"""train.py, checkpoint.py, sample.py as a user runs them: whole processes, at the size of configs/tiny.py."""
+import json
+import math
+import os
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+import checkpoint
+import convert
+from ademamix import AdEMAMix
+from conftest import ROOT, script
+from model import Apertus, ApertusConfig
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("data")
+    done = script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.1")
+    assert done.returncode == 0, done.stderr
+    return str(root / "own")
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A run of 20 steps that was never stopped."""
+    out = str(tmp_path_factory.mktemp("runs") / "whole")
+    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={out}", "--dtype=float32", "--sample_every=20")
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def log(folder):
+    with open(os.path.join(folder, "log.jsonl")) as f:
+        return [json.loads(line) for line in f]
+
+
+def weights(folder):
+    return dict(convert.load_run(folder)[0].named_parameters())
+
+
+def tiny(trained, *args):
+    config = json.load(open(os.path.join(trained[0], "config.json")))
+    return script("train.py", "configs/tiny.py", f"--data={config['data']}", "--dtype=float32", *args)
+
+
+def test_a_run_folder_has_all_that_design_promises(trained):
+    out, done = trained
+    assert {"config.json", "log.jsonl", "loss.png", "ckpt", "summary.json"} <= set(os.listdir(out))
+    steps = [e for e in log(out) if "loss" in e]
+    assert [e["step"] for e in steps] == list(range(20))
+    assert {"tokens", "loss", "kept", "grad_norm", "lr", "tok_s", "mfu", "memory_gib"} <= steps[0].keys()
+    assert steps[0]["loss"] == pytest.approx(math.log(320), rel=0.01)        # a fresh model knows nothing: log of the vocabulary
+    assert steps[-1]["loss"] < 4.5 and [e["step"] for e in log(out) if "val_bpb" in e] == [9, 19]
+    assert steps[0]["lr"] == 0 and max(e["lr"] for e in steps) == pytest.approx(3e-3)
+    assert "bits per byte" in done.stdout and "loss.png" in done.stdout
+
+
+def test_stopped_and_resumed_ends_in_the_same_bits(trained, tmp_path):
+    out = tmp_path / "halves"
+    shutil.copytree(trained[0], out)
+    shutil.rmtree(out / "ckpt" / "step-00000020")                            # as if killed after step 10's checkpoint
+    with open(out / "log.jsonl", "a") as f:
+        f.write('{"step": 17, "lo')
+    done = tiny(trained, f"--out={out}", "--resume")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+    a, b = weights(trained[0]), weights(out)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    strip = lambda entries: [{k: v for k, v in e.items() if k not in ("tok_s", "seconds")} for e in entries]
+    assert strip(log(out)) == strip(log(trained[0]))                         # and in the same log, one line a step
+
+
+@pytest.mark.parametrize("flag", ["--activation=swiglu", "--optimizer=adamw", "--goldfish_k=0", "--loss_average=micro", "--schedule=cosine", "--batch_ramp_at=80"])
+def test_an_ablation_needs_nothing_but_its_flag(trained, tmp_path, flag):
+    done = tiny(trained, f"--out={tmp_path / 'run'}", flag, "--total_samples=80", "--warmup_samples=8", "--decay_samples=16", "--eval_every=5")
+    assert done.returncode == 0, done.stderr
+    assert log(tmp_path / "run")[-2]["loss"] < 5.6
+
+
+def test_accumulation_does_not_change_the_step(trained, tmp_path):           # 1 x 8, 2 x 4 and 8 x 1 are the same sum in another order
+    losses = []
+    for micro in (8, 4, 1):
+        out = tmp_path / str(micro)
+        assert tiny(trained, f"--out={out}", f"--micro_batch={micro}", "--total_samples=40", "--warmup_samples=8", "--decay_samples=0", "--goldfish_k=2").returncode == 0
+        losses.append([e["loss"] for e in log(out) if "loss" in e])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=2e-5)
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--lr=1e30", "--grad_clip=0.0"], "Stopped before the update; the last checkpoint"),
+    (["--vocab_size=131072"], "made by a tokenizer of 320 ids"),
+    (["--block_size=10000000"], "lower block_size"),
+    (["--n_head=3"], "n_embd=64 is not divisible by n_head=3"),
+    (["--n_kv_head=3"], "n_head=4 is not divisible by n_kv_head=3"),
+    (["--n_embd=36", "--n_head=4"], "is odd"),
+    (["--data=/nowhere"], "no data in '/nowhere'"),
+    (["--micro_batch=3"], "not a multiple of micro_batch=3"),
+    (["--optimizer=sgd"], "there is ademamix and adamw"),
+    (["--schedule=linear"], "there is wsd and cosine"),
+    (["--decay_samples=1000"], "do not fit into total"),
+    (["--device=cuda"] if not torch.cuda.is_available() else ["--device=tpu"], "is not here"),
+    (["--dtype=float16"], "there is auto, float32 and bfloat16"),
+    (["--n_layers=1"], "did you mean 'n_layer'"),
+])
+def test_what_cannot_work_is_told_in_one_line(trained, tmp_path, args, says):
+    done = tiny(trained, f"--out={tmp_path / 'run'}", *args)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("train.py: ") and says in last and "Traceback" not in done.stderr
+
+
+def test_a_run_is_not_overwritten_and_a_finished_one_not_gone_on_with(trained):
+    before = open(os.path.join(trained[0], "log.jsonl")).read()
+    for args, says in (([], "--resume goes on with it"), (["--resume"], "is finished"), (["--resume", "--n_layer=3"], "n_layer 2 -> 3")):
+        done = tiny(trained, f"--out={trained[0]}", *args)
+        assert done.returncode == 2 and says in done.stderr
+    assert open(os.path.join(trained[0], "log.jsonl")).read() == before
+
+
+# -----------------------------------------------------------------------------
+# checkpoints that lie
+
+
+def flip(path, at, bit=3):
+    raw = bytearray(open(path, "rb").read())
+    raw[at % len(raw)] ^= 1 << bit
+    open(path, "wb").write(raw)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda d: flip(shard(d), 12345), lambda d: flip(shard(d), -1), lambda d: os.truncate(shard(d), 5000), lambda d: os.remove(shard(d)),
+    lambda d: flip(os.path.join(d, "manifest.json"), 40), lambda d: os.truncate(os.path.join(d, "manifest.json"), 0)])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(trained, tmp_path, damage, capsys):
+    shutil.copytree(os.path.join(trained[0], "ckpt"), tmp_path / "ckpt")
+    damage(str(tmp_path / "ckpt" / "step-00000020"))
+    assert checkpoint.newest_intact(tmp_path / "ckpt")[1]["step"] == 10
+    assert "passed over" in capsys.readouterr().out
+    damage(str(tmp_path / "ckpt" / "step-00000010"))
+    with pytest.raises(ValueError, match="no checkpoint .* is intact"):
+        checkpoint.newest_intact(tmp_path / "ckpt")
+
+
+def shard(folder):
+    return next(os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".safetensors"))
+
+
+def test_a_pickled_or_foreign_checkpoint_is_refused_and_nothing_runs(trained, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'executed'}",)
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    for step in ("step-00000010", "step-00000020"):
+        torch.save({"x": Evil()}, shard(out / "ckpt" / step))
+    done = script("sample.py", f"--init_from={out}")
+    assert done.returncode == 2 and "no checkpoint" in done.stderr and not (tmp_path / "executed").exists()
+    files = {f: checkpoint.sha256(os.path.join(out, "ckpt", "step-00000020", f)) for f in [os.path.basename(shard(out / "ckpt" / "step-00000020"))]}
+    manifest = checkpoint.verified(os.path.join(trained[0], "ckpt", "step-00000020"))
+    checkpoint.write_flushed(out / "ckpt" / "step-00000020" / "manifest.json", checkpoint.sealed({**manifest, "files": files}))    # hashes that hold
+    done = script("sample.py", f"--init_from={out}")
+    assert done.returncode == 2 and "not readable as safetensors" in done.stderr and not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_of_another_shape_names_the_difference(trained):
+    path, _ = checkpoint.newest_intact(os.path.join(trained[0], "ckpt"))
+    config = convert.load_run(trained[0])[0].config
+    other = Apertus(ApertusConfig(**{**vars(config), "ffn_dim": 96}))
+    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.weight is \(64, 160\) there and \(64, 96\) here"):
+        checkpoint.load(path, other)
+
+
+def test_optimizer_states_come_back_bit_for_bit(tmp_path):
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    def fresh():
+        model = Apertus(config)
+        return model, AdEMAMix(model.parameters(), lr=1e-2, beta3_warmup=5, alpha_warmup=5, compile=False)
+    def step(model, opt, i):
+        idx = torch.arange(8)[None] + i
+        model(idx, idx + 1)[1].backward()
+        opt.step()
+        opt.zero_grad()
+    a, opt_a = fresh()
+    for i in range(4):
+        step(a, opt_a, i)
+    path = checkpoint.save(str(tmp_path), 4, a, opt_a, dict(note="x"))
+    b, opt_b = fresh()
+    checkpoint.load(path, b, opt_b)
+    for i in range(4, 8):
+        step(a, opt_a, i), step(b, opt_b, i)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs to mount a small tmpfs")
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", small], capture_output=True).returncode:
+        pytest.skip("cannot mount a small tmpfs here")
+    try:
+        model = torch.nn.Linear(128, 256)                                    # 131 kB: fits once, not twice
+        opt = torch.optim.SGD(model.parameters())
+        checkpoint.save(str(small), 1, model, opt, {})
+        with pytest.raises(OSError, match="checkpoint of step 2 was not written"):
+            checkpoint.save(str(small), 2, torch.nn.Linear(256, 512), opt, {})
+        assert os.listdir(small) == ["step-00000001"] and checkpoint.newest_intact(small)[1]["step"] == 1
+    finally:
+        subprocess.run(["umount", small])
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    for step in range(1, 6):
+        checkpoint.save(str(tmp_path), step, model, torch.optim.SGD(model.parameters()), {}, keep=2)
+    assert checkpoint.steps_in(tmp_path) == [4, 5]
+
+
+# -----------------------------------------------------------------------------
+# sampling
+
+
+def test_samples_are_repeatable_and_streaming_prints_the_same_text(trained):
+    one = script("sample.py", f"--init_from={trained[0]}", "--start=def ", "--max_new_tokens=40", "--seed=3")
+    again = script("sample.py", f"--init_from={trained[0]}", "--start=def ", "--max_new_tokens=40", "--seed=3")
+    assert one.returncode == 0 and one.stdout == again.stdout and one.stdout.startswith("def "), one.stderr
+    several = script("sample.py", f"--init_from={trained[0]}", "--num_samples=3", "--max_new_tokens=10")
+    assert several.stdout.count("-" * 40) == 3
+
+
+def test_chat_answers_until_an_empty_line(trained):
+    done = script("sample.py", f"--init_from={trained[0]}", "--chat", "--max_new_tokens=8", stdin="hi\nand you?\n\n")
+    assert done.returncode == 0 and len(done.stdout) > 2, done.stderr

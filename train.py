@@ -1,0 +1,308 @@
+"""
+Pretraining, from a laptop to a GPU: real text in, a run folder out.
+
+    loss = - sum over the step's kept tokens of log p(token | its document so far)  /  their number
+    step:  gradients of all micro-batches  ->  clip the global norm  ->  AdEMAMix at the learning rate that WSD gives
+
+$ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
+$ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
+$ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
+
+Everything that decides the run is in out/<run>/: config.json, log.jsonl (a line a step), loss.png, ckpt/. There is no random state
+in the loop: data, masks and schedules are pure functions of the step, so a run that was killed and resumed ends in the same bits.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import plot
+import tokenizer
+from ademamix import AdEMAMix, param_groups
+from configurator import run, settings
+from data import TokenDataset
+from model import Apertus, ApertusConfig
+from schedule import batch_size as batch_at
+from schedule import cosine, samples_at, steps_in, wsd
+
+# -----------------------------------------------------------------------------
+# the run
+out = "out/run"                 # its folder
+data = "data/stdlib"            # what prepare.py wrote
+resume = False                  # go on from the newest intact checkpoint of this folder (or start, if there is none)
+device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
+dtype = "auto"                  # float32 | bfloat16, of activations and GEMMs; weights and states are fp32. auto: bf16 where the hardware has it
+compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
+seed = 28                       # of the initial weights and of the order of windows
+# the model (ApertusConfig says what each is; the defaults are the 8B)
+block_size = 4096
+vocab_size = 0                  # 0 = the data's
+n_layer = 32
+n_head = 32
+n_kv_head = 8
+n_embd = 4096
+ffn_dim = 21504
+activation = "xielu"            # xielu | swiglu | gelu | relu2
+qk_norm = True
+doc_mask = True
+tie_embeddings = False
+rope_theta = 500_000.0
+rope_scaling = 8.0              # 0 = plain RoPE
+rope_original = 8192
+rope_low = 1.0
+rope_high = 4.0
+norm_eps = 1e-5
+init_std = 0.008944
+# the loss
+goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
+goldfish_h = 50                 # labels that the hash sees
+goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k)
+goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
+loss_average = "step"           # step: over the kept tokens of the whole step | micro: mean of micro-batch means, as Apertus did (Megatron)
+# the schedule, counted in samples (windows)
+total_samples = 3_662_109_375   # 15T tokens of 4096
+warmup_samples = 4_096_000
+decay_samples = 403_905_806
+schedule = "wsd"                # wsd | cosine
+batch_size = 1024               # samples a step
+batch_ramp_at = 0               # from so many samples on the batch is doubled; 0 = never
+micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
+# the optimizer
+optimizer = "ademamix"          # ademamix | adamw
+lr = 1.1e-4                     # peak
+lr_floor = 1.1e-5               # at the end of the decay
+betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
+alpha = 8.0                     # weight of the slow average
+alpha_warmup = 0                # steps over which alpha grows; 0 = the run's length, or Apertus' 100,000 if that is shorter
+beta3_warmup = 0                # the same for beta3
+eps = 1e-8
+weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
+grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
+# what it says on the way
+eval_every = 250                # steps
+eval_windows = 64               # windows of the validation split; 0 = all. The last evaluation takes all
+sample_every = 1000             # steps; 0 = never
+checkpoint_every = 1000         # steps
+keep_checkpoints = 2
+wandb_log = False               # also log to Weights & Biases (pip install wandb)
+wandb_project = "nanoapertus"
+# -----------------------------------------------------------------------------
+
+BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}   # dense, vendor
+
+
+def pick_device():
+    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if device != "auto" and not have.get(device.split(":")[0]):
+        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
+    return next(k for k, v in have.items() if v) if device == "auto" else device
+
+
+def pick_dtype(place):
+    if dtype == "auto":
+        cpu_has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        fast = torch.cuda.is_bf16_supported() if place.startswith("cuda") else place == "cpu" and cpu_has
+        return torch.bfloat16 if fast else torch.float32
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
+    return getattr(torch, dtype)
+
+
+def build_optimizer(model, steps):
+    groups = param_groups(model, weight_decay)
+    if optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas[:2], eps=eps, fused=True)
+    if optimizer != "ademamix":
+        raise ValueError(f"optimizer={optimizer!r}: there is ademamix and adamw")
+    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run never gets there and would stay plain Adam: as in the
+    # report's own post-training, the warm-ups then last as long as the run.
+    warm = min(steps, 100_000)
+    return AdEMAMix(groups, lr=lr, betas=betas, alpha=alpha, eps=eps, beta3_warmup=beta3_warmup or warm,
+                    alpha_warmup=alpha_warmup or warm, compile=compile)
+
+
+def lr_at(samples):
+    if schedule == "wsd":
+        return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples)
+    if schedule == "cosine":
+        return cosine(samples, lr, lr_floor, warmup_samples, total_samples)
+    raise ValueError(f"schedule={schedule!r}: there is wsd and cosine")
+
+
+def claim_folder():
+    """Refuse a run folder that holds a run already, unless it is to be gone on with; nothing is written yet."""
+    if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
+        raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
+    os.makedirs(out, exist_ok=True)
+
+
+def describe_run(config):
+    """config.json, and the vocabulary if it is one of the user's own: what sample.py and convert.py need besides a checkpoint."""
+    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
+    if os.path.exists(os.path.join(data, "tokenizer.json")):
+        shutil.copy(os.path.join(data, "tokenizer.json"), out)
+
+
+def resume_from(model, opt, config):
+    """Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none."""
+    found = checkpoint.newest_intact(os.path.join(out, "ckpt"))
+    if not found:
+        return 0
+    path, manifest = found
+    same = [f.name for f in dataclasses.fields(ApertusConfig)] + ["data_hash", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if manifest["config"].get(k) != config[k]]
+    if changed:
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
+    checkpoint.load(path, model, opt)
+    print(f"resumed from {path}")
+    return manifest["step"]
+
+
+def cut_log(path, step):
+    """Drop the lines of steps that will be done again, and a last line torn by a kill: every step has one line."""
+    lines = []
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            lines = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < step]
+    checkpoint.write_flushed(path + ".tmp", "".join(lines))
+    os.replace(path + ".tmp", path)
+
+
+@torch.no_grad()
+def evaluate(model, val, windows, place):
+    """Mean loss in nats over the first `windows` validation windows (0 = all), no Goldfish: every predictable token counts."""
+    windows = min(windows or val.n_windows, val.n_windows)
+    total = count = 0.0
+    for first in range(0, windows, micro_batch):
+        idx, targets, keep, doc = (t.to(place) for t in val.batch(first, min(micro_batch, windows - first)))
+        _, nll = model(idx, targets, keep, doc, per_token=True)
+        total, count = total + (nll * keep).sum().item(), count + keep.sum().item()
+    return total / count
+
+
+def sample(model, tok, place):
+    """A short continuation of nothing, to look at. Eager: the cached decode step has shapes that training has not compiled."""
+    generator = torch.Generator(place).manual_seed(seed)
+    with torch.compiler.set_stance("force_eager"):
+        ids = model.generate([[tok.bos]], min(120, block_size), temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
+    return tok.decode(ids[0][1:])
+
+
+def main():
+    place = pick_device()
+    work_dtype = pick_dtype(place)
+    train = TokenDataset(data, "train", block_size, seed, goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
+    val = TokenDataset(data, "val", block_size, seed)
+    if vocab_size and vocab_size != train.meta["vocab_size"]:
+        raise ValueError(f"{data} was made by a tokenizer of {train.meta['vocab_size']} ids ({train.meta['tokenizer']}) and the model has "
+                         f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
+    if batch_size % micro_batch:
+        raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch}")
+    if loss_average not in ("step", "micro"):
+        raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
+    tok = tokenizer.load_for(data)
+    config = dict(settings(globals()), vocab_size=train.meta["vocab_size"], data_hash=train.fingerprint, tokenizer=train.meta["tokenizer"])
+    model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
+    ramp = batch_ramp_at or None
+    steps = steps_in(total_samples, batch_size, ramp)
+    lr_at(0)                                                                # a schedule that does not fit is told before the model is built
+    claim_folder()
+
+    with torch.device(place):
+        model = Apertus(model_config, seed)
+    model.dtype = work_dtype
+    opt = build_optimizer(model, steps)
+    start = resume_from(model, opt, config) if resume else 0
+    if start >= steps:
+        raise ValueError(f"{out} is finished: all {steps} steps are done; raise total_samples, or sample it: python sample.py --init_from={out}")
+    describe_run(config)
+    if compile:
+        model.compile_blocks()
+    flops = model.flops_per_token(block_size)
+    peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
+    print(f"{model.num_params():,} parameters on {place} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
+          f"data: {train.n_tokens:,} tokens, so {steps * batch_size / train.n_windows:.1f} epochs")
+    log_path = os.path.join(out, "log.jsonl")
+    cut_log(log_path, start)
+    wandb = None
+    if wandb_log:
+        import wandb
+        wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
+    log_file = open(log_path, "a", encoding="utf-8")
+
+    def log(**entry):
+        log_file.write(json.dumps(entry) + "\n")
+        log_file.flush()
+        if wandb:
+            wandb.log(entry, step=entry["step"])
+
+    loader = ThreadPoolExecutor(1)                                          # windows, masks and document ids, off the critical path
+    fetch = lambda step: loader.submit(train.batch, samples_at(step, batch_size, ramp), batch_at(samples_at(step, batch_size, ramp), batch_size, ramp))
+    following = fetch(start)
+    began = time.perf_counter()
+    bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", dynamic_ncols=True)
+    for step in bar:
+        step_began = time.perf_counter()
+        samples = samples_at(step, batch_size, ramp)
+        batch, following = following.result(), fetch(step + 1)
+        n_tokens = batch[2].sum().item()                                    # kept, in the whole step
+
+        # forward and backward, micro-batch by micro-batch
+        loss = torch.zeros((), device=place)
+        micro = list(zip(*(t.split(micro_batch) for t in batch)))
+        for idx, targets, keep, doc in micro:
+            divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro)
+            _, part = model(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
+            part.backward()
+            loss += part.detach()
+
+        # clip and update, unless the numbers are not numbers
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if not math.isfinite(loss.item() + norm.item()):
+            raise ValueError(f"step {step}: loss {loss.item()}, gradient norm {norm.item()}. Stopped before the update; the last checkpoint in "
+                             f"{out}/ckpt is good. Try --resume with a lower --lr, a longer --warmup_samples, or --dtype=float32")
+        for group in opt.param_groups:
+            group["lr"] = lr_at(samples)
+        clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
+        if optimizer == "ademamix":
+            opt.step(grad_scale=clip)                                       # scaled as the gradient is read: no pass of its own
+        else:
+            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
+            opt.step()
+        opt.zero_grad(set_to_none=True)
+
+        # say what happened
+        seconds = time.perf_counter() - step_began
+        speed = idx.numel() * len(micro) / seconds
+        samples += len(batch[0])
+        memory = torch.cuda.max_memory_allocated() / 2**30 if place.startswith("cuda") else None
+        log(step=step, tokens=samples * block_size, loss=loss.item(), kept=n_tokens / batch[0].numel(), grad_norm=norm.item(),
+            lr=opt.param_groups[0]["lr"], tok_s=round(speed), mfu=flops * speed / peak if peak else None, memory_gib=memory)
+        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
+        last = step + 1 == steps
+        if last or (step + 1) % eval_every == 0:
+            nats = evaluate(model, val, 0 if last else eval_windows, place)
+            bpb = val.bits_per_byte(nats)
+            log(step=step, tokens=samples * block_size, val_loss=nats, val_bpb=bpb, seconds=round(time.perf_counter() - began, 1))
+            bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
+        if last or (step + 1) % checkpoint_every == 0:
+            checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints)
+            plot.curves([out], os.path.join(out, "loss.png"))
+        if sample_every and (last or (step + 1) % sample_every == 0):
+            bar.write(sample(model, tok, place) + "\n")
+    loader.shutdown(cancel_futures=True)
+    checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(dict(
+        val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))
+    print(f"{out}: {bpb:.3f} bits per byte of validation text after {time.perf_counter() - began:.0f} s. The curve: {out}/loss.png")
+
+
+if __name__ == "__main__":
+    run(main, globals())
