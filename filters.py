@@ -1,0 +1,306 @@
+"""
+Quality, duplicates, contamination: which of the documents that one may train on are worth it.
+
+Apertus selected by the scores of classifiers (report sec. 3). Published corpora carry such scores as columns, and these
+are the rules that were applied to them:
+
+    quality    keep the top 33 % (later 10 %) of a language by a classifier's score, threshold estimated on 1M documents
+    toxicity   drop the top 5 % of a language by another score; where no such score exists, drop 5 % at random
+    the rest   lists of licences and languages, bounds on length, a random share per language
+
+Three more rules need the text: exact duplicates by hash, near-duplicates by MinHash (the minimum of a random hash over
+two sets A, B of n-grams agrees with probability |A and B| / |A or B|), and contamination by evaluation prompts
+(a shared 8-gram, then half of the prompt). All depend on the document and on what came before it in input
+order, never on the number of workers.
+
+$ python filters.py docs.jsonl more.jsonl                # duplicates and near-duplicates in them, MB/s
+$ python filters.py docs.jsonl --prompts=prompts.txt     # and documents that contain these prompts
+"""
+
+import json
+import re
+import unicodedata
+from array import array
+from difflib import SequenceMatcher
+from hashlib import blake2b
+from zlib import crc32
+
+import numpy as np
+
+try:
+    from rensa import RMinHash
+except ImportError:
+    RMinHash = None
+BACKEND = "rensa" if RMinHash else "numpy"   # for the audit: 25 or 11 MB/s on German law, and signatures do not mix
+
+# Report sec. 3: drop P(toxic) at or above, about 5 % of each language. Codes as in FineWeb-2.
+TOXICITY = {"eng_Latn": .99944, "deu_Latn": .9977, "fra_Latn": .9994, "pol_Latn": .9867, "por_Latn": .9476,
+            "spa_Latn": .9953, "ita_Latn": .9985, "cmn_Hani": .5954, "nld_Latn": .9883}
+
+
+def uniform(key, seed=42):
+    """A number in [0, 1) by key and seed alone, so that a document meets the same fate in any order."""
+    return int.from_bytes(blake2b(f"{seed}:{key}".encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def of_language(table, language):
+    """table itself if it is a number, else its entry for the language, else for "*", else None: no rule."""
+    return table.get(language, table.get("*")) if isinstance(table, dict) else table
+
+
+class TopShare:
+    """
+    First pass of "keep the top share of a language by score": add() every document, then thresholds().
+
+    Keeps per language the scores of the `sample` documents whose ids hash lowest: exact up to that many, the same in
+    any order, and merge() joins the passes of several workers. 16 bytes a document. Source: report sec. 3.
+    """
+
+    def __init__(self, share, sample=1_000_000):
+        if not 0 < share <= 1:
+            raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
+        self.share, self.sample, self.scores = share, sample, {}
+
+    def add(self, doc_id, language, score):
+        hashes, scores = self.scores.setdefault(language, (array("d"), array("d")))
+        hashes.append(uniform(doc_id, seed=0))
+        scores.append(score)
+        if len(hashes) >= 2 * self.sample:
+            self._trim(language)
+
+    def merge(self, other):
+        for language, (hashes, scores) in other.scores.items():
+            mine = self.scores.setdefault(language, (array("d"), array("d")))
+            mine[0].extend(hashes)
+            mine[1].extend(scores)
+            self._trim(language)
+
+    def _trim(self, language):
+        hashes, scores = (np.array(a) for a in self.scores[language])
+        low = np.argsort(hashes, kind="stable")[:self.sample]
+        self.scores[language] = array("d", hashes[low].tobytes()), array("d", scores[low].tobytes())
+
+    def thresholds(self):
+        """{language: score}, keep score >= it. Shares are rounded up and ties stay, so that no language is lost."""
+        out = {}
+        for language in self.scores:
+            self._trim(language)
+            best = np.sort(self.scores[language][1])[::-1]                    # (n,) highest first
+            out[language] = float(best[int(np.ceil(self.share * len(best) - 1e-9)) - 1])
+        return out
+
+
+def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=None, top=None, below=None, rate=None,
+                  seed=42):
+    """
+    Why a document goes, by its columns: "license", "language", "length", "score", "above", "rate"; None = it stays.
+
+    doc: dict with text, and license, language (or lang), id where a rule needs them. licenses, languages: allow-lists.
+    top = (field, thresholds): keep field >= threshold. below = (field, thresholds): keep field < threshold. rate: the
+    share to keep at random. thresholds and rate: a number, or {language: number, "*": any other}; a language without
+    entry has no rule. A null fails top and passes below. ValueError, with the columns there are, if one is missing.
+    """
+    def column(*names):
+        for name in names:
+            if name in doc:
+                return doc[name]
+        raise ValueError(f"no column {' or '.join(names)} in the data; it has {', '.join(doc)}")
+
+    if licenses is not None and column("license") not in licenses:
+        return "license"
+    by_language = any(isinstance(t, dict) for t in (rate, top and top[1], below and below[1]))
+    language = column("language", "lang") if by_language or languages is not None else None
+    if languages is not None and language not in languages:
+        return "language"
+    if not min_chars <= len(doc["text"]) <= (max_chars or len(doc["text"])):
+        return "length"
+    if top is not None:
+        threshold, score = of_language(top[1], language), column(top[0])
+        if threshold is not None and (score is None or not score >= threshold):
+            return "score"
+    if below is not None:
+        threshold, score = of_language(below[1], language), column(below[0])
+        if threshold is not None and score is not None and not score < threshold:
+            return "above"
+    share = of_language(rate, language)
+    if share is not None and uniform(doc.get("id") or doc["text"], seed) >= share:
+        return "rate"
+    return None
+
+
+def text_key(text):
+    """16 bytes, the same for the same text up to Unicode form and white space. A set of them finds exact duplicates."""
+    normal = " ".join(unicodedata.normalize("NFC", text).split())
+    return blake2b(normal.encode("utf-8", "replace"), digest_size=16).digest()
+
+
+# 112 hash functions h -> the upper 32 bits of (a h + b) mod 2^64, a odd (Dietzfelbinger 1997).
+_rng = np.random.default_rng(0)
+_A, _B = (_rng.integers(0, 2**64, 112, dtype=np.uint64, endpoint=False) for _ in range(2))
+_A |= np.uint64(1)
+
+
+def tokens(text):
+    """Lower-case words; a script without spaces (over 20 characters a word) is taken by character."""
+    parts = text.lower().split()
+    return list("".join(parts)) if len(text) > 20 * len(parts) else parts
+
+
+def word_ids(parts):
+    """Words as uint32 hashes (N,)."""
+    seen = {part: crc32(part.encode("utf-8", "replace")) for part in set(parts)}
+    return np.fromiter(map(seen.__getitem__, parts), np.uint32, len(parts))   # (N,)
+
+
+def plain_ids(text):
+    """Words without case and punctuation as ids: what contamination is judged by where no tokenizer is given."""
+    return word_ids(tokens(" ".join(re.findall(r"\w+", text))))
+
+
+def ngrams(ids, n):
+    """Hashes of the runs of n ids: uint64 (max(N - n + 1, 0),), in order. A run of 4 ids in place 2 is entry 2."""
+    if len(ids) < n:
+        return np.zeros(0, np.uint64)
+    ids = np.asarray(ids).astype(np.uint64)                                   # (N,)
+    h = np.zeros(len(ids) - n + 1, np.uint64)                                 # (N - n + 1,)
+    for i in range(n):
+        h = (h ^ ids[i:len(ids) - n + 1 + i]) * np.uint64(0x9E3779B97F4A7C15)
+        h ^= h >> np.uint64(29)                                               # so that high bits reach low ones
+    return h
+
+
+def minhash(text):
+    """
+    Signature of a text's set of 5-word shingles: uint32 (112,). The share of places where two signatures agree
+    estimates the Jaccard similarity of the sets, +- 0.04 at 0.8. Fewer than 5 words are one shingle. Broder 1997.
+    """
+    parts = tokens(text)
+    n = min(5, max(len(parts), 1))
+    if RMinHash:
+        sketch = RMinHash(num_perm=112, seed=42)
+        sketch.update([" ".join(parts[i:i + n]) for i in range(len(parts) - n + 1)])
+        return np.array(sketch.digest(), np.uint32)
+    return minhash_numpy(np.unique(ngrams(word_ids(parts), n)))
+
+
+def minhash_numpy(shingles):
+    """shingles: uint64 (n,) hashes. Returns uint32 (112,), all ones if n = 0."""
+    out = np.full(112, 2**32 - 1, np.uint32)
+    for i in range(0, len(shingles), 4096):                                   # 4096 x 112 x 8 bytes = 3.7 MB at a time
+        h = (shingles[i:i + 4096, None] * _A + _B) >> np.uint64(32)           # (n, 112)
+        np.minimum(out, h.min(0).astype(np.uint32), out=out)                  # (112,)
+    return out
+
+
+class NearDuplicates:
+    """
+    The documents that stayed, as `bands` keys each, of `rows` places of the signature; one that shares a key goes.
+
+    At similarity s that has probability 1 - (1 - s^rows)^bands: two thirds at s = threshold = (1/bands)^(1/rows). The
+    default is FineWeb's 14 bands of 8: 65 % at 0.72, 77 % at 0.75, 92 % at 0.80. 1 kB a document.
+    """
+
+    def __init__(self, threshold=0.72):
+        if not 0.3 <= threshold <= 0.95:
+            raise ValueError(f"near-duplicate threshold {threshold}: want a similarity of 0.3 to 0.95 (FineWeb: 0.72)")
+        self.rows = min(range(2, 29), key=lambda rows: abs((1 / (112 // rows)) ** (1 / rows) - threshold))
+        self.bands, self.seen = 112 // self.rows, set()
+
+    def add(self, signature):
+        """True if a document before is a near-duplicate; else remembers this one. signature: minhash(text)."""
+        bands = signature[:self.bands * self.rows].reshape(self.bands, self.rows)
+        keys = [blake2b(bytes([i]) + band.tobytes(), digest_size=8).digest() for i, band in enumerate(bands)]
+        if not self.seen.isdisjoint(keys):
+            return True
+        self.seen.update(keys)
+        return False
+
+
+class Contamination:
+    """
+    Does a document contain an evaluation prompt? A candidate shares an 8-gram with it; it is contaminated if runs of at
+    least 5 tokens that both have (difflib) cover half of the prompt.
+
+    prompts: iterable of str. encode: text -> ids (official: the Apertus tokenizer; default: words without punctuation).
+    A prompt of fewer than 8 tokens cannot match and is counted in `short`; the official code, off by one, also misses
+    those of 8, and the last 8-gram of each. Source: report sec. 4.
+    """
+
+    def __init__(self, prompts, encode=None):
+        self.encode = encode or plain_ids
+        self.prompts, self.short, where = [], 0, {}
+        for prompt in prompts:
+            ids = [int(i) for i in self.encode(prompt)]
+            self.short += len(ids) < 8
+            for gram in ngrams(ids, 8).tolist():
+                where.setdefault(gram, {})[len(self.prompts)] = None
+            self.prompts.append(ids)
+        if not where:
+            raise ValueError(f"none of the {len(self.prompts)} prompts has 8 tokens: nothing can be checked")
+        self.where, self.grams = where, np.sort(np.fromiter(where, np.uint64, len(where)))
+
+    def check(self, text):
+        """Index of the first prompt found in text, or None."""
+        ids = self.encode(text)
+        grams = ngrams(ids, 8)
+        at = np.searchsorted(self.grams, grams).clip(max=len(self.grams) - 1)
+        done = {}                                                             # prompt -> end of what was compared
+        for hit in np.flatnonzero(self.grams[at] == grams).tolist():
+            for number in self.where[int(grams[hit])]:
+                prompt = self.prompts[number]
+                if hit < done.get(number, 0):
+                    continue
+                start, end = max(0, hit - len(prompt)), hit + 2 * len(prompt)
+                done[number] = hit + len(prompt)
+                blocks = SequenceMatcher(None, list(ids[start:end]), prompt, autojunk=False).get_matching_blocks()
+                if 2 * sum(b.size for b in blocks if b.size >= 5) >= len(prompt):
+                    return number
+        return None
+
+
+def read_prompts(path):
+    """Evaluation prompts of a file: .jsonl with a column prompt, question or text; any other file, one per line."""
+    prompts = []
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if path.endswith(".jsonl") and line.strip():
+                row = json.loads(line)
+                key = next((k for k in ("prompt", "question", "text") if k in row), None)
+                if key is None:
+                    raise ValueError(f"{path} line {number}: want prompt, question or text; it has {', '.join(row)}")
+                line = row[key]
+            if line.strip():
+                prompts.append(line.strip())
+    return prompts
+
+
+def main():
+    import argparse
+    import time
+
+    from tqdm import tqdm
+    parser = argparse.ArgumentParser(description="Duplicates, near-duplicates and evaluation prompts in .jsonl files.")
+    parser.add_argument("files", nargs="+")
+    parser.add_argument("--prompts", help="evaluation prompts: text, one per line, or .jsonl")
+    args = parser.parse_args()
+    try:
+        contamination = Contamination(read_prompts(args.prompts)) if args.prompts else None
+        seen, near, counts, size, start = set(), NearDuplicates(), {}, 0, time.perf_counter()
+        for path in args.files:
+            with open(path, encoding="utf-8") as lines:
+                for line in tqdm(lines, desc=path, unit=" docs", disable=None, leave=False):
+                    text = json.loads(line)["text"]
+                    key = text_key(text)
+                    fate = "duplicate" if key in seen else "near-duplicate" if near.add(minhash(text)) else "kept"
+                    if fate == "kept" and contamination and contamination.check(text) is not None:
+                        fate = "contaminated"
+                    seen.add(key)
+                    counts[fate] = counts.get(fate, 0) + 1
+                    size += len(text.encode())
+        print(counts, f"{size / 1e6 / (time.perf_counter() - start):.1f} MB/s, MinHash by {BACKEND}")
+    except (ValueError, OSError) as e:
+        parser.exit(2, f"filters.py: {e}\n")
+
+
+if __name__ == "__main__":
+    main()

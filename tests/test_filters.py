@@ -1,0 +1,179 @@
+"""Selection against numpy quantiles, duplicates against Jaccard and the LSH formula, contamination against difflib."""
+import json
+import random
+import subprocess
+import sys
+from difflib import SequenceMatcher
+
+import numpy as np
+import pytest
+
+import filters
+from filters import (Contamination, NearDuplicates, TopShare, column_reason, minhash, minhash_numpy, ngrams, text_key,
+                     uniform)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.33, 0.5, 1.0])
+def test_the_top_share_of_each_language_is_kept(share):
+    rng = np.random.default_rng(0)
+    docs = [(f"d{i}", rng.choice(["de", "fr"]), rng.normal()) for i in range(3000)]
+    first = TopShare(share)
+    for doc in docs:
+        first.add(*doc)
+    for language, threshold in first.thresholds().items():
+        scores = np.array([s for _, l, s in docs if l == language])
+        assert (scores >= threshold).sum() == int(np.ceil(share * len(scores)))
+        assert threshold == -np.quantile(-scores, share, method="inverted_cdf")
+
+
+def test_a_sample_is_the_same_in_any_order_and_split_over_workers():
+    rng = random.Random(0)
+    docs = [(f"d{i}", "de", rng.gauss(0, 1)) for i in range(5000)]
+    whole, shuffled, a, b = (TopShare(0.33, sample=400) for _ in range(4))
+    for doc in docs:
+        whole.add(*doc)
+    for i, doc in enumerate(rng.sample(docs, len(docs))):
+        shuffled.add(*doc)
+        (a, b)[i % 2].add(*doc)
+    a.merge(b)
+    assert whole.thresholds() == shuffled.thresholds() == a.thresholds()
+    kept = np.mean([s >= whole.thresholds()["de"] for _, _, s in docs])
+    assert abs(kept - 0.33) < 4 * (0.33 * 0.67 / 400) ** 0.5                     # four standard errors of 400 drawn
+
+
+def test_equal_scores_lose_no_language():
+    first = TopShare(0.33)
+    for i in range(10):
+        first.add(f"d{i}", "rm", 3)
+    assert first.thresholds() == {"rm": 3.0}
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        TopShare(33)
+
+
+DOC = {"id": "7", "text": "x" * 100, "lang": "deu_Latn", "license": "cc-by-4.0", "score": 2.5, "toxic": 0.9977,
+       "gap": None}
+
+
+@pytest.mark.parametrize("rules, reason", [
+    ({}, None), ({"licenses": {"cc-by-4.0"}}, None), ({"licenses": {"mit"}}, "license"),
+    ({"languages": ["fra_Latn"]}, "language"),
+    ({"min_chars": 101}, "length"), ({"max_chars": 99}, "length"), ({"min_chars": 100, "max_chars": 100}, None),
+    ({"top": ("score", 2.5)}, None), ({"top": ("score", {"deu_Latn": 2.6})}, "score"),
+    ({"top": ("score", {"fra_Latn": 9})}, None),
+    ({"top": ("gap", 0)}, "score"), ({"below": ("gap", 0)}, None), ({"below": ("toxic", filters.TOXICITY)}, "above"),
+    ({"below": ("toxic", 0.9978)}, None), ({"rate": 1}, None), ({"rate": {"*": 0}}, "rate"),
+    ({"rate": {"deu_Latn": 1, "*": 0}}, None)])
+def test_rules_on_columns(rules, reason):
+    assert column_reason(DOC, **rules) == reason
+
+
+def test_a_missing_column_lists_those_there_are():
+    with pytest.raises(ValueError, match="no column quality in the data; it has id, text, lang"):
+        column_reason(DOC, top=("quality", 1))
+
+
+def test_the_random_rate_is_the_rate_and_a_smaller_one_keeps_a_subset():
+    us = np.array([uniform(str(i)) for i in range(20_000)])
+    assert abs((us < 0.3135).mean() - 0.3135) < 4 * (0.3135 * 0.6865 / 20_000) ** 0.5
+    kept = [{i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=r) is None} for r in (0.095,
+                                                                                                           0.3135)]
+    assert kept[0] < kept[1] and kept[1] != {i for i in range(500) if uniform(str(i), seed=1) < 0.3135}
+
+
+def test_exact_duplicates_are_equal_up_to_unicode_form_and_white_space():
+    assert text_key("e\u0301t\u00e9  a\n") == text_key("\u00e9te\u0301 a") != text_key("\u00e9t\u00e9 A")
+
+
+def sets(similarity, size, seed):
+    """Two sets of random hashes with that Jaccard similarity, to within rounding."""
+    both = int(size * 2 * similarity / (1 + similarity))
+    ids = np.random.default_rng(seed).integers(0, 2**63, 2 * size - both, dtype=np.uint64)
+    return ids[:size], ids[size - both:]
+
+
+@pytest.mark.parametrize("s", [0.2, 0.5, 0.8])
+def test_signatures_agree_as_often_as_the_sets_are_similar(s):
+    agree = [np.mean(minhash_numpy(a) == minhash_numpy(b)) for a, b in (sets(s, 300, seed) for seed in range(60))]
+    assert abs(np.mean(agree) - s) < 4 * (s * (1 - s) / (112 * 60)) ** 0.5
+
+
+@pytest.mark.parametrize("s", [0.6, 0.75, 0.85])
+def test_near_duplicates_are_found_as_often_as_the_formula_says(s):
+    found = []
+    for seed in range(150):
+        near = NearDuplicates()
+        assert (near.bands, near.rows) == (14, 8)                                 # FineWeb's
+        a, b = sets(s, 200, seed)
+        found.append(near.add(minhash_numpy(a)) or near.add(minhash_numpy(b)))
+    p = 1 - (1 - s**8) ** 14
+    assert abs(np.mean(found) - p) < 4 * (p * (1 - p) / 150) ** 0.5
+
+
+@pytest.mark.parametrize("backend", ["rensa", "numpy"])
+def test_an_edited_copy_is_found_and_another_text_is_not(backend, monkeypatch):
+    if backend == "rensa":
+        pytest.importorskip("rensa")
+    else:
+        monkeypatch.setattr(filters, "RMinHash", None)
+    rng = random.Random(0)
+    words = [f"w{rng.randrange(1000)}" for _ in range(600)]
+    edited = words[:300] + ["new"] + words[301:]
+    chinese = "".join(chr(0x4e00 + rng.randrange(3000)) for _ in range(600))
+    for text, copy in ((" ".join(words), " ".join(edited)), (chinese, chinese[:300] + "\u65b0" + chinese[301:]),
+                       ("a b", "A  b")):
+        near = NearDuplicates()
+        assert not near.add(minhash(text)) and near.add(minhash(copy))
+        assert not near.add(minhash(" ".join(reversed(words))))
+    assert minhash("").shape == (112,) and minhash("").dtype == np.uint32
+
+
+def test_ngrams_are_equal_where_the_runs_are():
+    ids = np.random.default_rng(0).integers(0, 3, 2000)
+    hashes, n = ngrams(ids, 8).tolist(), 8
+    runs = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    assert len(hashes) == len(runs) and len(set(hashes)) == len(set(runs)) == len(set(zip(hashes, runs)))
+    assert len(ngrams(ids[:8], 8)) == 1 and len(ngrams(ids[:7], 8)) == 0
+
+
+def test_contamination_is_half_of_the_prompt_in_runs_of_five():
+    def encode(text):
+        return [int(w) for w in text.split()]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10**6) for _ in range(n)] for n in (8, 20, 33, 60)]
+    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], encode)
+    assert check.short == 1
+    outcomes = set()
+    for trial in range(300):
+        prompt = rng.choice(prompts)
+        length = rng.randint(1, len(prompt))
+        at = rng.randint(0, len(prompt) - length)
+        doc = [rng.randrange(10**6, 10**7) for _ in range(400)]
+        place = rng.randrange(400)
+        doc[place:place] = prompt[at:at + length]
+        if trial % 3 == 0 and length > 12:
+            doc[place + 10] = -1                                                  # one word changed
+        blocks = SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()  # over the whole document
+        eight = any(b.size >= 8 for b in blocks)
+        want = eight and 2 * sum(b.size for b in blocks if b.size >= 5) >= len(prompt)
+        assert (check.check(" ".join(map(str, doc))) is not None) == want
+        outcomes.add(want)
+    assert outcomes == {True, False}
+
+
+def test_a_prompt_of_exactly_eight_words_is_found():                            # the official code misses it by one
+    check = Contamination(["How many legs does a healthy spider have?"])
+    assert check.check("Quiz! HOW many legs does a healthy spider have... Eight.") == 0
+    assert check.check("How many legs does a healthy insect have?") is None
+    with pytest.raises(ValueError, match="has 8 tokens"):
+        Contamination(["too short"])
+
+
+def test_the_command_of_the_first_screen(tmp_path):
+    text = " ".join(f"word{i}" for i in range(50))
+    docs = [text, text, text + " more", "How many legs does a healthy spider have? Eight.", "else"]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in docs))
+    (tmp_path / "p.txt").write_text("How many legs does a healthy spider have?\n")
+    out = subprocess.run([sys.executable, filters.__file__, str(tmp_path / "d.jsonl"),
+                          f"--prompts={tmp_path / 'p.txt'}"],
+                         capture_output=True, text=True).stdout
+    assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
