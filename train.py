@@ -26,7 +26,7 @@ from tqdm import tqdm
 import checkpoint
 import plot
 import tokenizer
-from ademamix import AdEMAMix, param_groups
+from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import TokenDataset
 from model import Apertus, ApertusConfig
@@ -224,8 +224,10 @@ def main():
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; raise total_samples, or sample it: python sample.py --init_from={out}")
     describe_run(config)
-    if compile:
+    if compile and can_compile(torch.device(place)):
         model.compile_blocks()
+    elif compile:
+        print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     flops = model.flops_per_token(block_size)
     peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
     print(f"{model.num_params():,} parameters on {place} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
