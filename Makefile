@@ -1,17 +1,20 @@
 # The first two commands: `make train` and `make test`. Both build .venv if it is missing, and may be repeated.
 PY = .venv/bin/python
+CONFIG = configs/laptop.py
+RUN = out/laptop
+DATA = data/stdlib
 
 .PHONY: train test clean
 
-train: out/laptop/summary.json
-	$(PY) sample.py --init_from=out/laptop
-	@echo "the curve: out/laptop/loss.png   the log: out/laptop/log.jsonl   another sample: $(PY) sample.py --seed=1"
+train: $(RUN)/summary.json
+	$(PY) sample.py --init_from=$(RUN)
+	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"
 
-out/laptop/summary.json: data/stdlib/meta.json
-	$(PY) train.py configs/laptop.py --resume
+$(RUN)/summary.json: | $(DATA)/meta.json
+	$(PY) train.py $(CONFIG) --out=$(RUN) --data=$(DATA) --resume
 
-data/stdlib/meta.json: .venv/ready
-	$(PY) prepare.py
+$(DATA)/meta.json: | .venv/ready
+	$(PY) prepare.py --out=$(DATA)
 
 test: .venv/ready
 	$(PY) -m pytest -q

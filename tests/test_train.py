@@ -79,6 +79,12 @@ def test_an_ablation_needs_nothing_but_its_flag(trained, tmp_path, flag):
     assert log(tmp_path / "run")[-2]["loss"] < 5.6
 
 
+def test_without_a_compiler_it_says_so_and_runs_eagerly(trained, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = tiny(trained, f"--out={tmp_path / 'run'}", "--compile=True", "--total_samples=24", "--decay_samples=8")
+    assert done.returncode == 0 and "no compiler found for cpu" in done.stdout
+
+
 def test_accumulation_does_not_change_the_step(trained, tmp_path):           # 1 x 8, 2 x 4 and 8 x 1 are the same sum in another order
     losses = []
     for micro in (8, 4, 1):
