@@ -3,8 +3,11 @@ PY = .venv/bin/python
 CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
+ALIGN =
+STUDY = activations
+BOOKS =
 
-.PHONY: train test clean
+.PHONY: train align ablate memorize test clean
 
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN)
@@ -15,6 +18,18 @@ $(RUN)/summary.json: | $(DATA)/meta.json
 
 $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
+
+align: .venv/ready
+	$(PY) align.py $(ALIGN)
+
+# What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations/)
+ablate: | $(DATA)/meta.json
+	$(PY) ablate.py configs/ablations/$(STUDY).py --data=$(DATA)
+	$(PY) ablate.py --overview
+
+# What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (nothing: the standard library)
+memorize: .venv/ready
+	$(PY) memorize.py $(BOOKS)
 
 test: .venv/ready
 	$(PY) -m pytest -q

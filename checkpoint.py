@@ -1,25 +1,32 @@
 """
 Checkpoints that survive being killed, and that nobody has to trust.
 
-    out/run/ckpt/step-00001000/    shard-*.safetensors    weights and optimizer states, written by torch.distributed.checkpoint
+    out/run/ckpt/step-00001000/    shard-*.safetensors    weights and optimizer states, written by torch.distributed.checkpoint (DCP)
                                    manifest.json          step, settings, and the sha256 of every file, of itself too
 
 Three rules. A checkpoint is written under a temporary name, flushed to disk and then renamed: under its final name it is whole, or it
 is not there. No format notices a flipped bit (torch.save, DCP and safetensors all load it silently), so every file is hashed, and the
 newest checkpoint whose hashes hold is the one that is used. And nothing here can execute: safetensors and JSON, no pickle (DCP's own
 .metadata is one, and torch.load of an untrusted file runs code).
+
+With several processes each writes, hashes and reads its own part, and any number of processes can read what any other number wrote.
+`group` is then a gloo group for this file alone (parallel.py); None is one process. Training goes on while a Saver writes.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")     # one process needs no process group
 
@@ -33,67 +40,173 @@ def tensors_of(model, optimizer):
     return flat
 
 
-def save(folder, step, model, optimizer, info, keep=2):
+def save(folder, step, model, optimizer, info, keep=2, group=None):
     """
     Write folder/step-N, all or nothing, and delete all but the `keep` newest. info: what else to know, JSON (settings, counters).
-    Returns the path. OSError (disk full, read-only) leaves what was there before untouched and nothing under the new name.
+    Returns the path. OSError (disk full, read-only), on every rank alike, leaves what was there untouched and nothing under the new name.
     """
+    return write(folder, step, tensors_of(model, optimizer), info, keep, group)
+
+
+def write(folder, step, tensors, info, keep, group):
+    """save(), from tensors that hold still."""
+    rank = dist.get_rank(group) if group else 0
     final = os.path.join(folder, f"step-{step:08d}")
     tmp = final + ".tmp"
-    shutil.rmtree(tmp, ignore_errors=True)
-    try:
-        os.makedirs(tmp)
-        dcp.save(tensors_of(model, optimizer), storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True), no_dist=True)
-        files = {file: sha256(os.path.join(tmp, file)) for file in sorted(os.listdir(tmp))}
-        write_flushed(os.path.join(tmp, "manifest.json"), sealed(dict(step=step, files=files, **info)))
-        for file in files:
+
+    def together(do):
+        """Do it here, and go on only if it went well on every rank: what they return."""
+        value, problem = None, ""
+        try:
+            value = do()
+        except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as e:     # torch wraps a full disk; the last is no Exception
+            problem = f"{type(e).__name__}: {e}".strip().splitlines()[-1]
+        values = everyone((value, problem), group)
+        problem = next((p for _, p in values if p), "")
+        if problem:
+            if rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
+            raise OSError(f"checkpoint of step {step} was not written to {folder}: {problem}")
+        return [value for value, _ in values]
+
+    def begin():
+        if rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+            os.makedirs(tmp)
+
+    def write_my_part():
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group, no_dist=group is None)
+
+    def hash_my_part():
+        mine = [file for file in sorted(os.listdir(tmp)) if file.startswith(f"shard-{rank + 1:05d}-")]
+        for file in mine:
             flush(os.path.join(tmp, file))
-        flush(tmp)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(tmp, final)
-        flush(folder)
-    except (OSError, RuntimeError, dcp.CheckpointException) as e:             # torch wraps a full disk in either of the last two
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise OSError(f"checkpoint of step {step} was not written to {folder}: {str(e).strip().splitlines()[-1]}") from None
-    for old in steps_in(folder)[:-keep]:
-        shutil.rmtree(os.path.join(folder, f"step-{old:08d}"))
+        return {file: sha256(os.path.join(tmp, file)) for file in mine}
+
+    def publish():
+        if rank == 0:
+            write_flushed(os.path.join(tmp, "manifest.json"), sealed(dict(step=step, files=files, **info)))
+            flush(tmp)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(tmp, final)
+            flush(folder)
+
+    together(begin)
+    together(write_my_part)
+    files = {file: digest for part in together(hash_my_part) for file, digest in part.items()}
+    together(publish)
+    if rank == 0:
+        for old in [s for s in steps_in(folder) if s <= step][:-keep]:          # a damaged one of a later step does not count
+            shutil.rmtree(os.path.join(folder, f"step-{old:08d}"), ignore_errors=True)
     return final
 
 
-def newest_intact(folder):
+class Saver:
+    """
+    Saves behind the training: save() copies the tensors to the CPU and returns, a thread writes them. A save that fails (disk full) is
+    told and the training goes on to the next; OSError after `patience` failures in a row. One save at a time: the next waits for the last.
+    """
+
+    def __init__(self, folder, keep=2, group=None, patience=3):
+        self.folder, self.keep, self.group, self.patience = folder, keep, group, patience
+        self.thread, self.pending, self.failures = ThreadPoolExecutor(1), None, 0
+
+    def save(self, step, model, optimizer, info):
+        self.wait()
+        tensors = {name: copy_to_cpu(t) for name, t in tensors_of(model, optimizer).items()}
+        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, self.group)
+
+    def wait(self):
+        """Until the last save is on disk, or has failed."""
+        try:
+            if self.pending:
+                self.pending.result()
+                self.failures = 0
+        except OSError as e:
+            self.failures += 1
+            if self.failures >= self.patience:
+                raise OSError(f"{e} (failed {self.failures} times in a row; free some space, then --resume goes on from the last)") from None
+            if not self.group or dist.get_rank(self.group) == 0:
+                print(f"{e} (failure {self.failures} of {self.patience}; the training goes on to the next checkpoint)")
+        finally:
+            self.pending = None
+
+    def finish(self):
+        """The last save must be on disk: OSError if it is not."""
+        self.patience = 1
+        self.wait()
+        self.thread.shutdown()
+
+
+def copy_to_cpu(t):
+    """A copy that later steps do not change; of a DTensor, of the part that is here."""
+    if isinstance(t, DTensor):
+        return DTensor(t.to_local().to("cpu", copy=True), t._spec, requires_grad=False)
+    return t.to("cpu", copy=True)
+
+
+def everyone(value, group):
+    """What each rank says, in order of rank; [value] for one process."""
+    if not group:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def newest_intact(folder, group=None, allow_restart=False):
     """
     (path, manifest) of the newest checkpoint in `folder` whose every hash holds, or None if there is none at all. Damaged ones are
-    named and passed over; if all are damaged: ValueError, because starting over in silence would throw a run away.
+    named and passed over; if all are damaged: ValueError, because starting over in silence would throw a run away (allow_restart: None).
     """
     damaged = []
-    for step in reversed(steps_in(folder)):
+    for step in reversed(everyone(steps_in(folder), group)[0]):
         path = os.path.join(folder, f"step-{step:08d}")
         try:
-            return path, verified(path)
+            return path, verified(path, group)
         except ValueError as e:
             damaged.append(str(e))
-            print(f"passed over: {e}")
-    if damaged:
-        raise ValueError(f"no checkpoint in {folder} is intact ({len(damaged)} damaged): restore one from a backup, or start over with another --out")
+            if not group or dist.get_rank(group) == 0:
+                print(f"passed over: {e}")
+    if damaged and not allow_restart:
+        raise ValueError(f"no checkpoint in {folder} is intact ({len(damaged)} damaged): restore one from a backup, start over with another "
+                         "--out, or throw this run's steps away with --allow_restart")
     return None
 
 
-def verified(path):
+def verified(path, group=None):
     """The manifest of a checkpoint whose every file has the hash that it promises; else ValueError with the first that has not."""
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+    manifest, problem = {}, ""
+    try:
+        manifest = read_manifest(path)
+        for file, want in sorted(manifest["files"].items())[rank::size]:       # each rank its share: 70B is 1.1 TB, ten minutes for one
+            if not os.path.isfile(os.path.join(path, file)) or sha256(os.path.join(path, file)) != want:
+                raise ValueError(f"{path}: {file} is missing or not as it was written (sha256)")
+    except (OSError, ValueError) as e:
+        problem = str(e)
+    problem = next((p for p in everyone(problem, group) if p), "")
+    if problem:
+        raise ValueError(problem)
+    return manifest
+
+
+def read_manifest(path):
     try:
         with open(os.path.join(path, "manifest.json"), encoding="utf-8") as f:
             text = f.read()
         manifest = json.loads(text)["manifest"]
-        sound = sealed(manifest) == text
-    except (OSError, ValueError, KeyError, TypeError):
+        sound = sealed(manifest) == text and isinstance(manifest["files"], dict) and isinstance(manifest["step"], int)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):         # RecursionError: a JSON of a million brackets
         sound = False
     if not sound:
         raise ValueError(f"{path}: manifest.json is missing, damaged, or not of this project")
-    for file, want in manifest["files"].items():
-        if file != os.path.basename(file):
+    for file in manifest["files"]:
+        if file != os.path.basename(file) or file in ("", ".", ".."):
             raise ValueError(f"{path}: manifest.json names {file!r}, which is not a file in this folder")
-        if not os.path.isfile(os.path.join(path, file)) or sha256(os.path.join(path, file)) != want:
-            raise ValueError(f"{path}: {file} is missing or not as it was written (sha256)")
+    foreign = set(os.listdir(path)) - manifest["files"].keys() - {"manifest.json"}
+    if foreign:                                                                # DCP would read any safetensors file that lies there
+        raise ValueError(f"{path}: {min(foreign)} is not of this checkpoint (the manifest does not name it)")
     return manifest
 
 
@@ -101,7 +214,7 @@ def verified(path):
 def load(path, model, optimizer=None):
     """
     Fill model (and optimizer) from a verified checkpoint, whatever the number of processes that wrote it. Names and shapes must be
-    the model's: ValueError names the difference.
+    the model's: ValueError names the difference. Each rank reads what it holds, and nothing else.
     """
     try:
         saved = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
@@ -121,6 +234,32 @@ def load(path, model, optimizer=None):
                 like = params[name] if tuple(entry.size) == tuple(params[name].shape) else torch.empty(())
                 optimizer.state[params[name]][kind] = flat[key] = torch.empty_like(like, dtype=entry.properties.dtype)
     dcp.load(flat, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+
+
+def claim(out):
+    """
+    The run folder, made, and locked for this process: close what is returned to let it go. The kernel does that when the owner dies, even
+    by kill -9, so no lock is ever left behind. ValueError: it cannot be written, or another run is writing there.
+    """
+    try:
+        os.makedirs(out, exist_ok=True)
+        lock = open(os.path.join(out, ".lock"), "a+", encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): choose another with --out") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.seek(0)
+        owner = lock.read().strip()
+        lock.close()
+        raise ValueError(f"{out}: another run is writing there ({owner}): stop it (touch {out}/stop) or choose another --out") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.flush()
+    for name in os.listdir(os.path.join(out, "ckpt")) if os.path.isdir(os.path.join(out, "ckpt")) else []:
+        if re.fullmatch(r"step-\d+\.tmp", name):                               # a save that was killed
+            shutil.rmtree(os.path.join(out, "ckpt", name), ignore_errors=True)
+    return lock
 
 
 def steps_in(folder):

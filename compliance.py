@@ -61,8 +61,11 @@ _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz012
 
 def split_url(url):
     """(host, path with query) of a URL, normalised so that equal means same; without fragment. None if it is no URL."""
-    if not isinstance(url, str):
-        return None
+    return _split_url(url) if isinstance(url, str) else None
+
+
+@lru_cache(maxsize=4096)                                                  # each URL is asked for several times in a row
+def _split_url(url):
     url = url.strip()
     m = _URL.match("//" + url if _NO_SCHEME.match(url) else url)
     host = m and _host(m[1])

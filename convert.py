@@ -9,6 +9,7 @@ refused by name.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 
@@ -17,12 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import checkpoint
+import structured
 import tokenizer as tokenizers
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
 dtype = "float32"     # of the tensors written: float32 | bfloat16
+merge = False         # write a model with structured feed-forward layers as the dense one that it equals
 
 # What may stand in a config.json besides HF_NAMES and RoPE without changing the logits; any other key must have the value given here.
 NEUTRAL = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
@@ -143,19 +146,22 @@ def tensor_files(folder):
     return found
 
 
-def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9):
+def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge=False):
     """
     Write a model as transformers reads it: safetensors (shards of 5 GB), config.json, generation_config.json, tokenizer files.
 
-    dtype of the tensors: float32 or bfloat16. ValueError if transformers' Apertus cannot express the model. Source of the layout:
-    transformers 5 (ApertusForCausalLM); its xIELU buffers are written too.
+    dtype of the tensors: float32 or bfloat16. merge: structured layers (structured.py) as the dense matrices they equal. ValueError if
+    transformers' Apertus cannot express the model. Source of the layout: transformers 5 (ApertusForCausalLM); its xIELU buffers are
+    written too.
     """
+    if model.config.ffn != "dense" and not merge:
+        raise ValueError(f"transformers' Apertus has no ffn={model.config.ffn!r}: --merge writes the dense model that it equals")
     hf = config_to_hf(model.config, tokenizer, dtype)
     os.makedirs(path, exist_ok=True)
     shards, size = [{}], 0
     buffers = {f"model.layers.{i}.mlp.act_fn.{k}": torch.tensor(v) for i in range(model.config.n_layer) for k, v in (("beta", XIELU.BETA), ("eps", XIELU.EPS))}
-    for name, p in [*model.named_parameters(), *buffers.items()]:
-        tensor = p.detach().to("cpu", getattr(torch, dtype)).contiguous()
+    for name, p in itertools.chain(structured.dense_parameters(model), buffers.items()):
+        tensor = p.to("cpu", getattr(torch, dtype)).contiguous()
         if size and size + tensor.nbytes > shard_bytes:
             shards, size = [*shards, {}], 0
         shards[-1][name], size = tensor, size + tensor.nbytes
@@ -184,8 +190,11 @@ def load_run(folder, device="cpu"):
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet: it writes the first after {config['checkpoint_every']} steps")
     with torch.device(device):
-        model = Apertus(ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)}))
+        model = Apertus(ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig) if f.name in config}))
+        if found[1]["step"] < structured.guided_steps(found[1]["config"]):
+            structured.add_guides(model)                                    # written while training was guided
     checkpoint.load(found[0], model)
+    structured.drop_guides(model)
     return model, tokenizers.load_for(folder)
 
 
@@ -203,7 +212,7 @@ def main():
     model, tokenizer = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if save:
-        save_hf(model, save, tokenizer, dtype)
+        save_hf(model, save, tokenizer, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")
 
 

@@ -5,17 +5,23 @@ Token shards -> batches. The order of samples is a pure function of (seed, numbe
                            window   = permute(i, N, seed, epoch)
                            tokens   = stream[window * T : window * T + T + 1]
 
+Several sources (shard sets of one folder) are one stream, in proportion to their sizes, as Apertus mixed them; or each is a stream
+of its own and a weight says its part of the samples. Stages change sources and order at given numbers of tokens. All of it is
+arithmetic on g, so it costs nothing and needs no state.
+
 Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (sec. 3): inputs are the first T,
 labels the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a four-line cipher permutes the window numbers:
 a Feistel network is a bijection whatever its round function is. Any process can compute any sample, so 1 and 512 ranks see the same
 data, and resuming needs no replay: the step counter says it all.
 
-$ python data.py data/stdlib          # what is in there, and one window as the model sees it
+$ python data.py data/stdlib                               # what is in there, and one window as the model sees it
+$ python data.py data/edu data/german --join=data/both     # several folders of prepare.py as one with all their sources, nothing is copied
 """
 
 import hashlib
 import json
 import os
+import shutil
 
 import numpy as np
 import torch
@@ -53,6 +59,23 @@ def mix(x):
     return x ^ (x >> np.uint64(16))
 
 
+SLOTS = 10_000                      # a weight is a whole number of these: every 10,000 samples have exactly the mixture
+
+
+def mix_weights(weights):
+    """{source: weight} -> {source: slots of SLOTS}, by largest remainders. ValueError for weights that are none, or below 1/SLOTS."""
+    total = sum(weights.values())
+    if not weights or not all(w > 0 for w in weights.values()):
+        raise ValueError(f"weights {weights}: want a positive number for each source")
+    exact = {name: SLOTS * w / total for name, w in weights.items()}
+    slots = {name: int(x) for name, x in exact.items()}
+    for name in sorted(exact, key=lambda n: slots[n] - exact[n])[:SLOTS - sum(slots.values())]:
+        slots[name] += 1
+    if min(slots.values()) < 1:
+        raise ValueError(f"weights {weights}: the smallest is below one sample in {SLOTS:,}")
+    return slots
+
+
 class TokenDataset:
     """
     The windows of one split of a folder that prepare.py wrote.
@@ -61,41 +84,66 @@ class TokenDataset:
     each input token stands in. Goldfish (goldfish_k > 0) drops 1/k of the targets; a target whose *input* is the end of a document
     never has a loss (the next document's begin cannot be predicted), the end itself is learnt (sec. 3 of the report).
     goldfish_scope 'stream' hashes across the window's start, 'window' (Apertus) does not: goldfish.py says why it matters.
+
+    sources: names in meta.json, None = all. A name given twice counts twice. They are one stream: natural proportions, as Apertus.
+    weights: {source: part of the samples}, instead: each source is a stream of its own, shuffled and repeated by itself.
+    ValueError: a source that is not there, a source shorter than a window, too little text for one window.
     """
 
-    def __init__(self, folder, split, block_size, seed=28, goldfish_k=0, goldfish_h=50, goldfish_hash="product", goldfish_scope="window"):
-        self.folder, self.T, self.seed = folder, block_size, seed
+    stop = None                     # after so many samples train.py stops: StagedDataset
+
+    def __init__(self, folder, split, block_size, seed=28, goldfish_k=0, goldfish_h=50, goldfish_hash="product", goldfish_scope="window",
+                 sources=None, weights=None):
+        self.folder, self.T, self.seed, self.split = folder, block_size, seed, split
         self.k, self.h, self.hash, self.scope = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
         self.meta = read_meta(folder)
         self.bos, self.eos = self.meta["bos"], self.meta["eos"]
-        self.shards = [open_shard(folder, s) for source in self.meta["sources"].values() for s in source[split]["shards"]]
-        self.begins = np.cumsum([0] + [len(s) for s in self.shards])       # of each shard in the stream
-        self.n_tokens = int(self.begins[-1])
-        self.n_windows = (self.n_tokens - 1) // block_size
-        self.fingerprint = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()   # of every shard's hash and the vocabulary's
-        if self.n_windows < 1:
-            raise ValueError(f"{folder}: the {split} split has {self.n_tokens} tokens, less than one window of block_size={block_size} "
-                             f"+ 1: prepare more text or lower block_size")
+        self.sources = list(sources or weights or self.meta["sources"])
+        absent = [name for name in [*self.sources, *(weights or ())] if name not in self.meta["sources"]]
+        if absent:
+            raise ValueError(f"{folder} has no source {absent[0]!r}; it has {', '.join(self.meta['sources'])}")
+        groups = [self.sources] if weights is None else [[name] for name in weights]
+        entries = [[s for name in group for s in self.meta["sources"][name][split]["shards"]] for group in groups]
+        self.streams = [Stream(folder, shards, block_size) for shards in entries]
+        self.shards = [shard for stream in self.streams for shard in stream.shards]
+        self.n_tokens = sum(s.n_tokens for s in self.streams)
+        self.n_windows = sum(max(s.n_windows, 0) for s in self.streams)
+        self.slots = None
+        if weights is not None:
+            self.slots = np.cumsum([0, *mix_weights(weights).values()])        # source s has the slots from slots[s] to slots[s + 1]
+        self.fingerprint = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()   # shards', vocabulary's
+        for stream, group in zip(self.streams, groups):
+            if stream.n_windows < 1:
+                what = "split" if len(groups) == 1 and sources is None else f"split of {' + '.join(group)}"
+                raise ValueError(f"{folder}: the {split} {what} has {stream.n_tokens} tokens, less than one window of "
+                                 f"block_size={block_size} + 1: prepare more text or lower block_size")
 
-    def tokens(self, begin, end):
+    def tokens(self, begin, end, stream=0):
         """stream[begin:end] as int64, across shards; before its begin the stream goes round to its end."""
-        if begin < 0:
-            return np.concatenate((self.tokens(begin % self.n_tokens, self.n_tokens), self.tokens(0, end)))
-        out, shard = np.empty(end - begin, dtype=np.int64), np.searchsorted(self.begins, begin, side="right") - 1
-        at = begin
-        while at < end:
-            piece = self.shards[shard][at - self.begins[shard]:end - self.begins[shard]]
-            out[at - begin:at - begin + len(piece)] = piece
-            at, shard = at + len(piece), shard + 1
-        return out
+        return self.streams[stream].tokens(begin, end)
+
+    def where(self, samples):
+        """Samples of the run, int64 (n,) -> (stream, window), each (n,). Pure arithmetic: no state, no table."""
+        if self.slots is None:
+            stream, number = np.zeros_like(samples), samples
+        else:                                              # SLOTS samples in a row are a permutation of the slots: exact proportions
+            block, j = np.divmod(samples, SLOTS)
+            slot = by_epoch(block, j, SLOTS, ~self.seed)
+            stream = np.searchsorted(self.slots, slot, side="right") - 1
+            number = block * np.diff(self.slots)[stream] + slot - self.slots[stream]
+        window = np.empty_like(number)
+        for s in np.unique(stream):
+            mine, n = stream == s, self.streams[s].n_windows
+            window[mine] = by_epoch(*np.divmod(number[mine], n), n, self.seed)
+        return stream, window
 
     def batch(self, first, n):
         """Samples first .. first + n - 1 of the run, as tensors on CPU: idx, targets, keep, doc, each (n, T)."""
-        epoch, i = np.divmod(np.arange(first, first + n), self.n_windows)
-        windows = np.concatenate([permute(i[epoch == e], self.n_windows, self.seed, e) for e in np.unique(epoch)])
+        streams, windows = self.where(np.arange(first, first + n))
         before = self.h - 1 if self.k and self.scope == "stream" else 0
-        rows = np.stack([self.tokens(w * self.T - before + 1 if before else w * self.T, (w + 1) * self.T + 1) for w in windows])
-        rows = torch.from_numpy(rows)
+        begins = windows * self.T - before + (before > 0)
+        rows = [self.tokens(begin, (w + 1) * self.T + 1, s) for s, w, begin in zip(streams, windows, begins)]
+        rows = torch.from_numpy(np.stack(rows))
         if rows.max() >= self.meta["vocab_size"]:
             bad = windows[rows.max(1).values.argmax()]
             raise ValueError(f"{self.folder}: token id {rows.max()} >= vocab_size {self.meta['vocab_size']} in window {bad}: "
@@ -110,9 +158,76 @@ class TokenDataset:
 
     def bits_per_byte(self, nats_per_token):
         """Mean loss per predicted token (nats) -> bits per byte of text: comparable across tokenizers."""
-        splits = [source["val"] for source in self.meta["sources"].values()]
+        splits = [self.meta["sources"][name]["val"] for name in self.sources]
         predicted = sum(s["tokens"] - s["documents"] for s in splits)      # all but each document's begin
         return nats_per_token / np.log(2) * predicted / sum(s["bytes"] for s in splits)
+
+
+def by_epoch(epoch, i, n, seed):
+    """permute(i, n, seed, epoch) where each i has an epoch of its own, in the order of i."""
+    out = np.empty_like(i)
+    for e in np.unique(epoch):
+        out[epoch == e] = permute(i[epoch == e], n, seed, int(e))
+    return out
+
+
+class Stream:
+    """Shards one after the other as one sequence of tokens, cut into windows of T + 1 that overlap by one."""
+
+    def __init__(self, folder, entries, T):
+        self.shards = [open_shard(folder, entry) for entry in entries]
+        self.begins = np.cumsum([0] + [len(s) for s in self.shards])       # of each shard in the stream
+        self.n_tokens = int(self.begins[-1])
+        self.n_windows = (self.n_tokens - 1) // T
+
+    def tokens(self, begin, end):
+        """stream[begin:end] as int64, across shards; before its begin the stream goes round to its end."""
+        if begin < 0:
+            return np.concatenate((self.tokens(begin % self.n_tokens, self.n_tokens), self.tokens(0, end)))
+        out, shard = np.empty(end - begin, dtype=np.int64), np.searchsorted(self.begins, begin, side="right") - 1
+        at = begin
+        while at < end:
+            piece = self.shards[shard][at - self.begins[shard]:end - self.begins[shard]]
+            out[at - begin:at - begin + len(piece)] = piece
+            at, shard = at + len(piece), shard + 1
+        return out
+
+
+class StagedDataset:
+    """
+    A run in stages, like the five of Apertus: sample g belongs to the stage in whose stretch of the run it lies, and is sample
+    g - begin of that stage's own TokenDataset (the loader began anew at each stage, with another seed; report sec. 3).
+
+    stages: rows of (name, sources, until in samples, seed), as in configs/8b.py; sources are a list of names (natural proportions)
+    or {name: weight}. stop: the number of samples at the end of the stage called `stage`, None if none is named. Beyond the last
+    stage its data go on.
+    """
+
+    def __init__(self, folder, stages, block_size, *goldfish, stage=""):
+        names = [name for name, *_ in stages]
+        untils = [until for _, _, until, _ in stages]
+        if stage and stage not in names:
+            raise ValueError(f"there is no stage {stage!r}: the table has {', '.join(names)}")
+        if untils != sorted(set(untils)) or min(untils) <= 0:
+            raise ValueError(f"stages end after {untils} samples: want each later than the one before")
+        last = names.index(stage) if stage else len(names) - 1             # later stages need no data yet
+        self.begins, self.stop = [0, *untils[:last]], untils[last] if stage else None
+        self.parts = [TokenDataset(folder, "train", block_size, seed, *goldfish,
+                                   **(dict(weights=sources) if isinstance(sources, dict) else dict(sources=sources)))
+                      for _, sources, _, seed in stages[:last + 1]]
+        self.meta = self.parts[0].meta
+        self.fingerprint = hashlib.sha256(json.dumps([self.parts[0].fingerprint, stages]).encode()).hexdigest()
+        self.n_tokens, self.n_windows = sum(p.n_tokens for p in self.parts), sum(p.n_windows for p in self.parts)
+
+    def batch(self, first, n):
+        """As TokenDataset.batch; a batch across the border of two stages has samples of both."""
+        parts, at = [], first
+        while at < first + n:
+            s = int(np.searchsorted(self.begins, at, side="right")) - 1
+            end = min(first + n, self.begins[s + 1] if s + 1 < len(self.begins) else first + n)
+            parts.append(self.parts[s].batch(at - self.begins[s], end - at))
+            at = end
+        return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) > 1 else parts[0]
 
 
 def read_meta(folder):
@@ -137,9 +252,37 @@ def open_shard(folder, entry):
     return shard
 
 
+def join_folders(folders, folder):
+    """Write folder/meta.json with the sources of all folders, whose shards stay where they are. ValueError: other vocabularies."""
+    metas = [read_meta(f) for f in folders]
+    joined = {k: metas[0][k] for k in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
+    joined.update(sources={}, about={})
+    for path, meta in zip(folders, metas):
+        if meta["tokenizer_hash"] != joined["tokenizer_hash"]:
+            raise ValueError(f"{path} was made by the tokenizer {meta['tokenizer']} and {folders[0]} by {joined['tokenizer']}, another "
+                             "one: prepare both with the same --tokenizer")
+        for name, source in meta["sources"].items():
+            new = name if name not in joined["sources"] else f"{os.path.basename(os.path.normpath(path))}/{name}"
+            if new in joined["sources"]:
+                raise ValueError(f"{path} has a source {name!r} again, already there as {new!r}")
+            moved = lambda s: dict(s, file=os.path.relpath(os.path.join(path, s["file"]), folder))
+            joined["sources"][new] = {split: dict(part, shards=[moved(s) for s in part["shards"]]) for split, part in source.items()}
+            joined["about"][new] = meta.get("about", {}).get(name)
+    os.makedirs(folder, exist_ok=True)
+    if os.path.isfile(os.path.join(folders[0], "tokenizer.json")):
+        shutil.copy(os.path.join(folders[0], "tokenizer.json"), folder)
+    with open(os.path.join(folder, "meta.json.tmp"), "w", encoding="utf-8") as f:
+        json.dump(joined, f, indent=1)
+    os.replace(f.name, os.path.join(folder, "meta.json"))
+
+
 def main():
     import tokenizer
-    data = TokenDataset(paths[0] if paths else "data/stdlib", "train", block_size, seed)
+    if join:
+        if len(paths) < 2:
+            raise ValueError("--join wants the folders to join: python data.py data/a data/b --join=data/both")
+        join_folders(paths, join)
+    data = TokenDataset(join or (paths[0] if paths else "data/stdlib"), "train", block_size, seed)
     for name, source in data.meta["sources"].items():
         for split in ("train", "val"):
             s = source[split]
@@ -149,7 +292,8 @@ def main():
     print(tokenizer.load_for(data.folder).decode(idx[0].tolist()))
 
 
-paths = []           # the data folder (default data/stdlib)
+paths = []           # the data folder (default data/stdlib), or several with --join
+join = ""            # a folder to make of them
 block_size = 256     # tokens a window
 seed = 28            # of the order of windows
 

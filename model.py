@@ -13,9 +13,10 @@ $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
 Every choice that the report ablates is one word of ApertusConfig.
 """
 
+import functools
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import torch
 import torch.nn as nn
@@ -45,8 +46,12 @@ class ApertusConfig:
     rope_high: float = 4.0
     norm_eps: float = 1e-5
     init_std: float = 0.008944      # 0.02/sqrt(5) for both sizes; too small for a 200-wide model (configs/laptop.py)
+    ffn: InitVar[str] = "dense"     # dense | lowrank | blockdense | blockshuffle: not Apertus (structured.py); the first layer stays dense
+    ffn_rank: InitVar[int] = 0      # of lowrank and blockdense
+    ffn_blocks: InitVar[int] = 0    # of blockdense and blockshuffle
 
-    def __post_init__(self):
+    def __post_init__(self, ffn, ffn_rank, ffn_blocks):
+        self.ffn, self.ffn_rank, self.ffn_blocks = ffn, ffn_rank, ffn_blocks
         for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             a, b = getattr(self, big), getattr(self, small)
             if b < 1 or a % b:
@@ -55,6 +60,9 @@ class ApertusConfig:
             raise ValueError(f"head dim {self.n_embd}/{self.n_head} = {self.head_dim} is odd, and RoPE turns pairs: try another n_head")
         if self.activation not in ("xielu", "swiglu", "gelu", "relu2"):
             raise ValueError(f"activation={self.activation!r} is not one of xielu, swiglu, gelu, relu2")
+        if self.ffn != "dense":
+            import structured
+            structured.check(self)
 
     @property
     def head_dim(self):
@@ -238,9 +246,9 @@ def segment_attention(q, k, v, doc):
     if len(lengths) == B:                                  # one document a row
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     q, k, v = (t.transpose(1, 2).flatten(0, 1).split(lengths) for t in (q, k, v))     # lists of (length, heads, D)
-    y = [F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0]
-         for qkv in zip(q, k, v)]                          # (H, length, D)
-    return torch.cat(y, dim=1).view(H, B, T, D).transpose(0, 1)
+    y = [F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+         for qkv in zip(q, k, v)]                          # (length, H, D), as SDPA lays it out
+    return torch.cat(y).view(B, T, H, D).transpose(1, 2)   # the strides of one call for all: others would recompile what follows
 
 
 def document_mask(doc):
@@ -323,17 +331,27 @@ class KVCache:
         c, p = model.config, model.lm_head.weight
         self.kv = torch.zeros(c.n_layer, 2, batch, c.n_kv_head, size, c.head_dim, dtype=model.dtype or p.dtype, device=p.device)
         self.start = torch.zeros(batch, dtype=torch.long, device=p.device) if start is None else start
-        self.length = 0
+        self.length, self.fixed = 0, False
+
+    def fix(self):
+        """
+        From here on the length is a tensor and attention spans the whole buffer: every step has one shape and runs the same kernels
+        on the same addresses, which torch.compile and CUDA graphs need. Nobody checks for room any more.
+        """
+        self.length, self.fixed = torch.tensor(self.length, device=self.kv.device), True
+        for t in (self.kv, self.start, self.length):
+            torch._dynamo.mark_static_address(t)           # CUDA graphs: updated in place, not copied
 
     def begin(self, T):
         """Make room for T positions. Sets the mask (B, 1, T, S); returns the RoPE positions (B, T), counted from each row's start."""
         size = self.kv.shape[-2]
-        if self.length + T > size:
+        if not self.fixed and self.length + T > size:
             raise ValueError(f"the KV cache holds {size} positions, {self.length + T} were asked for: make it larger or the prompt shorter")
-        i = torch.arange(self.length, self.length + T, device=self.kv.device)
-        self.here = slice(self.length, self.length + T)
+        i = torch.arange(T, device=self.kv.device) + self.length
+        self.here = i if self.fixed else slice(self.length, self.length + T)
         self.length += T
-        j = torch.arange(self.length, device=self.kv.device)
+        self.span = size if self.fixed else self.length
+        j = torch.arange(self.span, device=self.kv.device)
         seen = (j <= i[:, None]) & ((j >= self.start[:, None, None]) | (j == i[:, None]))   # padding sees itself, or softmax is NaN
         self.mask = seen[:, None]                                                           # (B, 1, T, S)
         self.layer = 0
@@ -343,8 +361,17 @@ class KVCache:
         """Store this layer's k and v (B, K, T, D) and attend to all that is stored. q (B, H, T, D) -> (B, H, T, D)."""
         kv, self.layer = self.kv[self.layer], self.layer + 1
         kv[0, :, :, self.here], kv[1, :, :, self.here] = k, v
-        k, v = kv[:, :, :, :self.length]                   # (B, K, S, D) each
+        k, v = kv[:, :, :, :self.span]                     # (B, K, S, D) each
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
+
+
+def draw(name, shape, config, seed):
+    """The initial values of the matrix `name`: see Apertus.init_weights."""
+    std = config.init_std
+    if name.endswith(("o_proj.weight", "down_proj.weight")):
+        std /= math.sqrt(2 * config.n_layer)
+    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator, device="cpu").mul_(std)
 
 
 class Apertus(nn.Module):
@@ -361,6 +388,9 @@ class Apertus(nn.Module):
         self.lm_head = Linear(config.n_embd, config.vocab_size)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        if config.ffn != "dense":
+            import structured
+            structured.replace_linears(self)
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -377,12 +407,11 @@ class Apertus(nn.Module):
                 p.fill_(math.log(math.expm1(0.8 - (XIELU.BETA if name.endswith("alpha_n") else 0))))
             elif p.ndim == 1:
                 p.fill_(1.0)
+            elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
+                import structured
+                p.copy_(structured.initial(name, self.config, lambda name, shape: draw(name, shape, self.config, seed)))
             else:
-                std = self.config.init_std
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    std /= math.sqrt(2 * self.config.n_layer)
-                generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
-                p.copy_(torch.randn(p.shape, generator=generator).mul_(std))
+                p.copy_(draw(name, p.shape, self.config, seed))
 
     def compile_blocks(self):
         """torch.compile each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
@@ -399,7 +428,7 @@ class Apertus(nn.Module):
         attention, causal pairs counted once. No recompute, no masked pairs: what MFU is measured by (PaLM, app. B, causal).
         """
         c = self.config
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
+        matrices = sum(p.numel() for m in self.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
         return 6 * matrices + 6 * c.n_layer * c.n_head * c.head_dim * T
 
     def hidden(self, idx, doc=None, cache=None):
@@ -434,7 +463,7 @@ class Apertus(nn.Module):
         return None, nll.view(targets.shape) if per_token else loss
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None, compile=False):
         """generate(), one step at a time: yields (B,) next tokens. Rows that met a stop token repeat it until all rows have."""
         prompts = [torch.as_tensor(row) for row in idx]
         T = max(map(len, prompts))
@@ -444,11 +473,14 @@ class Apertus(nn.Module):
         x = torch.zeros(len(prompts), T, dtype=torch.long, device=device)
         for row, prompt in zip(x, prompts):
             row[T - len(prompt):] = prompt                 # right-aligned, so that all rows end together
-        cache = KVCache(self, len(prompts), T + max_new_tokens, torch.tensor([T - len(p) for p in prompts], device=device))
+        size = T + max_new_tokens
+        size += -size % 256 * compile                      # few sizes, few compilations
+        cache = KVCache(self, len(prompts), size, torch.tensor([T - len(p) for p in prompts], device=device))
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         stop = torch.tensor(list(stop), dtype=torch.long, device=device)
+        step = next_logits
         for _ in range(max_new_tokens):
-            logits = self.lm_head(self.hidden(x, cache=cache)[:, -1])                       # (B, V)
+            logits = step(self, x, cache)                                                   # (B, V)
             token = sample_token(logits, temperature, top_k, top_p, generator)              # (B,)
             token = torch.where(ended, x[:, -1], token)
             yield token
@@ -456,14 +488,18 @@ class Apertus(nn.Module):
             if ended.all():
                 return
             x = token[:, None]                             # the cache holds the rest
+            if compile and step is next_logits:            # the prompt is read eagerly: its length is another each time
+                cache.fix()
+                step = compiled_step(device.type)
 
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None, compile=False):
         """
         Continue token ids by sampling. idx: (B, T), or a list of B id sequences of any lengths.
         temperature 0 is greedy; top_k, top_p cut the tail; a row ends at an id of `stop` and repeats it until all rows have ended.
+        compile: one compiled step of a fixed shape, a CUDA graph on a GPU; pays for long outputs, eager starts at once.
         Returns (B, T + n) for a tensor (prompt included, as nanoGPT does), and a list of B id lists, cut at their stop token, for a list.
         """
-        new = torch.stack(list(self.stream(idx, max_new_tokens, temperature, top_k, top_p, stop, generator)), dim=1)   # (B, n)
+        new = torch.stack(list(self.stream(idx, max_new_tokens, temperature, top_k, top_p, stop, generator, compile)), dim=1)   # (B, n)
         if isinstance(idx, torch.Tensor):
             return torch.cat((idx, new), dim=1)
         out = []
@@ -471,6 +507,19 @@ class Apertus(nn.Module):
             end = next((i + 1 for i, t in enumerate(row) if t in set(stop)), len(row))
             out.append(list(prompt) + row[:end])
         return out
+
+
+def next_logits(model, x, cache):
+    """One step of decoding: the newest tokens (B, T) -> logits of the next (B, V)."""
+    logits = model.lm_head(model.hidden(x, cache=cache)[:, -1])
+    cache.here = cache.mask = None                         # or a compiled step would have to return them
+    return logits
+
+
+@functools.cache
+def compiled_step(device):
+    """next_logits for a cache of fixed shape. reduce-overhead records the kernels as one CUDA graph: a launch a token, not hundreds."""
+    return torch.compile(next_logits, fullgraph=True, mode="reduce-overhead" if device == "cuda" else None)
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

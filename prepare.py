@@ -1,11 +1,22 @@
 """
-Documents -> token shards that train.py reads.
+Documents -> token shards that train.py reads, and an audit of what is in them and what is not.
 
-    every document:  <s> text </s>, in an order given by a hash of its id; a hash of the id also says train or val,
-    so that adding a file moves no other document, and the same input gives the same bytes
+    sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
+    judge      has the same text, or nearly, been there before: in the order of the input
+    order      by a hash of the document's id; the hash also says train or val, so that adding a file moves no other document
+    tokenize   <s> text </s>, personal data replaced by <email-pii>, <ip-pii>, <iban-pii>
+    report     documents in = kept + removed for a reason: report.md, report.json, flow.png, removed.jsonl.gz
 
 $ python prepare.py                                    # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
+$ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
+$ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
+$ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/german
+$ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --score_field=quality_score --keep_top=0.33
+
+Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text (40 bytes a document
+stay, 152 with near-duplicates; on disk three times the text while it runs). Killed at any moment, the same command goes on, and
+the result is the same to the byte, whatever the number of workers.
 """
 
 import glob
@@ -14,141 +25,563 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
+import time
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 from tqdm import tqdm
 
+import report as reports
 import tokenizer as tokenizers
+from compliance import AGENTS, blocked_domains, open_robots
+from configurator import run, settings
+from documents import batches, check, find, place, share    # noqa: F401 (share is the rule by which documents are split)
+from filters import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
+from pipeline import KINDS, Bucket, Rules, long_parts, ordered, scores, sift, sifted, tokenize
 
-paths = []                          # files, folders, globs: .txt .md .py .jsonl .jsonl.gz; nothing = the standard library
+paths = []                          # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; nothing = the standard library
 out = "data/stdlib"                 # the folder to write; default data/stdlib, data/mine when paths are given
 tokenizer = ""                      # byte | apertus | apertus:K | a tokenizer.json; "" = train_bpe
 train_bpe = 4096                    # size of a BPE vocabulary trained on the documents, where no tokenizer is named
 val_share = 0.04                    # of the documents, by hash of their id
 shard_tokens = 100_000_000          # tokens a shard at most
+# what is in the data
+text_field = "text"                 # the column or field that holds the text
+source_by = ""                      # a set of shards for each value of this column, like language or license, or each "file"; "" = one
+default_language = ""               # of documents that do not say (columns language or lang)
+default_license = ""                # of documents that do not say (column license)
+max_bytes = 0.0                     # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
+# may one train on it (compliance.py)
+robots = ""                         # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
+blocked = ""                        # list of blocked domains
+missing = "allow"                   # a host without robots.txt: allow (Apertus) | deny
+agents = ""                         # file of agents, one a line; "" = the 15 of Apertus
+agents_no_star = False              # only opt-outs that name an AI agent, not those for everybody
+keep_licenses = ""                  # only these, with commas between
+pii = True                          # replace e-mail and IP addresses and IBANs...
+pii_in_code = False                 # ...in .py files and documents of language "code" too; Apertus left code as it is
+# is it worth it (filters.py)
+keep_languages = ""                 # only these, with commas between
+min_chars = 0                       # of a document
+max_chars = 0                       # 0 = any
+score_field = ""                    # column of a quality score, of which...
+keep_top = 0.33                     # ...this share of each language is kept
+max_field = ""                      # column of a score like toxicity, which must be below...
+max_value = "apertus"               # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
+keep_rate = ""                      # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
+seed = 42                           # of that choice
+dedup = True                        # of equal texts keep the first
+near_dedup = 0.0                    # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
+decontaminate = ""                  # evaluation prompts: .jsonl with prompt, question or text, or one a line
+# memorisation probes
+probes = ""                         # passages to plant: .jsonl with text, or one a line
+repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)   # how often: passages are dealt out to these; 0 = never seen, for comparison
+# how
+workers = 0                         # processes; 0 = one a core
+dry_run = False                     # print the report, write nothing
+strict = False                      # stop at the first file, line or URL that cannot be read
 
-ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz")
 # Left out of the default corpus: tests, and tables of characters and of documentation that would dominate a small validation set.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
-
-
-def inputs():
-    """The files to read, as (id, path): ids are relative to what the user named, so that moving a folder changes nothing."""
-    if not paths:
-        root = sysconfig.get_path("stdlib")
-        found = [os.path.relpath(f, root) for f in glob.glob(os.path.join(root, "**", "*.py"), recursive=True)]
-        return [(f.replace(os.sep, "/"), os.path.join(root, f)) for f in sorted(found) if not NOT_PROSE & set(f.split(os.sep))]
-    files = {}
-    for path in paths:
-        matches = sorted(glob.glob(path, recursive=True))
-        if not matches:
-            raise ValueError(f"no such file, folder or pattern: {path!r}")
-        for match in matches:
-            if os.path.isdir(match):
-                inside = sorted(glob.glob(os.path.join(match, "**", "*"), recursive=True))
-                files.update({os.path.relpath(f, match).replace(os.sep, "/"): f for f in inside if f.endswith(ENDINGS)})
-            else:
-                files[os.path.basename(match)] = match
-    return list(files.items())
-
-
-def documents(name, path, skipped):
-    """Yield (id, text) of one file; count in `skipped` what is not text, by reason."""
-    def skip(why):
-        skipped[why] = skipped.get(why, 0) + 1
-
-    if not path.endswith(ENDINGS):
-        return skip("unknown kind of file")
-    try:
-        opener = gzip.open if path.endswith(".gz") else open
-        with opener(path, "rb") as f:
-            raw = f.read()
-    except (OSError, EOFError):
-        return skip("unreadable")
-    if b"\0" in raw:
-        return skip("binary")
-    rows = raw.split(b"\n") if ".jsonl" in name else [raw]
-    for i, row in enumerate(rows):
-        if not row.strip():
-            continue
-        try:
-            text = row.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            skip("not UTF-8")
-            continue
-        if ".jsonl" not in name:
-            yield name, text
-            continue
-        try:
-            record = json.loads(text)
-            yield f"{name}:{record.get('id', i)}", record["text"]
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
-            skip("a line without JSON text")
-
-
-def share(doc_id):
-    """A number in [0, 1) that depends on the id alone: below val_share is validation, and documents stand in its order."""
-    return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8], "big") / 2**64
+ROOT = os.path.dirname(os.path.abspath(__file__))
+BUCKET = 16 << 20                   # bytes of text that a process tokenizes at once
+BPE_BYTES = 200_000_000             # text that a vocabulary is trained on at most
 
 
 def main():
     global out
     if paths and out == "data/stdlib":
         out = "data/mine"
-    skipped, docs = {}, {}
-    for name, path in tqdm(inputs(), "reading", unit="file"):
-        docs.update(documents(name, path, skipped))
-    docs = sorted(((i, t) for i, t in docs.items() if t.strip()), key=lambda d: share(d[0]))
-    for why, n in skipped.items():
-        print(f"skipped {n}: {why}")
-    if not docs:
-        raise ValueError(f"no text found in {paths}: .txt, .md, .py are documents, .jsonl needs a field \"text\" in each line")
+    try:
+        prepare()
+    except OSError as e:
+        if e.errno is None:                                # one of ours
+            raise
+        raise OSError(f"{e}. {out} is as it was; the same command goes on from {out}.tmp") from None   # a full disk shows in any library
 
-    half_done = out + ".tmp"
-    shutil.rmtree(half_done, ignore_errors=True)
-    os.makedirs(half_done)
-    splits = {"train": [d for d in docs if share(d[0]) >= val_share], "val": [d for d in docs if share(d[0]) < val_share]}
-    if not splits["val"]:                                                  # a handful of documents: the first by hash validates
-        splits = {"train": docs[1:] or docs, "val": docs[:1]}
-    name = tokenizer
-    if not name:
-        name = os.path.join(half_done, "tokenizer.json")
-        tokenizers.train_bpe([text for _, text in splits["train"]], train_bpe, name)
-    tok = tokenizers.load(name)
-    meta = dict(tokenizer=tok.name if tokenizer else "tokenizer.json", tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
-    dtype = np.uint16 if tok.vocab_size <= 2**16 else np.uint32
-    source = {}
-    for split, chosen in splits.items():
-        ids = [np.array([tok.bos, *tok.encode(text), tok.eos], dtype) for _, text in tqdm(chosen, f"tokenizing {split}", unit="doc")]
-        stream, shards = np.concatenate(ids), []
-        for i in range(0, len(stream), shard_tokens):
-            file = f"{split}_{i // shard_tokens:05d}.npy"
-            shards.append(dict(file=file, **write_shard(os.path.join(half_done, file), stream[i:i + shard_tokens])))
-        source[split] = dict(documents=len(chosen), tokens=len(stream), bytes=sum(len(t.encode()) for _, t in chosen), shards=shards)
-    meta["sources"] = {os.path.basename(os.path.normpath(out)): source}
-    with open(os.path.join(half_done, "meta.json"), "w", encoding="utf-8") as f:
-        json.dump(meta, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
+
+def prepare():
+    began, half_done = time.time(), out + ".tmp"
+    work = os.path.join(half_done, "work")
+    files = survey(work)
+    audit, skipped = reports.Audit(), {}
+    rules = read_rules(files, work)
+    with gzip.GzipFile(os.path.join(half_done, "removed.jsonl.gz"), "wb", mtime=0) as removed:
+        kept = judge(files, rules, audit, removed, skipped)
+    for why, (n, first) in skipped.items():
+        print(f"skipped {n}: {why} (the first: {first})")
+    if not len(kept["place"]):
+        shutil.rmtree(half_done)
+        raise ValueError(f"no text left of {paths}: .txt, .md, .py are documents, .jsonl and .parquet need a field {text_field!r}"
+                         + (f"; they have {', '.join(audit.columns)}" if audit.columns else "") + explain(audit))
+    planted = plant(kept, work)
+    buckets = in_order(kept)
+    tok, name = vocabulary(buckets, work, half_done)
+    tokens = tokenize_all(tok, buckets, rules, work)
+    meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
+    meta["sources"] = {} if dry_run else write_shards(tok, buckets, kept, tokens, work, half_done)
+    count_tokens(audit, kept, tokens)
+    if planted:
+        planted = write_probes(planted, tok, tokens, kept, half_done)
+    account = reports.build(audit, describe(name, tok, began), files, outputs(meta, tok, kept), describe_robots(rules),
+                            dict(scrubbed=pii, in_code=pii_in_code), planted)
+    if dry_run:
+        shutil.rmtree(half_done)
+        return print(reports.markdown(account))
+    meta["about"] = audit.about()
+    write_json(os.path.join(half_done, "meta.json"), meta)
+    write_json(os.path.join(half_done, "report.json"), account)
+    with open(os.path.join(half_done, "report.md"), "w", encoding="utf-8") as f:
+        f.write(reports.markdown(account))
+    reports.picture(account, os.path.join(half_done, "flow.png"))
+    reports.verify(half_done)                              # once more, from the files: in = kept + removed, hashes, tokens
+    shutil.rmtree(work)
     shutil.rmtree(out, ignore_errors=True)
     os.replace(half_done, out)
-    t = source["train"]
-    print(f"{out}: {t['documents']:,} documents, {t['tokens']:,} tokens to train on ({t['bytes'] / t['tokens']:.2f} bytes each), "
-          f"{source['val']['tokens']:,} to validate; tokenizer {meta['tokenizer']} of {tok.vocab_size:,}")
+    say(meta, account, time.time() - began)
 
 
-def write_shard(path, tokens):
-    """Write a 1-D .npy, flushed to disk. Returns its line for meta.json."""
+# ----------------------------------------------------------------------------------------------------------------------
+# before the first document
+
+
+def inputs():
+    """The files to read, as (name, path)."""
+    if paths:
+        return find(paths)
+    root = sysconfig.get_path("stdlib")
+    found = [os.path.relpath(f, root) for f in glob.glob(os.path.join(root, "**", "*.py"), recursive=True)]
+    return [(f.replace(os.sep, "/"), os.path.join(root, f)) for f in sorted(found) if not NOT_PROSE & set(f.split(os.sep))]
+
+
+def survey(work):
+    """
+    The files with their hashes, as documents.check says. A run that was killed left them in work/plan.json; where settings,
+    files and these scripts are still the same its results are used, and otherwise removed.
+    """
+    decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
+    local = inputs() if not paths else find([p for p in paths if not p.startswith("hf://")])   # the hub is asked once: a revision is kept
+    stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
+    code = [os.path.join(ROOT, f) for f in ("prepare.py", "pipeline.py", "documents.py", "filters.py", "compliance.py", "tokenizer.py")]
+    others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:"), *code]
+    key = json.loads(json.dumps([decides, stats, [sha256(p) for p in others if p and os.path.exists(p)]]))
+    try:
+        with open(os.path.join(work, "plan.json"), encoding="utf-8") as f:
+            plan = json.load(f)
+        if plan["key"] == key:
+            print(f"going on with what the run before left in {work}")
+            return plan["files"]
+    except (OSError, ValueError, KeyError):
+        pass
+    shutil.rmtree(os.path.dirname(work), ignore_errors=True)
+    tasks = [(name, (name, path, text_field)) for name, path in inputs()]
+    many = sum(size for _, _, size, _ in stats) > SMALL
+    found = ordered(check, (), tasks, processes() if many else 1)
+    files = [file for _, file in tqdm(found, "looking at the files", total=len(tasks), unit="file", disable=None if many else True)]
+    bad = next((f for f in files if f["problem"]), None)
+    if strict and bad:
+        raise ValueError(f"{bad['path']}: {bad['problem']} (--strict)")
+    os.makedirs(work)
+    write_json(os.path.join(work, "plan.json"), dict(key=key, files=files))
+    return files
+
+
+def read_rules(files, work):
+    """The settings above as pipeline.Rules. ValueError for one that makes no sense, before any work is done."""
+    if missing not in ("allow", "deny"):
+        raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
+    if not 0 <= val_share < 1:
+        raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
+    who = AGENTS
+    if agents:
+        with open(agents, encoding="utf-8") as f:
+            who = tuple(line.split("#")[0].strip() for line in f if line.split("#")[0].strip())
+    if agents_no_star:
+        who = tuple(a for a in who if a != "*")
+    columns = dict(licenses=listed(keep_licenses), languages=listed(keep_languages), min_chars=min_chars, max_chars=max_chars or None,
+                   rate=table("keep_rate", keep_rate), seed=seed)
+    if max_field:
+        columns["below"] = (max_field, TOXICITY if max_value == "apertus" else table("max_value", max_value))
+    rules = Rules(files=files, folder=work, strict=strict, text_field=text_field,
+                  robots=open_robots(robots) if robots else None, blocked=blocked_domains(blocked) if blocked else frozenset(),
+                  agents=who, missing=missing, explicit=agents_no_star, columns=columns, pii=pii, pii_in_code=pii_in_code,
+                  wanted=tuple(c for c in (score_field, max_field, source_by) if c), source_by=source_by,
+                  near=NearDuplicates(near_dedup) if near_dedup else None,
+                  contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
+                  name=os.path.basename(os.path.normpath(out)), language=default_language or ("" if paths else "code"),
+                  license=default_license or ("" if paths else "PSF-2.0"))
+    if score_field:
+        columns["top"] = (score_field, top_thresholds(rules, files, work))
+    return rules
+
+
+def listed(text):
+    return {part.strip() for part in text.split(",")} if text else None
+
+
+def table(name, text):
+    """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict by language."""
+    try:
+        pairs = [part.rpartition(":") for part in text.split(",") if part.strip()]
+        values = {language.strip(): float(value) for language, _, value in pairs}
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: want a number, or numbers by language like deu_Latn:0.9,*:0.3") from None
+    return values.get("", values) if values else None
+
+
+def top_thresholds(rules, files, work):
+    """First pass over the scores alone: {language: the score that the top share reaches} (report sec. 3)."""
+    path = os.path.join(work, "thresholds.json")
+    if not os.path.exists(path):
+        top = TopShare(keep_top)
+        tasks = ((seen, (number, rows, score_field)) for number, rows, seen in batches(files))
+        with bar(files, "scores") as progress:
+            for seen, found in ordered(scores, (rules,), tasks, processes(files)):
+                for one in found:
+                    top.add(*one)
+                progress.update(seen - progress.n)
+        write_json(path, top.thresholds())
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what stays
+
+
+def judge(files, rules, audit, removed, skipped):
+    """
+    Sift all batches, and remove what was there before, in the order of the input. Returns what stays as arrays, in that order:
+    place (hash of the id), batch, offset, length (where the text lies in the spool), stream (source and split), group.
+    """
+    exact, near, columns, written = Seen() if dedup else None, rules.near.seen if rules.near else None, [], 0
+    if probes and dedup:
+        exact.first(np.array([fingerprint(text) for text in read_prompts(probes)], np.uint64)[:, None])
+    have = lambda number: os.path.exists(os.path.join(rules.folder, f"{number}.npz"))
+    tasks = (((number, seen), (number, [] if have(number) else rows)) for number, rows, seen in batches(files))
+    for file in files:
+        if file["problem"]:
+            group = (rules.name, rules.language, rules.license)
+            tell(audit, removed, skipped, group, file["name"], None, "unreadable:" + file["problem"], 0)
+    with bar(files, "sifting") as progress:
+        for (number, seen), _ in ordered(sift, (rules,), tasks, processes(files)):
+            arrays, info = sifted(rules.folder, number)
+            audit.hear(info)
+            gone = info["removed"]                                               # (row, group, id, url, reason, size)
+            stays = np.ones(len(arrays["place"]), bool)                          # (n,) documents of the batch
+            for reason, seen_before, keys in (("duplicate", exact, arrays["key"][:, None]), ("near-duplicate", near, arrays["bands"])):
+                if seen_before is not None:
+                    left = np.flatnonzero(stays)
+                    again = left[~seen_before.first(keys[left])]
+                    stays[again] = False
+                    for i in again.tolist():
+                        gone.append([arrays["row"][i], arrays["group"][i], info["ids"][i], info["urls"][i], reason, int(arrays["size"][i])])
+            for _, group, *what in sorted(gone, key=lambda row: row[0]):
+                tell(audit, removed, skipped, info["groups"][group], *what)
+            arrays = {k: v[stays] for k, v in arrays.items() if k not in ("key", "bands")}
+            groups = [audit.number(key) for key in info["groups"]]
+            for g, key in enumerate(info["groups"]):
+                mine = arrays["group"] == g
+                if mine.any():
+                    audit.keep(key, int(mine.sum()), int(arrays["size"][mine].sum()), int(arrays["length"][mine].sum()),
+                               dict(zip(KINDS, arrays["found"][mine].sum(0).tolist())))
+            group = np.array(groups, np.int32)[arrays["group"]]
+            length = arrays["length"].astype(np.int32)
+            columns.append((arrays["place"], np.full(len(group), number, np.int32), arrays["offset"], length, group))
+            written += int(arrays["length"].sum())
+            progress.update(seen - progress.n)
+            if max_bytes and written >= max_bytes:
+                break
+    names = ("place", "batch", "offset", "length", "group")
+    kept = {name: np.concatenate([c[i] for c in columns]) if columns else np.zeros(0, np.int64) for i, name in enumerate(names)}
+    val = kept["place"] / 2.0**64 < val_share
+    if not val.any() and len(val) > 1:                                           # a handful of documents: the first by hash validates
+        val[kept["place"].argmin()] = True
+    kept["halved"] = len(val) == 1 and halve(kept, rules.folder)
+    if kept["halved"]:
+        val = np.array([False, True])
+    sources = sorted({key[0] for key in audit.groups})
+    kept["sources"] = sources
+    source = np.array([sources.index(key[0]) for key in audit.groups] or [0])[kept["group"]]
+    kept["stream"] = (2 * source + val).astype(np.int32)
+    return kept
+
+
+def halve(kept, folder):
+    """A single document, like a book: its end, from a line break or a space on, validates. False if there is none."""
+    with open(os.path.join(folder, f"{kept['batch'][0]}.text"), "rb") as f:
+        raw = f.read()
+    at = int(len(raw) * (1 - val_share))
+    cut = next((n + 1 for n in (raw.find(b"\n", at), raw.find(b" ", at)) if 0 <= n < len(raw) - 1), 0)
+    if not cut or not val_share:
+        return False
+    for name in ("place", "batch", "offset", "length", "group"):
+        kept[name] = np.repeat(kept[name], 2)
+    kept["offset"][1], kept["length"][:] = cut, (cut, len(raw) - cut)
+    return True
+
+
+def tell(audit, removed, skipped, key, doc_id, url, reason, size):
+    """A document goes: a line in removed.jsonl.gz, a count in the audit."""
+    removed.write((json.dumps(dict(id=doc_id, **(dict(url=url) if url else {}), reason=reason), ensure_ascii=False) + "\n").encode())
+    audit.remove(key, reason, size)
+    if reason.startswith("unreadable:"):
+        if strict:
+            raise ValueError(f"{doc_id}: {reason[11:]} (--strict)")
+        n, first = skipped.get(reason[11:], (0, doc_id))
+        skipped[reason[11:]] = n + 1, first
+
+
+def fingerprint(text):
+    return int.from_bytes(text_key(text)[:8], "little")
+
+
+def plant(kept, work):
+    """Add the passages of --probes to what stays, each as often as its repetitions say, all over the training split."""
+    if not probes:
+        return None
+    passages = [dict(id=f"probe/{i}", text=text) for i, text in enumerate(read_prompts(probes))]
+    passages.sort(key=lambda p: place(p["id"] + p["text"]))
+    source, at, added = len(kept["sources"]), 0, []
+    with open(os.path.join(work, "-1.text"), "wb") as f:
+        for n, passage in enumerate(passages):
+            raw = passage["text"].encode()
+            passage["repetitions"] = repetitions[n % len(repetitions)]
+            for k in range(passage["repetitions"]):
+                spread = val_share + (1 - val_share) * share(f"{passage['id']}#{k}")
+                added.append((min(int(spread * 2**64), 2**64 - 1), -1, at, len(raw), -1, 2 * source))
+            at += f.write(raw)
+    kept["sources"] = [*kept["sources"], "probes"]
+    for i, name in enumerate(("place", "batch", "offset", "length", "group", "stream")):
+        kept[name] = np.concatenate((kept[name], np.array([row[i] for row in added], kept[name].dtype)))
+    return passages
+
+
+def in_order(kept):
+    """What stays, in the order of its hashes, in buckets of BUCKET bytes. Sorts the arrays of `kept` in place."""
+    order = np.argsort(kept["place"], kind="stable")
+    for name in ("place", "batch", "offset", "length", "group", "stream"):
+        kept[name] = kept[name][order]
+    ends = np.cumsum(kept["length"].astype(np.int64))
+    cuts = np.flatnonzero(np.diff((ends - kept["length"]) // BUCKET)) + 1
+    parts = (np.split(kept[name], cuts) for name in ("batch", "offset", "length", "stream"))
+    return [Bucket(number, *part) for number, part in enumerate(zip(*parts))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokens
+
+
+def vocabulary(buckets, work, half_done):
+    """(the Tokenizer, its name in meta.json). Trained on the training split where none is named."""
+    if tokenizer:
+        tok = tokenizers.load(tokenizer)
+        if not tok.name.startswith("bpe:"):
+            return tok, tok.name
+        shutil.copy(tok.name.removeprefix("bpe:"), os.path.join(half_done, "tokenizer.json"))   # the folder is complete in itself
+        return tok, "tokenizer.json"
+    path = os.path.join(half_done, "tokenizer.json")
+    if os.path.exists(path):
+        return tokenizers.load(path), "tokenizer.json"
+
+    def texts():
+        size = 0
+        for bucket in buckets:
+            train = bucket.stream % 2 == 0
+            for text in Bucket(0, *(x[train] for x in (bucket.batch, bucket.offset, bucket.length, bucket.stream))).texts(work):
+                yield from long_parts(text)
+                size += len(text)
+            if size > BPE_BYTES:
+                return
+    return tokenizers.train_bpe(texts(), train_bpe, path), "tokenizer.json"
+
+
+def tokenize_all(tok, buckets, rules, work):
+    """All buckets into work/{number}.tokens. Returns the number of tokens of each document, in the final order."""
+    size, began, done, counts = sum(int(b.length.sum()) for b in buckets), time.time(), 0, []
+    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True) as progress:
+        tasks = ((b, (b,)) for b in buckets)
+        for b, tokens in ordered(tokenize, (tok, work), tasks, processes(rules.files)):
+            done += tokens
+            progress.set_postfix_str(f"{done / max(time.time() - began, 1e-3) / 1e6:.2f}M tokens/s", refresh=False)
+            progress.update(int(b.length.sum()))
+    for b in buckets:
+        with open(os.path.join(work, f"{b.number}.json"), encoding="utf-8") as f:
+            counts.append(np.array(json.load(f)["counts"], np.int64))
+    return np.concatenate(counts)
+
+
+def write_shards(tok, buckets, kept, tokens, work, half_done):
+    """The streams of each source and split, from all buckets in order, cut into shards. Returns meta.json's "sources"."""
+    dtype, sources = np.dtype(np.uint16 if tok.vocab_size <= 2**16 else np.uint32), {}
+    sizes = []
+    for b in buckets:
+        with open(os.path.join(work, f"{b.number}.json"), encoding="utf-8") as f:
+            sizes.append(json.load(f)["streams"])
+    for s, name in enumerate(kept["sources"]):
+        sources[name] = {}
+        for split, stream in (("train", 2 * s), ("val", 2 * s + 1)):
+            mine = kept["stream"] == stream
+            left, shards, prefix = int(tokens[mine].sum()), [], "" if len(kept["sources"]) == 1 else f"{safe(name)}_"
+            pieces, rest = stream_of(buckets, sizes, stream, dtype, work), []
+            while left:
+                n, file = min(left, shard_tokens), f"{prefix}{split}_{len(shards):05d}.npy"
+                shards.append(dict(file=file, **write_shard(os.path.join(half_done, file), take(pieces, n, rest), n, dtype)))
+                left -= n
+            size = int(kept["length"][mine].astype(np.int64).sum())
+            sources[name][split] = dict(documents=int(mine.sum()), tokens=int(tokens[mine].sum()), bytes=size, shards=shards)
+    return sources
+
+
+def stream_of(buckets, sizes, stream, dtype, work):
+    """Yield the tokens of one stream, a million at a time."""
+    for b, streams in zip(buckets, sizes):
+        at = 0
+        for s, n in streams:
+            if s == stream:
+                with open(os.path.join(work, f"{b.number}.tokens"), "rb") as f:
+                    f.seek(at * dtype.itemsize)
+                    for begin in range(0, n, 1 << 20):
+                        yield np.fromfile(f, dtype, min(1 << 20, n - begin))
+            at += n
+
+
+def take(pieces, n, rest):
+    """Yield n tokens of an iterator of arrays; what is over of the last array waits in the list `rest`."""
+    while n:
+        piece = rest.pop() if rest else next(pieces)
+        if len(piece) > n:
+            rest.append(piece[n:])
+        yield piece[:n]
+        n -= len(piece[:n])
+
+
+def write_shard(path, tokens, n=0, dtype=None):
+    """Write a 1-D .npy, flushed to disk, from an array or from an iterator of arrays of n tokens in all. Returns its line for meta.json."""
+    pieces, n, dtype = ([tokens], len(tokens), tokens.dtype) if isinstance(tokens, np.ndarray) else (tokens, n, dtype)
     with open(path, "wb") as f:
-        np.lib.format.write_array_header_1_0(f, np.lib.format.header_data_from_array_1_0(tokens))
-        f.write(tokens.tobytes())                          # np.save hides a full disk behind "requested and written"
+        np.lib.format.write_array_header_1_0(f, dict(descr=dtype.str, fortran_order=False, shape=(n,)))
+        for piece in pieces:
+            f.write(piece.tobytes())                       # np.save hides a full disk behind "requested and written"
         f.flush()
         os.fsync(f.fileno())
+    return dict(tokens=n, sha256=sha256(path))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the account
+
+
+def count_tokens(audit, kept, tokens):
+    """The tokens of what was kept, by group."""
+    mine = kept["group"] >= 0                                                    # not the probes
+    for key, n in zip(list(audit.groups), np.bincount(kept["group"][mine], tokens[mine], len(audit.groups))):
+        audit.groups[key]["tokens"] = int(n)
+
+
+def write_probes(passages, tok, tokens, kept, half_done):
+    """probes.json for memorize.py: each passage, its ids, how often it stands in the training split. Returns the audit's line."""
+    planted = kept["group"] < 0
+    write_json(os.path.join(half_done, "probes.json"), dict(
+        tokenizer_hash=tok.hash, repetitions=list(repetitions), source="probes",
+        probes=[dict(id=p["id"], repetitions=p["repetitions"], text=p["text"], ids=tok.encode(p["text"])) for p in passages]))
+    return dict(file=probes, sha256=sha256(probes), passages=len(passages), repetitions=list(repetitions),
+                documents=int(planted.sum()), tokens=int(tokens[planted].sum()))
+
+
+def describe(name, tok, began):
+    """Who made this, when, with what."""
+    def of(package):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+    try:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        git = ""
+    command = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    return dict(out=out, command=command, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+                minhash=BACKEND if near_dedup else None, code=git or None, python=sys.version.split()[0],
+                settings={k: v for k, v in settings(globals()).items() if k != "paths"},
+                packages={p: of(p) for p in ("numpy", "tiktoken", "pyarrow", "rensa", "huggingface_hub")},
+                tokenizer=name, tokenizer_sha256=tok.hash)
+
+
+def outputs(meta, tok, kept):
+    shards = [shard for source in meta["sources"].values() for split in source.values() for shard in split["shards"]]
+    return dict(shards=shards, bos=tok.bos, eos=tok.eos, halved=kept["halved"],
+                rule="The only document was cut in two: its end is for validation." if kept["halved"] else
+                f"A document is for validation where the first 64 bits of the sha256 of its id, over 2^64, are below {val_share}.")
+
+
+def describe_robots(rules):
+    if not robots and not blocked:
+        return None
+    where = robots or blocked
+    return dict(store=where, sha256=sha256(where), date=time.strftime("%Y-%m-%d", time.gmtime(os.stat(where).st_mtime)),
+                agents=list(rules.agents), missing=missing, only_explicit=agents_no_star)
+
+
+def explain(audit):
+    """Why nothing was left, for the error."""
+    gone = reports.total(audit.groups.values())["removed"]
+    return f" (removed: {', '.join(f'{n} {reason}' for reason, (n, _) in gone.items())})" if gone else ""
+
+
+def say(meta, account, seconds):
+    t = account["total"]
+    sources = meta["sources"].values()
+    documents, tokens, size = (sum(s["train"][k] for s in sources) for k in ("documents", "tokens", "bytes"))
+    if t["documents"] < t["documents_in"]:
+        gone = " + ".join(f"{n:,} {reason}" for reason, (n, _) in t["removed"].items())
+        print(f"{t['documents_in']:,} documents in = {t['documents']:,} kept + {gone}")
+    print(f"{out}: {documents:,} documents, {tokens:,} tokens to train on ({size / max(tokens, 1):.2f} bytes each), "
+          f"{sum(s['val']['tokens'] for s in sources):,} to validate; tokenizer {meta['tokenizer']} of {meta['vocab_size']:,}")
+    print(f"the audit: {out}/report.md, flow.png   {seconds:.0f} s, {t['bytes_in'] / 1e6 / seconds:.1f} MB/s")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# helpers that are not the lesson
+
+
+SMALL = 1 << 24                     # bytes of input up to which starting processes costs more than it saves
+
+
+def processes(files=None):
+    if files is not None and sum(f.get("unpacked") or f["bytes"] for f in files) <= SMALL and not workers:
+        return 1
+    return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def bar(files, what):
+    return tqdm(desc=what, total=sum(f.get("unpacked") or f["bytes"] for f in files if not f["problem"]), unit="B", unit_scale=True)
+
+
+def sha256(path):
+    """Of a file, or of all files of a folder with their names."""
+    if os.path.isdir(path):
+        inside = sorted(f for f in glob.glob(os.path.join(path, "**", "*"), recursive=True) if os.path.isfile(f))
+        return hashlib.sha256("\n".join(f"{os.path.relpath(f, path)} {sha256(f)}" for f in inside).encode()).hexdigest()
     with open(path, "rb") as f:
-        return dict(tokens=len(tokens), sha256=hashlib.file_digest(f, "sha256").hexdigest())
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_json(path, content):
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=1, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def safe(name):
+    """A source's name as part of a file name."""
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
 
 
 if __name__ == "__main__":
-    from configurator import run
     run(main, globals())

@@ -22,6 +22,7 @@ $ python tokenizer.py --compare=byte,apertus,apertus:32768 texts.jsonl    # what
 
 import base64, codecs, datetime, functools, hashlib, importlib.util, json, os, re
 
+import numpy as np
 import tiktoken
 
 from configurator import run
@@ -88,6 +89,13 @@ class Tokenizer:
             return self._encode(text)
         except ValueError:                           # the regular expression gives up on a run of a million spaces
             return [i for part in without_long_runs(text) for i in self._encode(part)]
+
+    def encode_array(self, text):
+        """The same ids as a numpy array of uint32, without a Python list between: a fifth faster, and 4 bytes an id instead of 36."""
+        try:
+            return self._bpe.encode_to_numpy(text, allowed_special=set(IN_TEXT), disallowed_special=())
+        except ValueError:
+            return np.array(self.encode(text), np.uint32)
 
     def decode_bytes(self, ids):
         """The bytes of a list or array of ids; control tokens give their names. ValueError: an id that is not here."""

@@ -1,5 +1,5 @@
 """
-Pretraining, from a laptop to a GPU: real text in, a run folder out.
+Pretraining, from a laptop to a cluster: real text in, a run folder out.
 
     loss = - sum over the step's kept tokens of log p(token | its document so far)  /  their number
     step:  gradients of all micro-batches  ->  clip the global norm  ->  AdEMAMix at the learning rate that WSD gives
@@ -7,9 +7,11 @@ Pretraining, from a laptop to a GPU: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
+$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume       # on eight GPUs, and on any number later (parallel.py)
 
 Everything that decides the run is in out/<run>/: config.json, log.jsonl (a line a step), loss.png, ckpt/. There is no random state
 in the loop: data, masks and schedules are pure functions of the step, so a run that was killed and resumed ends in the same bits.
+SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all processes save after the step that they are in, and leave.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 from tqdm import tqdm
@@ -30,6 +33,7 @@ from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import TokenDataset
 from model import Apertus, ApertusConfig
+from parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
 
@@ -39,9 +43,15 @@ out = "out/run"                 # its folder
 data = "data/stdlib"            # what prepare.py wrote
 resume = False                  # go on from the newest intact checkpoint of this folder (or start, if there is none)
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
-dtype = "auto"                  # float32 | bfloat16, of activations and GEMMs; weights and states are fp32. auto: bf16 where the hardware has it
+dtype = "auto"                  # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bf16 where there is hardware
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
+# the processes (parallel.py)
+parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
+hsdp_shard = 0                  # hsdp: processes that share one copy of the weights; 0 = those of a node
+recompute = "none"              # activations that backward computes again instead of storing: none | selective | full
+exact = False                   # the same bits on any number of processes: gradients added in fp64, the micro-batch fixed
+timeout = 600                   # seconds that a process waits for another before it gives up
 # the model (ApertusConfig says what each is; the defaults are the 8B)
 block_size = 4096
 vocab_size = 0                  # 0 = the data's
@@ -92,6 +102,9 @@ eval_windows = 64               # windows of the validation split; 0 = all. The 
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps
 keep_checkpoints = 2
+save_failures = 3               # saves in a row that may fail (disk full) before the run stops
+allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
+skip_nonfinite = 0              # steps in a row that may be skipped because loss or gradient is not a number; 0 = stop at the first
 wandb_log = False               # also log to Weights & Biases (pip install wandb)
 wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
@@ -138,10 +151,10 @@ def lr_at(samples):
 
 
 def claim_folder():
-    """Refuse a run folder that holds a run already, unless it is to be gone on with; nothing is written yet."""
+    """Refuse a run folder that holds a run already, unless it is to be gone on with. Returns its lock; nothing else is written yet."""
     if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
         raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
-    os.makedirs(out, exist_ok=True)
+    return checkpoint.claim(out)
 
 
 def describe_run(config):
@@ -151,18 +164,20 @@ def describe_run(config):
         shutil.copy(os.path.join(data, "tokenizer.json"), out)
 
 
-def resume_from(model, opt, config):
+def resume_from(model, opt, config, ranks):
     """Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none."""
-    found = checkpoint.newest_intact(os.path.join(out, "ckpt"))
+    found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files, allow_restart)
     if not found:
         return 0
     path, manifest = found
-    same = [f.name for f in dataclasses.fields(ApertusConfig)] + ["data_hash", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    same = [f.name for f in dataclasses.fields(ApertusConfig)]
+    same += ["data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
     changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if manifest["config"].get(k) != config[k]]
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
     checkpoint.load(path, model, opt)
-    print(f"resumed from {path}")
+    if ranks.first:
+        print(f"resumed from {path}")
     return manifest["step"]
 
 
@@ -176,15 +191,37 @@ def cut_log(path, step):
     os.replace(path + ".tmp", path)
 
 
+def open_log(config, start):
+    """Write what the run folder says of itself, and return the function that adds an entry to log.jsonl (and to W&B)."""
+    describe_run(config)
+    path = os.path.join(out, "log.jsonl")
+    cut_log(path, start)
+    wandb = None
+    if wandb_log:
+        import wandb
+        wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
+    file = open(path, "a", encoding="utf-8")
+
+    def log(**entry):
+        file.write(json.dumps(entry) + "\n")
+        file.flush()
+        if wandb:
+            wandb.log(entry, step=entry["step"])
+    return log
+
+
 @torch.no_grad()
-def evaluate(model, val, windows, place):
+def evaluate(net, val, windows, micro, place, ranks):
     """Mean loss in nats over the first `windows` validation windows (0 = all), no Goldfish: every predictable token counts."""
     windows = min(windows or val.n_windows, val.n_windows)
     total = count = 0.0
-    for first in range(0, windows, micro_batch):
-        idx, targets, keep, doc = (t.to(place) for t in val.batch(first, min(micro_batch, windows - first)))
-        _, nll = model(idx, targets, keep, doc, per_token=True)
-        total, count = total + (nll * keep).sum().item(), count + keep.sum().item()
+    for first in range(ranks.rank * micro, ranks.rank * micro + windows, micro * ranks.size):
+        mine = max(0, min(micro, windows - first))                          # none left: run along, since FSDP gathers with all ranks
+        idx, targets, keep, doc = (t.to(place) for t in val.batch(first if mine else 0, max(mine, 1)))
+        _, nll = net(idx, targets, keep, doc, per_token=True)
+        total, count = total + (nll * keep).sum().item() * bool(mine), count + keep.sum().item() * bool(mine)
+    drop_gathered(net)
+    total, count = ranks.add(total, count)
     return total / count
 
 
@@ -193,118 +230,145 @@ def sample(model, tok, place):
     generator = torch.Generator(place).manual_seed(seed)
     with torch.compiler.set_stance("force_eager"):
         ids = model.generate([[tok.bos]], min(120, block_size), temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
+    drop_gathered(model)
     return tok.decode(ids[0][1:])
 
 
 def main():
-    place = pick_device()
+    ranks = Ranks(parallel, exact, hsdp_shard)                              # who this process is, of how many; the others are met below
+    place = ranks.place(pick_device())
     work_dtype = pick_dtype(place)
     train = TokenDataset(data, "train", block_size, seed, goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
     val = TokenDataset(data, "val", block_size, seed)
     if vocab_size and vocab_size != train.meta["vocab_size"]:
         raise ValueError(f"{data} was made by a tokenizer of {train.meta['vocab_size']} ids ({train.meta['tokenizer']}) and the model has "
                          f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
-    if batch_size % micro_batch:
-        raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch}")
+    rows = ranks.micro_batch(batch_size, micro_batch)
     if loss_average not in ("step", "micro"):
         raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
     tok = tokenizer.load_for(data)
     config = dict(settings(globals()), vocab_size=train.meta["vocab_size"], data_hash=train.fingerprint, tokenizer=train.meta["tokenizer"])
     model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
-    ramp = batch_ramp_at or None
-    steps = steps_in(total_samples, batch_size, ramp)
+    steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
     lr_at(0)                                                                # a schedule that does not fit is told before the model is built
-    claim_folder()
+    with claim_folder() if ranks.first else nullcontext():
+        ranks.join(place, timeout)
+        with stop_signals() as stop:
+            pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows)
+        ranks.leave()
 
-    with torch.device(place):
+
+def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows):
+    """The run. steps: all of them; rows: samples of a micro-batch; stop: fills when a signal asks this process to leave."""
+    ramp = batch_ramp_at or None
+    with torch.device("meta" if ranks.sharded else place):
         model = Apertus(model_config, seed)
     model.dtype = work_dtype
+    compiled = compile and can_compile(torch.device(place))
+    net = spread(model, ranks, place, seed, recompute, compiled)            # what is called in training: the model, or its wrapper
     opt = build_optimizer(model, steps)
-    start = resume_from(model, opt, config) if resume else 0
+    start = resume_from(model, opt, config, ranks) if resume else 0
     if start >= steps:
-        raise ValueError(f"{out} is finished: all {steps} steps are done; raise total_samples, or sample it: python sample.py --init_from={out}")
-    describe_run(config)
-    if compile and can_compile(torch.device(place)):
-        model.compile_blocks()
-    elif compile:
-        print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
+        raise ValueError(f"{out} is finished: all {steps} steps are done; raise total_samples, or sample it: "
+                         f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
     peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
-    print(f"{model.num_params():,} parameters on {place} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
-          f"data: {train.n_tokens:,} tokens, so {steps * batch_size / train.n_windows:.1f} epochs")
-    log_path = os.path.join(out, "log.jsonl")
-    cut_log(log_path, start)
-    wandb = None
-    if wandb_log:
-        import wandb
-        wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
-    log_file = open(log_path, "a", encoding="utf-8")
-
-    def log(**entry):
-        log_file.write(json.dumps(entry) + "\n")
-        log_file.flush()
-        if wandb:
-            wandb.log(entry, step=entry["step"])
-
+    log = open_log(config, start) if ranks.first else lambda **entry: None
+    if ranks.first:
+        if compile and not compiled:
+            print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
+        where = f"{ranks.size} x {place.split(':')[0]}" if ranks.size > 1 else place
+        print(f"{model.num_params():,} parameters on {where} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
+              f"data: {train.n_tokens:,} tokens, so {steps * batch_size / train.n_windows:.1f} epochs")
+    saver = checkpoint.Saver(os.path.join(out, "ckpt"), keep_checkpoints, ranks.files, save_failures)
     loader = ThreadPoolExecutor(1)                                          # windows, masks and document ids, off the critical path
-    fetch = lambda step: loader.submit(train.batch, samples_at(step, batch_size, ramp), batch_at(samples_at(step, batch_size, ramp), batch_size, ramp))
-    following = fetch(start)
+
+    def fetch(step):                                                        # this rank's part of a step's samples
+        samples = samples_at(step, batch_size, ramp)
+        each = batch_at(samples, batch_size, ramp) // ranks.size
+        return loader.submit(train.batch, samples + ranks.rank * each, each)
+
+    following, skipped, stop_file = fetch(start), 0, os.path.join(out, "stop")
     began = time.perf_counter()
-    bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", dynamic_ncols=True)
+    bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", dynamic_ncols=True, disable=not ranks.first)
     for step in bar:
         step_began = time.perf_counter()
         samples = samples_at(step, batch_size, ramp)
         batch, following = following.result(), fetch(step + 1)
-        n_tokens = batch[2].sum().item()                                    # kept, in the whole step
+        n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())       # of the whole step: kept, and all
 
         # forward and backward, micro-batch by micro-batch
-        loss = torch.zeros((), device=place)
-        micro = list(zip(*(t.split(micro_batch) for t in batch)))
-        for idx, targets, keep, doc in micro:
-            divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro)
-            _, part = model(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
-            part.backward()
+        loss = torch.zeros((), device=place, dtype=torch.float64 if exact else torch.float32)
+        micro = list(zip(*(t.split(rows) for t in batch)))
+        for i, (idx, targets, keep, doc) in enumerate(micro):
+            divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro) * ranks.size
+            with gradients(net, ranks, last=i + 1 == len(micro)):
+                _, part = net(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
+                part.backward()
             loss += part.detach()
 
+        # one sum over ranks: loss, gradient norm, and whether any of them is to stop
+        stop_here = bool(stop) or ranks.first and os.path.exists(stop_file)
+        loss, square, stopping = ranks.add(loss, square_norm(model, ranks), stop_here)
+        norm = math.sqrt(square)
+        finite = math.isfinite(loss + norm)
+
         # clip and update, unless the numbers are not numbers
-        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        if not math.isfinite(loss.item() + norm.item()):
-            raise ValueError(f"step {step}: loss {loss.item()}, gradient norm {norm.item()}. Stopped before the update; the last checkpoint in "
+        if not finite and skipped >= skip_nonfinite:
+            saver.finish()
+            before = f", after {skipped} skipped steps" if skipped else ""
+            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}{before}. Stopped before the update; the last checkpoint in "
                              f"{out}/ckpt is good. Try --resume with a lower --lr, a longer --warmup_samples, or --dtype=float32")
+        skipped = 0 if finite else skipped + 1
         for group in opt.param_groups:
             group["lr"] = lr_at(samples)
-        clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
-        if optimizer == "ademamix":
+        clip = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
+        if finite and optimizer == "ademamix":
             opt.step(grad_scale=clip)                                       # scaled as the gradient is read: no pass of its own
-        else:
+        elif finite:
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
             opt.step()
         opt.zero_grad(set_to_none=True)
 
         # say what happened
         seconds = time.perf_counter() - step_began
-        speed = idx.numel() * len(micro) / seconds
-        samples += len(batch[0])
+        speed = n_all / seconds
+        samples += int(n_all) // block_size
         memory = torch.cuda.max_memory_allocated() / 2**30 if place.startswith("cuda") else None
-        log(step=step, tokens=samples * block_size, loss=loss.item(), kept=n_tokens / batch[0].numel(), grad_norm=norm.item(),
-            lr=opt.param_groups[0]["lr"], tok_s=round(speed), mfu=flops * speed / peak if peak else None, memory_gib=memory)
-        bar.set_postfix_str(f"loss {loss.item():.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
+        log(step=step, tokens=samples * block_size, loss=loss if finite else None, grad_norm=norm if finite else None, kept=n_tokens / n_all,
+            lr=opt.param_groups[0]["lr"], tok_s=round(speed), mfu=flops * speed / (peak * ranks.size) if peak else None, memory_gib=memory,
+            skipped=skipped)
+        bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         last = step + 1 == steps
         if last or (step + 1) % eval_every == 0:
-            nats = evaluate(model, val, 0 if last else eval_windows, place)
+            nats = evaluate(net, val, 0 if last else eval_windows, rows, place, ranks)
             bpb = val.bits_per_byte(nats)
             log(step=step, tokens=samples * block_size, val_loss=nats, val_bpb=bpb, seconds=round(time.perf_counter() - began, 1))
-            bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
-        if last or (step + 1) % checkpoint_every == 0:
-            checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints)
-            plot.curves([out], os.path.join(out, "loss.png"))
+            if ranks.first:
+                bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
+        if last or stopping or (step + 1) % checkpoint_every == 0:
+            saver.save(step + 1, model, opt, dict(config=config))           # copies the tensors; a thread writes them
+            if ranks.first:
+                plot.curves([out], os.path.join(out, "loss.png"))
         if sample_every and (last or (step + 1) % sample_every == 0):
-            bar.write(sample(model, tok, place) + "\n")
+            text = sample(model, tok, place)                                # on all ranks, since FSDP gathers with all
+            if ranks.first:
+                bar.write(text + "\n")
+        if stopping:
+            break
+    bar.close()
     loader.shutdown(cancel_futures=True)
-    checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(dict(
-        val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))
-    print(f"{out}: {bpb:.3f} bits per byte of validation text after {time.perf_counter() - began:.0f} s. The curve: {out}/loss.png")
+    saver.finish()
+    if ranks.first and last:
+        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(dict(
+            val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))
+        print(f"{out}: {bpb:.3f} bits per byte of validation text after {time.perf_counter() - began:.0f} s. The curve: {out}/loss.png")
+    elif ranks.first:
+        print(f"{out}: stopped as asked after step {step + 1} of {steps}, saved; --resume goes on")
+    if ranks.first and os.path.exists(stop_file):
+        os.remove(stop_file)                                                # or the next start would stop again
 
 
 if __name__ == "__main__":
-    run(main, globals())
+    with orderly_exit():
+        run(main, globals())

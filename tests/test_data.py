@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import prepare
-from conftest import script
-from data import TokenDataset, permute
+from conftest import ROOT, script
+from data import StagedDataset, TokenDataset, permute
 from goldfish import goldfish_mask
 
 
@@ -199,3 +199,110 @@ def test_a_full_disk_leaves_nothing_under_the_final_name(tmp_path):
         assert not (small / "data").exists()
     finally:
         subprocess.run(["umount", small])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# sources, weights, stages
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Three sources whose every document is made of one letter: a, b, c, in proportions 6 : 3 : 1."""
+    root = tmp_path_factory.mktemp("mixed")
+    with open(root / "d.jsonl", "w") as f:
+        for letter, n in (("a", 120), ("b", 60), ("c", 20)):
+            for i in range(n):
+                f.write(json.dumps(dict(id=f"{letter}{i}", source=letter, text=letter * (90 + i))) + "\n")
+    assert script("prepare.py", root / "d.jsonl", f"--out={root / 'data'}", "--tokenizer=byte", "--source_by=source", "--val_share=0.1").returncode == 0
+    return str(root / "data")
+
+
+def letters(data, first, n):
+    """Which source each of n samples is of, by the letter that its window is full of."""
+    idx = data.batch(first, n)[0] - 64
+    return ["abc"[int(np.argmax([(row == ord(c)).sum() for c in "abc"]))] for row in idx]
+
+
+def test_without_weights_sources_are_mixed_by_their_sizes(mixed):
+    data = TokenDataset(mixed, "train", 16)
+    sizes = {name: s["train"]["tokens"] for name, s in data.meta["sources"].items()}
+    got = letters(data, 0, data.n_windows)
+    assert data.n_tokens == sum(sizes.values()) and all(abs(got.count(c) - sizes[c] / 16) <= 2 for c in "abc")
+
+
+def test_weights_are_exact_in_every_ten_thousand_samples_and_any_slicing_gives_the_same(mixed):
+    data = TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1.5, c=7.5))
+    for block in (0, 3):
+        stream, _ = data.where(np.arange(block * 10_000, block * 10_000 + 10_000))
+        assert np.bincount(stream).tolist() == [1000, 1500, 7500]
+    got = letters(data, 0, 400)
+    assert "".join(got) == "".join(letters(data, 0, 100) + letters(data, 100, 1) + letters(data, 101, 299))
+    assert abs(got.count("c") - 300) < 4 * (400 * 0.75 * 0.25) ** 0.5                             # spread evenly, as drawn by chance
+
+
+def test_a_weighted_source_shows_all_its_windows_equally_often(mixed):
+    data = TokenDataset(mixed, "train", 16, weights=dict(a=9, c=1))
+    stream, window = data.where(np.arange(30_000))                                                # three blocks of slots
+    for s, part in enumerate(data.streams):
+        counts = np.bincount(window[stream == s], minlength=part.n_windows)
+        assert counts.sum() == (27_000, 3_000)[s] and counts.max() - counts.min() <= 1
+
+
+def test_a_source_named_twice_counts_twice(mixed):
+    once, twice = (TokenDataset(mixed, "train", 16, sources=s) for s in (["a", "c"], ["a", "c", "c"]))
+    c = once.meta["sources"]["c"]["train"]["tokens"]
+    assert twice.n_tokens == once.n_tokens + c and set(letters(once, 0, 200)) == {"a", "c"}
+
+
+def test_stages_change_sources_where_the_table_says(mixed):
+    table = [("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29), ("3", ("c",), 100, 30)]
+    data = StagedDataset(mixed, table, 16)
+    got = letters(data, 0, 130)
+    assert set(got[:40]) == {"a"} and set(got[40:70]) == {"b", "c"} and set(got[70:]) == {"c"}
+    assert letters(data, 35, 80) == got[35:115] and data.stop is None                             # a batch across two borders
+    assert torch.equal(data.batch(70, 30)[0], TokenDataset(mixed, "train", 16, 30, sources=["c"]).batch(0, 30)[0])
+    first = StagedDataset(mixed, [table[0], ("2", ("not yet",), 70, 29)], 16, stage="1")
+    assert first.stop == 40 and torch.equal(first.batch(0, 40)[0], data.batch(0, 40)[0])          # later stages need no data yet
+
+
+@pytest.mark.parametrize("make, says", [
+    (lambda d: TokenDataset(d, "train", 16, sources=["a", "z"]), "no source 'z'; it has a, b, c"),
+    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, z=1)), "no source 'z'"),
+    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, b=0)), "positive number"),
+    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, b=1e-6)), "below one sample in 10,000"),
+    (lambda d: TokenDataset(d, "train", 4000, weights=dict(a=1, c=1)), "train split of c has"),
+    (lambda d: StagedDataset(d, [("1", ("a",), 40, 28)], 16, stage="9"), "no stage '9': the table has 1"),
+    (lambda d: StagedDataset(d, [("1", ("a",), 40, 28), ("2", ("b",), 40, 28)], 16), "each later than the one before")])
+def test_a_mixture_that_cannot_be_says_why(mixed, make, says):
+    with pytest.raises(ValueError, match=says):
+        make(mixed)
+
+
+def test_joined_folders_have_the_sources_of_all_and_copy_nothing(mixed, folder, tmp_path):
+    both = tmp_path / "both"
+    assert script("data.py", mixed, folder, f"--join={both}", "--block_size=16").returncode == 0
+    assert sorted(os.listdir(both)) == ["meta.json"]
+    data = TokenDataset(str(both), "train", 16)
+    assert list(data.meta["sources"]) == ["a", "b", "c", "data"]
+    assert data.n_tokens == TokenDataset(mixed, "train", 16).n_tokens + TokenDataset(folder, "train", 16).n_tokens
+    other = tmp_path / "other"
+    assert script("prepare.py", os.path.join(mixed, "report.md"), f"--out={other}", "--tokenizer=apertus:300").returncode == 0
+    done = script("data.py", mixed, other, f"--join={both}")
+    assert done.returncode == 2 and "the same --tokenizer" in done.stderr
+
+
+# First step and tokens consumed before it, in billions, rounded down: report Table F.7.
+PUBLISHED = {"8b": {"1": 7038, "3": 12_000, "4": 13_345, "5": 15_000}, "70b": {"1": 5165, "2": 8845, "3": 12_209, "4": 13_431, "5": 15_000}}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_stages_of_the_published_runs_end_at_the_published_tokens(size):
+    import runpy
+    config = runpy.run_path(os.path.join(ROOT, "configs", f"{size}.py"))
+    stages = config.get("stages") or config["STAGES"]
+    assert {name: until * config["block_size"] // 10**9 for name, _, until, _ in stages} == PUBLISHED[size]
+    assert stages[-1][2] == config["total_samples"] and stages[-1][2] * 4096 == 15 * 10**12
+    begins = [0, *(until for _, _, until, _ in stages)]
+    for (name, sources, until, _), begin in zip(stages, begins):                                  # no stage reads its pool twice
+        assert (until - begin) * 4096 / 1e9 < sum(config["POOLS"][s] for s in sources)
+    assert len({seed for *_, seed in stages}) == len(stages) and stages[0][3] == 28

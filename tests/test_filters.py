@@ -177,3 +177,43 @@ def test_the_command_of_the_first_screen(tmp_path):
                           f"--prompts={tmp_path / 'p.txt'}"],
                          capture_output=True, text=True).stdout
     assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
+
+
+def test_word_hashes_are_equal_where_the_words_are():
+    import re
+    text = "Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, the THE The; \u2014 caf\u00e9caf\u00e9 " * 3
+    words, ids = re.findall(r"[\w\u0308]+", text.lower()), filters.word_ids(text).tolist()
+    assert len(words) == len(ids) and len(set(words)) == len(set(ids)) == len(set(zip(words, ids)))
+    assert filters.word_ids("abba")[0] != filters.word_ids("baab")[0] and len(filters.word_ids("")) == len(filters.word_ids(" .,")) == 0
+
+
+@pytest.mark.parametrize("text", ["\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u3002", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c\u0e17\u0e31\u0e49\u0e07\u0e2b\u0e25\u0e32\u0e22\u0e40\u0e01\u0e34\u0e14\u0e21\u0e32\u0e21\u0e35\u0e2d\u0e34\u0e2a\u0e23\u0e30"])
+def test_a_script_without_spaces_is_taken_by_character(text):
+    ids = filters.word_ids(text * 2)
+    assert len(ids) == 2 * sum(c not in "\u3002\uff0c" for c in text) and ids[0] == ids[1] != ids[2]
+    assert (ids[:len(ids) // 2] == ids[len(ids) // 2:]).all()
+
+
+def test_a_text_in_pieces_has_the_same_key_as_whole():
+    rng = random.Random(0)
+    text = "".join(rng.choice(["a", "b\u0301", "\u00e9", " ", "\n\n", "\u3000"]) for _ in range(5000))
+    whole = text_key(text)
+    assert "".join(filters.pieces(text, 100)) == text
+    piecewise, filters.pieces = filters.pieces, lambda text: piecewise(text, 100)
+    try:
+        assert text_key(text) == whole == text_key("  " + text.replace(" ", " \t") + "\n")
+    finally:
+        filters.pieces = piecewise
+
+
+def test_seen_is_a_set_that_remembers_in_order():
+    rng, seen, reference = np.random.default_rng(0), filters.Seen(), set()
+    for _ in range(60):
+        keys = rng.integers(0, 3000, (rng.integers(0, 40), 3), dtype=np.uint64)
+        want = []
+        for row in keys.tolist():
+            want.append(reference.isdisjoint(row))
+            if want[-1]:
+                reference.update(row)
+        assert seen.first(keys).tolist() == want
+    assert sum(map(len, seen.runs)) == len(reference) and len(seen.runs) < 12

@@ -48,7 +48,9 @@ def test_every_gradient_norm_is_the_published_one(name):
     with open(os.path.join(GOLDEN, name, "grad_norms.json")) as f:
         for key, norm in json.load(f).items():
             ours = model.get_parameter(key.replace("/", ".")).grad.norm().item()
-            assert ours == pytest.approx(norm, rel=1e-5), key
+            # alpha_n's is a sum of terms that cancel to 1 part in 22,000: fp32 keeps three digits, and the fourth depends on the CPU
+            # (the fp64 gradient is held to 1e-12 below)
+            assert ours == pytest.approx(norm, rel=1e-3 if key.endswith("alpha_n") else 1e-5), key
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])

@@ -1,0 +1,7 @@
+# What forgetting one label in fifty costs in validation loss, with the published hash and with one that drops what it promises.
+study = "goldfish"
+question = "what Goldfish costs: none, the published product hash, a mixing hash (k = h = 50)"
+baseline = "none"
+arms = dict(none=dict(goldfish_k=0), product={}, mix=dict(goldfish_hash="mix"))
+lrs = (2e-3, 4e-3)
+published = "no row of its own in the report; Table E.5 finds downstream scores unharmed at 1B to 8B."

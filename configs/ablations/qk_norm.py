@@ -1,0 +1,7 @@
+# QK-norm at a learning rate five times too high, which is where it is said to matter: look at the gradient norms too.
+study = "qk_norm"
+question = "QK-norm on and off at a high learning rate"
+baseline = "qk_norm"
+arms = dict(qk_norm={}, without=dict(qk_norm=False))
+lrs = (3e-2,)
+published = "no row of its own in the report; said to keep attention logits from growing (sec. 2.1)."

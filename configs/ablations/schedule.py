@@ -1,0 +1,7 @@
+# The learning rate's shape: warm-up, stable, 1-sqrt decay over the last 30 %, or half a cosine. Both end at a tenth of the peak.
+study = "schedule"
+question = "WSD against cosine"
+baseline = "wsd"
+arms = dict(wsd={}, cosine=dict(schedule="cosine"))
+lrs = (2e-3, 4e-3, 8e-3)
+published = "report Table 3, 1.5B, 100B tokens, one run: cosine 2.037 -> WSD 2.033 nats of training loss."

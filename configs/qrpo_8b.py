@@ -1,0 +1,27 @@
+# Apertus 8B, alignment with QRPO (report sec. 4; swiss-ai/posttraining): 380,537 prompts scored by Skywork-Reward-V2-Llama-3.1-8B, and
+# 72,698 controversial ones by the Swiss AI Charter.
+out = "out/qrpo_8b"
+init_from = "out/sft_8b"
+data = "data/preferences.jsonl"   # prompts; with "completions" of other models (offline) the references (off-policy) are trained on too
+rewards = "hf:Skywork/Skywork-Reward-V2-Llama-3.1-8B"
+
+loss = "qrpo"
+length_norm = True
+beta = 5.0                        # over |y|: about .03 on average
+beta_max = 0.1                    # only in the released code, for the gradient's norm; kept: it matters below 50 tokens
+n_refs = 10                       # the report and the README of the code; the released configurations have 30
+loo = 1                           # the released scripts count the sample itself (--loo=0): with 30 references R_q is then .017 too large on average
+pairs = "best"                    # the best against one of quantile <= max(.2, 1/n)
+pairs_per_prompt = 1
+max_length = 4096
+max_new_tokens = 2048
+epochs = 1
+batch_size = 512
+micro_batch = 2
+warmup = 0.1
+lr = 5e-7
+optimizer = "ademamix"
+betas = (0.9, 0.999, 0.999)       # released configuration; the report has 0.99 for post-training. .999 is taken: under a thousand steps either is short
+alpha = 8.0
+weight_decay = 0.0
+grad_clip = 20.0                  # practically off: released values are 20 and 1e5

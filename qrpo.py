@@ -1,0 +1,550 @@
+"""
+QRPO, quantile reward policy optimisation (arXiv 2507.08068; Apertus report sec. 4), and DPO, REBEL, SimPO on the same data.
+
+Alignment wants the policy that maximises reward but stays near the reference: pi*(y|x) = pi_ref(y|x) exp(r(x,y) / beta) / Z(x). Taking
+logs, every single completion has a known right answer - if only Z(x), a sum over all completions, were known. QRPO makes it known.
+Replace the reward by its quantile among the reference model's own completions: that is uniform on (0, 1) whatever the reward was, so
+
+    R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )                        quantile(): the share of n references that are no better
+    beta log Z = beta log( beta (e^(1/beta) - 1) )                          beta_log_z(): one number for every prompt
+    loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2            losses["qrpo"]: a regression, no pairs, any data
+
+    beta .1: the target falls for 77 % of the reference's completions (beta log Z = .77), the mean quantile rises to .90, KL to 1.30 nats
+
+Pairwise methods never meet Z, it cancels between a better completion c and a worse one r of the same prompt, g = log pi / pi_ref:
+
+    DPO    -log sigmoid(beta (g_c - g_r))                                   only who won counts, and there is no target: g may go anywhere
+    REBEL  ((r_c - r_r) / beta - (g_c - g_r))^2                             the reward difference is the target
+    SimPO  -log sigmoid(beta (l_c/|y_c| - l_r/|y_r|) - beta gamma)          l = log pi: no reference at all
+
+With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Apertus: beta 5, clamped to at most 0.1).
+
+The steps: n completions per prompt sampled from the start model, scored once, their log-probs under the start model stored (so that no
+second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
+
+$ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
+$ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
+$ torchrun --nproc_per_node=8 qrpo.py configs/qrpo_8b.py --parallel=fsdp                     # the same numbers on more processes
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import runpy
+from types import MappingProxyType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+from tqdm import tqdm
+
+import checkpoint
+import rank
+from configurator import run, settings
+from data import permute
+from model import at_least_fp32
+from parallel import drop_gathered, gradients, orderly_exit
+from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, join, linear, open_log, pick_device, pick_dtype,
+                 read_rows, shares, spread_out, start_model)
+
+# -----------------------------------------------------------------------------
+# the run
+out = "out/qrpo"                # its folder
+init_from = "out/sft"           # the start model, which is the reference too: run folder, Hugging Face folder or hub name
+data = "prompts.jsonl"          # a line a prompt: {"messages": [..., user]}, and if there are: "completions", "rewards", "ref_rewards" (lists)
+rewards = ""                    # FILE.py[:function] | hf:FOLDER, a reward model with a score head | "": the columns rewards and ref_rewards
+references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
+resume = False
+device = "auto"                 # cuda | mps | cpu
+dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32, and so are sums of log-probs
+parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py); references are sampled before the model is sharded
+seed = 28
+# references and pairs
+n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
+use_references = True           # train on the references too (off-policy data), not only on "completions" (offline data)
+loo = 1                         # a reference is not among its own references; 0 = as the released scripts: bias (1 - R_q) / n
+pairs = "random"                # random | best: the best of a prompt against one of quantile <= max(.2, 1/n), as Apertus
+pairs_per_prompt = 1            # 0 = as many as there are
+max_length = 4096               # tokens; what is longer is dropped and counted: half a completion has no log-prob
+max_new_tokens = 2048           # of a reference
+sample_batch = 64               # completions sampled at once
+# the loss
+loss = "qrpo"                   # qrpo | dpo | rebel | simpo
+beta = 0.0                      # 0 = 5 with length_norm (Apertus); else qrpo .003, dpo .03, rebel 1e-4, simpo 2.5 (mid of the paper's grids)
+length_norm = True              # beta / |y|
+beta_max = 0.1                  # qrpo: beta / |y| is at most this (in the released code, not in the report: matters below 50 tokens); 0 = no limit
+transform = "identity"          # identity | log (the optimum is best-of-(1/beta + 1)) | normal (quantiles of a normal distribution)
+ties = "le"                     # le: exact for rewards without ties | discrete: Z from the prompt's own references, for pass/fail and the like
+gamma = 0.5                     # simpo: the margin, in units of beta
+# the schedule
+epochs = 1
+batch_size = 512                # pairs a step
+micro_batch = 4                 # pairs in memory at once
+warmup = 0.1                    # share of the steps; linear up, then linear down to 0
+optimizer = "ademamix"          # ademamix | adamw
+lr = 5e-7
+betas = (0.9, 0.999, 0.999)
+alpha = 8.0                     # it and beta3 warm up over the whole run
+eps = 1e-8
+weight_decay = 0.0
+grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
+rank_every = 50                 # steps between rank diagnostics (rank.py); 0 = never
+checkpoint_every = 200          # steps
+keep_checkpoints = 2
+# -----------------------------------------------------------------------------
+
+BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}
+TRANSFORMS = {"identity": lambda q, n: q,
+              "log": lambda q, n: q.clamp(1 / n, 1).log(),                              # a quantile of 0 would be minus infinity
+              "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n))}
+
+
+# -----------------------------------------------------------------------------
+# the method
+
+
+def quantile(reward, ref_rewards, loo=False):
+    """
+    Share of reference rewards that are <= reward. reward (...), ref_rewards (n,) or (..., n); numbers are taken as tensors. -> (...)
+
+    Exact on average for any n if the references are independent: n = 1 is noisy, not wrong. loo: reward is one of the n itself and is
+    left out; counting it, as the released scripts do, adds (1 - R_q) / n (n = 3: .167 on average). ValueError: nothing to compare with.
+    """
+    ref_rewards = torch.as_tensor(ref_rewards)
+    reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
+    self_in = int(bool(loo))
+    n = ref_rewards.shape[-1] - self_in
+    if n < 1:
+        raise ValueError("a quantile needs at least one reference reward, and one more with loo")
+    return ((ref_rewards <= reward[..., None]).sum(-1) - self_in).to(torch.promote_types(reward.dtype, torch.float32)) / n
+
+
+def beta_log_z(beta, transform="identity"):
+    """
+    beta log Z, exact for every beta > 0 (number or tensor; same kind back): Z = E exp(f(R_q) / beta), R_q uniform on (0, 1).
+
+    identity: beta log(beta (e^(1/beta) - 1)), written so that nothing overflows. Both official codes drop the last term, log(1 - e^(-1/beta)):
+    no difference below .05, wrong by .46 at beta = 1. log: beta log(beta / (1 + beta)). normal: 1 / (2 beta). Source: arXiv 2507.08068, table 4.
+    """
+    b = torch.as_tensor(beta, dtype=None if isinstance(beta, torch.Tensor) else torch.float64)
+    if transform == "identity":
+        value = b * b.log() + 1 + b * torch.log(-torch.expm1(-1 / b))
+    elif transform == "log":
+        value = b * torch.log(b / (1 + b))
+    elif transform == "normal":
+        value = 1 / (2 * b)
+    else:
+        raise ValueError(f"transform={transform!r}: there is {', '.join(TRANSFORMS)}")
+    return value if isinstance(beta, torch.Tensor) else value.item()
+
+
+def optimum(beta):
+    """
+    What perfect QRPO reaches with the identity transform: its mean quantile, KL(pi* || pi_ref) in nats, and the share of the reference's
+    completions whose log-prob must fall (R_q below beta log Z). The answer to "why do the chosen ones fall too?": at beta .003, 98 % do.
+    """
+    mean = -1 / math.expm1(-1 / beta) - beta
+    return dict(quantile=mean, kl=(mean - beta_log_z(beta)) / beta, falling=beta_log_z(beta))
+
+
+def discrete_beta_log_z(ref_quantiles, beta):
+    """
+    The same with Z = mean_j exp(R_j / beta) over a prompt's own references, whatever their ties. ref_quantiles (..., n), beta (...).
+
+    Pass or fail has two quantiles, not a uniform one: at 25 % passing and beta .1 the uniform Z asks for 3.1 times the probability there is,
+    and every completion is told to rise. It costs what the uniform Z gives: for few references the minimiser is biased. Not in the paper.
+    """
+    n = ref_quantiles.shape[-1]
+    return beta * (torch.logsumexp(ref_quantiles / beta[..., None], -1) - math.log(n))
+
+
+# pi, ref: log-probs of whole completions (nats); q: f(R_q); reward: raw. All (..., 2): the better completion, the worse one. length: their
+# tokens, or 1 for no normalisation. Each returns a loss per pair (...).
+
+
+def qrpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, beta_max=0.0, log_z=None, transform="identity", **_):
+    b = effective_beta(pi, length, beta, beta_max)
+    log_z = beta_log_z(b, transform) if log_z is None else log_z
+    return (q - log_z - b * (pi - ref)).square().mean(-1)
+
+
+def dpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
+    return -F.logsigmoid(beta * better_minus_worse((pi - ref) / length))
+
+
+def rebel_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
+    return (better_minus_worse(reward) / beta - better_minus_worse((pi - ref) / length)).square()
+
+
+def simpo_loss(pi, ref, reward, q, length=1.0, beta=2.5, gamma=0.5, **_):
+    return -F.logsigmoid(beta * (better_minus_worse(pi / length) - gamma))
+
+
+def better_minus_worse(x):
+    return x[..., 0] - x[..., 1]
+
+
+def effective_beta(like, length, beta, beta_max):
+    """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 = .25 becomes .1."""
+    b = torch.full_like(like, beta) / length
+    return b.clamp(max=beta_max) if beta_max else b
+
+
+losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))    # read-only: a table, not a setting
+
+
+def tie_report(groups, beta):
+    """
+    groups: (n,) reference rewards a prompt. -> share of tied pairs among them; Z mass, mean of sum_y pi_ref exp(target / beta), which is 1
+    if the target can be reached at all. Distinct rewards give about 1 + 1/(2 n beta), since quantiles are multiples of 1/n.
+    """
+    tied, mass = [], []
+    for r in groups:
+        n = len(r)
+        if n > 1:
+            tied.append(((r[:, None] == r).sum().item() - n) / (n * (n - 1)))
+            q = quantile(r, r)
+            mass.append(torch.exp((q - beta_log_z(beta)) / beta).mean().item())
+    return (float(np.mean(tied)), float(np.mean(mass))) if tied else (0.0, 1.0)
+
+
+def token_logp(h, head, targets):
+    """log p of each target: h (n, C), head (V, C), targets (n,) -> (n,), in fp32."""
+    return -F.cross_entropy(at_least_fp32(h @ head.T.to(h.dtype)), targets, reduction="none")
+
+
+def sequence_logp(model, sequences):
+    """
+    log pi(completion | prompt), summed over the completion's tokens in fp32, with gradient. sequences: B pairs (prompt ids, completion ids).
+    -> (B,) nats. Logits exist for completion tokens only, a chunk at a time, and are made again in the backward pass: 2,048 tokens of
+    131,072 logits would be 1.1 GB a sequence.
+    """
+    device = model.lm_head.weight.device
+    T = max(len(p) + len(y) for p, y in sequences) - 1
+    idx = torch.zeros(len(sequences), T, dtype=torch.long)
+    keep, targets = torch.zeros(len(sequences), T, dtype=torch.bool), []
+    for row, on, (p, y) in zip(idx, keep, sequences):
+        row[:len(p) + len(y) - 1] = torch.tensor([*p, *y][:-1])
+        on[len(p) - 1:len(p) + len(y) - 1] = True          # the position before a token predicts it
+        targets += y
+    h = model.hidden(idx.to(device))[keep.to(device)]      # (n, C)     padding stands to the right: causal attention never sees it
+    targets = torch.tensor(targets, device=device)
+    head, rows = model.lm_head.weight, max(128, 2**26 // model.config.vocab_size)
+    logp = [recompute(token_logp, h[i:i + rows], head, targets[i:i + rows], use_reentrant=False) for i in range(0, len(targets), rows)]
+    return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
+
+
+# -----------------------------------------------------------------------------
+# data: prompts -> references -> rewards -> reference log-probs, each batch of prompts a file, written whole: what exists is not done again
+
+
+def cached(folder, stage, total, batch, compute, ranks):
+    """compute(first, last) -> a JSON list of last - first entries, for all of range(total); split over processes; returns all entries."""
+    files = [(os.path.join(folder, f"{stage}-{first:07d}.json"), first, min(first + batch, total)) for first in range(0, total, batch)]
+    mine = [f for k, f in enumerate(files) if k % ranks.size == ranks.rank and not os.path.exists(f[0])]
+    for path, first, last in tqdm(mine, stage, disable=not mine or not ranks.first, leave=False):
+        tmp = f"{path}.{os.getpid()}.tmp"                                   # runs that share the folder may do the same at once
+        checkpoint.write_flushed(tmp, json.dumps(compute(first, last)))
+        os.replace(tmp, path)
+    if ranks.size > 1:
+        dist.barrier()
+    entries = []
+    for path, _, _ in files:
+        with open(path, encoding="utf-8") as f:
+            entries += json.load(f)
+    return entries
+
+
+def load_reward(spec, device):
+    """
+    --rewards -> a function (row, completion text) -> number. FILE.py[:name]: its function reward(prompt, completion), prompt being the last
+    user message; if it takes three arguments, the whole line of the data comes third (a gold answer may stand there).
+    hf:FOLDER: transformers' sequence classifier with one output, read by its own tokenizer's chat template.
+    """
+    if spec.startswith("hf:"):
+        try:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        except ImportError:
+            raise ValueError("--rewards=hf:... needs transformers: pip install transformers") from None
+        judge = AutoModelForSequenceClassification.from_pretrained(spec[3:], use_safetensors=True).to(device).eval()
+        tok = AutoTokenizer.from_pretrained(spec[3:])
+        if judge.config.num_labels != 1:
+            raise ValueError(f"{spec[3:]} has {judge.config.num_labels} outputs: a reward model has one")
+
+        @torch.no_grad()
+        def by_model(row, completion):
+            text = tok.apply_chat_template([*row["messages"], dict(role="assistant", content=completion)], tokenize=False)
+            ids = tok(text, add_special_tokens=False, return_tensors="pt").to(device)            # the template writes <s> itself
+            return judge(input_ids=ids.input_ids).logits[0, 0].item()
+        return by_model
+    path, _, name = spec.partition(":")
+    if not os.path.isfile(path):
+        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with a function reward(prompt, completion), or hf:FOLDER")
+    function = runpy.run_path(path).get(name or "reward")
+    if not callable(function):
+        raise ValueError(f"--rewards={spec}: {path} has no function {name or 'reward'}(prompt, completion)")
+    takes_row = len(inspect.signature(function).parameters) > 2
+
+    def by_function(row, completion):
+        prompt = next(m["content"] for m in reversed(row["messages"]) if m["role"] == "user")
+        return function(prompt, completion, row) if takes_row else function(prompt, completion)
+    return by_function
+
+
+def scored(rows, i, texts, score):
+    """Rewards of the texts for prompt i, floats. ValueError names the row if the function raises or returns no number."""
+    values = []
+    for text in texts:
+        try:
+            values.append(float(score(rows[i], text)))
+        except Exception as e:                                              # the user's code: anything may come
+            raise ValueError(f"{data}, line {i + 1}: --rewards={rewards} failed on completion {text[:60]!r} ({type(e).__name__}: {e}). What was "
+                             f"sampled is kept: repair it and --resume") from None
+        if not math.isfinite(values[-1]):
+            raise ValueError(f"{data}, line {i + 1}: --rewards={rewards} gave {values[-1]} for completion {text[:60]!r}: want a finite number")
+    return values
+
+
+def column(rows, i, name, want):
+    """A list of at least `want` finite numbers in line i of the data, or ValueError."""
+    values = rows[i].get(name)
+    if not isinstance(values, list) or len(values) < want or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+        raise ValueError(f"{data}, line {i + 1}: {name} is {str(values)[:60]}; want {want} finite numbers"
+                         + (", or a lower --n_refs" if name == "ref_rewards" else ", one for each completion") + "; or --rewards to compute them")
+    return [float(v) for v in values[:want]]
+
+
+def prepare(model, tok, rows, ranks):
+    """
+    -> candidates: a list for each prompt of dict(ids, reward, q, ref_logp), with prompts (ids) and q_refs (n,) for the discrete Z.
+    What cannot be trained on is dropped and counted: unfinished or over-long completions, prompts whose rewards are all alike.
+    """
+    end = tok.special["<|assistant_end|>"]
+    folder = references or os.path.join(out, "references")
+    os.makedirs(folder, exist_ok=True)
+    prompts = [chat_ids_only(tok, row, f"{data}, line {i + 1}") for i, row in enumerate(rows)]
+    device = model.lm_head.weight.device
+
+    # 1. references, sampled from the model that training starts from
+    sampling = rewards or not all("ref_rewards" in row for row in rows)
+    if sampling and not rewards:
+        missing = next(i for i, row in enumerate(rows) if "ref_rewards" not in row)
+        raise ValueError(f"{data}, line {missing + 1}: no ref_rewards there, and no --rewards=FILE.py to score sampled references with")
+    what = dict(start=fingerprint(model), data=hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(), tokenizer=tok.hash,
+                n_refs=n_refs, seed=seed, max_new_tokens=max_new_tokens, max_length=max_length, use_references=use_references)
+    same_or_refuse(os.path.join(folder, "settings.json"), what, ranks)
+    per_file = max(1, sample_batch // n_refs)
+
+    def sample(first, last):
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + first)                # of the batch, not of the run: resumes alike
+        asked = [prompts[i] for i in range(first, last) for _ in range(n_refs)]
+        done = model.generate(asked, max_new_tokens, stop=(end,), generator=generator)          # temperature 1, no cut: pi_ref itself
+        new = [full[len(p):] for full, p in zip(done, asked)]
+        return [new[k:k + n_refs] for k in range(0, len(new), n_refs)]
+    refs = cached(folder, f"samples-{per_file}", len(rows), per_file, sample, ranks) if sampling else [[] for _ in rows]
+
+    # 2. rewards of the references and of the completions in the data, by a function's current text: a repaired one scores anew
+    given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for row in rows]
+    if rewards:
+        score = load_reward(rewards, device)
+        version = hashlib.sha256(open(rewards.split(":")[0], "rb").read() if os.path.isfile(rewards.split(":")[0]) else rewards.encode()).hexdigest()[:8]
+        speak = lambda ids: tok.decode([t for t in ids if t != end])
+        rate = lambda a, b: [[scored(rows, i, [speak(y) for y in ys], score) for ys in (refs[i], given[i])] for i in range(a, b)]
+        rated = cached(folder, f"rewards-{version}", len(rows), 64, rate, ranks)
+    else:
+        rated = [[column(rows, i, "ref_rewards", n_refs), column(rows, i, "rewards", len(given[i])) if given[i] else []] for i in range(len(rows))]
+
+    # 3. log-probs under the start model of all that may be trained on, once
+    able = lambda p, y: y[-1] == end and len(p) + len(y) <= max_length
+    chosen = [[y for y in [*(refs[i] if use_references else []), *given[i]] if able(prompts[i], y)] for i in range(len(rows))]
+    model.eval()
+    def logp(first, last):
+        with torch.no_grad():
+            return [[x for k in range(0, len(ys), 2 * micro_batch) for x in sequence_logp(model, [(prompts[i], y) for y in ys[k:k + 2 * micro_batch]]).tolist()]
+                    for i, ys in ((i, chosen[i]) for i in range(first, last))]
+    ref_logp = cached(folder, "logp", len(rows), 16, logp, ranks)
+
+    # 4. quantiles
+    candidates, q_refs, counts = [], [], dict(dropped=0, constant=0)
+    for i, (p, (of_refs, of_given), logps) in enumerate(zip(prompts, rated, ref_logp)):
+        r = torch.tensor(of_refs, dtype=torch.float64)
+        inside = bool(loo and use_references and refs[i])                                       # are the trained samples among the references?
+        q_refs.append(quantile(r, r, inside).float())
+        pool = [(y, v, quantile(v, r, inside).item()) for y, v in zip(refs[i] if use_references else [], of_refs)]
+        pool += [(y, v, quantile(v, r).item()) for y, v in zip(given[i], of_given)]
+        counts["dropped"] += sum(not able(p, y) for y, _, _ in pool)
+        pool = [c for c in pool if able(p, c[0])]
+        if len({v for _, v, _ in pool}) < 2:
+            counts["constant"], pool = counts["constant"] + 1, []
+        candidates.append([dict(ids=y, reward=v, q=q, ref_logp=lp) for (y, v, q), lp in zip(pool, logps)])
+    return prompts, candidates, q_refs, [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated], counts
+
+
+def fingerprint(model):
+    """Which weights these are, wherever they lie: sha256 over the first 64 values of every tensor, in fp32."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        digest.update(name.encode() + p.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def same_or_refuse(path, what, ranks):
+    """References made for one start model, data set and seed are not for another: ValueError names the difference."""
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            have = json.load(f)
+        changed = [f"{k} {have.get(k)!r} -> {v!r}" for k, v in what.items() if have.get(k) != v]
+        if changed:
+            raise ValueError(f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. Name another --references or --out")
+    elif ranks.first:
+        checkpoint.write_flushed(path, json.dumps(what, indent=1))
+
+
+def make_pairs(candidates, n):
+    """
+    (prompt, better, worse) with different rewards. random: disjoint, in an order drawn per prompt from the seed; best: the largest reward
+    against one whose quantile is at most max(.2, 1/n) (n references), drawn at random.
+    """
+    found = []
+    for i, pool in enumerate(candidates):
+        order = np.random.default_rng((seed, i)).permutation(len(pool))
+        if pairs == "best" and len(pool):
+            top = max(order, key=lambda k: pool[k]["reward"])
+            low = [k for k in order if pool[k]["q"] <= max(0.2, 1 / n) and pool[k]["reward"] < pool[top]["reward"]]
+            mine = [(i, int(top), int(k)) for k in low]
+        else:
+            couples = [sorted(c, key=lambda k: -pool[k]["reward"]) for c in zip(order[::2], order[1::2])]
+            mine = [(i, int(a), int(b)) for a, b in couples if pool[a]["reward"] > pool[b]["reward"]]
+        found += mine[:pairs_per_prompt or None]
+    return found
+
+
+# -----------------------------------------------------------------------------
+
+
+def main():
+    if loss not in losses:
+        raise ValueError(f"loss={loss!r}: there is {', '.join(losses)}")
+    if ties not in ("le", "discrete") or pairs not in ("random", "best"):
+        raise ValueError(f"ties={ties!r}, pairs={pairs!r}: there is ties=le and discrete, pairs=random and best")
+    if ties == "discrete" and transform != "identity":
+        raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
+    if n_refs < 1 + bool(loo and use_references):
+        raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
+    beta_log_z(1.0, transform)
+    b0 = beta or (5.0 if length_norm else BETA[loss])
+    rows = read_rows(data)
+    ranks, where = join(parallel, pick_device(device))
+    claim_folder(out, resume, ranks)
+    model, tok = start_model(init_from, where, pick_dtype(dtype, where))
+    prompts, candidates, q_refs, groups, counts = prepare(model, tok, rows, ranks)
+    couples = make_pairs(candidates, n_refs)
+    if not couples:
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(rows)} prompts ({counts['constant']} with constant rewards, "
+                         f"{counts['dropped']} completions unfinished or over {max_length} tokens): nothing to learn from")
+    n_pairs = epochs * len(couples)
+    steps = -(-n_pairs // batch_size)
+    mean_length = float(np.mean([len(candidates[i][k]["ids"]) for i, a, b in couples for k in (a, b)]))
+    b_mean = min(b0 / mean_length, beta_max or math.inf) if length_norm else b0
+    tied, mass = tie_report(groups, b_mean)
+    if ranks.first:
+        print(f"{len(couples)} pairs from {len(rows)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, {counts['dropped']} "
+              f"completions unfinished or over {max_length} tokens; {mean_length:.1f} tokens a completion, {steps} steps")
+        if loss == "qrpo" and ties == "le" and tied > 0.1:
+            print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the probability there is: "
+                  f"grade the reward more finely, or use --ties=discrete")
+
+    spread_out(model, ranks)
+    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
+    config = dict(settings(globals()), tokenizer_hash=tok.hash)
+    start = go_on(out, model, opt, config, ("init_from", "data", "seed", "loss", "beta", "length_norm", "batch_size", "optimizer", "epochs", "n_refs"), ranks) if resume else 0
+    if start >= steps:
+        raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
+    describe_run(out, config, model, tok, ranks)
+    log = open_log(out, start, ranks)
+    names = ("ref", "reward", "q", "length")
+    for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
+        # the pairs of this step: a pure function of its number
+        g = np.arange(step * batch_size, min((step + 1) * batch_size, n_pairs))
+        epoch, i = np.divmod(g, len(couples))
+        order = np.concatenate([permute(i[epoch == e], len(couples), seed, int(e)) for e in np.unique(epoch)])
+        batch = [couples[k] for k in order]
+        both = [(p, candidates[p][a], candidates[p][b]) for p, a, b in batch]
+        ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (
+            lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))          # each (pairs, 2)
+        q = TRANSFORMS[transform](q, n_refs - bool(loo))
+        per = length if length_norm else torch.ones_like(length)
+        b = effective_beta(ref, per, b0, beta_max if length_norm else 0.0)
+        log_z = beta_log_z(b, transform)
+        if ties == "discrete":
+            log_z = discrete_beta_log_z(torch.stack([q_refs[p] for p, _, _ in both])[:, None], b)
+        def pair_loss(pi, s=slice(None)):
+            return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=beta_max if length_norm else 0.0, log_z=log_z[s], gamma=gamma, transform=transform)
+
+        # every process takes its micro-batches; gradients and log-probs are summed over all
+        logp = torch.zeros_like(ref)
+        model.train()
+        for k, last in shares(-(-len(both) // micro_batch), ranks):
+            s = slice(k * micro_batch, (k + 1) * micro_batch)
+            mine = both[s]
+            with gradients(model, ranks, last):
+                pi = sequence_logp(model, [(prompts[p], c["ids"]) for p, *pair in mine or both[:1] for c in pair]).view(-1, 2).cpu()
+                (pair_loss(pi, s).sum() / len(both) if mine else pi.sum() * 0).backward()          # an empty one runs along, adds nothing
+            if mine:
+                logp[s] = pi.detach()
+        norm = collect(model, ranks, grad_clip)
+        if ranks.size > 1:
+            everywhere = logp.to(where)                                     # nccl talks between GPUs only
+            dist.all_reduce(everywhere)
+            logp = everywhere.cpu()
+        value, ratio = pair_loss(logp).mean().item(), logp - ref
+        if step == 0 and (ratio / length).abs().mean() > 0.02:
+            raise ValueError(f"at step 0 the model differs from its own reference log-probs by {(ratio / length).abs().mean():.3f} nats a token: they were "
+                             f"made with another dtype or model; delete {references or out + '/references'}/logp-*")
+        if not math.isfinite(value + norm):
+            raise ValueError(f"step {step}: loss {value}, gradient norm {norm}. Stopped before the update; try a lower --lr or a larger --beta, and --resume")
+        for group in opt.param_groups:
+            group["lr"] = lr * linear(step, steps, warmup)
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+
+        # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting them with pi / pi_ref
+        # (normalised: bounded, but its KL cannot exceed the log of the number of samples)
+        w = ratio.flatten().softmax(0)
+        target = ((q - log_z) / b).flatten()
+        health = {}
+        if rank_every and (step % rank_every == 0 or step + 1 == steps):
+            health = rank.diagnose(model, *padded([(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]], where))
+            drop_gathered(model)
+        log(step=step, loss=value, grad_norm=norm, lr=opt.param_groups[0]["lr"], target=target.mean().item(), log_ratio=ratio.mean().item(),
+            correlation=correlation(target, ratio.flatten()), kl=((w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())).item(),
+            reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
+            length=length.mean().item(), tokens=int(length.sum()), **health)
+        if step + 1 == steps or (step + 1) % checkpoint_every == 0:
+            checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+    export(out, model, tok, ranks)
+    ranks.leave()
+
+
+def padded(sequences, device):
+    """(prompt ids, completion ids) pairs -> idx (B, T) and keep (B, T), True on completions."""
+    T = max(len(p) + len(y) for p, y in sequences)
+    idx = torch.tensor([[*p, *y] + [0] * (T - len(p) - len(y)) for p, y in sequences], device=device)
+    keep = torch.tensor([[len(p) <= t < len(p) + len(y) for t in range(T)] for p, y in sequences], device=device)
+    return idx, keep
+
+
+def correlation(x, y):
+    """Pearson's r; 0 if either does not vary (as every log-ratio at step 0)."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.norm() * y.norm()).item()
+    return (x @ y).item() / scale if scale > 1e-12 else 0.0
+
+
+if __name__ == "__main__":
+    with orderly_exit():
+        run(main, globals())

@@ -1,0 +1,203 @@
+"""
+Start train.py on n ranks in half a second instead of five: one warm process has imported torch and forks every trial, in the place of torchrun.
+
+$ python tests/faults/launch.py          # not by hand: the class below starts it, and talks to it in lines of JSON
+
+A trial may be asked to misbehave in ways that a user's run cannot: `fault` names a function of this file, called in each child before
+train.py runs. Nothing in the product knows of it.
+"""
+import hashlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+
+
+class Launcher:
+    """with Launcher() as launch: codes, text = launch(2, "configs/tiny.py", "--parallel=fsdp")"""
+
+    def __init__(self):
+        env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TQDM_DISABLE="1")
+        for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            env.pop(key, None)
+        self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.server.stdin.close()
+        self.server.wait(30)
+
+    def ask(self, **question):
+        self.server.stdin.write(json.dumps(question) + "\n")
+        self.server.stdin.flush()
+        return json.loads(self.server.stdout.readline())
+
+    def start(self, ranks, *args, fault="", logs, uid=0):
+        """Fork `ranks` processes of train.py (0: one, without a launcher's environment). What each says goes to logs.0, logs.1, ... Returns a Trial."""
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        return Trial(self, self.ask(start=ranks, args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)["pids"], str(logs))
+
+    def __call__(self, ranks, *args, fault="", logs, uid=0, limit=90):
+        """Run to the end: (exit code of each rank, all that they said)."""
+        trial = self.start(ranks, *args, fault=fault, logs=logs, uid=uid)
+        return trial.wait(limit), trial.text()
+
+
+class Trial:
+    def __init__(self, launcher, pids, logs):
+        self.launcher, self.pids, self.logs = launcher, pids, logs
+
+    def text(self):
+        return "".join(open(f"{self.logs}.{r}", encoding="utf-8").read() for r in range(len(self.pids)))
+
+    def codes(self):
+        """Exit code of each rank, None while it runs."""
+        return self.launcher.ask(poll=self.pids)["codes"]
+
+    def kill(self, victims, number=signal.SIGKILL):
+        for pid, code in zip(self.pids, self.codes()):
+            if pid in victims and code is None:
+                os.kill(pid, number)
+
+    def until(self, words, limit=60):
+        """Wait until a rank has said `words`."""
+        end = time.monotonic() + limit
+        while words not in self.text():
+            if time.monotonic() > end or None not in self.codes():
+                raise AssertionError(f"{words!r} was not said: {self.codes()} {self.text()[-2000:]}")
+            time.sleep(0.02)
+
+    def wait(self, limit=90, grace=10.0):
+        """As torchrun does: the first rank that fails takes the others down, after `grace` seconds here, so that they can say what they saw."""
+        end = time.monotonic() + limit
+        while None in (codes := self.codes()):
+            if any(codes) and grace is not None:
+                end, grace = min(end, time.monotonic() + grace), None
+            if time.monotonic() > end:
+                self.kill(self.pids)
+            time.sleep(0.02)
+        return codes
+
+
+def sha_of(run):
+    """sha256 of all weights of a run folder's newest checkpoint, by name: (hash, step). Two equal hashes are two equal models."""
+    import checkpoint
+    import torch
+    import convert
+    model, _ = convert.load_run(str(run))
+    digest = hashlib.sha256()
+    for name, p in sorted(model.named_parameters()):
+        digest.update(name.encode() + p.detach().to(torch.float32).numpy().tobytes())
+    return digest.hexdigest()[:16], checkpoint.newest_intact(os.path.join(run, "ckpt"))[1]["step"]
+
+
+def losses(run):
+    """{step: loss} of a run folder's log; a torn last line is passed over."""
+    found = {}
+    path = os.path.join(run, "log.jsonl")
+    for line in open(path, encoding="utf-8") if os.path.exists(path) else []:
+        entry = json.loads(line) if line.endswith("\n") else {}
+        if "loss" in entry:
+            found[entry["step"]] = entry["loss"]
+    return found
+
+
+# -----------------------------------------------------------------------------
+# faults, in the children
+
+
+def no_number(rank, step, value):
+    """The loss of `rank` is `value` from `step` on, for one step."""
+    import model
+    import parallel
+    true_norm, calls = parallel.square_norm, [0]
+
+    def forward(self, idx, targets=None, *args, true=model.Apertus.forward, **kwargs):
+        logits, loss = true(self, idx, targets, *args, **kwargs)
+        return logits, loss * float(value) if kwargs.get("n_tokens") and calls[0] == int(step) and os.environ.get("RANK", "0") == rank else loss
+
+    def square_norm(*args):
+        calls[0] += 1
+        return true_norm(*args)
+    model.Apertus.forward, parallel.square_norm = forward, square_norm
+
+
+def slow(seconds):
+    """Every step takes longer."""
+    import parallel
+    true = parallel.square_norm
+    parallel.square_norm = lambda *args: (time.sleep(float(seconds)), true(*args))[1]
+
+
+def child(question, rank, log):
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    if question["start"]:
+        n, r = str(question["start"]), str(rank)
+        os.environ.update(RANK=r, WORLD_SIZE=n, LOCAL_RANK=r, LOCAL_WORLD_SIZE=n, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(question["port"]))
+    if question["uid"]:
+        os.setgid(question["uid"])
+        os.setuid(question["uid"])
+    name, _, args = question["fault"].partition(":")
+    if name:
+        globals()[name](*args.split(","))
+    sys.argv, code = ["train.py", *question["args"]], 1
+    try:
+        runpy.run_path(os.path.join(ROOT, "train.py"), run_name="__main__")
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve():
+    sys.path.insert(0, ROOT)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import matplotlib
+    matplotlib.use("Agg")
+    import checkpoint, parallel, plot, torch, torch._dynamo, train             # noqa: E401, F401  all that a trial would import
+    plot.curves = lambda *args: None
+    torch.set_num_threads(1)
+    codes = {}
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "start" in question:
+            pids = []
+            for rank in range(max(1, question["start"])):
+                pid = os.fork()
+                if pid == 0:
+                    child(question, rank, f"{question['logs']}.{rank}")
+                pids.append(pid)
+            print(json.dumps(dict(pids=pids)), file=answers, flush=True)
+        else:
+            for pid in question["poll"]:
+                if pid not in codes:
+                    found, status = os.waitpid(pid, os.WNOHANG)
+                    if found:
+                        codes[pid] = os.waitstatus_to_exitcode(status)
+            print(json.dumps(dict(codes=[codes.get(pid) for pid in question["poll"]])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,124 @@
+"""bench.py: every mode at tiny size reaches agreement and writes what it promises; its arithmetic against brute force. No timings."""
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+from conftest import script
+from model import Apertus, ApertusConfig
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """Compiling costs half a minute and changes no claim here: the contestants that need a compiler stay out."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(bench, "preset", "tiny")
+    monkeypatch.setattr(bench, "device", "cpu")
+    monkeypatch.setattr(bench, "rounds", 4)
+
+
+def run(tmp_path, *args):
+    done = script("bench.py", *args, "--preset=tiny", "--device=cpu", "--rounds=2", "--warmup=1", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    with open(next(p for p in tmp_path.iterdir() if p.suffix == ".json")) as f:
+        return done, json.load(f)
+
+
+@pytest.mark.parametrize("mode, others, rates", [
+    ("train", {"ours plain", "hf"}, {"tok/s", "TFLOP/s", "of GEMM peak"}), ("optim", {"AdamW fused", "per-tensor loop"}, {"GB/s", "of bandwidth"}),
+    ("goldfish", {"published", "ours, hash=mix"}, {"ns/token"}), ("loader", {"ours, Goldfish", "nanoGPT", "train step"}, {"ms/M tokens", "of a step"}),
+    ("tokenize", {"hf", "hf batch"}, {"MB/s"}), ("decode", {"hf"}, {"tok/s", "of weight-read bound"}), ("memory", {"ours full logits"}, {"peak MiB"})])
+def test_every_mode_agrees_with_its_peers_and_leaves_a_record(tmp_path, mode, others, rates):
+    done, record = run(tmp_path, mode, "--tokens=8", *["--impls=ours full logits"] * (mode == "memory"))   # a disagreement of losses, masks, ids or parameters is exit code 2
+    assert {"ours"} | others <= record["rows"].keys() and rates <= record["rows"]["ours"].keys()
+    assert {"command", "cpu", "torch", "transformers", "commit", "load", "threads", "clock"} <= record.keys()
+    assert all(len(r["seconds"]) == 2 for r in record["rows"].values() if "seconds" in r)
+    assert os.path.exists(tmp_path / f"{mode}-tiny-float32.png") and "| ours" in done.stdout
+
+
+def test_bf16_agrees_too(tmp_path):
+    _, record = run(tmp_path, "train", "--dtype=bfloat16", "--impls=hf")
+    assert record["rows"].keys() == {"ours", "hf", "GEMM probe"}
+
+
+def test_who_computes_something_else_does_not_race(tiny, monkeypatch):
+    loss = bench.contestant
+    def wrong(name, ours):
+        model, f = loss(name, ours)
+        return model, lambda *batch: f(*batch) * (1.001 if name == "hf" else 1)
+    monkeypatch.setattr(bench, "contestant", wrong)
+    with pytest.raises(ValueError, match="loss of the first batch: hf has .* they do not compute the same"):
+        bench.train()
+
+
+def test_attended_positions_are_those_that_the_mask_lets_through(tiny):
+    config, batch, documents = bench.shape()
+    for n in range(3):
+        _, _, _, doc, mask = bench.make_batch(n, config, batch, documents)
+        pairs = mask.sum().item() - mask.shape[0] * mask.shape[-1] / 2       # a token counts half of itself: T/2 a token in a plain window
+        assert bench.attended(doc, config.block_size) == pytest.approx(pairs / doc.numel(), rel=1e-12)
+    assert bench.attended(None, 64) == 32
+
+
+def test_batches_differ_and_repeat_themselves(tiny):
+    config, batch, documents = bench.shape()
+    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(bench.make_batch(a, config, batch, documents), bench.make_batch(b, config, batch, documents)))
+    assert same(1, 1) and not same(1, 2)
+
+
+def test_mfu_is_measured_by_the_flops_of_palm():           # 6 N + 12 L H D T / 2 (causal), N without the embedding: 8B at 4096 is 48.3 GFLOPs a token
+    with torch.device("meta"):
+        assert Apertus(ApertusConfig()).flops_per_token(2 * bench.attended(None, 4096)) == pytest.approx(48.3e9, rel=2e-3)
+
+
+def test_ratios_are_medians_within_rounds(tiny):
+    drift = np.array([1.0, 2.0, 3.0, 4.0])                 # the machine slows down fourfold; b is always 1.5 times a
+    rows = bench.judge({"ours": dict(seconds=list(drift)), "b": dict(seconds=list(1.5 * drift))})
+    assert rows["b"]["ratio"] == pytest.approx([1.5, 1.5, 1.5]) and rows["ours"]["ratio"] == [1, 1, 1]
+    assert rows["b"]["median"] == pytest.approx(3.75) and rows["b"]["spread"] == pytest.approx(1.5 / 2.5)
+
+
+def test_everyone_runs_once_a_round_and_the_order_turns(tiny, monkeypatch):
+    monkeypatch.setattr(bench, "warmup", 1)
+    calls = []
+    result = bench.race({name: lambda n, name=name: calls.append((n, name)) for name in "abc"}, "")
+    assert all(sorted(name for m, name in calls if m == n) == list("abc") for n in range(5)) and all(len(r["seconds"]) == 4 for r in result.values())
+    assert {calls[3 * n][1] for n in range(5)} == set("abc")
+
+
+def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
+    run(tmp_path, "goldfish")
+    path, page = tmp_path / "goldfish-tiny-float32.json", tmp_path / "README.md"
+    page.write_text("before\n<!-- bench -->\nold\n<!-- bench -->\nafter\n")
+    done = script("bench.py", path, f"--readme={page}")
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    with open(path) as f:
+        record = json.load(f)
+    assert text.startswith("before\n<!-- bench -->\n") and text.endswith("<!-- bench -->\nafter\n") and "old\n" not in text
+    assert record["command"] in text and f"published {record['rows']['published']['ratio'][0]:.2f}x" in text
+    page.write_text("no marks")
+    done = script("bench.py", path, f"--readme={page}")
+    assert done.returncode == 2 and "want two" in done.stderr
+
+
+@pytest.mark.parametrize("args, says", [
+    ([], "want one of train, optim"), (["trian"], "want one of train, optim"), (["train", "--preset=9b"], "there is cpu, packed"), (["train", "--impls=vllm"], "impls='vllm'"),
+    (["train", "--clock=sun"], "clock='sun'"), (["optim", "--threads=2"], "--threads=1 or --clock=wall"), (["optim", "--rounds=0"], "at least 1"),
+    (["train", "--dtype=int8"], "there is auto, float32"), (["train", "--preset=tiny", "--optimizer=sgd"], "there is ademamix and adamw")])
+def test_what_cannot_be_measured_is_told_in_one_line(args, says):
+    done = script("bench.py", *args, "--device=cpu")
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_no_result_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text('{"rows": {}}')
+    done = script("bench.py", tmp_path / "x.json")
+    assert done.returncode == 2 and "is not a result of bench.py" in done.stderr

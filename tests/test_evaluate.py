@@ -1,0 +1,247 @@
+"""evaluate.py: log-likelihoods against transformers and by hand, intervals against closed forms, lm-evaluation-harness against its own model."""
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import convert
+import evaluate
+import tokenizer
+from conftest import ROOT, script
+from model import Apertus, ApertusConfig
+
+TEXTS = ["All human beings are born free and equal in dignity and rights.", "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
+         "Alle Menschen sind frei und an Würde und Rechten gleich geboren. " * 4]
+
+
+@pytest.fixture(scope="module")
+def tok():
+    return tokenizer.load("byte")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Apertus(ApertusConfig(block_size=96, vocab_size=320, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48, init_std=0.2)).eval()
+
+
+@pytest.fixture(scope="module")
+def exported(model, tok, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("hf") / "model")
+    convert.save_hf(model, folder, tok)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(exported):
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval(), transformers.AutoTokenizer.from_pretrained(exported)
+
+
+def test_bits_of_a_document_are_transformers(model, tok, theirs):
+    text = TEXTS[0]
+    with torch.no_grad():
+        ids = torch.tensor([[*theirs[1](text).input_ids, tok.eos]])
+        want = theirs[0](ids, labels=ids).loss.item() * (ids.shape[1] - 1) / math.log(2) / len(text.encode())
+    row = evaluate.text_scores(model, tok, [("en", text)])[0]
+    assert row["bits_per_byte"] == pytest.approx(want, rel=1e-5) and row["bytes"] == len(text.encode()) and row["tokens"] == len(text) + 1
+
+
+def test_a_uniform_model_needs_log2_of_its_vocabulary(tok):
+    flat = Apertus(ApertusConfig(block_size=32, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.0))
+    rows = evaluate.text_scores(flat, tok, [("a", "x" * 99), ("b", "y" * 49)])
+    assert [r["group"] for r in rows] == ["all", "a", "b"]
+    assert rows[1]["bits_per_byte"] == pytest.approx(math.log2(320) * 100 / 99) and rows[0]["bits_per_byte"] == pytest.approx(math.log2(320) * 150 / 148)
+
+
+@pytest.mark.parametrize("n, T", [(2, 8), (9, 8), (10, 8), (57, 8), (300, 96), (97, 96), (98, 97)])
+def test_windows_score_every_token_once_with_half_a_window_of_context(n, T):
+    ids, seen = list(range(n)), []
+    for window, first in evaluate.windows_of(ids, T):
+        assert len(window) <= T + 1 and (first >= T // 2 or window[0] == 0)
+        seen += window[first:]
+    assert seen == ids[1:]
+
+
+def test_a_text_in_windows_is_scored_as_by_hand(model, tok):
+    text = TEXTS[2]
+    ids = [tok.bos, *tok.encode(text), tok.eos]
+    total = 0.0
+    for window, first in evaluate.windows_of(ids, 96):
+        with torch.no_grad():
+            logp = model(torch.tensor([window[:-1]]))[0][0].log_softmax(-1)
+        total -= logp[torch.arange(len(window) - 1), torch.tensor(window[1:])][first - 1:].sum().item()
+    assert evaluate.text_scores(model, tok, [("de", text)])[0]["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-5)
+
+
+def test_padding_in_a_batch_changes_nothing(model, tok):
+    windows = [([tok.bos, *tok.encode(t[:n])], 1) for t, n in zip(TEXTS, (5, 60, 90))]
+    for one, (nll, top) in zip(windows, evaluate.token_scores(model, windows)):
+        alone, top_alone = evaluate.token_scores(model, [one])[0]
+        np.testing.assert_allclose(nll, alone, rtol=1e-5)
+        assert (top == top_alone).all()
+
+
+@pytest.mark.parametrize("right, n, low, high", [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)])
+def test_intervals_are_wilsons(right, n, low, high):                        # 81 of 263: Newcombe 1998, table I
+    assert evaluate.wilson(right, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
+
+
+def test_the_interval_over_documents_is_the_jackknifes(model, tok):         # another estimator of the same variance
+    documents = [("x", TEXTS[i % 3][i:i + 30 + i]) for i in range(40)]
+    row = evaluate.text_scores(model, tok, documents)[0]
+    alone = [evaluate.text_scores(model, tok, [d])[0] for d in documents]
+    bits, sizes = np.array([r["bits_per_byte"] * r["bytes"] for r in alone]), np.array([r["bytes"] for r in alone])
+    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
+    assert row["plus_minus"] == pytest.approx(1.96 * math.sqrt(39 / 40 * ((left_out - left_out.mean()) ** 2).sum()), rel=0.03)
+
+
+# -----------------------------------------------------------------------------
+# tasks
+
+
+def choice_logp(theirs, context, choice):
+    with torch.no_grad():
+        before, whole = theirs[1](context).input_ids, theirs[1](context + choice).input_ids
+        logp = theirs[0](torch.tensor([whole])).logits[0].log_softmax(-1)
+    return sum(logp[i - 1, whole[i]].item() for i in range(len(before), len(whole)))
+
+
+def test_choices_are_ranked_by_transformers_log_likelihoods(model, tok, theirs):
+    rows = [dict(question=f"What is {i} + 1?", choices=[str(i), str(i + 1), "many", "it depends"], answer=i % 4) for i in range(6)]
+    norm = [max(range(4), key=lambda c: choice_logp(theirs, r["question"] + "\nAnswer:", " " + r["choices"][c]) / len(r["choices"][c])) for r in rows]
+    total = [max(range(4), key=lambda c: choice_logp(theirs, r["question"] + "\nAnswer:", " " + r["choices"][c])) for r in rows]
+    for i, r in enumerate(rows):
+        r["answer"] = total[i] if i < 4 else (total[i] + 1) % 4               # four that the model gets right, two that it does not
+    found = evaluate.choice_scores(model, tok, rows, "sums")
+    assert found["score"] == 4 / 6 and found["n"] == 6 and found["chance"] == 0.25 and found["interval"] == evaluate.wilson(4, 6)
+    assert found["score_norm"] == sum(a == r["answer"] for a, r in zip(norm, rows)) / 6
+
+
+def test_shots_stand_solved_before_the_question_and_are_not_asked(model, tok, monkeypatch):
+    monkeypatch.setattr(evaluate, "shots", 1)
+    rows = [dict(question="1 + 1?", choices=["2", "3"], answer="A"), dict(question="2 + 2?", choices=["5", "4"], answer=1)]
+    assert evaluate.with_shots(rows, lambda r: "2") == [(rows[1], "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer:")]
+    assert evaluate.choice_scores(model, tok, rows, "x")["n"] == 1
+    monkeypatch.setattr(evaluate, "shots", 2)
+    with pytest.raises(ValueError, match="leaves no question of 2"):
+        evaluate.choice_scores(model, tok, rows, "x")
+
+
+def test_exact_match_takes_the_first_line_of_the_greedy_answer(model, tok, theirs, monkeypatch):
+    monkeypatch.setattr(evaluate, "max_new_tokens", 8)
+    with torch.no_grad():
+        ids = theirs[1]("Say it\nAnswer:", return_tensors="pt").input_ids
+        new = theirs[0].generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
+    said = theirs[1].decode(new[:new.index(tok.eos)] if tok.eos in new else new, skip_special_tokens=True).split("\n")[0].strip()
+    rows = [dict(question="Say it", answer=["no", said or "?"]), dict(question="Say it", answer="something else")]
+    assert evaluate.answer_scores(model, tok, rows, "x")["score"] == (0.5 if said else 0.0)
+
+
+@pytest.mark.parametrize("answer", [None, 4, -1, "E", "no choice", True, [0]])
+def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
+    with pytest.raises(ValueError, match="quiz, question 2: no valid answer"):
+        evaluate.choice_scores(model, tok, [dict(question="?", choices=["a", "b"], answer=0), dict(question="?", choices=["a", "b", "c", "d"], answer=answer)], "quiz")
+
+
+@pytest.mark.parametrize("answer", [None, "", [], {"a": 1}])
+def test_a_generation_task_without_an_answer_is_told(model, tok, answer):
+    with pytest.raises(ValueError, match="question 1: no valid answer"):
+        evaluate.answer_scores(model, tok, [dict(question="?", answer=answer)], "sums")
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+
+def test_one_command_gives_table_json_and_bars(exported, tmp_path):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(dict(text=t, lang=lang)) + "\n" for t, lang in zip(TEXTS * 2, ("en", "fr", "de") * 2)))
+    (tmp_path / "quiz.jsonl").write_text(json.dumps(dict(question="1 + 1?", choices=["2", "3"], answer="2")) + "\n")
+    done = script("evaluate.py", tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl", f"--init_from={exported}", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    found = json.load(open(tmp_path / "out" / "evaluation.json"))
+    assert [r["group"] for r in found["texts"]] == ["all", "de", "en", "fr"] and found["tasks"][0]["n"] == 1
+    assert "| fr | 2 |" in done.stdout and "chance" in done.stdout and os.path.getsize(tmp_path / "out" / "evaluation.png") > 5000
+
+
+def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
+    assert script("prepare.py", os.path.join(ROOT, "s*.py"), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.2").returncode == 0
+    done = script("train.py", "configs/tiny.py", f"--data={tmp_path / 'own'}", f"--out={tmp_path / 'run'}", "--total_samples=16", "--decay_samples=0", "--checkpoint_every=2", "--dtype=float32")
+    assert done.returncode == 0, done.stderr
+    done = script("evaluate.py", f"--init_from={tmp_path / 'run'}", "--limit=1")
+    assert done.returncode == 0, done.stderr
+    found = json.load(open(tmp_path / "run" / "evaluation.json"))["texts"]
+    assert found[0]["documents"] == 1 and 5 < found[0]["bits_per_byte"] < 9    # two steps in: log2(320) = 8.3
+
+
+@pytest.mark.parametrize("content, says", [("{}", "line 1: want a row"), ('{"text": "a"}\nno json', "line 2: not JSON"), ("", "is empty")])
+def test_a_file_that_is_neither_text_nor_task_is_told(exported, tmp_path, content, says):
+    (tmp_path / "x.jsonl").write_text(content)
+    done = script("evaluate.py", tmp_path / "x.jsonl", f"--init_from={exported}", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# lm-evaluation-harness
+
+
+TASK = """
+task: own_quiz
+dataset_path: json
+dataset_kwargs:
+  data_files: {file}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}\\nAnswer:"
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+  - metric: acc
+  - metric: acc_norm
+"""
+
+
+def test_the_harness_gives_our_model_and_the_exported_one_the_same_numbers(model, tok, exported, theirs, tmp_path, monkeypatch):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ours = evaluate.harness_model(model, tok)
+
+    def ask(kind, pairs, **how):
+        published = huggingface.HFLM(pretrained=theirs[0], tokenizer=theirs[1], batch_size=4, device="cpu", max_length=96, **how)
+        requests = [Instance(request_type=kind, doc={}, arguments=p, idx=0) for p in pairs]
+        return getattr(ours, kind)(requests), getattr(published, kind)(requests)
+
+    pairs = [("Question: why?\nAnswer:", " because"), ("Question: why?\nAnswer: ", "because"), ("", "no context"), ("x" * 200, " cut"), ("a", "b")]
+    for (mine, mine_greedy), (want, want_greedy) in zip(*ask("loglikelihood", pairs)):
+        assert mine == pytest.approx(want, rel=1e-5) and mine_greedy == want_greedy
+    for mine, want in zip(*ask("loglikelihood_rolling", [(t,) for t in TEXTS], add_bos_token=False)):      # it would put a second <s> in front
+        assert mine == pytest.approx(want, rel=1e-5)
+    how = dict(until=["\n"], max_gen_toks=12, do_sample=False)
+    mine, want = ask("generate_until", [(t[:40], how) for t in TEXTS])
+    assert mine == want
+
+
+def test_the_harness_runs_a_local_task_file(exported, theirs, tmp_path, monkeypatch):
+    lm_eval = pytest.importorskip("lm_eval")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [dict(question=f"What is {i} + 1?", choices=[str(i), str(i + 1), "many"], answer=i % 3) for i in range(12)]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "own_quiz.yaml").write_text(TASK.format(file=tmp_path / "quiz.jsonl"))
+    done = script("evaluate.py", f"--init_from={exported}", "--harness=own_quiz", f"--harness_path={tmp_path}", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    mine = {r["metric"]: r["score"] for r in json.load(open(tmp_path / "out" / "evaluation.json"))["tasks"]}
+    from lm_eval.tasks import TaskManager
+    want = lm_eval.simple_evaluate(huggingface.HFLM(pretrained=theirs[0], tokenizer=theirs[1], batch_size=4, device="cpu", max_length=96), tasks=["own_quiz"],
+                                   task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False))["results"]["own_quiz"]
+    assert mine == {k: want[k] for k in ("acc,none", "acc_norm,none")}
+
+
+def test_an_unknown_harness_task_is_told(exported, tmp_path):
+    pytest.importorskip("lm_eval")
+    done = script("evaluate.py", f"--init_from={exported}", "--harness=no_such_task", f"--harness_path={tmp_path}", f"--out={tmp_path}")
+    assert done.returncode == 2 and "no task 'no_such_task'" in done.stderr

@@ -1,0 +1,178 @@
+"""memorize.py: its measures against brute force and closed cases, its data against the stream, the protocol on a model that recites by construction."""
+import difflib
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import memorize
+from conftest import ROOT, script
+from goldfish import goldfish_mask
+from model import Apertus, ApertusConfig
+
+COMMITTED = os.path.join(ROOT, "results", "memorize")
+
+
+def slow_lcs(a, b):
+    table = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            table[i + 1][j + 1] = table[i][j] + 1 if x == y else max(table[i][j + 1], table[i + 1][j])
+    return table[-1][-1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lcs_is_the_textbook_one(seed):
+    rng = random.Random(seed)
+    a, b = ([rng.randrange(1 + seed) for _ in range(rng.randrange(90))] for _ in "ab")
+    assert memorize.lcs(a, b) == memorize.lcs(b, a) == slow_lcs(a, b)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_longest_span_is_that_of_difflib(seed):
+    rng = random.Random(seed)
+    a, b = ([rng.randrange(2 + seed) for _ in range(60)] for _ in "ab")
+    assert memorize.longest_span(a, b) == difflib.SequenceMatcher(None, a, b, autojunk=False).find_longest_match().size
+
+
+def test_rouge_l_is_the_f1_of_its_definition():
+    assert memorize.rouge_l([1, 2, 3, 4], [1, 2, 3, 4]) == 1 and memorize.rouge_l([1, 2], [3, 4]) == 0 and memorize.rouge_l([], [1]) == 0
+    assert memorize.rouge_l([1, 9, 2], [1, 2, 3, 4]) == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+
+
+def test_rouge_l_is_that_of_googles_package():
+    scorer = pytest.importorskip("rouge_score.rouge_scorer").RougeScorer(["rougeL"])
+    rng = random.Random(0)
+    for _ in range(20):
+        a, b = ([rng.randrange(30) for _ in range(rng.randrange(1, 80))] for _ in "ab")
+        assert memorize.rouge_l(a, b) == pytest.approx(scorer.score(" ".join(map(str, b)), " ".join(map(str, a)))["rougeL"].fmeasure)
+
+
+def test_type_token_ratio_and_common_start():
+    assert memorize.type_token_ratio([5, 5, 5, 6]) == 0.5 and memorize.common_start([1, 2, 9, 4], [1, 2, 3, 4]) == 2 and memorize.common_start([1, 2], [1, 2]) == 2
+
+
+class Reciter(Apertus):
+    """Knows one passage by heart: after BOS + its first tokens it gives the next, whatever the weights say."""
+
+    def learn(self, passage):
+        self.passage = passage
+        return self
+
+    def generate(self, prompts, n, **how):
+        at = prompts.shape[1] - 1
+        return torch.cat((prompts, torch.tensor([self.passage[at:at + n]] * len(prompts))), dim=1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Reciter(ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, init_std=0.02)).eval()
+
+
+def test_the_protocol_scores_one_for_a_passage_known_by_heart_and_little_for_another(model):
+    known, other = [list(np.random.default_rng(s).integers(64, 320, 60)) for s in (0, 1)]
+    known, other = [int(x) for x in known], [int(x) for x in other]
+    a, b = memorize.recall(model.learn(known), [known, other], 1, 0, 20, 40)
+    assert a["rouge"] == 1 and a["span"] == a["start"] == 40 and b["rouge"] < 0.3 and b["start"] <= 2
+
+
+@pytest.mark.parametrize("offset, prefix, suffix, says", [(0, 30, 40, "do not fit into the model's window of 64"), (30, 20, 20, "need 70")])
+def test_probes_longer_than_the_context_are_told(model, offset, prefix, suffix, says):
+    with pytest.raises(ValueError, match=says):
+        memorize.recall(model, [list(range(64, 132 if says[0] == "d" else 124))], 1, offset, prefix, suffix)
+
+
+def test_teacher_forced_accuracy_counts_each_label_after_the_prefix_once(model):
+    passages = [np.random.default_rng(s).integers(64, 320, 60).tolist() for s in range(3)]
+    right_kept, kept, right_dropped, dropped = memorize.forced(model, passages, 1, 12, (4, 13, "product"))
+    masks = [goldfish_mask(torch.tensor(p), 4, 13)[12:] for p in passages]
+    assert (kept, dropped) == (sum(int(m.sum()) for m in masks), sum(int((~m).sum()) for m in masks)) and kept + dropped == 3 * 48
+    assert 0 <= right_kept <= kept and 0 <= right_dropped <= dropped
+
+
+# -----------------------------------------------------------------------------
+# the small models' data
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("memorize") / "data")
+    before = memorize.tokenizer, memorize.background
+    memorize.tokenizer, memorize.background = "byte", 20_000
+    memorize.make_data(folder, 7, 256, 150, 2)
+    memorize.tokenizer, memorize.background = before
+    return folder
+
+
+def test_passages_stand_in_the_stream_as_often_as_their_bucket_says(data):
+    stream = np.load(os.path.join(data, "train_00000.npy"), allow_pickle=False)
+    text = stream.tobytes()
+    for p in json.load(open(os.path.join(data, "probes.json"))):
+        copies = [stream[b:b + 150] for b in p["begins"]]
+        assert len(copies) == (128 if p["repetitions"] == "edited" else p["repetitions"])
+        assert all(stream[b - 1] == 1 and stream[b + 150] == 2 for b in p["begins"])               # each is a document
+        same = np.mean([(c == p["ids"]).mean() for c in copies]) if copies else 1.0
+        assert 0.93 < same < 0.97 if p["repetitions"] == "edited" else same == 1.0
+        if p["repetitions"] != "edited":
+            assert text.count(np.array(p["ids"], np.uint16).tobytes()) == p["repetitions"]         # and nowhere else
+
+
+def test_a_repeated_passage_loses_the_same_labels_wherever_it_is_cut(data):      # after its first h - 1 labels, on the stream
+    stream = torch.from_numpy(np.load(os.path.join(data, "train_00000.npy"), allow_pickle=False).astype(np.int64))
+    keep = goldfish_mask(stream, 10, 13)
+    for p in json.load(open(os.path.join(data, "probes.json"))):
+        if p["repetitions"] == 128:
+            assert len({tuple(keep[b + 12:b + 150].tolist()) for b in p["begins"]}) == 1
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--init_from=out/x"], "go together"), (["--models=none k7"], "no small model 'k7'"), (["/nowhere.txt", "--models=none"], "no text in"),
+    (["--report", "--out=/nowhere"], "run memorize.py first")])
+def test_what_cannot_work_is_told_in_one_line(tmp_path, args, says):
+    done = script("memorize.py", f"--out={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}", *args)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content, says", [('{"text": "x"}', "not probes"), ("no json", "not probes")])
+def test_a_file_without_probes_is_told(tmp_path, content, says):
+    (tmp_path / "probes.json").write_text(content)
+    with pytest.raises(ValueError, match=says):
+        memorize.read_probes(str(tmp_path / "probes.json"), None)
+
+
+def test_the_protocol_runs_on_a_run_folder_with_probes_of_ones_own(tmp_path, data):
+    run = tmp_path / "run"
+    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={run}", "--total_samples=16", "--warmup_samples=0", "--decay_samples=0", "--dtype=float32", "--checkpoint_every=2")
+    assert done.returncode == 0, done.stderr
+    probes = [dict(repetitions=p["repetitions"], ids=p["ids"]) for p in json.load(open(os.path.join(data, "probes.json"))) if p["repetitions"] in (0, 128)]
+    (tmp_path / "probes.json").write_text(json.dumps(probes + [dict(repetitions=0, ids=[70] * 150)]))
+    done = script("memorize.py", f"--init_from={run}", f"--probes={tmp_path / 'probes.json'}", "--prefixes=(10, 20)", "--offsets=(0, 5)", "--suffix=30", "--min_ttr=0.1")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in open(run / "memorize" / "rows.jsonl")]
+    assert len(rows) == 2 * 2 * 2 * 2 and {r["kind"] for r in rows} == {"greedy", "nucleus"} and "1 probes with a type-token ratio" in done.stdout
+    assert all(0 <= r["rouge"] <= 1 and r["n"] == 2 for r in rows) and os.path.exists(run / "memorize" / "maps.png")
+
+
+def test_the_probes_that_prepare_plants_are_read_and_stand_in_the_data(tmp_path):
+    passages = [" ".join(f"w{random.Random(i).randrange(10**6)}" for _ in range(60)) + f" number {i}" for i in range(4)]
+    (tmp_path / "passages.jsonl").write_text("".join(json.dumps(dict(text=p)) + "\n" for p in passages))
+    for i in range(12):
+        (tmp_path / f"{i}.txt").write_text(f"The text number {i} speaks of nothing at all, and says so in many words. " * 40)
+    done = script("prepare.py", *(tmp_path / f"{i}.txt" for i in range(12)), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.2",
+                  f"--probes={tmp_path / 'passages.jsonl'}", "--repetitions=(0, 2)")
+    assert done.returncode == 0, done.stderr
+    import tokenizer
+    tok = tokenizer.load("byte")
+    buckets = memorize.read_probes(str(tmp_path / "own" / "probes.json"), tok)
+    assert list(buckets) == [0, 2] and sorted(map(tuple, sum(buckets.values(), []))) == sorted(tuple(tok.encode(p)) for p in passages)
+    other = tokenizer.load("apertus:300")                                    # another vocabulary: the text counts, not the ids
+    assert all(other.decode(ids) in passages for ids in memorize.read_probes(str(tmp_path / "own" / "probes.json"), other)[2])
+
+
+@pytest.mark.skipif(not os.path.exists(os.path.join(COMMITTED, "rows.jsonl")), reason="no committed results")
+def test_the_committed_table_is_what_the_committed_rows_give():
+    rows = [json.loads(line) for line in open(os.path.join(COMMITTED, "rows.jsonl"))]
+    assert memorize.table_md(rows) == open(os.path.join(COMMITTED, "table.md")).read()

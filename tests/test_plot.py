@@ -1,0 +1,128 @@
+"""plot.py: the curves that it draws are those of the code and of the specification; runs that cannot be compared are refused."""
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import plot
+from ademamix import AdEMAMix
+from conftest import script
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would have been written, by file name."""
+    figures = {}
+    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.__setitem__(os.path.basename(str(picture)), figure))
+    yield figures
+    for figure in figures.values():
+        plot.pyplot().close(figure)
+
+
+def run(folder, data_hash="a", data="nowhere", last=""):
+    os.makedirs(folder)
+    (folder / "config.json").write_text(json.dumps(dict(data_hash=data_hash, data=str(data))))
+    steps = [dict(step=i, tokens=64 * (i + 1), loss=3 - i / 10, grad_norm=1.0, lr=1e-3, tok_s=100) for i in range(10)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [*steps, dict(step=9, tokens=640, val_bpb=1.5, val_loss=2.0, seconds=60.0)]) + last)
+    return str(folder)
+
+
+def meta(folder, size):
+    os.makedirs(folder)
+    (folder / "meta.json").write_text(json.dumps(dict(sources=dict(x=dict(val=dict(documents=2, bytes=size))))))
+    return folder
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    assert len(plot.read_log(run(tmp_path / "a", last='{"step": 10, "tok'))) == 11
+
+
+def test_runs_are_compared_in_six_panels(tmp_path):
+    folders = [run(tmp_path / n) for n in "ab"]
+    assert [key for key, _ in plot.comparable(folders)] == ["loss", "val_bpb", "grad_norm", "lr", "tok_s", "minutes"]
+    done = script("plot.py", *folders, f"--out={tmp_path / 'new' / 'c.png'}")
+    assert done.returncode == 0 and open(tmp_path / "new" / "c.png", "rb").read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+def test_other_tokenizers_on_the_same_text_leave_only_bits_per_byte(tmp_path, drawn):
+    folders = [run(tmp_path / n, n, meta(tmp_path / ("data" + n), 100)) for n in "ab"]
+    panels = plot.comparable(folders)
+    assert [key for key, _ in panels] == ["val_bpb"]
+    plot.curves(folders, "c.png", panels)
+    assert len(drawn["c.png"].axes) == 1 and [line.get_ydata().tolist() for line in drawn["c.png"].axes[0].lines] == [[1.5], [1.5]]
+
+
+def test_other_validation_text_is_refused(tmp_path):
+    folders = [run(tmp_path / n, n, meta(tmp_path / ("data" + n), size)) for n, size in (("a", 100), ("b", 101))]
+    done = script("plot.py", *folders, f"--out={tmp_path / 'c.png'}")
+    assert done.returncode == 2 and "validated on different text" in done.stderr and not os.path.exists(tmp_path / "c.png")
+    gone = [folders[0], run(tmp_path / "c", "c", tmp_path / "gone")]
+    assert "is not here to see" in script("plot.py", *gone).stderr
+
+
+@pytest.mark.parametrize("log, says", [(None, "has no log.jsonl"), ("", "no whole line yet"), ('{"step', "no whole line yet")])
+def test_missing_and_half_written_logs_are_told(tmp_path, log, says):
+    if log is not None:
+        (tmp_path / "log.jsonl").write_text(log)
+    done = script("plot.py", tmp_path, f"--out={tmp_path / 'c.png'}")
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# the explanatory pictures
+
+
+def at(line, x):
+    return float(np.interp(x, line.get_xdata(), line.get_ydata()))
+
+
+def test_the_xielu_drawn_has_the_published_values(drawn):                   # specification: f(-3), f(-1), f(1); derivative beta = 0.5 at 0, 2 * 0.8 x + 0.5 right
+    plot.explain_activations("x.png")
+    value, slope = drawn["x.png"].axes[:2]
+    assert [at(value.lines[0], x) for x in (-3, -1, 1)] == pytest.approx([0.139830, -0.205696, 1.3], abs=1e-5)
+    assert at(slope.lines[0], 1) == pytest.approx(2.1, abs=1e-5) and at(slope.lines[0], 0) == pytest.approx(0.5, abs=1e-5)
+    assert at(value.lines[3], 2) == pytest.approx(4, abs=1e-5) and at(value.lines[2], 1) == pytest.approx(0.841345, abs=1e-5)     # ReLU^2, GELU
+
+
+def test_the_slow_weights_drawn_are_adem_amixs_response_to_one_gradient():  # a gradient of 1 at one step only: what is left of it in m2 at the end
+    t, at_step, warm = 30, 12, 20
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = AdEMAMix([p], betas=(0.9, 0.999, 0.99), alpha=8.0, beta3_warmup=warm, alpha_warmup=warm, compile=False, state_dtype=torch.float32)
+    for step in range(1, t + 1):
+        p.grad = torch.full_like(p, float(step == at_step))
+        opt.step()
+    left = opt.state[p]["exp_avg_slow"].item() * 8.0                        # alpha is fully warm by then
+    assert plot.slow_weight(t, 0.9, 0.99, 8.0, warm)[t - at_step] == pytest.approx(left, rel=1e-5)
+
+
+def test_the_slow_memory_weighs_eight_when_it_is_warm():
+    assert plot.slow_weight(400_000).sum() == pytest.approx(8.0, rel=1e-4) and plot.slow_weight(1000).sum() == pytest.approx(0.08, rel=1e-3)
+
+
+def test_the_schedule_drawn_is_the_8bs(drawn):
+    plot.explain_schedule("s.png")
+    lr, batch = drawn["s.png"].axes
+    assert at(lr.lines[0], 10) == pytest.approx(1.1e-4) and at(lr.lines[0], 15) == pytest.approx(1.1e-5, rel=1e-2)
+    assert {round(y, 2) for y in batch.lines[0].get_ydata()} == {4.19, 8.39}
+
+
+def test_the_goldfish_drawn_has_the_same_holes_after_the_first_labels(drawn):
+    pytest.importorskip("mistral_common")
+    plot.explain_goldfish("g.png")
+    holes = [[(t.get_text(), t.get_position()) for t in axis.texts if t.get_color() == "white"] for axis in drawn["g.png"].axes]
+    late = [[h for h in some if h[1][1] < 0] for some in holes]              # from the second line on, beyond h - 1 = 12 labels
+    assert late[0] == late[1] and len(late[0]) >= 5 and holes[0] != holes[1]
+
+
+def test_the_document_mask_drawn_counts_its_pairs(drawn):                   # n (n + 1) / 2 each: 24 tokens, or 9, 5 and 10
+    plot.explain_document_mask("d.png")
+    assert [a.get_title() for a in drawn["d.png"].axes] == ["across: causal only: 300 pairs", f"inside documents: {45 + 15 + 55} pairs"]
+
+
+def test_all_five_are_written_by_one_command(tmp_path):
+    pytest.importorskip("mistral_common")
+    done = script("plot.py", f"--explain={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["ademamix.png", "document_mask.png", "goldfish.png", "wsd.png", "xielu.png"]

@@ -1,0 +1,142 @@
+"""The audit: in = kept + removed to the byte, recounted from the files; what it says, and that it never says a text."""
+import gzip
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import report
+from conftest import script
+
+SECRET = "Confidential passage that no audit may repeat."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("audit")
+    rows = [dict(id=i, text=f"{SECRET} Number {i}. " + "word " * (5 + i), lang=["deu_Latn", "roh_Latn"][i % 2], license=["mit", "cc0"][i % 3 > 0],
+                 url=f"https://h{i % 3}.example/{i}", date=f"20{10 + i % 15}-05-01") for i in range(90)]
+    rows += [dict(rows[5], id=1000), dict(rows[6], id=1001, text="  \n ")]
+    with open(root / "d.jsonl", "w") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+        f.write('{"text": ')
+    with open(root / "robots.jsonl", "w") as f:
+        f.write(json.dumps(dict(domain="h1.example", content="User-agent: CCBot\nUser-agent: GPTBot\nDisallow: /")) + "\n")
+    done = script("prepare.py", root / "d.jsonl", f"--out={root / 'out'}", "--tokenizer=byte", f"--robots={root / 'robots.jsonl'}", "--keep_languages=deu_Latn,roh_Latn",
+                  "--max_chars=500", "--source_by=license")
+    assert done.returncode == 0, done.stderr
+    return root / "out", rows, done.stdout
+
+
+def load(folder):
+    with open(folder / "report.json", encoding="utf-8") as f:
+        return json.load(f)
+
+
+def test_documents_and_bytes_in_are_those_of_the_input_and_all_are_accounted_for(folder):
+    out, rows, _ = folder
+    total = load(out)["total"]
+    assert total["documents_in"] == len(rows) + 1 and total["bytes_in"] == sum(len(r["text"].encode()) for r in rows)
+    for i, name in enumerate(("documents", "bytes")):
+        assert total[f"{name}_in"] == total[name] + sum(row[i] for row in total["removed"].values())
+    assert {reason: n for reason, (n, _) in total["removed"].items()} == dict(unreadable=1, empty=1, robots=30, length=sum(
+        len(r["text"]) > 500 and i % 3 != 1 for i, r in enumerate(rows[:90])), duplicate=0 if 5 % 3 == 1 else 1)
+
+
+def test_each_row_of_the_table_adds_up_and_the_rows_are_the_total(folder):
+    account = load(folder[0])
+    report.total(account["table"])                                               # raises where a sum is not one
+    for row in account["table"]:
+        assert row["documents_in"] == row["documents"] + sum(n for n, _ in row["removed"].values())
+    assert {(r["source"], r["language"]) for r in account["table"] if r["documents"]} == {(s, l) for s in ("mit", "cc0") for l in ("deu_Latn", "roh_Latn")}
+
+
+def test_no_file_of_the_audit_holds_a_text(folder):
+    for name in ("report.json", "report.md", "removed.jsonl.gz", "meta.json"):
+        raw = open(folder[0] / name, "rb").read()
+        assert b"Confidential" not in (gzip.decompress(raw) if name.endswith(".gz") else raw)
+
+
+def test_the_opt_outs_are_named_by_host_and_agent_beside_the_published_shares(folder):
+    out, rows, _ = folder
+    block = load(out)["robots"]
+    size = sum(len(r["text"].encode()) for i, r in enumerate(rows[:90]) if i % 3 == 1)
+    assert block["top_blocked_hosts"] == {"h1.example": [30, size]} and block["removed_by_agent"] == {"CCBot": [30, size]}
+    assert block["hosts"] == dict(seen=3, with_file=1, without=2, unparsable=0, blocked=1)
+    assert block["share_of_bytes_removed"] == size / load(out)["total"]["bytes_in"] and block["published_share"] == dict(english=0.08, multilingual=0.04)
+    assert len(block["agents"]) == 15 and len(block["sha256"]) == 64
+
+
+def test_the_page_for_people_has_the_numbers_and_the_boxes_of_the_eu_form(folder):
+    out = folder[0]
+    page, account = open(out / "report.md", encoding="utf-8").read(), load(out)
+    for says in (f"{account['total']['tokens']:,} tokens", "less than 1 billion tokens", "Latest date of acquisition: 2024-05-01", "deu_Latn", "8 %", "4 %",
+                 "| h1.example | 30 |", account["inputs"][0]["sha256"][:16], account["outputs"]["shards"][0]["sha256"][:16], "for 15 agents"):
+        assert says in page, says
+    assert open(out / "flow.png", "rb").read(8) == b"\x89PNG\r\n\x1a\n" and os.path.getsize(out / "flow.png") > 5000
+
+
+def test_what_was_printed_is_the_sum(folder):
+    t = load(folder[0])["total"]
+    assert f"{t['documents_in']:,} documents in = {t['documents']:,} kept + 1 unreadable + 1 empty + 30 robots" in folder[2]
+
+
+def damaged(folder, tmp_path, how):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder[0], copy)
+    how(copy)
+    return script("report.py", copy)
+
+
+def one_more_removed(copy):
+    with gzip.open(copy / "removed.jsonl.gz", "at") as f:
+        f.write('{"id": "x", "reason": "robots"}\n')
+
+
+def another_token(copy):
+    path = next(copy.glob("*.npy"))
+    shard = np.load(path, allow_pickle=False)
+    shard[3] += 1
+    np.save(path, shard)
+
+
+def other_number(copy):
+    account = load(copy)
+    account["total"]["documents_in"] += 1
+    (copy / "report.json").write_text(json.dumps(account))
+
+
+def other_row(copy):
+    account = load(copy)
+    account["table"][0]["documents"] += 1
+    (copy / "report.json").write_text(json.dumps(account))
+
+
+def test_the_check_passes_on_what_was_written(folder):
+    done = script("report.py", folder[0])
+    assert done.returncode == 0 and "all hashes as written" in done.stdout
+
+
+@pytest.mark.parametrize("how, says", [(one_more_removed, "removed.jsonl.gz has"), (another_token, "another sha256"), (other_number, "not the total"),
+                                       (other_row, "does not add up"), (lambda copy: os.remove(copy / "report.json"), "no report.json")])
+def test_the_check_sees(folder, tmp_path, how, says):
+    done = damaged(folder, tmp_path, how)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_robots_store_the_report_says_that_nobody_was_asked(tmp_path):
+    (tmp_path / "a.txt").write_text("something")
+    assert script("prepare.py", tmp_path / "a.txt", f"--out={tmp_path / 'out'}", "--tokenizer=byte").returncode == 0
+    assert load(tmp_path / "out")["robots"] is None and "No robots.txt was consulted" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_rows_where_the_numbers_do_not_add_up_are_refused():
+    audit = report.Audit()
+    audit.remove(("s", "de", ""), "robots:GPTBot:/x", 10)
+    audit.keep(("s", "de", ""), 2, 30, 28, dict(email=1))
+    assert report.total(audit.groups.values())["removed"] == {"robots": [1, 10]}
+    audit.groups["s", "de", ""]["bytes_in"] += 1
+    with pytest.raises(ValueError, match="41 bytes in, 30 kept, 10 removed"):
+        report.total(audit.groups.values())

@@ -1,0 +1,108 @@
+"""sample.py --chat: the same tokens as from scratch, the format of the published template, and what a user may type."""
+import json
+
+import pytest
+import torch
+
+import convert
+import sample
+import sft
+import tokenizer
+from conftest import script
+from model import Apertus, ApertusConfig, KVCache
+
+TOK = tokenizer.load("byte")
+END = TOK.special["<|assistant_end|>"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Apertus(ApertusConfig(block_size=700, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.05)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("model"))
+    convert.save_hf(model, path, TOK)
+    return path
+
+
+def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model):
+    how = dict(temperature=0, top_k=None, top_p=None, generator=None)
+    ids = TOK.chat([dict(role="system", content="s")])[1]
+    cache = KVCache(model, 1, 16)                                             # grows six times
+    for words in ("first", "second, and longer", "third"):
+        ids += TOK.chat_ids([tokenizer.control("user_start"), tokenizer.plain(words), tokenizer.control("user_end"), tokenizer.control("assistant_start")])[0]
+        want = model.generate([list(ids)], 100, temperature=0, stop=(END,))[0][len(ids):]
+        assert list(sample.reply(model, cache, ids, how, {END}, 100)) == want
+        assert cache.length == len(ids) - 1                                   # all but the last was read once and is kept
+        ids += [END] * (ids[-1] != END)
+
+
+def speak(monkeypatch, text):
+    """Let the model say these ids, whatever its logits are."""
+    new = iter(text)
+    monkeypatch.setattr(sample, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
+
+
+def ids_of(*parts):
+    return [i for p in parts for i in ([TOK.special[f"<|{p[1:]}|>"]] if p.startswith("@") else TOK.encode(p))]
+
+
+def talk(monkeypatch, capsys, model, said, lines, **settings):
+    speak(monkeypatch, ids_of(*said))
+    for key, value in dict(settings).items():
+        monkeypatch.setattr(sample, key, value)
+    lines = iter(lines)
+    def typed(_=""):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError
+    monkeypatch.setattr("builtins.input", typed)
+    sample.converse(model, TOK, dict(temperature=1.0))
+    return capsys.readouterr().out
+
+
+def test_a_turn_ends_on_its_end_token_and_thoughts_are_folded(monkeypatch, capsys, model):
+    out = talk(monkeypatch, capsys, model, ["@inner_prefix", "hmm hmm", "@inner_suffix", "Four.", "@assistant_end", "Five.", "@assistant_end"],
+               ["2+2?", "/thoughts", "2+3?"])
+    assert out == "[thought for 7 tokens, /thoughts shows them]\nFour.\nhmm hmm\nFive.\n"
+
+
+def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, capsys, model, tmp_path):
+    """Thoughts, a tool call in the middle of them, its output, the answer: what /save writes is what sft.py learns from."""
+    weather = [dict(name="get_weather", description="Look up", parameters=dict(type="object", properties=dict(city=dict(type="string"))))]
+    (tmp_path / "tools.json").write_text(json.dumps(weather))
+    calls = '[{"get_weather": {"city": "Bern"}}]'
+    seen = []
+    real = sample.reply
+    monkeypatch.setattr(sample, "reply", lambda model, cache, ids, *a: (seen.append(ids), real(model, cache, ids, *a))[1])
+    out = talk(monkeypatch, capsys, model, ["@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.", "@assistant_end"],
+               ["Weather?", '"12 C"', f"/save {tmp_path / 'saved.jsonl'}"], tools=str(tmp_path / "tools.json"), thinking=True, system="s")
+    assert f"[calls {calls}]\n" in out and "12 C.\n" in out and "need it" not in out
+    row = sft.read_rows(str(tmp_path / "saved.jsonl"))[0]
+    ids, said = sft.render(TOK, row)
+    assert ids == seen[0]
+    assert TOK.decode([i for i, mine in zip(ids, said) if mine]) == f"<|inner_prefix|>need it<|tools_prefix|>{calls}<|tools_suffix|>so<|inner_suffix|>12 C.<|assistant_end|>"
+
+
+def test_reset_and_system_begin_anew(monkeypatch, capsys, model, tmp_path):
+    out = talk(monkeypatch, capsys, model, ["one", "@assistant_end", "two", "@assistant_end", "three", "@assistant_end"],
+               ["a", "/reset", "b", "/system be brief", "c", f"/save {tmp_path / 's'}", "/what"], system="first")
+    assert out.startswith("one\ntwo\nthree\n") and "/system TEXT" in out
+    assert json.loads((tmp_path / "s").read_text())["messages"] == [dict(role="system", content="be brief"), dict(role="user", content="c"),
+                                                                    dict(role="assistant", content="three")]
+
+
+def test_an_answer_cut_by_its_length_is_closed_and_a_full_conversation_says_so(monkeypatch, capsys, model):
+    out = talk(monkeypatch, capsys, model, ["x" * 2000], ["a", "b" * 600, "c"], max_new_tokens=50, system="s")
+    assert out.startswith("x" * 50 + "\n") and "/reset begins another" in out
+
+
+def test_the_script_chats_and_ends_at_an_empty_line(folder):
+    done = script("sample.py", f"--init_from={folder}", "--chat", "--max_new_tokens=8", "--system=s", stdin="hi\n/help\nand you?\n\nnever read\n")
+    assert done.returncode == 0 and "/system TEXT" in done.stdout, done.stderr
+    again = script("sample.py", f"--init_from={folder}", "--chat", "--max_new_tokens=8", "--system=s", stdin="hi\n/help\nand you?\n")
+    assert again.stdout == done.stdout

@@ -1,0 +1,259 @@
+"""sft.py: what is learnt and what is not, against the published template's ids; the loss against torch; then as a user runs it."""
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import convert
+import sft
+import tokenizer
+from configurator import configure
+from conftest import ROOT, script
+from model import Apertus, ApertusConfig
+
+TINY = dict(block_size=512, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.05)
+TOK = tokenizer.load("byte")
+CHAT = json.load(open(os.path.join(os.path.dirname(__file__), "golden", "chat.json")))
+
+
+def user(text):
+    return dict(role="user", content=text)
+
+
+def assistant(content):
+    return dict(role="assistant", content=content)
+
+
+SYSTEM = dict(role="system", content="s")
+
+
+def learnt(row, tok=TOK):
+    ids, said = sft.render(tok, row, "2026-01-31")
+    return tok.decode([i for i, mine in zip(ids, said) if mine])
+
+
+# -----------------------------------------------------------------------------
+# which tokens
+
+
+@pytest.mark.parametrize("case", [c for c in CHAT if c["messages"][-1]["role"] == "assistant"], ids=lambda c: c["messages"][0]["content"][:12])
+def test_the_ids_are_the_published_templates_and_one_end_token(case):
+    """Until Apertus' own tokenizer: the golden ids, and behind them the end token that the template leaves out."""
+    tok = tokenizer.load("apertus")
+    row = dict(messages=case["messages"], tools=case["options"].get("tools"), thinking=case["options"].get("enable_thinking", False))
+    ids, said = sft.render(tok, row, "2026-01-31")
+    assert ids == case["ids"] + [68] and said[-1] and ids.count(1) == 1 and not said[0]
+
+
+def test_all_the_assistant_says_is_learnt_and_nothing_else():
+    assert learnt(dict(messages=[SYSTEM, user("2+2?"), assistant("4"), user("3+3?"), assistant("6")])) == "4<|assistant_end|>6<|assistant_end|>"
+    blocks = dict(blocks=[dict(type="thoughts", text="hmm"), dict(type="tool_calls", calls=[dict(name="f", arguments='{"x": 1}')]),
+                          dict(type="tool_outputs", outputs=[dict(output="OUTPUT")]), dict(type="response", text="Done.")])
+    row = dict(messages=[SYSTEM, user("go"), assistant(blocks)], tools=[dict(name="f", description="a tool")])
+    assert learnt(row) == '<|inner_prefix|>hmm<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|><|inner_suffix|>Done.<|assistant_end|>'     # not OUTPUT
+    openai = [user("w?"), dict(role="assistant", content="", tool_calls=[dict(function=dict(name="f", arguments="{}"))]), dict(role="tool", content="OUTPUT"), assistant("ok")]
+    assert learnt(dict(messages=openai)) == '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>ok<|assistant_end|>'
+    assert learnt(dict(messages=[SYSTEM, user("hi"), assistant("yo"), user("last word")])) == "yo<|assistant_end|>"
+
+
+def test_a_control_token_spelled_by_a_user_stays_text():
+    ids, said = sft.render(TOK, dict(messages=[SYSTEM, user("<|assistant_start|>me<|assistant_end|><s>"), assistant("no")]))
+    assert ids.count(TOK.special["<|assistant_start|>"]) == 1 and ids.count(TOK.bos) == 1 and sum(said) == 3
+
+
+def test_show_colours_what_is_learnt_green_token_by_token(start):
+    done = script("sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", "--show")
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.split("\n")[0]
+    green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", first))
+    grey = "".join(re.findall(r"\x1b\[90m(.*?)\x1b\[0m", first))
+    assert green == "a0 bb<|assistant_end|>" and grey.startswith("<s><|system_start|>s<|system_end|>") and grey.endswith("<|assistant_start|>")
+    assert first.count("·") == first.count("\x1b[0m") - 1 and "6 of" in done.stdout
+
+
+# -----------------------------------------------------------------------------
+# the loss
+
+
+def test_the_loss_is_cross_entropy_over_the_learnt_tokens_packed_or_not():
+    model = Apertus(ApertusConfig(**TINY))
+    conversations = [sft.render(TOK, dict(messages=[SYSTEM, user("q" * n), assistant("a" * (3 * n))])) for n in (1, 9, 4, 2)]
+    total, count = 0.0, 0
+    for ids, said in conversations:                                           # one at a time, by torch
+        logits, _ = model(torch.tensor([ids[:-1]]))
+        nll = F.cross_entropy(logits[0], torch.tensor(ids[1:]), reduction="none")
+        total, count = total + nll[torch.tensor(said[1:])].sum().item(), count + sum(said)
+    for pack in (False, True):
+        rows = sft.rows_of(conversations, pack, 260)
+        assert sum(map(len, rows)) == 4 and (len(rows) == 4) != pack
+        idx, targets, doc = sft.tensors(rows, TOK.pad)
+        _, loss = model(idx, targets, doc=doc if pack else None)
+        assert loss.item() == pytest.approx(total / count, abs=2e-6)
+        assert (targets >= 0).sum() == count
+
+
+def test_the_schedule_is_transformers_linear():
+    from transformers import get_linear_schedule_with_warmup
+    opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    theirs = get_linear_schedule_with_warmup(opt, 3, 30)
+    for step in range(30):
+        assert sft.linear(step, 30, 0.1) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        opt.step()
+        theirs.step()
+
+
+@pytest.mark.parametrize("size, lr, batch", [("8b", 5e-6, 512), ("70b", 2e-6, 1024)])
+def test_the_recipes_fit_the_script_and_have_the_published_numbers(size, lr, batch):
+    found = configure({**vars(sft)}, [f"sft_{size}"])
+    assert (found["lr"], found["batch_size"], found["warmup"], found["max_length"], found["pack"], found["epochs"]) == (lr, batch, 0.03, 4096, False, 1)
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    root = tmp_path_factory.mktemp("sft")
+    torch.manual_seed(0)
+    convert.save_hf(Apertus(ApertusConfig(**TINY)), str(root / "model"), TOK)
+    rows = [dict(messages=[SYSTEM, user(f"question {i}"), assistant(f"a{i} bb")]) for i in range(18)]
+    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+def tune(start, out, *args):
+    return script("sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
+                  "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--keep_checkpoints=9", *args)
+
+
+@pytest.fixture(scope="module")
+def tuned(start):
+    done = tune(start, start / "whole")
+    assert done.returncode == 0, done.stderr
+    return start / "whole"
+
+
+def log(folder):
+    return [{k: v for k, v in json.loads(line).items() if k != "tok_s"} for line in open(os.path.join(folder, "log.jsonl"))]
+
+
+def weights(folder):
+    return dict(convert.load_run(str(folder))[0].named_parameters())
+
+
+def test_it_learns_and_leaves_both_kinds_of_folder(tuned):
+    entries = log(tuned)
+    assert [e["step"] for e in entries] == list(range(12)) and entries[0]["lr"] == 0 and entries[-1]["loss"] < entries[0]["loss"] - 0.5
+    ours, theirs = weights(tuned), dict(convert.load_hf(str(tuned / "hf")).named_parameters())
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours) and tokenizer.load_for(str(tuned)).name == "byte"
+
+
+def test_killed_and_resumed_ends_in_the_same_bits(tuned, start, tmp_path):
+    shutil.copytree(tuned, tmp_path / "run")
+    for step in ("step-00000008", "step-00000012"):
+        shutil.rmtree(tmp_path / "run" / "ckpt" / step)
+    with open(tmp_path / "run" / "log.jsonl", "a") as f:
+        f.write('{"step": 12, "lo')
+    done = tune(start, tmp_path / "run", "--resume")
+    assert done.returncode == 0, done.stderr
+    a, b = weights(tuned), weights(tmp_path / "run")
+    assert all(torch.equal(a[n], b[n]) for n in a) and log(tuned) == log(tmp_path / "run")
+
+
+def test_packing_and_accumulation_do_not_change_the_run(tuned, start, tmp_path):
+    for k, args in enumerate((["--pack", "--max_length=400"], ["--micro_batch=6"])):
+        assert tune(start, tmp_path / str(k), *args).returncode == 0
+        assert [e["loss"] for e in log(tmp_path / str(k))] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)
+
+
+def test_a_run_folder_starts_a_run_and_a_trained_vocabulary_goes_along(tuned, start, tmp_path):
+    assert tune(start, tmp_path / "again", f"--init_from={tuned}", "--optimizer=adamw").returncode == 0
+    assert log(tmp_path / "again")[0]["loss"] < log(tuned)[-1]["loss"] + 0.2   # goes on from where that one ended
+    own = tokenizer.load("apertus:300")
+    convert.save_hf(Apertus(ApertusConfig(**{**TINY, "vocab_size": own.vocab_size})), str(tmp_path / "own"), own)
+    assert tune(start, tmp_path / "third", f"--init_from={tmp_path / 'own'}", "--epochs=1").returncode == 0
+    assert tokenizer.load_for(str(tmp_path / "third")).pieces == own.pieces
+
+
+def broken(tmp_path, *rows):
+    (tmp_path / "data.jsonl").write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows))
+    return f"--data={tmp_path / 'data.jsonl'}"
+
+
+GOOD = dict(messages=[SYSTEM, user("hi"), assistant("ho")])
+
+
+@pytest.mark.parametrize("messages, why", [
+    ([assistant("first")], "roles out of order"),
+    ([user("a"), user("b"), assistant("c")], "roles out of order"),
+    ([user("a"), SYSTEM, assistant("c")], "roles out of order"),
+    ([user("a"), assistant("c"), dict(role="judge", content="x")], "roles out of order"),
+    ([user(" "), assistant("c")], "an empty turn"),
+    ([user("a"), assistant("")], "an empty turn"),
+    ([user("a"), dict(role="assistant", content=None)], "an empty turn"),
+    ([SYSTEM, user("a")], "no assistant turn"),
+    ([user("a"), assistant("x" * 500)], "more than max_length=300 tokens"),
+    ([user("a"), assistant(dict(blocks=[dict(type="picture")]))], "want text or blocks"),
+])
+def test_what_cannot_be_learnt_from_is_left_out_counted_and_named(start, tmp_path, messages, why):
+    data = broken(tmp_path, GOOD, dict(messages=messages), dict(messages=messages), GOOD)
+    done = tune(start, tmp_path / "run", data, "--max_length=300", "--epochs=1")
+    assert done.returncode == 0 and re.search(f"left out 2 of 4 conversations: .*{re.escape(why)}.*\\(first in line 2\\)", done.stdout), done.stdout + done.stderr
+    done = tune(start, tmp_path / "run2", broken(tmp_path, dict(messages=messages)), "--max_length=300")
+    assert done.returncode == 2 and "none of 1 conversations can be learnt from: 1" in done.stderr and why in done.stderr
+
+
+@pytest.mark.parametrize("row, args, says", [
+    ("not json", [], "line 1: want a JSON object"),
+    ({"text": "x"}, [], "line 1: want a JSON object with a list `messages`"),
+    ("", [], "is empty"),
+    (GOOD, ["--data=/nowhere.jsonl"], "no such file"),
+    (GOOD, ["--optimizer=sgd"], "there is ademamix and adamw"),
+    (GOOD, ["--dtype=float16"], "there is auto, float32 and bfloat16"),
+    (GOOD, ["--init_from=out/nothing_here"], "no run in"),
+    (GOOD, ["--lr=1e30", "--batch_size=1", "--warmup=0.0"], "Stopped before the update"),
+])
+def test_what_cannot_work_is_told_in_one_line(start, tmp_path, row, args, says):
+    done = tune(start, tmp_path / "run", broken(tmp_path, row), *args)
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("sft.py: ") and says in last, done.stderr
+
+
+def test_a_run_is_not_overwritten_nor_gone_on_with_by_other_settings(tuned, start):
+    for args, says in (([], "--resume goes on with it"), (["--resume"], "is finished"), (["--resume", "--seed=3"], "is of another run: seed 28 -> 3")):
+        done = tune(start, tuned, *args)
+        assert done.returncode == 2 and says in done.stderr
+
+
+# -----------------------------------------------------------------------------
+# two processes, and the way out
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_do_what_one_does(tuned, start, tmp_path, parallel):
+    args = ["sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
+            "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", f"--parallel={parallel}"]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *args], cwd=ROOT, capture_output=True, text=True,
+                          env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [e["loss"] for e in log(tmp_path / "two")] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)
+
+
+def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    theirs, tok = AutoModelForCausalLM.from_pretrained(tuned / "hf").eval(), AutoTokenizer.from_pretrained(tuned / "hf")
+    messages = [SYSTEM, user("question 3")]
+    ids = tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+    assert ids[0].tolist() == TOK.chat(messages, add_generation_prompt=True)[1]
+    end = TOK.special["<|assistant_end|>"]
+    ours = convert.load_run(str(tuned))[0].generate(ids, 30, temperature=0, stop=(end,))
+    assert theirs.generation_config.eos_token_id == end and math.isfinite(theirs.generation_config.eos_token_id)
+    assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()

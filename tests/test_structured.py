@@ -1,0 +1,470 @@
+"""structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and transformers."""
+import json
+import os
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute
+
+import checkpoint
+import convert
+import structured
+import train
+from ademamix import AdEMAMix, param_groups
+from conftest import ROOT, script
+from model import Apertus, ApertusConfig
+from structured import StructuredLinear
+
+SMALL = dict(block_size=16, vocab_size=320, n_layer=3, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.1)
+FORMS = [("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)]
+FACTORS = [("lowrank", 5, 0), ("lowrank", 16, 0), ("blockdense", 8, 4), ("blockdense", 16, 2),
+           ("blockshuffle", 0, 1), ("blockshuffle", 0, 2), ("blockshuffle", 0, 4)]
+form = pytest.mark.parametrize("kind, rank, blocks", FORMS)
+
+
+def layer(n_in, n_out, kind, rank, blocks, seed=0):
+    made = StructuredLinear(n_in, n_out, kind, rank, blocks).double()
+    generator = torch.Generator().manual_seed(seed)
+    for p in made.parameters():
+        p.data.normal_(generator=generator)
+    return made
+
+
+def small(kind="dense", rank=0, blocks=0, seed=1, **changes):
+    return Apertus(ApertusConfig(**{**SMALL, **changes}, ffn=kind, ffn_rank=rank, ffn_blocks=blocks), seed)
+
+
+def batch(step, rows=4):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(320, (rows, 16), generator=generator)
+
+
+def loss_of(model, step=0):
+    return model(batch(step), batch(step + 1))[1]
+
+
+# -----------------------------------------------------------------------------
+# the layers are matrices
+
+
+def explicit(m):
+    """The matrix of a structured layer from block_diag and a permutation matrix, differentiable in v and u."""
+    v = m.v if m.v.ndim == 2 else torch.block_diag(*m.v)
+    if m.kind != "blockshuffle":
+        return m.u @ v
+    def deal(n, B):                                                          # P x = x dealt out to B blocks
+        return torch.eye(n, dtype=torch.float64)[torch.arange(n).view(-1, B).T.flatten()]
+    B = len(m.u)
+    return deal(m.n_out, B).T @ torch.block_diag(*m.u) @ deal(v.shape[0], B) @ v
+
+
+@pytest.mark.parametrize("n_in, n_out", [(16, 48), (48, 16), (16, 16)])
+@pytest.mark.parametrize("kind, rank, blocks", FACTORS)
+def test_forward_and_all_gradients_are_those_of_the_merged_matrix(kind, rank, blocks, n_in, n_out):
+    m = layer(n_in, n_out, kind, rank, blocks)
+    W = explicit(m)
+    torch.testing.assert_close(m.merge(), W, rtol=0, atol=1e-12 * W.abs().max().item())
+    x, grad = torch.randn(2, 3, n_in, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, n_out, dtype=torch.float64)
+    y, want = m(x), F.linear(x, W)
+    ours = torch.autograd.grad(y, (x, m.v, m.u), grad)
+    theirs = torch.autograd.grad(want, (x, m.v, m.u), grad)
+    for a, b in zip((y, *ours), (want, *theirs)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("n_in, n_out", [(16, 48), (48, 16)])
+@pytest.mark.parametrize("kind, rank, blocks", FACTORS)
+def test_a_layer_does_two_flops_a_parameter_and_token_as_torch_counts(kind, rank, blocks, n_in, n_out):
+    from torch.utils.flop_counter import FlopCounterMode
+    m = layer(n_in, n_out, kind, rank, blocks)
+    with FlopCounterMode(display=False) as counter:
+        m(torch.randn(7, n_in, dtype=torch.float64))
+    assert counter.get_total_flops() == 2 * 7 * sum(p.numel() for p in m.parameters())
+
+
+def test_the_sixteen_published_cells_are_reproduced():
+    cells = 0
+    for n_layer, width, tokens, kind, rank, blocks, millions, flops in structured.PUBLISHED:
+        ffn = structured.ffn_params(n_layer, width, 4 * width, kind, rank, blocks)
+        assert f"{structured.training_flops(n_layer, width, ffn, 32000, 1024, tokens):.2e}" == flops
+        assert millions is None or round(ffn / 1e6) == millions
+        cells += 1 + (millions is not None)
+    assert cells == 16
+    assert script("structured.py").stdout.count("\n") == 10
+
+
+@form
+def test_the_counts_are_those_of_a_real_model(kind, rank, blocks):
+    with torch.device("meta"):
+        dense, made = small(activation="gelu"), small(kind, rank, blocks, activation="gelu")
+    saved = structured.ffn_params(3, 32, 64, "dense") - structured.ffn_params(3, 32, 64, kind, rank, blocks)
+    assert dense.num_params() - made.num_params() == saved > 0
+    assert dense.flops_per_token(16) - made.flops_per_token(16) == 6 * saved
+
+
+def test_the_first_layer_stays_dense_and_all_that_is_shared_starts_alike():
+    dense, made = dict(small().named_parameters()), dict(small("lowrank", 12).named_parameters())
+    shared = dense.keys() & made.keys()
+    assert dense.keys() - shared == {f"model.layers.{i}.mlp.{m}_proj.weight" for i in (1, 2) for m in ("up", "down")}
+    assert all(torch.equal(dense[name], made[name]) for name in shared)
+    assert len(structured.structured_layers(small(*FORMS[1], activation="swiglu", ffn_dim=96))) == 6
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(ffn="lowrang"), "not one of dense, lowrank"),
+    (dict(ffn="lowrank"), "wants ffn_rank between 1 and 32, got 0: try 16"),
+    (dict(ffn="lowrank", ffn_rank=33), "between 1 and 32"),
+    (dict(ffn="blockdense", ffn_rank=16, ffn_blocks=3), "do not divide into ffn_blocks=3: try ffn_blocks=2"),
+    (dict(ffn="blockdense", ffn_rank=18, ffn_blocks=4), "32 inputs and 18 ffn_rank do not divide into ffn_blocks=4"),
+    (dict(ffn="blockshuffle", ffn_blocks=0), "ffn_blocks=0: try ffn_blocks=2"),
+    (dict(ffn="blockshuffle", ffn_blocks=7), "32 inputs and 64 outputs do not divide into ffn_blocks=7: try ffn_blocks=4"),
+    (dict(ffn="blockshuffle", ffn_blocks=2, n_layer=1), "the first layer stays dense")])
+def test_sizes_that_do_not_fit_are_refused_in_one_line(changes, says):
+    with pytest.raises(ValueError, match=says) as error:
+        ApertusConfig(**{**SMALL, **changes})
+    assert "\n" not in str(error.value)
+
+
+# -----------------------------------------------------------------------------
+# initialisation
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.layers.2.mlp.down_proj"])
+def test_low_rank_starts_as_the_truncated_svd_of_the_dense_models_draw(name):
+    W = dict(small().double().named_parameters())[name + ".weight"].detach()
+    m = structured.structured_layers(small("lowrank", 12).double())[name]
+    S = torch.linalg.svdvals(W)
+    torch.testing.assert_close(torch.linalg.svdvals(m.merge())[:12], S[:12], rtol=1e-5, atol=0)
+    error = torch.linalg.matrix_norm(W - m.merge())                          # Eckart-Young: nothing of rank 12 is nearer
+    torch.testing.assert_close(error, S[12:].square().sum().sqrt(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(m.v @ m.v.T, m.u.T @ m.u, rtol=0, atol=1e-6)   # evenly split
+    torch.testing.assert_close(m.v @ m.v.T, torch.diag(S[:12]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, rank, blocks", FORMS[1:])
+def test_block_forms_start_with_all_singular_values_one(kind, rank, blocks):
+    for m in structured.structured_layers(small(kind, rank, blocks)).values():
+        for factor in (m.v, m.u):
+            assert (torch.linalg.svdvals(factor.double()) - 1).abs().max() < 1e-6
+        S, n = torch.linalg.svdvals(m.double().merge()), rank or 32          # the rank of the product
+        assert (S[:n] - 1).abs().max() < 1e-6 and S[n:].sum() < 1e-6
+
+
+# -----------------------------------------------------------------------------
+# self-guided training
+
+
+def test_the_guide_weight_is_torchs_cosine_annealing():
+    opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=40)
+    for step in range(41):
+        assert structured.guide_weight(step, 40) == pytest.approx(cosine.get_last_lr()[0], abs=1e-12)
+        opt.step(), cosine.step()
+    assert structured.guide_weight(0, 40) == 1 and structured.guide_weight(41, 40) == 0
+
+
+@form
+def test_the_output_is_the_published_mixture_in_training_and_the_factors_in_evaluation(kind, rank, blocks):
+    m = layer(16, 48, kind, min(rank, 8), blocks)
+    m.guide, m.alpha = torch.nn.Parameter(torch.randn(48, 16, dtype=torch.float64)), torch.tensor(0.3)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    want = 0.3 * x @ m.guide.T + 0.7 * x @ explicit(m).T
+    torch.testing.assert_close(m(x), want, rtol=1e-6, atol=1e-6)             # 0.3 in fp32
+    torch.testing.assert_close(m.eval()(x), x @ explicit(m).T)
+
+
+@form
+def test_guiding_starts_from_the_true_product_so_the_first_loss_is_the_same(kind, rank, blocks):
+    model = small(kind, rank, blocks).double()
+    before = loss_of(model).item()
+    structured.add_guides(model)
+    structured.set_guides(model, 0, 10)
+    for m in structured.structured_layers(model).values():
+        torch.testing.assert_close(m.guide, explicit(m), rtol=0, atol=1e-12)
+        assert m.alpha == 1
+    assert loss_of(model).item() == pytest.approx(before, abs=1e-12)
+
+
+def test_the_released_blockshuffle_guide_is_another_matrix():                # block_diag(U) block_diag(V), without the shuffles
+    m = structured.structured_layers(small("blockshuffle", 0, 4, n_embd=64, ffn_dim=256))["model.layers.1.mlp.up_proj"]
+    released, W = torch.block_diag(*m.u) @ torch.block_diag(*m.v), m.merge()
+    assert torch.linalg.matrix_norm(released - W) / torch.linalg.matrix_norm(W) > 1.2
+    assert (released != 0).float().mean() == 0.25 and (W != 0).float().mean() > 0.99
+
+
+def make_optimizer(model, name):
+    groups = param_groups(model)
+    return torch.optim.AdamW(groups, lr=1e-2) if name == "adamw" else AdEMAMix(groups, lr=1e-2, compile=False)
+
+
+def guided_run(model, opt, steps, last, start=0, stochastic=False, losses=None):
+    """The loop that train.py has, with its three calls."""
+    for step in range(start, steps):
+        if step < last:
+            structured.set_guides(model, step, last, stochastic)
+        loss = loss_of(model, step)
+        loss.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        if step + 1 == last:
+            structured.drop_guides(model, opt)
+        if losses is not None:
+            losses.append(loss.item())
+
+
+@form
+@pytest.mark.parametrize("optimizer", ["adamw", "ademamix"])
+def test_at_the_end_the_guide_and_its_states_are_gone_and_the_loss_stays(kind, rank, blocks, optimizer):
+    model = small(kind, rank, blocks)
+    plain = model.num_params()
+    structured.add_guides(model)
+    opt = make_optimizer(model, optimizer)
+    guided_run(model, opt, 3, last=4)
+    with_guides = len(opt.state)
+    structured.set_guides(model, 4, 4)
+    before = loss_of(model).item()
+    assert structured.drop_guides(model, opt) == 4
+    assert abs(loss_of(model).item() - before) <= 1e-6
+    left = {id(p) for p in model.parameters()}
+    assert model.num_params() == plain and len(opt.state) == with_guides - 4
+    assert {id(p) for p in opt.state} == {id(p) for g in opt.param_groups for p in g["params"]} == left
+    guided_run(model, opt, 6, last=4, start=4)
+
+
+def test_the_guide_does_not_act_in_evaluation():
+    model = small(*FORMS[2])
+    structured.add_guides(model)
+    structured.set_guides(model, 5, 10)
+    for m in structured.structured_layers(model).values():
+        m.guide.data.fill_(1e3)
+    noisy, clean = loss_of(model).item(), loss_of(model.eval()).item()
+    structured.drop_guides(model)
+    assert noisy != clean == loss_of(model.train()).item()
+
+
+@pytest.mark.parametrize("saved_at", [2, 4, 5])                              # inside, at and after the end of a guided phase of 4 steps
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_resumed_guided_run_ends_in_the_same_bits(tmp_path, saved_at, stochastic):
+    def fresh():
+        model = small("blockdense", 16, 4)
+        structured.add_guides(model)
+        return model, make_optimizer(model, "ademamix")
+    a, opt_a = fresh()
+    guided_run(a, opt_a, saved_at, 4, stochastic=stochastic)
+    path = checkpoint.save(str(tmp_path), saved_at, a, opt_a, {})
+    b, opt_b = fresh()
+    if saved_at >= 4:
+        structured.drop_guides(b, opt_b)
+    checkpoint.load(path, b, opt_b)
+    guided_run(a, opt_a, 7, 4, saved_at, stochastic), guided_run(b, opt_b, 7, 4, saved_at, stochastic)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_the_guided_share_of_a_run_is_counted_in_steps():
+    run = dict(ffn="lowrank", self_guided=0.5, total_samples=80, batch_size=8, batch_ramp_at=0)
+    assert structured.guided_steps(run) == 5 and structured.guided_steps({**run, "self_guided": 0.0}) == structured.guided_steps({}) == 0
+    assert structured.guided_steps({**run, "batch_ramp_at": 40}) == 3        # 5 steps of 8 and 2 of 16
+    for wrong in (dict(ffn="dense"), dict(self_guided=1.5), dict(self_guided=-0.5)):
+        with pytest.raises(ValueError, match="want a share of the run"):
+            structured.guided_steps({**run, **wrong})
+
+
+def test_stochastic_saving_flips_a_coin_for_each_layer_step_and_micro_batch_that_lands_as_its_weight_says():
+    model = small(*FORMS[0])
+    structured.add_guides(model)
+    layers, used, pairs = list(structured.structured_layers(model).values()), 0, 0
+    for step in range(2000):
+        structured.set_guides(model, 1, 2, stochastic=True, micro=step)      # weight 1/2
+        used += sum(m.use_guide for m in layers)
+        pairs += layers[0].use_guide == layers[1].use_guide
+    assert abs(used - 4000) < 4 * 2000**0.5 and abs(pairs - 1000) < 4 * 500**0.5          # binomial(8000, 1/2) and (2000, 1/2), 4 sigma
+    structured.set_guides(model, 7, 10, stochastic=True)
+    first = [m.use_guide for m in layers]
+    structured.set_guides(model, 8, 10, stochastic=True), structured.set_guides(model, 7, 10, stochastic=True)
+    assert first == [m.use_guide for m in layers]                            # a pure function of the step
+
+
+def test_an_unused_guide_has_a_gradient_of_zero_and_changes_nothing():
+    m = layer(16, 48, "lowrank", 8, 0)
+    m.guide, m.alpha, m.use_guide = torch.nn.Parameter(torch.ones(48, 16, dtype=torch.float64)), torch.tensor(0.5), False
+    x = torch.randn(3, 16, dtype=torch.float64)
+    m(x).sum().backward()
+    assert torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind)) and m.guide.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_stochastic_saving_survives_activation_checkpointing(reentrant):
+    grads = []
+    for again in (False, True):
+        model = small(*FORMS[1])
+        structured.add_guides(model)
+        structured.set_guides(model, 1, 2, stochastic=True, micro=3)
+        assert len({m.use_guide for m in structured.structured_layers(model).values()}) == 2          # both kinds of coin
+        if again:
+            for block in model.model.layers:
+                block.forward = lambda *a, f=block.forward: recompute(f, *a, use_reentrant=reentrant)
+        torch.manual_seed(again)                                             # no global random state has a say in it
+        loss_of(model).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*grads, strict=True))
+
+
+def two_ranks(rank, folder, wrap):
+    """Each rank trains on its half of every batch; the guide goes after step 2 of 4."""
+    import torch.distributed as dist
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{wrap}", rank=rank, world_size=2)
+    model = small("blockshuffle", 0, 2)
+    structured.add_guides(model)
+    if wrap == "fsdp":
+        from torch.distributed.fsdp import fully_shard
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    run, opt, losses = model, None, []
+    opt = torch.optim.AdamW(param_groups(model), lr=1e-2)
+    if wrap == "ddp":
+        run = torch.nn.parallel.DistributedDataParallel(model)
+    for step in range(4):
+        if step < 2:
+            structured.set_guides(model, step, 2, stochastic=True)
+        x, y = batch(step).chunk(2)[rank], batch(step + 1).chunk(2)[rank]
+        _, loss = run(x, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad(set_to_none=True)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / 2)
+        if step + 1 == 2:
+            structured.drop_guides(model, opt)
+            if wrap == "ddp":
+                run = torch.nn.parallel.DistributedDataParallel(model)
+    if wrap == "fsdp":
+        groups = [g for m in model.modules() if hasattr(m, "_get_fsdp_state") for g in structured.fsdp_groups(m._get_fsdp_state())]
+        held = [p for group in groups for p in group.fsdp_params]
+        assert len(held) == len(list(model.parameters())) == len(opt.state)  # no shard of a guide is left
+    if rank == 0:
+        with open(os.path.join(folder, wrap + ".json"), "w") as f:
+            json.dump(losses, f)
+    dist.destroy_process_group()
+
+
+def both_ways(rank, folder):
+    two_ranks(rank, folder, "ddp"), two_ranks(rank, folder, "fsdp")
+
+
+def test_guided_training_on_two_ranks_is_that_of_one(tmp_path):
+    mp.spawn(both_ways, (str(tmp_path),), nprocs=2)
+    model, losses = small("blockshuffle", 0, 2), []
+    structured.add_guides(model)
+    guided_run(model, make_optimizer(model, "adamw"), 4, last=2, stochastic=True, losses=losses)
+    for wrap in ("ddp", "fsdp"):
+        assert json.load(open(tmp_path / f"{wrap}.json")) == pytest.approx(losses, abs=2e-6)
+
+
+# -----------------------------------------------------------------------------
+# decoding and export
+
+
+@form
+def test_premerged_decoding_gives_the_same_tokens(kind, rank, blocks):
+    model = small(kind, rank, blocks).eval()
+    want = model.generate(batch(0)[:, :8], 8, temperature=0)
+    layers = structured.structured_layers(model).values()
+    for below in (4, 1000):                                                  # 4: decoding 4 rows is merged, their prompt is not
+        assert structured.premerge(model, below) == below and all(m.merged is not None for m in layers)
+        assert torch.equal(model.generate(batch(0)[:, :8], 8, temperature=0), want)
+    assert structured.premerge(model, counts=(1, 2)) in (0, 1, 2)            # measured
+    assert torch.equal(model.generate(batch(0)[:, :8], 8, temperature=0), want)
+
+
+def test_below_the_count_the_merged_matrix_is_used_and_above_it_the_factors():
+    m = layer(16, 48, "lowrank", 8, 0).eval()
+    m.merged, m.merge_below = torch.zeros(48, 16, dtype=torch.float64), 4
+    x = torch.randn(5, 16, dtype=torch.float64)
+    assert m(x[:4]).abs().max() == 0 and torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind))
+    assert m.train().merged is None                                          # stale after an update
+
+
+@form
+def test_export_refuses_and_with_merge_transformers_gives_the_same_logits(kind, rank, blocks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = small(kind, rank, blocks).eval()
+    structured.add_guides(model)                                             # a checkpoint from the guided phase exports its factors
+    with pytest.raises(ValueError, match=f"no ffn='{kind}': --merge writes the dense model"):
+        convert.save_hf(model, str(tmp_path / "hf"))
+    assert not os.path.exists(tmp_path / "hf")
+    convert.save_hf(model, str(tmp_path / "hf"), merge=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf")).eval()
+    with torch.no_grad():
+        want = model(batch(0))[0]
+        torch.testing.assert_close(theirs(batch(0)).logits, want, rtol=0, atol=2e-5)
+        torch.testing.assert_close(convert.load_hf(str(tmp_path / "hf"))(batch(0))[0], want, rtol=0, atol=2e-5)
+
+
+def test_the_benchmark_writes_what_it_measured(tmp_path):
+    done = script("structured.py", "--bench", "--widths=(48,)", "--tokens=8", "--seconds=0.01", f"--out={tmp_path / 'b.json'}")
+    assert done.returncode == 0, done.stderr
+    rows = json.load(open(tmp_path / "b.json"))["rows"]
+    kinds = [kind for kind, *_ in FORMS]
+    assert [(r["form"], r["share"]) for r in rows] == [("dense", 1.0), *[(k, 0.625) for k in kinds], *[(k, 0.3125) for k in kinds]]
+    assert all(r["train_ms"] > 0 and r["decode_ms"] > 0 for r in rows)
+    assert script("structured.py", "--bench", "--dtype=int8").returncode == 2
+
+
+# -----------------------------------------------------------------------------
+# as a user runs it
+
+
+@pytest.fixture(scope="module")
+def guided(tmp_path_factory):
+    """A run of 8 steps, guided for 4 with saving, and the flags that made it."""
+    if not hasattr(train, "self_guided"):
+        pytest.skip("train.py has no --self_guided yet")
+    root = tmp_path_factory.mktemp("guided")
+    texts = [os.path.join(ROOT, name) for name in ("schedule.py", "plot.py")]
+    done = script("prepare.py", *texts, f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.5")
+    assert done.returncode == 0, done.stderr
+    flags = ["configs/tiny.py", f"--data={root / 'data'}", "--dtype=float32", "--total_samples=64", "--warmup_samples=8",
+             "--decay_samples=16", "--eval_every=4", "--checkpoint_every=2", "--keep_checkpoints=9", "--ffn=blockdense", "--ffn_rank=16", "--ffn_blocks=2",
+             "--self_guided=0.5", "--guide_saving"]
+    done = script("train.py", *flags, f"--out={root / 'run'}")
+    assert done.returncode == 0, done.stderr
+    return root / "run", flags
+
+
+def stopped_at(run, step, copy):
+    shutil.copytree(run, copy)
+    for later in range(step + 2, 10, 2):
+        shutil.rmtree(copy / "ckpt" / f"step-{later:08d}")
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])                                  # inside, at the end of, and after the guided phase
+def test_train_resumes_a_guided_run_to_the_same_bits(guided, tmp_path, step):
+    stopped_at(guided[0], step, tmp_path / "run")
+    done = script("train.py", *guided[1], f"--out={tmp_path / 'run'}", "--resume")
+    assert done.returncode == 0 and f"step-{step:08d}" in done.stdout, done.stderr
+    a, b = (dict(convert.load_run(str(run))[0].named_parameters()) for run in (guided[0], tmp_path / "run"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and not any("guide" in name for name in a)
+
+
+def test_a_checkpoint_of_the_guided_phase_is_sampled_and_exported_without_its_guide(guided, tmp_path):
+    stopped_at(guided[0], 2, tmp_path / "run")
+    said = [script("sample.py", f"--init_from={tmp_path / 'run'}", "--max_new_tokens=20", "--temperature=0") for _ in range(2)]
+    assert said[0].returncode == 0 and said[0].stdout == said[1].stdout and "measured" in said[0].stderr
+    refused = script("convert.py", f"--load={tmp_path / 'run'}", f"--save={tmp_path / 'hf'}")
+    assert refused.returncode == 2 and "--merge" in refused.stderr and refused.stderr.count("\n") == 1
+    assert script("convert.py", f"--load={tmp_path / 'run'}", f"--save={tmp_path / 'hf'}", "--merge").returncode == 0
+    merged = script("sample.py", f"--init_from={tmp_path / 'hf'}", "--max_new_tokens=20", "--temperature=0")
+    assert merged.stdout == said[0].stdout
+
+
+def test_a_guide_without_a_structured_layer_is_refused(guided, tmp_path):
+    done = script("train.py", "configs/tiny.py", *guided[1][1:2], "--self_guided=0.5", f"--out={tmp_path / 'run'}")
+    assert done.returncode == 2 and "want a share of the run" in done.stderr and not os.path.exists(tmp_path / "run" / "ckpt")
