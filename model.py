@@ -16,7 +16,7 @@ Every choice that the report ablates is one word of ApertusConfig.
 import functools
 import math
 import zlib
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -46,12 +46,11 @@ class ApertusConfig:
     rope_high: float = 4.0
     norm_eps: float = 1e-5
     init_std: float = 0.008944      # 0.02/sqrt(5) for both sizes; too small for a 200-wide model (configs/laptop.py)
-    ffn: InitVar[str] = "dense"     # dense | lowrank | blockdense | blockshuffle: not Apertus (structured.py); the first layer stays dense
-    ffn_rank: InitVar[int] = 0      # of lowrank and blockdense
-    ffn_blocks: InitVar[int] = 0    # of blockdense and blockshuffle
+    ffn: str = "dense"              # dense | lowrank | blockdense | blockshuffle: not Apertus (structured.py); the first layer stays dense
+    ffn_rank: int = 0               # of lowrank and blockdense
+    ffn_blocks: int = 0             # of blockdense and blockshuffle
 
-    def __post_init__(self, ffn, ffn_rank, ffn_blocks):
-        self.ffn, self.ffn_rank, self.ffn_blocks = ffn, ffn_rank, ffn_blocks
+    def __post_init__(self):
         for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             a, b = getattr(self, big), getattr(self, small)
             if b < 1 or a % b:

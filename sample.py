@@ -15,6 +15,7 @@ import sys
 import torch
 
 import convert
+import structured
 from model import KVCache, sample_token
 from tokenizer import control, plain
 
@@ -47,6 +48,10 @@ def main():
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()
+    if model.config.ffn != "dense":
+        below = structured.premerge(model)
+        print(f"structured feed-forward ({model.config.ffn}), measured: " + (f"merged matrices for up to {below} tokens at a time, factors above"
+              if below else "the factors are faster at every size"), file=sys.stderr)
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=torch.Generator(place).manual_seed(seed))
     if chat:
         return converse(model, tok, how)

@@ -28,10 +28,11 @@ from tqdm import tqdm
 
 import checkpoint
 import plot
+import structured
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
-from data import TokenDataset
+from data import StagedDataset, TokenDataset
 from model import Apertus, ApertusConfig
 from parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
@@ -52,6 +53,8 @@ hsdp_shard = 0                  # hsdp: processes that share one copy of the wei
 recompute = "none"              # activations that backward computes again instead of storing: none | selective | full
 exact = False                   # the same bits on any number of processes: gradients added in fp64, the micro-batch fixed
 timeout = 600                   # seconds that a process waits for another before it gives up
+stages = ()                     # a table, rows of (name, sources or {source: weight}, until so many samples, seed): configs/8b.py
+stage = ""                      # stop at the end of this stage, --resume --stage=NEXT goes on; all = run through; "" = no stages, all of the data
 # the model (ApertusConfig says what each is; the defaults are the 8B)
 block_size = 4096
 vocab_size = 0                  # 0 = the data's
@@ -71,6 +74,11 @@ rope_low = 1.0
 rope_high = 4.0
 norm_eps = 1e-5
 init_std = 0.008944
+ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle: not Apertus, see structured.py
+ffn_rank = 0                    # of lowrank and blockdense
+ffn_blocks = 0                  # of blockdense and blockshuffle
+self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
+guide_saving = False            # compute each guide only as often as its weight says: half its FLOPs
 # the loss
 goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
@@ -129,7 +137,7 @@ def pick_dtype(place):
     return getattr(torch, dtype)
 
 
-def build_optimizer(model, steps):
+def build_optimizer(model, steps, compiled):
     groups = param_groups(model, weight_decay)
     if optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas[:2], eps=eps, fused=True)
@@ -139,7 +147,7 @@ def build_optimizer(model, steps):
     # report's own post-training, the warm-ups then last as long as the run.
     warm = min(steps, 100_000)
     return AdEMAMix(groups, lr=lr, betas=betas, alpha=alpha, eps=eps, beta3_warmup=beta3_warmup or warm,
-                    alpha_warmup=alpha_warmup or warm, compile=compile)
+                    alpha_warmup=alpha_warmup or warm, compile=compiled)
 
 
 def lr_at(samples):
@@ -171,10 +179,14 @@ def resume_from(model, opt, config, ranks):
         return 0
     path, manifest = found
     same = [f.name for f in dataclasses.fields(ApertusConfig)]
-    same += ["data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    same += ["self_guided", "guide_saving", "data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
     changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if manifest["config"].get(k) != config[k]]
+    if bool(manifest["config"].get("stage")) != bool(stage):
+        changed.append(f"stage {manifest['config'].get('stage')!r} -> {stage!r}")
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
+    if manifest["step"] >= structured.guided_steps(manifest["config"]):
+        structured.drop_guides(model, opt)
     checkpoint.load(path, model, opt)
     if ranks.first:
         print(f"resumed from {path}")
@@ -238,7 +250,13 @@ def main():
     ranks = Ranks(parallel, exact, hsdp_shard)                              # who this process is, of how many; the others are met below
     place = ranks.place(pick_device())
     work_dtype = pick_dtype(place)
-    train = TokenDataset(data, "train", block_size, seed, goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
+    goldfish = (goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
+    if stage and not stages:
+        raise ValueError(f"stage={stage!r}, but there is no table of stages: name a config that has one, like configs/8b.py")
+    if stage:
+        train = StagedDataset(data, stages, block_size, *goldfish, stage=stage.removeprefix("all"))
+    else:
+        train = TokenDataset(data, "train", block_size, seed, *goldfish)
     val = TokenDataset(data, "val", block_size, seed)
     if vocab_size and vocab_size != train.meta["vocab_size"]:
         raise ValueError(f"{data} was made by a tokenizer of {train.meta['vocab_size']} ids ({train.meta['tokenizer']}) and the model has "
@@ -251,6 +269,7 @@ def main():
     model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
     steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
     lr_at(0)                                                                # a schedule that does not fit is told before the model is built
+    structured.guided_steps(config)                                         # and so is a guide without a structured layer
     with claim_folder() if ranks.first else nullcontext():
         ranks.join(place, timeout)
         with stop_signals() as stop:
@@ -263,13 +282,19 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     ramp = batch_ramp_at or None
     with torch.device("meta" if ranks.sharded else place):
         model = Apertus(model_config, seed)
+        guided = structured.guided_steps(config)                            # steps; 0 for dense layers
+        if guided:
+            structured.add_guides(model)
     model.dtype = work_dtype
     compiled = compile and can_compile(torch.device(place))
     net = spread(model, ranks, place, seed, recompute, compiled)            # what is called in training: the model, or its wrapper
-    opt = build_optimizer(model, steps)
+    opt = build_optimizer(model, steps, compiled)
     start = resume_from(model, opt, config, ranks) if resume else 0
-    if start >= steps:
-        raise ValueError(f"{out} is finished: all {steps} steps are done; raise total_samples, or sample it: "
+    if ranks.mode == "ddp" and start >= guided > 0:
+        net = spread(model, ranks, place, seed)                             # the guides are gone, and DDP does not forget
+    end = steps if train.stop is None else min(steps, steps_in(train.stop, batch_size, ramp))   # a step across the border is the next stage's
+    if start >= end:
+        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or sample it: "
                          f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
     peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
@@ -290,7 +315,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
 
     following, skipped, stop_file = fetch(start), 0, os.path.join(out, "stop")
     began = time.perf_counter()
-    bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", dynamic_ncols=True, disable=not ranks.first)
+    bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not ranks.first)
     for step in bar:
         step_began = time.perf_counter()
         samples = samples_at(step, batch_size, ramp)
@@ -302,6 +327,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         micro = list(zip(*(t.split(rows) for t in batch)))
         for i, (idx, targets, keep, doc) in enumerate(micro):
             divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro) * ranks.size
+            if step < guided:
+                structured.set_guides(model, step, guided, guide_saving, ranks.rank * len(micro) + i, seed)
             with gradients(net, ranks, last=i + 1 == len(micro)):
                 _, part = net(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
                 part.backward()
@@ -329,6 +356,11 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
             opt.step()
         opt.zero_grad(set_to_none=True)
+        if step + 1 == guided:
+            structured.drop_guides(model, opt)
+            flops = model.flops_per_token(block_size)
+            if ranks.mode == "ddp":
+                net = spread(model, ranks, place, seed)
 
         # say what happened
         seconds = time.perf_counter() - step_began
@@ -339,7 +371,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             lr=opt.param_groups[0]["lr"], tok_s=round(speed), mfu=flops * speed / (peak * ranks.size) if peak else None, memory_gib=memory,
             skipped=skipped)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
-        last = step + 1 == steps
+        last = step + 1 == end
+        model.eval()                                                        # without guides; nothing else depends on it
         if last or (step + 1) % eval_every == 0:
             nats = evaluate(net, val, 0 if last else eval_windows, rows, place, ranks)
             bpb = val.bits_per_byte(nats)
@@ -354,6 +387,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             text = sample(model, tok, place)                                # on all ranks, since FSDP gathers with all
             if ranks.first:
                 bar.write(text + "\n")
+        model.train()
         if stopping:
             break
     bar.close()
@@ -364,7 +398,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))
         print(f"{out}: {bpb:.3f} bits per byte of validation text after {time.perf_counter() - began:.0f} s. The curve: {out}/loss.png")
     elif ranks.first:
-        print(f"{out}: stopped as asked after step {step + 1} of {steps}, saved; --resume goes on")
+        print(f"{out}: stopped as asked after step {step + 1} of {end}, saved; --resume goes on")
     if ranks.first and os.path.exists(stop_file):
         os.remove(stop_file)                                                # or the next start would stop again
 

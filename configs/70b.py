@@ -45,7 +45,7 @@ S5 = ("dclm-edu", "fineweb-2-10", "starcoder-edu", "stack-v2-edu", "wikipedia", 
       "flan", "euroblocks", "euroblocks", "euroblocks")
 # name, sources, until so many samples, seed of the order. From the first steps of report Table F.7. The seeds of the later stages are not
 # published, only that each had its own.
-STAGES = (("1", S1, batch_ramp_at + (569_655 - 523_518) * 2 * batch_size, 28),            #  5,165B tokens
+stages = (("1", S1, batch_ramp_at + (569_655 - 523_518) * 2 * batch_size, 28),            #  5,165B tokens
           ("2", S2, batch_ramp_at + (789_001 - 523_518) * 2 * batch_size, 29),            #  8,845B
           ("3", S3, batch_ramp_at + (989_501 - 523_518) * 2 * batch_size, 30),            # 12,209B
           ("4", S4, batch_ramp_at + (1_062_328 - 523_518) * 2 * batch_size, 31),          # 13,431B

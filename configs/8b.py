@@ -44,7 +44,7 @@ S5 = ("dclm-edu", "fineweb-2-10", "starcoder-edu", "stack-v2-edu", "wikipedia", 
       "flan", "euroblocks", "euroblocks", "euroblocks")
 # name, sources, until so many samples, seed of the order. From the first steps of report Table F.7; stage 2 was skipped. The seeds of
 # the later stages are not published, only that each had its own.
-STAGES = (("1", S1, batch_ramp_at, 28),                                                   #  7,038B tokens
+stages = (("1", S1, batch_ramp_at, 28),                                                   #  7,038B tokens
           ("3", S3, batch_ramp_at + (2_269_525 - 1_678_000) * 2 * batch_size, 30),        # 12,000B
           ("4", S4, batch_ramp_at + (2_429_920 - 1_678_000) * 2 * batch_size, 31),        # 13,345B
           ("5", S5, total_samples, 32))                                                   # 15,000B, the cooldown

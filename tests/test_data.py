@@ -299,7 +299,7 @@ PUBLISHED = {"8b": {"1": 7038, "3": 12_000, "4": 13_345, "5": 15_000}, "70b": {"
 def test_the_stages_of_the_published_runs_end_at_the_published_tokens(size):
     import runpy
     config = runpy.run_path(os.path.join(ROOT, "configs", f"{size}.py"))
-    stages = config.get("stages") or config["STAGES"]
+    stages = config["stages"]
     assert {name: until * config["block_size"] // 10**9 for name, _, until, _ in stages} == PUBLISHED[size]
     assert stages[-1][2] == config["total_samples"] and stages[-1][2] * 4096 == 15 * 10**12
     begins = [0, *(until for _, _, until, _ in stages)]

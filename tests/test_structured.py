@@ -425,8 +425,6 @@ def test_the_benchmark_writes_what_it_measured(tmp_path):
 @pytest.fixture(scope="module")
 def guided(tmp_path_factory):
     """A run of 8 steps, guided for 4 with saving, and the flags that made it."""
-    if not hasattr(train, "self_guided"):
-        pytest.skip("train.py has no --self_guided yet")
     root = tmp_path_factory.mktemp("guided")
     texts = [os.path.join(ROOT, name) for name in ("schedule.py", "plot.py")]
     done = script("prepare.py", *texts, f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.5")

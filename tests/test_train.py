@@ -72,6 +72,27 @@ def test_stopped_and_resumed_ends_in_the_same_bits(trained, tmp_path):
     assert strip(log(out)) == strip(log(trained[0]))                         # and in the same log, one line a step
 
 
+def test_stages_one_by_one_are_the_run_through_all(tmp_path):                    # another mixture after 10 of 20 steps, another order too
+    for name, word in (("a", "alpha"), ("b", "beta")):
+        rows = [json.dumps(dict(text=f"Text {i} has the word {word}. " * 30)) for i in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    data = f"--data={tmp_path / 'data'}"
+    assert script("prepare.py", tmp_path / "a.jsonl", tmp_path / "b.jsonl", "--source_by=file", "--tokenizer=byte", f"--out={tmp_path / 'data'}").returncode == 0
+    table = tmp_path / "table.py"
+    table.write_text('stages = (("one", ("a.jsonl",), 80, 28), ("two", {"a.jsonl": 1, "b.jsonl": 3}, 160, 29))\n', encoding="utf-8")
+    through = script("train.py", "configs/tiny.py", table, data, "--stage=all", f"--out={tmp_path / 'through'}")
+    assert through.returncode == 0, through.stderr
+    for more in (["--stage=one"], ["--resume", "--stage=two"]):
+        done = script("train.py", "configs/tiny.py", table, data, f"--out={tmp_path / 'parts'}", *more)
+        assert done.returncode == 0, done.stderr
+    whole, parts = weights(tmp_path / "through"), weights(tmp_path / "parts")
+    assert all(torch.equal(whole[n], parts[n]) for n in whole) and [e["loss"] for e in log(tmp_path / "parts") if "loss" in e] == [
+        e["loss"] for e in log(tmp_path / "through") if "loss" in e]
+    for more, says in ((["--stage=three"], "three"), (["--resume"], "is of another run")):
+        refused = script("train.py", "configs/tiny.py", table, data, f"--out={tmp_path / 'parts'}", *more)
+        assert refused.returncode == 2 and says in refused.stderr and refused.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("flag", ["--activation=swiglu", "--optimizer=adamw", "--goldfish_k=0", "--loss_average=micro", "--schedule=cosine", "--batch_ramp_at=80"])
 def test_an_ablation_needs_nothing_but_its_flag(trained, tmp_path, flag):
     done = tiny(trained, f"--out={tmp_path / 'run'}", flag, "--total_samples=80", "--warmup_samples=8", "--decay_samples=16", "--eval_every=5")

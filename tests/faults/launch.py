@@ -134,6 +134,22 @@ def no_number(rank, step, value):
     model.Apertus.forward, parallel.square_norm = forward, square_norm
 
 
+def small_disk(limit):
+    """No file may grow beyond so many bytes, from the first step on: the kernel refuses the write, as on a full disk."""
+    import resource
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    import checkpoint
+    true = checkpoint.write
+
+    def write(*args):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
+        try:
+            return true(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    checkpoint.write = write
+
+
 def slow(seconds):
     """Every step takes longer."""
     import parallel

@@ -1,0 +1,504 @@
+"""
+What can go wrong with a run, done to it on purpose; after each fault the final weights must be those of a run that nothing happened to.
+
+$ make faults                                          # all of it, with 500 kills, as a table (README.md has it)
+$ python tests/faults/suite.py --kills=20 --only=kill  # a part
+$ python -m pytest tests/faults                        # the short form, also in `make test`
+
+Every function here takes the laboratory and how often to try, raises AssertionError where a promise is broken, and returns its rows of the
+table: (fault, times tried, steps lost, outcome). All runs are exact (fp64 sums), so "the same" is a sha256 of all weights, on any
+number of processes.
+"""
+import collections
+import glob
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [os.path.dirname(os.path.dirname(HERE)), os.path.dirname(HERE)]
+
+from faults.launch import Launcher, losses, sha_of  # noqa: E402
+
+kills = 500          # kill -9
+flips = 1000         # single bits
+only = ""            # run the faults whose name has this in it
+work = "out/faults"  # where; deleted before and after
+
+STEPS = 40
+MODEL = ["--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1", "--block_size=32", "--vocab_size=0"]
+RUN = ["configs/tiny.py", *MODEL, "--dtype=float32", "--batch_size=8", "--micro_batch=2", f"--total_samples={8 * STEPS}", "--warmup_samples=16",
+       "--decay_samples=64", "--alpha_warmup=20", "--beta3_warmup=20", "--eval_every=1000", "--checkpoint_every=5", "--exact", "--timeout=60"]
+
+
+class Lab:
+    """A folder, a corpus, a launcher, and the run that nothing happens to."""
+
+    def __init__(self, launch, folder):
+        self.launch, self.folder, self.known = launch, str(folder), {}
+        os.makedirs(self.folder, exist_ok=True)
+        self.data = self.corpus("data", "The quick brown fox number %d jumps over the lazy dog, and %d lines follow.\n")
+
+    def corpus(self, name, line):
+        """60 kB of text as token shards of bytes."""
+        text, out = os.path.join(self.folder, name + "-text"), os.path.join(self.folder, name)
+        os.makedirs(text, exist_ok=True)
+        for i in range(24):
+            with open(os.path.join(text, f"{i}.txt"), "w", encoding="utf-8") as f:
+                f.write("".join(line % (i, j) for j in range(40)))
+        subprocess.run([sys.executable, "prepare.py", text, f"--out={out}", "--tokenizer=byte", "--val_share=0.05"], check=True, capture_output=True,
+                       cwd=os.path.dirname(os.path.dirname(HERE)))
+        return out
+
+    def fresh(self, name):
+        path = os.path.join(self.folder, name)
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
+    def args(self, run, ranks, *more):
+        return [*RUN, f"--data={self.data}", f"--out={run}", "--resume", *(["--parallel=fsdp"] if ranks else []), *more]
+
+    def run(self, run, ranks, *more, fault="", uid=0, limit=120):
+        """To the end: (exit codes, what was said). ranks = 0: plain `python train.py`."""
+        return self.launch(ranks, *self.args(run, ranks, *more), fault=fault, uid=uid, limit=limit, logs=run + ".log")
+
+    def start(self, run, ranks, *more, fault=""):
+        return self.launch.start(ranks, *self.args(run, ranks, *more), fault=fault, logs=run + ".log")
+
+    def whole(self):
+        """(sha256, {step: loss}, seconds) of the run that nothing happens to, on one process."""
+        if not self.known:
+            began, run = time.monotonic(), self.fresh("whole")
+            codes, text = self.run(run, 0)
+            assert codes == [0], text
+            self.known = dict(sha=sha_of(run)[0], losses=losses(run), seconds=time.monotonic() - began)
+        return self.known["sha"], self.known["losses"], self.known["seconds"]
+
+    def must_end_well(self, run, ranks, *more):
+        """Go on with a run, without a fault: it ends with the weights and the losses of the whole run."""
+        codes, text = self.run(run, ranks, *more)
+        assert set(codes) == {0}, (codes, text[-3000:])
+        sha, steps, _ = self.whole()
+        assert sha_of(run) == (sha, STEPS), "the weights differ from those of the run that nothing happened to"
+        assert losses(run) == steps, "a step has another loss, or is missing"
+        return text
+
+
+def kill(lab, times, worlds=(1, 2, 4), seed=0):
+    """kill -9 of one or of all ranks at any moment (start-up, loading, saving included), on as many processes as the next launch draws."""
+    draw, left, ends, again, in_save, seen, used = random.Random(seed), times, 0, 0, 0, {}, collections.Counter()
+    sha, steps, seconds = lab.whole()
+    while left:
+        run, seen = lab.fresh("kill"), collections.defaultdict(set)
+        while True:
+            ranks = draw.choice(worlds)
+            used[ranks] += 1
+            trial, killed = lab.start(run, ranks), False
+            if left:
+                time.sleep(draw.uniform(0.05, seconds * (1 + ranks / 4)))
+                trial.kill(trial.pids if draw.random() < 0.5 else [draw.choice(trial.pids)])
+            codes = trial.wait(grace=5)
+            killed = -9 in codes
+            left -= killed
+            in_save += bool(glob.glob(os.path.join(run, "ckpt", "*.tmp")))
+            for step, loss in losses(run).items():
+                seen[step].add(loss)
+            if set(codes) == {0}:
+                break
+            if os.path.isdir(run):
+                assert killed, (codes, trial.text()[-3000:])
+        ends += 1
+        again += sum(len(v) - 1 for v in seen.values())
+        assert {s: {x} for s, x in steps.items()} == dict(seen), "a step had two losses, or is missing"
+        assert sha_of(run)[0] == sha, "the weights differ"
+    how = ", ".join(f"{n} on {w}" for w, n in sorted(used.items()))
+    return [(f"kill -9 of one or all ranks, launches redrawn ({how})", times, 0, f"{ends} runs ended in identical weights; {in_save} died in a save")]
+
+
+def elastic(lab, times=1):
+    """1 -> 2 -> 4 -> 1 processes, each stopping in the middle."""
+    run = lab.fresh("elastic")
+    for ranks, until in ((0, 10), (2, 20), (4, 30), (1, STEPS)):
+        codes, text = lab.run(run, ranks, f"--total_samples={8 * until}", "--decay_samples=0") if until < STEPS else ([0], "")
+        assert set(codes) == {0}, text
+    # the schedule depends on total_samples: WSD is flat until its decay, so a shorter run is a prefix up to STEPS - 8
+    lab.must_end_well(run, 1)
+    return [("another number of processes at each start (1, 2, 4, 1)", 3 * times, 0, "identical weights")]
+
+
+def prepared(lab):
+    """A run that was stopped after step 20, with two checkpoints (15 and 20); copied, since many faults begin there."""
+    origin = os.path.join(lab.folder, "prepared")
+    if not os.path.isdir(os.path.join(origin, "ckpt", "step-00000020")):
+        codes, text = lab.run(origin, 2, f"--total_samples={8 * 20}", "--decay_samples=0")
+        assert set(codes) == {0}, text
+    run = lab.fresh("copy")
+    shutil.copytree(origin, run)
+    return run
+
+
+def flip(path, at):
+    with open(path, "r+b") as f:
+        f.seek(at // 8)
+        byte = f.read(1)[0]
+        f.seek(at // 8)
+        f.write(bytes([byte ^ 1 << at % 8]))
+
+
+def flip_bits(lab, times, seed=0):
+    """Any single bit of any file of a checkpoint."""
+    import checkpoint
+    run, draw, missed = prepared(lab), random.Random(seed), 0
+    newest = os.path.join(run, "ckpt", "step-00000020")
+    checkpoint.verified(newest)
+    files = sorted(glob.glob(newest + "/*"))
+    bits = [8 * os.path.getsize(f) for f in files]
+    for i in range(times):
+        file, = draw.choices(range(len(files)), weights=bits if i % 2 else None)        # by size, and each file alike
+        at = draw.randrange(bits[file])
+        flip(files[file], at)
+        try:
+            checkpoint.verified(newest)
+            missed += 1
+        except ValueError:
+            pass
+        flip(files[file], at)
+    checkpoint.verified(newest)
+    assert not missed
+    flip(files[0], 4242)
+    text = lab.must_end_well(run, 2)
+    assert "passed over" in text and "resumed from" in text and "step-00000015" in text
+    return [("one bit flipped, in any file of a checkpoint", times, 0, "all found; the one before was used, identical weights")]
+
+
+def damage(lab, times=1):
+    """Files of the newest checkpoint cut, emptied, missing, foreign; then of all checkpoints."""
+    def each(change, which="20"):
+        run = prepared(lab)
+        for folder in glob.glob(os.path.join(run, "ckpt", f"step-*{which}")):
+            change(folder, sorted(glob.glob(folder + "/shard-*"))[0])
+        return run
+
+    changes = {"a shard cut short": lambda d, s: os.truncate(s, 1000), "a shard emptied": lambda d, s: os.truncate(s, 0),
+               "a shard missing": lambda d, s: os.remove(s), "the manifest emptied": lambda d, s: os.truncate(d + "/manifest.json", 0),
+               "a foreign shard beside": lambda d, s: shutil.copy(s, d + "/shard-00009-model-00001-of-00001.safetensors"),
+               "a shard of another step": lambda d, s: shutil.copy(s.replace("step-00000020", "step-00000015"), s)}
+    for name, change in changes.items():
+        text = lab.must_end_well(each(change), 2)
+        assert "passed over" in text, name
+    run = each(changes["a shard emptied"], which="")
+    codes, text = lab.run(run, 0)
+    assert codes == [2] and "no checkpoint in" in text and "--allow_restart" in text and "Traceback" not in text, text
+    text = lab.must_end_well(run, 0, "--allow_restart")
+    return [("files of the newest checkpoint cut, emptied, missing, foreign", len(changes), 0, "named and passed over, identical weights"),
+            ("all checkpoints damaged", 1, 0, "stops and says so; starts over with --allow_restart only")]
+
+
+def power_loss(lab, times=1):
+    """
+    The disk after a power cut at every moment of a save: the trace of writes, fsyncs and renames up to there; what was not flushed is whole,
+    empty or torn, and names in an unflushed folder may be lost. Every state must still hold a checkpoint that loads as it was saved.
+    """
+    import checkpoint
+    import torch
+    base, states, flushed = lab.fresh("power"), [], set()
+    folder = os.path.join(base, "ckpt")
+    torch.manual_seed(0)
+    models = {step: torch.nn.Linear(7, 5) for step in (1, 2, 3)}
+    optimizer = torch.optim.SGD(models[1].parameters())
+    checkpoint.save(folder, 1, models[1], optimizer, {}, keep=1)
+    for root, _, files in os.walk(folder):
+        flushed |= {os.path.join(root, f) for f in files}
+    true = {name: getattr(module, name) for module, name in ((checkpoint, "flush"), (checkpoint, "write_flushed"), (os, "rename"), (shutil, "rmtree"))}
+    true_save = checkpoint.dcp.save
+
+    def snapshot(what):
+        copy = f"{base}/state-{len(states):03d}"
+        shutil.copytree(folder, copy)
+        loose = [os.path.relpath(os.path.join(root, f), folder) for root, _, files in os.walk(folder) for f in files if os.path.join(root, f) not in flushed]
+        states.append((what, copy, loose))
+
+    def after(name, act):
+        def wrapped(*args, **kwargs):
+            result = act(*args, **kwargs)
+            if name in ("flush", "write_flushed"):
+                flushed.add(str(args[0]))
+            if name == "rename":
+                moved = [f.replace(str(args[0]), str(args[1])) for f in flushed if f.startswith(str(args[0]))]
+                flushed.update(moved)
+            snapshot(f"{name} {os.path.basename(str(args[0]))}" if args else name)
+            return result
+        return wrapped
+
+    def torn_rmtree(path, ignore_errors=False):                              # a deletion is many: stop after each file
+        for file in sorted(glob.glob(os.path.join(path, "*"))):
+            os.remove(file)
+            snapshot(f"rmtree {os.path.basename(file)}")
+        if os.path.isdir(path):
+            os.rmdir(path)
+            snapshot("rmdir")
+
+    checkpoint.flush, checkpoint.write_flushed = after("flush", true["flush"]), after("write_flushed", true["write_flushed"])
+    checkpoint.os.rename, checkpoint.shutil.rmtree, checkpoint.dcp.save = after("rename", true["rename"]), torn_rmtree, after("dcp.save", true_save)
+    try:
+        for step in (2, 3):
+            checkpoint.save(folder, step, models[step], optimizer, {}, keep=1)
+    finally:
+        checkpoint.flush, checkpoint.write_flushed, checkpoint.os.rename, checkpoint.shutil.rmtree = (
+            true["flush"], true["write_flushed"], true["rename"], true["rmtree"])
+        checkpoint.dcp.save = true_save
+
+    tried, seen = 0, set()
+    for what, copy, loose in states:
+        for how in ("whole", "empty", "torn"):
+            for file in loose:
+                path = os.path.join(copy, file)
+                size = os.path.getsize(path)
+                os.truncate(path, size if how == "whole" else 0 if how == "empty" else size // 2)
+            path, manifest = checkpoint.newest_intact(copy)
+            restored = torch.nn.Linear(7, 5)
+            checkpoint.load(path, restored)
+            want = models[manifest["step"]]
+            assert all(torch.equal(a, b) for a, b in zip(restored.parameters(), want.parameters())), (what, how)
+            tried, seen = tried + 1, seen | {manifest["step"]}
+    assert seen == {1, 2, 3}
+    return [("power lost at any moment of a save: every prefix of its trace, unflushed files whole, empty or torn", tried, 0, "a whole checkpoint in each")]
+
+
+def disk_full(lab, times=1):
+    """No space left in a save: a limit on the size of files, which the kernel reports as it does a full disk (EFBIG for ENOSPC)."""
+    run = prepared(lab)
+    before = sorted(os.listdir(os.path.join(run, "ckpt")))
+    codes, text = lab.run(run, 2, "--save_failures=2", fault="small_disk:20000")
+    assert codes == [2, 2] and "the training goes on" in text and "failed 2 times in a row" in text and "Traceback" not in text, text[-3000:]
+    assert sorted(os.listdir(os.path.join(run, "ckpt"))) == before
+    assert max(losses(run)) == 29, "the training went on over the first failure"
+    lab.must_end_well(run, 2)
+    return [("disk full in a save", 2, 0, "training goes on, tries again, stops after k failures; the old one is intact; resumes to identical weights")]
+
+
+def not_a_number(lab, times=1):
+    """NaN or Inf on one rank."""
+    rows = []
+    for value in ("nan", "inf"):
+        run = prepared(lab)
+        codes, text = lab.run(run, 2, fault=f"no_number:1,5,{value}")
+        assert codes == [2, 2] and "Stopped before the update" in text and max(losses(run)) == 24, text[-3000:]
+        lab.must_end_well(run, 2)
+    run = prepared(lab)
+    codes, text = lab.run(run, 2, "--skip_nonfinite=1", fault="no_number:1,5,nan")
+    assert codes == [0, 0] and [s for s, x in losses(run).items() if x is None] == [25], text[-3000:]
+    rows.append(("NaN or Inf on one rank", 2, 0, "all stop before the update; resumes to identical weights"))
+    return [*rows, ("NaN on one rank, --skip_nonfinite=1", 1, 1, "that step is skipped by all, and counted")]
+
+
+def hang(lab, times=1):
+    """A rank that stops answering (SIGSTOP)."""
+    run = prepared(lab)
+    trial = lab.start(run, 2, "--timeout=5", fault="slow:0.05")
+    trial.until("resumed from")
+    while len(losses(run)) < 24:
+        time.sleep(0.05)
+    began = time.monotonic()
+    trial.kill(trial.pids[1:], signal.SIGSTOP)
+    while trial.codes()[0] is None:
+        assert time.monotonic() - began < 40, "the other rank still waits"
+        time.sleep(0.1)
+    waited = time.monotonic() - began
+    trial.kill(trial.pids)
+    assert trial.wait()[0] == 1 and "lost another rank" in trial.text() and "Traceback" not in trial.text(), trial.text()[-3000:]
+    lab.must_end_well(run, 2)
+    return [("a rank hangs (--timeout=5)", 1, 0, f"the other says so and ends after {waited:.0f} s; resumes to identical weights")]
+
+
+def signals(lab, times=1, worlds=(1, 2, 4)):
+    """SIGTERM or SIGUSR2 to one rank, or a stop file: all save the same step and leave with 0."""
+    tried, lag = 0, 0
+    for ranks in worlds:
+        for how in (signal.SIGTERM, signal.SIGUSR2, "file"):
+            run = prepared(lab)
+            trial = lab.start(run, ranks, "--checkpoint_every=1000", fault="slow:0.1")
+            trial.until("resumed from")
+            while len(losses(run)) < 23:
+                time.sleep(0.01)
+            if how == "file":
+                open(os.path.join(run, "stop"), "w").close()
+            else:
+                trial.kill(trial.pids[-1:], how)
+            asked = max(losses(run))
+            codes = trial.wait()
+            assert set(codes) == {0} and "stopped as asked" in trial.text(), (how, codes, trial.text()[-3000:])
+            sha, step = sha_of(run)
+            assert step == max(losses(run)) + 1 and not os.path.exists(os.path.join(run, "stop"))
+            lag, tried = max(lag, step - asked - 1), tried + 1
+            lab.must_end_well(run, ranks)
+    assert lag <= 2
+    return [("SIGTERM, SIGUSR2 to one rank, or a stop file", tried, 0, "all ranks save the same step and leave with 0; resumes to identical weights")]
+
+
+def two_runs(lab, times=1):
+    """A second run in the same folder; and the lock of a run that was killed."""
+    run = prepared(lab)
+    trial = lab.start(run, 0, fault="slow:0.1")
+    trial.until("resumed from")
+    codes, text = lab.launch(0, *lab.args(run, 0), logs=run + ".second")
+    assert codes == [2] and "another run is writing there" in text and "Traceback" not in text, text
+    trial.kill(trial.pids)
+    trial.wait()
+    lab.must_end_well(run, 0)
+    return [("two runs in one folder", 1, 0, "the second is refused; a killed owner's lock is free at once")]
+
+
+def read_only(lab, times=1):
+    """A folder that cannot be written: noticed before anything is built."""
+    run = os.path.join(lab.fresh("locked"), "run")
+    os.makedirs(os.path.dirname(run))
+    codes, text = lab.launch(0, *lab.args("/proc/run", 0), logs=lab.folder + "/locked.log")
+    assert codes == [2] and "cannot be written" in text and "parameters on" not in text and "Traceback" not in text, text
+    return [("a folder that cannot be written", 1, 0, "one line, before the model is built")]
+
+
+def swapped(lab, times=1):
+    """Data, model or tokenizer exchanged between two starts."""
+    other = lab.corpus("other", "Another text, of which line %d says %d.\n")
+    for more, says in ((["--n_layer=2"], "n_layer 1 -> 2"), ([f"--data={other}"], "data_hash"), (["--seed=5"], "seed 28 -> 5"),
+                       (["--batch_size=16"], "batch_size 8 -> 16")):
+        run = prepared(lab)
+        codes, text = lab.run(run, 0, *more)
+        assert codes == [2] and "is of another run" in text and says in text and "Traceback" not in text, text
+        lab.must_end_well(run, 0)
+    return [("data, model, seed or batch exchanged between two starts", 4, 0, "refused, the differences named")]
+
+
+def bad_data(lab, times=1):
+    """Token shards that are empty, cut, of another type, foreign, or hold ids that the vocabulary has not."""
+    import numpy as np
+    shard = sorted(glob.glob(lab.data + "/*train*.npy"))[0]
+    with open(shard, "rb") as f:
+        whole = f.read()
+    tokens = np.load(shard, allow_pickle=False)
+
+    def array(a):
+        path = os.path.join(lab.folder, "changed.npy")
+        np.save(path, a, allow_pickle=a.dtype == object)
+        with open(path, "rb") as f:
+            return f.read()
+
+    changes = {"empty": b"", "cut short": whole[:-100], "of another type": array(tokens.astype(np.float32)), "foreign": b"PK\x03\x04" + bytes(1000),
+               "of another length": array(tokens[:-7]), "out of range": array(np.where(np.arange(len(tokens)) % 50 == 3, 60000, tokens).astype(tokens.dtype)),
+               "a pickle": array(np.array([Marker(os.path.join(lab.folder, "executed"))], dtype=object))}
+    for name, content in changes.items():
+        with open(shard, "wb") as f:
+            f.write(content)
+        try:
+            codes, text = lab.run(lab.fresh("data-run"), 0)
+        finally:
+            with open(shard, "wb") as f:
+                f.write(whole)
+        assert codes == [2] and shard.split("/")[-2] in text and "Traceback" not in text, (name, codes, text[-2000:])
+    assert not os.path.exists(os.path.join(lab.folder, "executed"))
+    return [("a token shard empty, cut, foreign, of another type, with ids out of range", len(changes), 0, "one line that names the file")]
+
+
+class Marker:
+    """What a malicious file would contain: unpickling it leaves a mark."""
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def malicious(lab, times=1):
+    """Files that would run code, or read outside of their folder, behind hashes that hold."""
+    import checkpoint
+    import torch
+    mark, tried = os.path.join(lab.folder, "executed"), 0
+    header = lambda text: len(text).to_bytes(8, "little") + text
+    contents = {"pickle": None, "header of 2^63 bytes": (2**63 - 1).to_bytes(8, "little") + b"{}", "header that is no JSON": header(b"{{{{"),
+                "offsets outside": header(json.dumps({"model/lm_head.weight": dict(dtype="F32", shape=[320, 32], data_offsets=[0, 2**40])}).encode()),
+                "a deep header": header(b"[" * 100_000), "no offsets of DCP": header(json.dumps({"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "model/x": dict(
+                    dtype="F32", shape=[1], data_offsets=[0, 4])}).encode()) + bytes(4)}
+    for name, content in contents.items():
+        run = prepared(lab)
+        newest = os.path.join(run, "ckpt", "step-00000020")
+        shutil.rmtree(os.path.join(run, "ckpt", "step-00000015"))
+        manifest = checkpoint.verified(newest)
+        for shard in glob.glob(newest + "/shard-*"):
+            os.remove(shard)
+        shard = newest + "/shard-00001-model-00001-of-00001.safetensors"
+        if content is None:
+            torch.save({"x": Marker(mark)}, shard)
+        else:
+            with open(shard, "wb") as f:
+                f.write(content)
+        manifest["files"] = {os.path.basename(shard): checkpoint.sha256(shard)}
+        checkpoint.write_flushed(newest + "/manifest.json", checkpoint.sealed(manifest))
+        codes, text = lab.run(run, 0)
+        assert codes == [2] and "not readable as safetensors" in text and not os.path.exists(mark), (name, codes, text[-2000:])
+        tried += 1
+    manifest["files"] = {"../../../data/meta.json": "0"}
+    checkpoint.write_flushed(newest + "/manifest.json", checkpoint.sealed(manifest))
+    codes, text = lab.run(run, 0)
+    assert codes == [2] and "not a file in this folder" in text, text
+    for name, content in {"brackets": "[" * 100_000, "no dict": "[]", "another dict": "{\"manifest\": {\"step\": 1}}"}.items():
+        with open(newest + "/manifest.json", "w", encoding="utf-8") as f:
+            f.write(content)
+        codes, text = lab.run(run, 0)
+        assert codes == [2] and "damaged, or not of this project" in text and "Traceback" not in text, (name, text[-2000:])
+    return [("pickle, hostile safetensors headers, JSON bombs, `..` in the manifest, behind valid hashes", tried + 4, 0, "nothing runs, one line each")]
+
+
+def torchrun(lab, times=1):
+    """The real launcher, with the flags of the README: SIGUSR2 to torchrun itself reaches the ranks, they save, and none is left behind."""
+    root, run = os.path.dirname(os.path.dirname(HERE)), prepared(lab)
+    env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2",
+               "--shutdown-timeout=600", "train.py", *lab.args(run, 2, f"--total_samples={8 * 100_000}", "--checkpoint_every=100000")]
+    with open(run + ".log", "w") as log:
+        process = subprocess.Popen(command, cwd=root, env=env, stdout=log, stderr=log, start_new_session=True)
+        end = time.monotonic() + 120
+        while len(losses(run)) < 22 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGUSR2)
+        code = process.wait(120)
+    said = open(run + ".log", encoding="utf-8").read()
+    left = subprocess.run(["pgrep", "-f", f"--out={run}"], capture_output=True, text=True).stdout.split()
+    assert "stopped as asked" in said and not left, (code, left, said[-3000:])
+    assert sha_of(run)[1] == max(losses(run)) + 1
+    return [("SIGUSR2 to torchrun (flags of the README)", 1, 0, f"all ranks saved, no process left (torchrun's own exit code: {code})")]
+
+
+FAULTS = dict(kill=kill, elastic=elastic, flip_bits=flip_bits, damage=damage, power_loss=power_loss, disk_full=disk_full, not_a_number=not_a_number,
+              hang=hang, signals=signals, two_runs=two_runs, read_only=read_only, swapped=swapped, bad_data=bad_data, malicious=malicious, torchrun=torchrun)
+
+
+def main():
+    shutil.rmtree(work, ignore_errors=True)
+    began, rows, failed = time.monotonic(), [], False
+    with Launcher() as launch:
+        lab = Lab(launch, os.path.abspath(work))
+        for name, fault in FAULTS.items():
+            if only in name:
+                try:
+                    rows += fault(lab, dict(kill=kills, flip_bits=flips).get(name, 1))
+                except AssertionError as e:
+                    rows, failed = [*rows, (name, 1, "?", f"FAILED: {str(e)[:900]}")], True
+                print(f"{time.monotonic() - began:6.0f} s   {name}: {rows[-1][-1]}", file=sys.stderr, flush=True)
+    print("| fault | times | steps lost | outcome |\n|---|---:|---:|---|")
+    for row in rows:
+        print("| " + " | ".join(map(str, row)) + " |")
+    print(f"\n{sum(row[1] for row in rows):,} faults in {(time.monotonic() - began) / 60:.0f} minutes on {os.cpu_count()} cores.")
+    if failed:
+        raise SystemExit(1)
+    shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    from configurator import run
+    run(main, globals())

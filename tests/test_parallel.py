@@ -1,0 +1,170 @@
+"""parallel.py and train.py on several processes: gloo, the smallest sizes, forked from one warm process (tests/faults/launch.py)."""
+import random
+
+import pytest
+import torch
+
+import parallel
+from conftest import script
+from data import TokenDataset
+from faults.launch import Launcher, losses, sha_of
+from faults.suite import Lab
+from model import Apertus, ApertusConfig
+from schedule import batch_size, samples_at
+
+# 10 steps at a learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens, and
+# very unequally; no clipping, which would hide a factor
+CHAOTIC = ["--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80", "--warmup_samples=0", "--decay_samples=0", "--checkpoint_every=1000"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    with Launcher() as launch:
+        yield Lab(launch, tmp_path_factory.mktemp("ranks"))
+
+
+def ended(lab, ranks, *args, name="run"):
+    run = lab.fresh(name)
+    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args, logs=run + ".log")
+    assert set(codes) == {0}, text[-3000:]
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(lab):
+    return losses(ended(lab, 0, *CHAOTIC, name="alone"))
+
+
+@pytest.mark.parametrize("ranks, args", [(2, ["--parallel=ddp"]), (4, ["--parallel=ddp", "--micro_batch=1"]), (2, ["--parallel=fsdp"]),
+                                         (4, ["--parallel=fsdp", "--micro_batch=1"]), (4, ["--parallel=hsdp", "--hsdp_shard=2"]),
+                                         (0, ["--micro_batch=1"]), (0, ["--micro_batch=8"]), (2, ["--parallel=fsdp", "--recompute=selective"])])
+def test_every_way_to_spread_a_step_gives_the_loss_of_one_process(lab, alone, ranks, args):
+    found = losses(ended(lab, ranks, *CHAOTIC, *args))
+    assert found.keys() == alone.keys() and len(alone) == 10
+    assert max(abs(found[s] - alone[s]) for s in alone) < 2e-5
+
+
+@pytest.fixture(scope="module")
+def exact(lab):
+    return {ranks: ended(lab, ranks, "--exact", "--micro_batch=2", "--total_samples=240", "--decay_samples=0", "--checkpoint_every=1000",
+                         *(["--parallel=fsdp"] if ranks else []), name=f"exact-{ranks}") for ranks in (0, 1, 2, 4)}
+
+
+def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes(exact):
+    assert len({sha_of(run) for run in exact.values()}) == 1 and sha_of(exact[4])[1] == 30
+    assert all(losses(run) == losses(exact[0]) for run in exact.values())
+
+
+@pytest.mark.parametrize("args", [["--parallel=ddp"], ["--parallel=fsdp"]])
+def test_two_processes_stopped_and_resumed_end_in_the_same_bits(lab, args):
+    args = [*args, "--decay_samples=0", "--alpha_warmup=20", "--beta3_warmup=20", "--eval_every=1000"]
+    whole = ended(lab, 2, *args, "--total_samples=160", name="whole")
+    ended(lab, 2, *args, "--total_samples=80", name="half")
+    run = lab.folder + "/half"
+    codes, text = lab.launch(2, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args, "--total_samples=160", "--resume",
+                             logs=run + ".log")
+    assert codes == [0, 0] and "resumed from" in text, text[-2000:]
+    assert sha_of(run) == sha_of(whole) and losses(run) == losses(whole)
+
+
+def test_any_history_of_world_sizes_takes_every_sample_once_and_in_order(lab):
+    """With a batch ramp; the windows that ranks take, put together, are those of one process, for 200 random histories."""
+    draw = random.Random(0)
+    for _ in range(200):
+        start, ramp = 2 ** draw.randrange(3, 6), draw.choice([None, draw.randrange(1, 400)])
+        step, taken = 0, []
+        while step < 30:                                   # each launch: some steps on some number of ranks
+            ranks = 2 ** draw.randrange(0, 4)
+            for step in range(step, step + draw.randrange(1, 6)):
+                first, n = samples_at(step, start, ramp), batch_size(samples_at(step, start, ramp), start, ramp)
+                for rank in range(ranks):                  # as train.py's fetch
+                    taken += range(first + rank * (n // ranks), first + (rank + 1) * (n // ranks))
+            step += 1
+        assert taken == list(range(len(taken)))
+    data = TokenDataset(lab.data, "train", 32)
+    whole = data.batch(5, 8)
+    assert all(torch.equal(a, torch.cat(parts)) for a, parts in zip(whole, zip(*(data.batch(5 + 2 * r, 2) for r in range(4)))))
+
+
+def test_shards_are_initialised_to_the_weights_of_one_process_without_holding_them(monkeypatch):
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    ranks = parallel.Ranks("none", exact=True)
+    ranks.join("cpu", 10)
+    try:
+        with torch.device("meta"):
+            model = Apertus(config, 5)
+        parallel.spread(model, ranks, "cpu", 5)
+        whole = dict(Apertus(config, 5).named_parameters())
+        assert all(torch.equal(p.full_tensor(), whole[name]) for name, p in model.named_parameters())
+    finally:
+        ranks.leave()
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputed_activations_change_no_bit_of_the_gradients(mode):
+    config = ApertusConfig(block_size=16, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    idx, doc, grads = torch.arange(32).view(2, 16), torch.arange(32).view(2, 16) // 5, []
+    for how in ("none", mode):
+        model = Apertus(config)
+        parallel.recompute_activations(model, how)
+        model(idx, (idx + 1) % 33, doc=doc)[1].backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("mode, at_most", [("selective", 0.62), ("full", 0.35)])
+def test_recomputing_stores_less(mode, at_most):
+    """Bytes that autograd keeps between forward and backward, of blocks of Apertus' proportions."""
+    config, kept = ApertusConfig(block_size=128, vocab_size=64, n_layer=4, n_head=4, n_kv_head=1, n_embd=64, ffn_dim=336), {}
+    for how in ("none", mode):
+        model, seen = Apertus(config), {}
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        parallel.recompute_activations(model, how)
+
+        def pack(t):
+            if t.untyped_storage().data_ptr() not in weights:
+                seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+        before = torch.ones(0)
+        import tracemalloc  # noqa: F401  (what torch allocates is not Python's: the hooks below count it)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(torch.zeros(1, 128, dtype=torch.long), torch.zeros(1, 128, dtype=torch.long))[1]
+        kept[how] = sum(seen.values())
+        loss.backward()
+    assert kept[mode] < at_most * kept["none"]
+
+
+@pytest.mark.parametrize("env, args, says", [
+    ({}, ["--parallel=fsdp"], "wants a launcher: torchrun --nproc_per_node=2"),
+    ({}, ["--parallel=tp"], "there is none, ddp, fsdp, hsdp"),
+    (dict(RANK="0", WORLD_SIZE="3"), ["--parallel=fsdp"], "batch_size=8 cannot be split over 3 processes: 2 or 4 can, or --batch_size=9"),
+    (dict(RANK="0", WORLD_SIZE="2"), [], "2 processes were started and parallel=none is one"),
+    (dict(RANK="0", WORLD_SIZE="2"), ["--parallel=ddp", "--exact"], "--parallel=fsdp"),
+    (dict(RANK="0", WORLD_SIZE="2"), ["--parallel=fsdp", "--exact", "--micro_batch=8"], "4 each, is not a multiple of micro_batch=8: try --micro_batch=4"),
+    (dict(RANK="0", WORLD_SIZE="4"), ["--parallel=hsdp", "--hsdp_shard=3"], "does not divide 4 processes: try 2 or 4"),
+    ({}, ["--recompute=some"], "there is none, selective and full"),
+    *([(dict(RANK="0", WORLD_SIZE="2"), ["--parallel=fsdp", "--device=cuda"], "is not here")] if not torch.cuda.is_available() else [])])
+def test_what_cannot_work_is_told_before_any_process_is_met(lab, monkeypatch, tmp_path, env, args, says):
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(parallel.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    done = script("train.py", "configs/tiny.py", f"--data={lab.data}", f"--out={tmp_path / 'run'}", *args)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_srun_says_who_a_process_is(monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_LAUNCH_NODE_IPADDR="10.0.0.1",
+                           SLURM_JOB_ID="123456").items():
+        monkeypatch.setenv(key, value)
+    assert parallel.launched() == (5, 8, 1, 4)
+    assert (parallel.os.environ.pop("MASTER_ADDR"), parallel.os.environ.pop("MASTER_PORT")) == ("10.0.0.1", str(20000 + 123456 % 20000))
+    ranks = parallel.Ranks("hsdp")
+    parallel.os.environ.pop("MASTER_ADDR"), parallel.os.environ.pop("MASTER_PORT")
+    assert (ranks.rank, ranks.size, ranks.shard, ranks.copies, ranks.first) == (5, 8, 4, 2, False)
+
+
+def test_one_process_ignores_slurm(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0"), monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert (parallel.Ranks().size, parallel.Ranks().launched) == (1, False)
