@@ -456,7 +456,7 @@ def loader():
                 raise ValueError("the loader's documents, masks or targets are not those of a loop over its tokens")
 
         def nanogpt(n):                                    # get_batch of nanoGPT's train.py, without masks and document ids
-            data = np.load(os.path.join(folder, "shard.npy"), mmap_mode="r")
+            data = np.load(os.path.join(folder, "shard.npy"), mmap_mode="r", allow_pickle=False)
             ix = np.random.default_rng(n).integers(0, len(data) - T, B)
             x = torch.stack([torch.from_numpy(data[i:i + T].astype(np.int64)) for i in ix])
             return x, torch.stack([torch.from_numpy(data[i + 1:i + 1 + T].astype(np.int64)) for i in ix])

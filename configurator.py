@@ -5,7 +5,7 @@ Configuration without a framework: the plain globals at the top of a script are 
 
     1. `name = value  # what it is` at the top of the script: the default, its kind, and its line in --help
     2. every config file on the command line overrides them, later files win; configs/8b.py, config/8b.py and 8b are the same file
-    3. --key=value overrides the files; --flag alone means True
+    3. --key=value (or --key value) overrides the files; --flag alone means True
 
 A name that does not exist is an error with a suggestion, in a file as on the command line (nanoGPT accepts a typo in a file), and
 so is a value of the wrong kind. Command-line values are literals, never code. A config file is Python and is run: name only files
@@ -56,12 +56,15 @@ def configure(namespace, argv=None):
             raise ValueError(f"{where}: there is no setting {key!r}" + (f", did you mean {near[0]!r}?" if near else "; --help lists them"))
         namespace[key] = checked(key, value, defaults[key], where)
 
-    flags = []
-    for arg in sys.argv[1:] if argv is None else argv:
+    flags, rest = [], list(sys.argv[1:] if argv is None else argv)
+    while rest:
+        arg = rest.pop(0)
         if arg in ("-h", "--help"):
             print_help(namespace, defaults)
             raise SystemExit(0)
         if arg.startswith("--"):
+            if "=" not in arg and type(defaults.get(arg[2:], True)) is not bool and rest and not rest[0].startswith("--"):
+                arg += "=" + rest.pop(0)                    # --key value
             flags.append(arg)
             continue
         file = config_file(arg) if "paths" not in defaults or not os.path.exists(arg) or arg.startswith("config") else None

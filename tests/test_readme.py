@@ -1,7 +1,9 @@
 """Every command of the README is run: as it stands there, with more arguments behind it that make it small (later ones win)."""
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -22,45 +24,70 @@ def place(tmp_path_factory):
     (root / "my_texts").mkdir()
     for i in range(12):
         (root / "my_texts" / f"{i}.txt").write_text(f"The text number {i} is about nothing. " * 40, encoding="utf-8")
+    pages = [dict(text=f"Page {i}. " + "All of it is text. " * 40, url=f"https://site{i % 3}.org/{i}") for i in range(12)]
+    chats = [dict(messages=[dict(role="system", content="s"), dict(role="user", content=f"{i}?"), dict(role="assistant", content="yes")]) for i in range(8)]
+    prompts = [dict(messages=row["messages"][:2], completions=["yes", "no"]) for row in chats]
+    robots = [dict(domain="site1.org", content="User-agent: GPTBot\nDisallow: /")]
+    for name, rows in dict(pages=pages, conversations=chats, prompts=prompts, robots=robots).items():
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (root / "reward.py").write_text("def reward(prompt, completion):\n    return float(len(completion))\n", encoding="utf-8")
     assert script("prepare.py", root / "my_texts", f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.2").returncode == 0
-    done = script("train.py", "configs/tiny.py", f"--data={root / 'data'}", f"--out={root / 'run'}", "--total_samples=32", "--decay_samples=8")
+    done = script("train.py", "configs/tiny.py", f"--data={root / 'data'}", f"--out={root / 'run'}", "--total_samples=32", "--decay_samples=8", "--block_size=256")
     assert done.returncode == 0, done.stderr
     return root
 
 
 def small(command, root):
-    """The arguments that make a README command small, or None for a command that needs none."""
-    tiny = ["configs/tiny.py", f"--data={root}/data", "--total_samples=32", "--decay_samples=8"]
-    if command.startswith("python train.py"):
-        if "--resume" in command:
-            return [*tiny, f"--out={root}/run", "--total_samples=40"]
-        return [*tiny, f"--out={root}/{abs(hash(command))}"]
-    if command.startswith("python prepare.py"):
-        return [f"--out={root}/{abs(hash(command))}"]
-    if command.startswith("python sample.py"):
-        return [f"--init_from={root}/run", "--max_new_tokens=8", "--dtype=float32"]
-    if command.startswith("python convert.py"):
-        return [f"--load={root}/run", f"--save={root}/hf"]
-    if command.startswith("python plot.py"):
-        return [f"--out={root}/plot.png"]
-    return []
+    """The arguments that make a README command small; they stand behind its own."""
+    tiny = ["configs/tiny.py", f"--data={root}/data", "--total_samples=32", "--decay_samples=8", "--block_size=256"]
+    align = ["--micro_batch=2", "--batch_size=4", "--max_length=250", "--dtype=float32"]
+    if "train.py" in command:
+        out = f"{root}/run" if command.endswith("laptop.py --resume") else f"{root}/{abs(hash(command))}"
+        return [*tiny, *(["--vocab_size=0", "--batch_ramp_at=0"] if "8b.py" in command else []), f"--out={out}", *(["--total_samples=40"] if "--resume" in command else []), *(["--ffn_rank=16"] if "--ffn" in command else [])]
+    script_name = command.split()[1]
+    return {"prepare.py": [f"--out={root}/{abs(hash(command))}"],
+            "sample.py": [f"--init_from={root}/run", "--max_new_tokens=8", "--dtype=float32"],
+            "convert.py": [f"--load={root}/run", f"--save={root}/hf"],
+            "plot.py": [f"--explain={root}"] if "--explain" in command else [f"--out={root}/plot.png"],
+            "plan.py": ["configs/tiny.py", "--vocab_size=320", "--gpus=2", f"--picture={root}/plan.png"],
+            "sft.py": [f"--init_from={root}/run", f"--out={root}/sft", *align],
+            "qrpo.py": [f"--init_from={root}/run", f"--out={root}/qrpo", "--n_refs=2", "--max_new_tokens=8", *align],
+            "ablate.py": ["--report", f"--out={root}/results/ablations"],
+            "evaluate.py": [f"--init_from={root}/run", "--limit=2", f"--out={root}/evaluate"],
+            "bench.py": ["--preset=tiny", "--impls=ours eager,hf", "--rounds=2", "--warmup=1", f"--out={root}/bench"]}.get(script_name, [])
+
+
+def made(words, root):
+    """make with variables that make the target small. -o: the environment that these tests run in is ready."""
+    copy = f"--report --out={root}/results/memorize"
+    target = {"train": [f"RUN={root}/made", f"DATA={root}/data", "CONFIG=configs/laptop.py configs/tiny.py --total_samples=32 --decay_samples=8 --block_size=256"],
+              "align": ["-n"], "memorize": [f"BOOKS={copy}"]}[words[1]]    # the demonstration takes minutes: test_qrpo.py runs its parts
+    return subprocess.run([*words, "-o", ".venv/ready", f"PY={sys.executable}", *target], cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command, place):
     """It runs, and nothing of it goes outside the test's own folder."""
     words = shlex.split(command)
-    if words[0] == "python":
-        args = [{"my_texts/": f"{place}/my_texts/", "notes.md": os.path.join(ROOT, "README.md"), "book.jsonl.gz": f"{place}/my_texts/1.txt",
-                 "out/laptop": f"{place}/run", "out/swiglu": f"{place}/run", "out/adamw": f"{place}/run", "data/stdlib": f"{place}/data"}.get(w, w)
-                for w in words[2:]]
-        done = script(words[1], *args, *small(command, place), stdin="")
-    elif words[0] == "make" and words[1] != "test":        # -o: take the environment that these tests run in for ready
-        more = [f"PY={sys.executable}", f"RUN={place}/made", f"DATA={place}/data", "CONFIG=configs/laptop.py configs/tiny.py --total_samples=32 --decay_samples=8"]
-        done = subprocess.run([*words, "-o", ".venv/ready", *more], cwd=ROOT, capture_output=True, text=True)
-    elif words[0] == "make":                               # this very suite: what would be run is shown, not run again
+    mine = {"notes.md": os.path.join(ROOT, "README.md"), "book.jsonl.gz": f"{place}/my_texts/1.txt", "my_texts/": f"{place}/my_texts/",
+            "pages.jsonl": f"{place}/pages.jsonl", "data/stdlib": f"{place}/data", **dict.fromkeys(("out/laptop", "out/swiglu", "out/adamw"), f"{place}/run"),
+            **{f"--{k}={f}": f"--{k}={place}/{f}" for k, f in (("robots", "robots.jsonl"), ("data", "conversations.jsonl"), ("data", "prompts.jsonl"),
+                                                                ("rewards", "reward.py"))}, "--nproc_per_node=8": "--nproc_per_node=2"}
+    words = [mine.get(word, word) for word in words]
+    if words[0] == "make" and words[1] == "test":          # this very suite: what would be run is shown, not run again
         done = subprocess.run([*words, "-n", "-o", ".venv/ready"], cwd=ROOT, capture_output=True, text=True)
         assert "-m pytest" in done.stdout
+    elif words[0] == "make":
+        if not os.path.isdir(place / "results"):
+            shutil.copytree(os.path.join(ROOT, "results"), place / "results")
+        done = made(words, place)
+    elif words[0] == "python":
+        if "ablate.py" in words and not os.path.isdir(place / "results"):
+            shutil.copytree(os.path.join(ROOT, "results"), place / "results")
+        done = script(words[1], *words[2:], *small(command, place), stdin="")
+    elif words[0] == "torchrun":
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:], *small(command, place)], cwd=ROOT, capture_output=True, text=True,
+                              env=dict(os.environ, OMP_NUM_THREADS="1"))
     else:                                                  # pip: everything is there already, so nothing is fetched
         done = subprocess.run([sys.executable, "-m", *words, "--quiet", "--disable-pip-version-check"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
