@@ -6,8 +6,9 @@ DATA = data/stdlib
 ALIGN =
 STUDY = activations
 BOOKS =
+KILLS = 500
 
-.PHONY: train align ablate memorize test clean
+.PHONY: train align ablate memorize faults test clean
 
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN)
@@ -31,8 +32,12 @@ ablate: | $(DATA)/meta.json
 memorize: .venv/ready
 	$(PY) memorize.py $(BOOKS)
 
+# Everything that can go wrong with a run, done to it on purpose, as a table (some hours on two cores; KILLS=20: minutes)
+faults: .venv/ready
+	$(PY) tests/faults/suite.py --kills=$(KILLS)
+
 test: .venv/ready
-	$(PY) -m pytest -q
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile
 
 .venv/ready: requirements.txt
 	test -x $(PY) || python3 -m venv .venv

@@ -11,7 +11,7 @@ losses get: the same pairs in the same order, the same learning rate, no new sam
 What is measured, on prompts that nothing was trained on: reward, exact match, mean quantile among the reference's completions, KL to the
 reference in nats (log pi - log ref over the policy's own samples), length; and for completions of the reference, log pi/ref against the
 target that QRPO's formula sets for them: correlation ("agreement") and root mean square difference ("distance", nats). QRPO predicts where
-log-ratios land; the others only which of two is larger.
+log-ratios land; the others only which of two is larger. What came out, and why it ranks nothing: results/align/notes.md.
 
 $ make align                                    # or python align.py: minutes on two cores; goes on where it was stopped
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
@@ -41,7 +41,7 @@ epochs = 1                      # over the pairs
 
 SYSTEM = "Answer with digits."
 
-# What is known about these values is in results/align/notes.md: with beta .1 (qrpo) and .3 (dpo) the policies leave the text that references cover.
+# Which values were tried: results/align/notes.md. With smaller betas (qrpo .1, dpo .3) the policies leave the text that the references cover.
 METHODS = {
     "qrpo": ["--loss=qrpo", "--beta=0.3"],
     "dpo": ["--loss=dpo", "--beta=1.0"],

@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -640,7 +641,7 @@ def circumstances():
         with open("/proc/cpuinfo") as f:
             cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), cpu)
     git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
-    return dict(date=time.strftime("%Y-%m-%d"), command="python bench.py " + " ".join(a for a in sys.argv[1:] if not a.startswith("--out=")),
+    return dict(date=time.strftime("%Y-%m-%d"), command="python bench.py " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
                 cpu=f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}", gpu=torch.cuda.get_device_name() if place() == "cuda" else None,
                 threads=torch.get_num_threads(), clock="cpu" if clock == "cpu" or clock == "auto" and place() == "cpu" else "wall",
                 load=os.getloadavg()[0], python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
@@ -701,7 +702,7 @@ def summary(records):
         rate = next((f"{cell(k, ours[k])} {k}" for k in ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB") if k in ours), "")
         share = "; ".join(f"{cell(k, v)} {k}" for k, v in ours.items() if k.startswith(("of ", "MFU")))
         than = "; ".join(f"{n} {v['ratio'][0]:.2f}x" + (f" ({v['ratio'][1]:.2f}-{v['ratio'][2]:.2f})" if "median" in v else "")
-                         for n, v in r["rows"].items() if n != base and "probe" not in n and "ratio" in v)
+                         for n, v in r["rows"].items() if n not in (base, "train step") and "probe" not in n and "ratio" in v)
         lines.append(f"| {r['mode']}, {r['preset']}, {r['dtype']} | {rate} | {share} | {than} | `{r['command']}` |")
     where = sorted({f"{r['gpu'] or r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}, torch {r['torch']}, transformers {r['transformers']}, "
                     f"{r['clock']} clock, {r['date']}" for r in records})

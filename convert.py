@@ -173,7 +173,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         total = sum(t.nbytes for shard in shards for t in shard.values())
         jsons["model.safetensors.index.json"] = dict(metadata=dict(total_size=total), weight_map={k: f for f, shard in zip(files, shards) for k in shard})
     if tokenizer:
-        jsons.update(tokenizers.hf_files(tokenizer))
+        jsons.update(tokenizers.hf_files(tokenizer, chat=tokenizer.eos == tokenizer.special.get("<|assistant_end|>")))
     for file, content in jsons.items():
         with open(os.path.join(path, file), "w", encoding="utf-8") as f:
             json.dump(content, f, indent=1, ensure_ascii=False)
@@ -195,7 +195,10 @@ def load_run(folder, device="cpu"):
             structured.add_guides(model)                                    # written while training was guided
     checkpoint.load(found[0], model)
     structured.drop_guides(model)
-    return model, tokenizers.load_for(folder)
+    tok = tokenizers.load_for(folder)
+    if config.get("chat"):
+        tok.eos = tok.special["<|assistant_end|>"]                          # of sft.py and qrpo.py: a turn's end ends the text
+    return model, tok
 
 
 def load_any(name, device="cpu", dtype=None):

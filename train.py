@@ -203,6 +203,15 @@ def cut_log(path, step):
     os.replace(path + ".tmp", path)
 
 
+def has_summary(tokens):
+    """Whether summary.json tells of a run of so many tokens."""
+    path = os.path.join(out, "summary.json")
+    if not os.path.exists(path):
+        return False
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)["tokens"] >= tokens
+
+
 def open_log(config, start):
     """Write what the run folder says of itself, and return the function that adds an entry to log.jsonl (and to W&B)."""
     describe_run(config)
@@ -293,7 +302,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     if ranks.mode == "ddp" and start >= guided > 0:
         net = spread(model, ranks, place, seed)                             # the guides are gone, and DDP does not forget
     end = steps if train.stop is None else min(steps, steps_in(train.stop, batch_size, ramp))   # a step across the border is the next stage's
-    if start >= end:
+    last = start >= end                                                     # only its summary may be missing: killed between the two
+    if last and has_summary(samples_at(start, batch_size, ramp) * block_size):
         raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or sample it: "
                          f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
@@ -390,6 +400,10 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         model.train()
         if stopping:
             break
+    if start >= end:
+        samples = samples_at(start, batch_size, ramp)
+        nats = evaluate(net, val, 0, rows, place, ranks)
+        bpb = val.bits_per_byte(nats)
     bar.close()
     loader.shutdown(cancel_futures=True)
     saver.finish()

@@ -61,8 +61,8 @@ def test_two_processes_stopped_and_resumed_end_in_the_same_bits(lab, args):
     whole = ended(lab, 2, *args, "--total_samples=160", name="whole")
     ended(lab, 2, *args, "--total_samples=80", name="half")
     run = lab.folder + "/half"
-    codes, text = lab.launch(2, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args, "--total_samples=160", "--resume",
-                             logs=run + ".log")
+    codes, text = lab.launch(2, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
+                             "--total_samples=160", "--resume", logs=run + ".log")
     assert codes == [0, 0] and "resumed from" in text, text[-2000:]
     assert sha_of(run) == sha_of(whole) and losses(run) == losses(whole)
 
@@ -115,7 +115,8 @@ def test_recomputed_activations_change_no_bit_of_the_gradients(mode):
 @pytest.mark.parametrize("mode, at_most", [("selective", 0.62), ("full", 0.35)])
 def test_recomputing_stores_less(mode, at_most):
     """Bytes that autograd keeps between forward and backward, of blocks of Apertus' proportions."""
-    config, kept = ApertusConfig(block_size=128, vocab_size=64, n_layer=4, n_head=4, n_kv_head=1, n_embd=64, ffn_dim=336), {}
+    config = ApertusConfig(block_size=128, vocab_size=64, n_layer=4, n_head=4, n_kv_head=1, n_embd=64, ffn_dim=336)
+    kept, idx = {}, torch.zeros(1, 128, dtype=torch.long)
     for how in ("none", mode):
         model, seen = Apertus(config), {}
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -125,10 +126,8 @@ def test_recomputing_stores_less(mode, at_most):
             if t.untyped_storage().data_ptr() not in weights:
                 seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
             return t
-        before = torch.ones(0)
-        import tracemalloc  # noqa: F401  (what torch allocates is not Python's: the hooks below count it)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = model(torch.zeros(1, 128, dtype=torch.long), torch.zeros(1, 128, dtype=torch.long))[1]
+            loss = model(idx, idx)[1]
         kept[how] = sum(seen.values())
         loss.backward()
     assert kept[mode] < at_most * kept["none"]

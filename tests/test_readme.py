@@ -1,4 +1,5 @@
 """Every command of the README is run: as it stands there, with more arguments behind it that make it small (later ones win)."""
+import glob
 import json
 import os
 import re
@@ -100,6 +101,15 @@ def test_every_local_file_and_test_that_the_readme_names_exists():
     tests = {f: open(os.path.join(ROOT, "tests", f), encoding="utf-8").read() for f in os.listdir(os.path.join(ROOT, "tests")) if f.endswith(".py")}
     for file, test, another in re.findall(r"`(test_\w+\.py)::(test_\w+)`(?:, `::(test_\w+)`)?", README):
         assert all(f"def {name}(" in tests[file] for name in (test, another) if name), (file, test, another)
+
+
+def test_the_tables_of_results_are_the_committed_ones(place):
+    with open(os.path.join(ROOT, "results", "ablations", "overview.md"), encoding="utf-8") as f:
+        assert README.split("<!-- ablations -->\n")[1] == f.read()
+    records = sorted(glob.glob(os.path.join(ROOT, "records", "*", "*.json")))
+    shutil.copy(os.path.join(ROOT, "README.md"), place / "README.md")
+    assert records and script("bench.py", *records, f"--readme={place / 'README.md'}").returncode == 0
+    assert (place / "README.md").read_text(encoding="utf-8").split("<!-- bench -->\n")[1] == README.split("<!-- bench -->\n")[1]
 
 
 def test_the_readme_is_short_enough_to_be_read():

@@ -43,7 +43,13 @@ class Launcher:
         return json.loads(self.server.stdout.readline())
 
     def start(self, ranks, *args, fault="", logs, uid=0):
-        """Fork `ranks` processes of train.py (0: one, without a launcher's environment). What each says goes to logs.0, logs.1, ... Returns a Trial."""
+        """
+        Fork `ranks` processes of train.py (0: one, without a launcher's environment); each writes what it says to logs.RANK.
+        Returns a Trial.
+        """
+        for rank in range(max(1, ranks)):
+            if os.path.exists(f"{logs}.{rank}"):
+                os.remove(f"{logs}.{rank}")
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -60,7 +66,8 @@ class Trial:
         self.launcher, self.pids, self.logs = launcher, pids, logs
 
     def text(self):
-        return "".join(open(f"{self.logs}.{r}", encoding="utf-8").read() for r in range(len(self.pids)))
+        logs = [f"{self.logs}.{r}" for r in range(len(self.pids))]
+        return "".join(open(log, encoding="utf-8").read() for log in logs if os.path.exists(log))
 
     def codes(self):
         """Exit code of each rank, None while it runs."""

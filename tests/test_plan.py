@@ -1,0 +1,130 @@
+"""plan.py against measured memory, against a trace of every layer, and against arithmetic (20 bytes a parameter; two gathers and a reduce)."""
+import dataclasses
+import json
+import os
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+import plan
+from conftest import ROOT, script
+from model import ApertusConfig
+
+SMALL = ApertusConfig(block_size=64, vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=336)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_six_layers_say_what_eight_take(mode):
+    peak, traffic = plan.planner(SMALL, 8, 8, mode)
+    traced, found = plan.trace(SMALL, 8, 8, 5, mode)
+    most = max(sum(kinds.values()) for kinds in traced.values())
+    assert sum(peak(5).values()) == pytest.approx(most, rel=0.01) and traffic == pytest.approx(dict(found))
+
+
+def test_weights_gradients_states_and_traffic_are_the_arithmetic_of_fsdp():
+    """20 bytes a parameter over the shards; a micro-batch gathers the blocks twice in bf16 and reduces everything once in fp32."""
+    traced, traffic = plan.trace(SMALL, 8, 8, 1, "none")
+    model, kinds = plan.Apertus(SMALL), traced["forward"]
+    n = model.num_params()
+    assert kinds["weights"] == pytest.approx(4 * n / 8, rel=0.02) and kinds["states"] == pytest.approx(12 * n / 8, rel=0.02)
+    assert kinds["gradients"] == pytest.approx(4 * n / 8, rel=0.02)
+    head = 2 * (model.lm_head.weight.numel() + SMALL.n_embd)                      # stays gathered between forward and backward
+    assert traffic["allgather_base"] == pytest.approx(2 * 2 * n - head, rel=0.01) and traffic["reduce_scatter_base"] == pytest.approx(4 * n, rel=0.01)
+
+
+MEASURE = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import torch, parallel, plan
+from ademamix import AdEMAMix, param_groups
+from model import Apertus, ApertusConfig
+torch.set_num_threads(1)
+def now():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+config = ApertusConfig(**{config!r})
+small = ApertusConfig(**dict({config!r}, n_layer=1, n_embd=64, ffn_dim=64, vocab_size=64, block_size=32))
+ranks = parallel.Ranks("none", exact=True)
+ranks.join("cpu", 10)
+ranks.exact = False
+def build(config):
+    with torch.device("meta"):
+        model = Apertus(config)
+    model = parallel.spread(model, ranks, "cpu", 1, {mode!r})
+    optimizer = AdEMAMix(param_groups(model), compile=False)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer._new_state(p, group)
+            p.grad = torch.zeros_like(p)
+            for t in (p.grad, *optimizer.state[p].values()):
+                (t.to_local() if hasattr(t, "to_local") else t).add_(1)           # touch: zeros take no memory until they are written
+    return model, optimizer
+def step(model, rows):
+    idx = torch.zeros(rows, model.config.block_size, dtype=torch.long)
+    model(idx, idx, n_tokens=1)[1].backward()
+step(build(small)[0], 1)                                                          # libraries and code: loaded
+before = now()
+model = build(config)
+open("/proc/self/clear_refs", "w").write("5")                                     # forget the peak of the initialisation
+step(model[0], {rows})
+peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print("peak", peak - before)
+import os; os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_predicted_memory_is_that_of_a_real_step(mode):
+    """Real tensors, one process, FSDP2, fp32, eager: the resident memory's growth from before the model to the peak of forward and backward."""
+    shape = dict(block_size=512, vocab_size=4096, n_layer=6, n_head=8, n_kv_head=2, n_embd=512, ffn_dim=2688)
+    done = subprocess.run([sys.executable, "-c", MEASURE.format(root=ROOT, config=shape, mode=mode, rows=2)], capture_output=True, text=True, cwd=ROOT,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536"))
+    assert "peak" in done.stdout, done.stderr[-2000:]
+    measured = int(done.stdout.split()[-1])
+    traced, _ = plan.trace(ApertusConfig(**shape), 1, 1, 2, mode, dtype=plan.torch.float32, fused=False)
+    predicted = max(sum(kinds.values()) for kinds in traced.values())
+    print(json.dumps(dict(mode=mode, measured=measured, predicted=predicted)))
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """plan.py as a user runs it, small."""
+    def call(*args):
+        return script("plan.py", "configs/tiny.py", f"--picture={tmp_path / 'plan.png'}", *args)
+    return call
+
+
+def test_the_table_the_picture_and_the_advice(quick, tmp_path):
+    done = quick("--gpus=8", "--gpu=h100", "--vocab_size=512")
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in ("weights", "states", "gathered", "activations", "days", "tok/s", "-> --parallel=fsdp --recompute="))
+    assert "communication-bound" in done.stdout and "torchtitan" in done.stdout   # 64-token windows cannot hide anything
+    assert (tmp_path / "plan.png").stat().st_size > 5000
+
+
+def test_the_published_flops_of_the_70b():
+    """6.74e24 for 15T tokens (report, sec. 6), which counts the masked half of attention."""
+    found = runpy.run_path(os.path.join(ROOT, "configs", "70b.py"))
+    config = ApertusConfig(**{f.name: found[f.name] for f in dataclasses.fields(ApertusConfig) if f.name in found})
+    with plan.torch.device("meta"):
+        flops = plan.Apertus(config).flops_per_token(4096)
+    masked = 6 * config.n_layer * config.n_head * config.head_dim * 4096
+    assert (flops + masked) * 3_662_109_375 * 4096 == pytest.approx(6.74e24, rel=0.01)
+
+
+@pytest.mark.parametrize("args, says", [(["--gpu=abacus"], "there is a100, h100"), (["--gpus=3"], "2 or 4 can"), (["--gpus=1"], "at least 2 GPUs"),
+                                        (["--gpus=4", "--parallel=hsdp", "--hsdp_shard=3"], "try 2 or 4")])
+def test_what_cannot_be_planned_is_told_in_one_line(quick, args, says):
+    done = quick(*args)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_links_of_the_8b():
+    """42 GB of traffic on 8 GPUs with bf16 gradients are 117 ms of NVLink; on 64, 48 GB are 1.06 s of 45 GB/s. Fp32 gradients: a third more."""
+    n = 8_053_338_176
+    traffic = {"allgather_base": 2 * 2 * n, "reduce_scatter_base": 2 * n}
+    assert plan.seconds_of(traffic, 8, 8, 8, 360, 45) == pytest.approx(0.117, rel=0.01)      # 42 GB at 360 GB/s
+    assert plan.seconds_of(traffic, 64, 64, 8, 360, 45) == pytest.approx(1.06, rel=0.01)     # 48 GB at 45 GB/s
