@@ -125,7 +125,7 @@ class Saver:
         except OSError as e:
             self.failures += 1
             if self.failures >= self.patience:
-                raise OSError(f"{e} (failed {self.failures} times in a row; free some space, then --resume goes on from the last)") from None
+                raise OSError(f"{e} (failed {self.failures} times in a row; free some space, then --resume goes on)") from None
             if not self.group or dist.get_rank(self.group) == 0:
                 print(f"{e} (failure {self.failures} of {self.patience}; the training goes on to the next checkpoint)")
         finally:
@@ -169,8 +169,8 @@ def newest_intact(folder, group=None, allow_restart=False):
             if not group or dist.get_rank(group) == 0:
                 print(f"passed over: {e}")
     if damaged and not allow_restart:
-        raise ValueError(f"no checkpoint in {folder} is intact ({len(damaged)} damaged): restore one from a backup, start over with another "
-                         "--out, or throw this run's steps away with --allow_restart")
+        raise ValueError(f"no checkpoint in {folder} is intact ({len(damaged)} damaged): restore one from a backup, start over with "
+                         "another --out, or throw this run's steps away with --allow_restart")
     return None
 
 

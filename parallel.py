@@ -184,7 +184,7 @@ def shard(model, mesh, dtype, reduce_dtype=torch.float32):
         fully_shard(model.model.embed_tokens, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        if isinstance(module, FSDPModule):                                  # FSDP's own mean, undone by R in the loss, is exact for R = 2^n only
+        if isinstance(module, FSDPModule):                                  # FSDP's own mean times R would be exact for R = 2^n only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(model, "generate")

@@ -9,11 +9,11 @@ Does it fit, and how long does it take? A run on thousands of GPUs, planned on a
 The memory is not a formula: the real model is sharded by the real parallel.py, and one real forward and backward pass runs under
 FakeTensor (shapes without data) and a fake process group of any size, while torch's FSDPMemTracker keeps the books. Layers are alike, so
 4 and 6 of them are traced and the rest follows on the line; --whole traces all (70B: some minutes). Attention counts one document a
-window, xIELU and norms as torch.compile fuses them. Links are counted as one GPU's own: NCCL's rings let the GPUs of a node share theirs, so
---net_gbs of what nccl-tests measures, if it is more, is closer. The fake is trusted because tests hold it against measured runs.
+window; xIELU and norms count as torch.compile fuses them. Links are counted as one GPU's own: NCCL's rings let the GPUs of a node share
+theirs, so --net_gbs of what nccl-tests measures, if it is more, is closer. tests/test_plan.py holds the fake against measured memory.
 
 $ python plan.py configs/70b.py --gpus=512 --gpu=h100
-$ python plan.py configs/70b.py --gpus=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
+$ python plan.py configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
 $ python plan.py configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
 """
 
@@ -40,7 +40,7 @@ from parallel import nearest_divisors, recompute_activations, shard
 globals().update(settings(vars(train)))   # a plan is of a run: it has all of train.py's settings (python train.py --help), and these
 gpus = 8                                  # how many
 gpu = "h100"                              # a100 | h100 | h200 | gh200 | b200
-mfu = 0.40                                # share of the peak that a GPU reaches without waiting and without recomputing (Apertus: 0.30 - 0.34)
+mfu = 0.40                                # share of the peak that a GPU reaches, not counting waits and recomputation (Apertus: 0.30 - 0.34)
 reserve = 0.08                            # share of the memory that CUDA, NCCL and fragments take
 node_gbs = 0.0                            # GB/s a GPU, inside a node; 0 = the table's
 net_gbs = 0.0                             # GB/s a GPU, between nodes; 0 = the table's
@@ -51,12 +51,12 @@ picture = "out/plan.png"                  # where it is drawn; "" = nowhere
 GPUS = {"a100": (80e9, 312e12, 240, 22, 8), "h100": (80e9, 989e12, 360, 45, 8), "h200": (141e9, 989e12, 360, 45, 8),
         "gh200": (96e9, 989e12, 360, 22, 4), "b200": (180e9, 2250e12, 720, 45, 8)}
 
-KINDS = {"weights": ("Sharded Param",), "gradients": ("Sharded Grad",), "states": ("OptState",), "gathered": ("Unsharded Param", "All Gather"),
-         "reducing": ("Unsharded Grad", "Reduce Scatter"), "activations": ("Activation",), "temporary": ("Temp", "Inputs", "Buffer")}
+KINDS = {"weights": ("Sharded Param",), "gradients": ("Sharded Grad",), "states": ("OptState",),
+         "gathered": ("Unsharded Param", "All Gather"), "reducing": ("Unsharded Grad", "Reduce Scatter"), "activations": ("Activation",), "temporary": ("Temp", "Inputs", "Buffer")}
 
 
 class StoresItsInput(torch.autograd.Function):
-    """An elementwise layer as torch.compile's partitioner leaves it: backward needs the input only. The values do not matter, the shapes do."""
+    """An elementwise layer as torch.compile's partitioner leaves it: backward needs the input only. Shapes matter here, values do not."""
 
     @staticmethod
     def forward(ctx, x, *weights):
@@ -84,7 +84,7 @@ class Traffic(TorchDispatchMode):
 
 def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
     """
-    One micro-batch of `rows` windows on rank 0 of `ranks`, `shards` of which share one copy of the weights, with nothing real but the shapes.
+    One micro-batch of `rows` windows on rank 0 of `ranks`, of which `shards` share one copy of the weights; nothing is real but the shapes.
     Returns {where: {kind: bytes at its peak}}, where = forward as a whole, and the embedding, the first and the last two blocks, backward
     too; and {collective: bytes}. At least two layers.
     """
@@ -94,8 +94,8 @@ def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
         if fused:
             XIELU.forward = lambda self, x: StoresItsInput.apply(x, self.alpha_p, self.alpha_n)
             RMSNorm.forward = lambda self, x: StoresItsInput.apply(x, self.weight)
-        mesh = dict(mesh_shape=(ranks // shards, shards), mesh_dim_names=("copies", "shards")) if shards < ranks else dict(mesh_shape=(ranks,))
-        mesh = init_device_mesh("cpu", **mesh)
+        both = dict(mesh_shape=(ranks // shards, shards), mesh_dim_names=("copies", "shards"))
+        mesh = init_device_mesh("cpu", **(both if shards < ranks else dict(mesh_shape=(ranks,))))
         with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.device("meta"):
@@ -114,11 +114,12 @@ def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
             tracker.track_inputs((idx,))
             with tracker, traffic:
                 model(idx, idx, n_tokens=1)[1].backward()
-        places = dict(forward=model, embedding=model.model.embed_tokens, first=model.model.layers[0], next=model.model.layers[-2], last=model.model.layers[-1])
-        peaks = {}
+        blocks, peaks = model.model.layers, {}
+        places = dict(forward=model, embedding=model.model.embed_tokens, first=blocks[0], next=blocks[-2], last=blocks[-1])
         for where, module in places.items():
             found = tracker.memory_tracking[module].snapshots if module in tracker.memory_tracking else {}
-            snapshots = [next(iter(s.values())) for state in found for s in found[state] if state.name in (("PEAK_FW",) if where == "forward" else ("PEAK_FW", "PEAK_BW"))]
+            states = ("PEAK_FW",) if where == "forward" else ("PEAK_FW", "PEAK_BW")
+            snapshots = [next(iter(s.values())) for state in found for s in found[state] if state.name in states]
             if snapshots:
                 peak = {k if isinstance(k, str) else k.value: v for k, v in max(snapshots, key=lambda s: s["Total"]).items()}
                 peaks[where] = {kind: sum(peak.get(name, 0) for name in names) for kind, names in KINDS.items()}
@@ -151,7 +152,7 @@ def planner(config, ranks, shards, mode, whole=False):
 
 
 def seconds_of(traffic, ranks, shards, node, inside, between):
-    """How long the collectives of a micro-batch take, if nothing else used the links. All-reduce between copies: once a step, not counted."""
+    """How long a micro-batch's collectives take, if nothing else used the links. The all-reduce between copies, once a step, is not in it."""
     speed = (inside if shards <= node else between) * 1e9
     return sum(traffic.get(k, 0) for k in ("allgather_base", "reduce_scatter_base")) * (shards - 1) / shards / speed
 
@@ -180,14 +181,16 @@ def main():
     own = {f.name: globals()[f.name] for f in dataclasses.fields(ApertusConfig)}
     config = ApertusConfig(**{**own, "vocab_size": vocab_size or 131072})
     if batch_size % gpus:
-        raise ValueError(f"batch_size={batch_size} cannot be split over {gpus} GPUs: {nearest_divisors(batch_size, gpus)} can; for more GPUs than "
-                         "samples the model itself has to be split (tensor and pipeline parallelism: github.com/pytorch/torchtitan)")
+        near = nearest_divisors(batch_size, gpus)
+        raise ValueError(f"batch_size={batch_size} cannot be split over {gpus} GPUs: {near} can. For more GPUs than samples (70B: the batch "
+                         "doubles at batch_ramp_at) say --batch_size, or split the model: tensor and pipeline parallelism, as torchtitan does")
     with torch.device("meta"):
         model = Apertus(config)
     flops, parameters, T = model.flops_per_token(block_size), model.num_params(), block_size
     most = batch_size // gpus
-    print(f"{parameters / 1e9:.2f}B parameters, {batch_size} x {T} tokens a step, on {gpus} x {gpu} ({memory / 1e9:.0f} GB, {reserve:.0%} kept free), "
-          f"{'fsdp' if shards == gpus else f'hsdp, {gpus // shards} copies'} over {shards}")
+    how = "fsdp" if shards == gpus else f"hsdp, {gpus // shards} copies,"
+    print(f"{parameters / 1e9:.2f}B parameters, {batch_size} x {T} tokens a step, on {gpus} x {gpu} ({memory / 1e9:.0f} GB, {reserve:.0%} kept "
+          f"free), {how} over {shards}")
 
     modes, found = ("none", "selective", "full"), {}
     for mode in tqdm(modes, desc="tracing", leave=False):
@@ -197,14 +200,17 @@ def main():
         found[mode] = rows, kinds, traffic
 
     gb = lambda x: f"{x / 1e9:.1f}"
-    print(f"\nGB on each GPU at the moment of the peak, with the largest micro-batch that fits\n\n{'recompute':12}{'micro':>6}" + "".join(f"{k:>12}" for k in KINDS) + f"{'total':>9}  of {gb(room)}")
+    print("\nGB on each GPU at the moment of the peak, with the largest micro-batch that fits\n")
+    print(f"{'recompute':12}{'micro':>6}" + "".join(f"{kind:>12}" for kind in KINDS) + f"{'total':>9}  of {gb(room)}")
     for mode, (rows, kinds, _) in found.items():
-        print(f"{mode:12}{rows or 1:6}" + "".join(f"{gb(kinds[k]):>12}" for k in KINDS) + f"{gb(sum(kinds.values())):>9}  {'fits' if rows else 'does NOT fit'}")
+        fits = "fits" if rows else "does NOT fit"
+        print(f"{mode:12}{rows or 1:6}" + "".join(f"{gb(kinds[kind]):>12}" for kind in KINDS) + f"{gb(sum(kinds.values())):>9}  {fits}")
     logits = max(128, 2**26 // config.vocab_size) * config.vocab_size * 4
-    print(f"\nlogits: a chunk of {gb(logits)} GB (in `temporary`), where all of them would be {gb(T * config.vocab_size * 4)} GB a window")
+    print(f"\nlogits: a chunk of {gb(logits)} GB (in the peak if it is there), where all of them would be {gb(T * config.vocab_size * 4)} GB a window")
 
     print(f"\nper micro-batch and GPU, at {mfu:.0%} MFU, {inside:.0f} GB/s inside a node and {between:.0f} between\n")
-    print(f"{'recompute':12}{'tokens':>8}{'compute':>10}{'traffic':>10}{'links':>9}{'':4}{'bound by':10}{'tok/s/GPU':>10}{'tok/s':>12}{'days':>9}{'MFU':>7}")
+    print(f"{'recompute':12}{'tokens':>8}{'compute':>10}{'traffic':>10}{'links':>9}    {'bound by':10}"
+          f"{'tok/s/GPU':>10}{'tok/s':>12}{'days':>9}{'MFU':>7}")
     best = None
     for mode, (rows, kinds, traffic) in found.items():
         tokens = (rows or 1) * T
@@ -212,12 +218,14 @@ def main():
         links = seconds_of(traffic, gpus, shards, node, inside, between)
         speed = gpus * tokens / max(compute, links)
         days = total_samples * T / speed / 86400
-        print(f"{mode:12}{tokens:8,}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    {'links' if links > compute else 'compute':10}"
-              f"{speed / gpus:10,.0f}{speed:12,.0f}{days:9,.1f}{flops * speed / gpus / flop_s:7.1%}" + ("" if rows else "   (if it fitted)"))
+        bound = "links" if links > compute else "compute"
+        print(f"{mode:12}{tokens:8,}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    {bound:10}{speed / gpus:10,.0f}"
+              f"{speed:12,.0f}{days:9,.1f}{flops * speed / gpus / flop_s:7.1%}" + ("" if rows else "   (if it fitted)"))
         if rows and (best is None or speed > best[1]):
             best = mode, speed, rows, links > compute, links * flop_s * mfu / (flops * recompute_cost(config, mode))
     masked = 6 * config.n_layer * config.n_head * config.head_dim * T       # the report counts the masked half of attention too
-    print(f"\n{total_samples * T / 1e12:.2f}T tokens are {flops * total_samples * T:.3g} FLOPs, {(flops + masked) * total_samples * T:.3g} as the report counts "
+    tokens = total_samples * T
+    print(f"\n{tokens / 1e12:.2f}T tokens are {flops * tokens:.3g} FLOPs, {(flops + masked) * tokens:.3g} as the report counts "
           "(the pairs that the causal mask hides included)")
     for line in advice(config, parameters, found, best, shards, node, most, room):
         print(line)
@@ -231,19 +239,19 @@ def advice(config, parameters, found, best, shards, node, most, room):
     if best is None:
         short = min(sum(kinds.values()) for _, kinds, _ in found.values()) - room
         held = 20 * parameters / shards
-        yield (f"-> does not fit, by {short / 1e9:.1f} GB: weights, gradients and states take {held / 1e9:.1f} GB of it. "
-               + (f"Shard wider: --hsdp_shard={2 * shards}, or --parallel=fsdp" if parallel == "hsdp" else f"Take more GPUs (--gpus={2 * gpus}) or larger ones")
-               + ("" if held > room else ", or a shorter --block_size"))
+        wider = f"Shard wider: --hsdp_shard={2 * shards}, or --parallel=fsdp"
+        more = wider if parallel == "hsdp" else f"Take more GPUs (--gpus={2 * gpus}) or larger ones"
+        yield (f"-> does not fit, by {short / 1e9:.1f} GB: weights, gradients and states take {held / 1e9:.1f} GB. "
+               + more + ("" if held > room else ", or a shorter --block_size"))
         return
     mode, speed, rows, bound, needed = best
     yield f"-> --parallel={'hsdp' if shards < gpus else 'fsdp'} --recompute={mode} --micro_batch={rows}, {most // rows} of them accumulate"
     if bound:
-        yield (f"-> communication-bound: compute hides the links from {needed:,.0f} tokens a GPU and micro-batch on, and here there are {rows * block_size:,}. "
-               + (f"The batch gives each GPU {most} windows only, " if rows == most else "More do not fit, ")
-               + ("so pure FSDP stops making sense at this size" if shards == gpus else "so sharding alone stops making sense at this size")
-               + ": fewer GPUs"
+        yield (f"-> communication-bound: compute hides the links from {needed:,.0f} tokens a GPU and micro-batch on, and here there are "
+               f"{rows * block_size:,}. " + (f"The batch has no more for each GPU (--batch_size={most * gpus}), so " if rows == most else "More do not fit, so ")
+               + ("pure FSDP" if shards == gpus else "sharding alone") + " stops making sense at this size: fewer GPUs"
                + (f", --parallel=hsdp --hsdp_shard={node} if that fits" if shards == gpus and gpus > node else "")
-               + ", or tensor and pipeline parallelism, which this project leaves to github.com/pytorch/torchtitan (Apertus: TP 4 x PP 8 at 4,096 GPUs)")
+               + ", or tensor and pipeline parallelism, which are left to github.com/pytorch/torchtitan (Apertus: TP 4, PP 8 at 4,096 GPUs)")
 
 
 def draw(found, room, memory, path):

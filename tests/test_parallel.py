@@ -14,7 +14,8 @@ from schedule import batch_size, samples_at
 
 # 10 steps at a learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens, and
 # very unequally; no clipping, which would hide a factor
-CHAOTIC = ["--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80", "--warmup_samples=0", "--decay_samples=0", "--checkpoint_every=1000"]
+CHAOTIC = ["--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80", "--warmup_samples=0", "--decay_samples=0",
+           "--checkpoint_every=1000"]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,8 @@ def lab(tmp_path_factory):
 
 def ended(lab, ranks, *args, name="run"):
     run = lab.fresh(name)
-    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args, logs=run + ".log")
+    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
+                             logs=run + ".log")
     assert set(codes) == {0}, text[-3000:]
     return run
 
@@ -154,8 +156,8 @@ def test_what_cannot_work_is_told_before_any_process_is_met(lab, monkeypatch, tm
 def test_srun_says_who_a_process_is(monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
-    for key, value in dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_LAUNCH_NODE_IPADDR="10.0.0.1",
-                           SLURM_JOB_ID="123456").items():
+    for key, value in dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_JOB_ID="123456",
+                           SLURM_LAUNCH_NODE_IPADDR="10.0.0.1").items():
         monkeypatch.setenv(key, value)
     assert parallel.launched() == (5, 8, 1, 4)
     assert (parallel.os.environ.pop("MASTER_ADDR"), parallel.os.environ.pop("MASTER_PORT")) == ("10.0.0.1", str(20000 + 123456 % 20000))

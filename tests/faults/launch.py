@@ -1,5 +1,5 @@
 """
-Start train.py on n ranks in half a second instead of five: one warm process has imported torch and forks every trial, in the place of torchrun.
+Start train.py on n ranks in half a second instead of five: one warm process has imported torch and forks every trial, as torchrun would.
 
 $ python tests/faults/launch.py          # not by hand: the class below starts it, and talks to it in lines of JSON
 
@@ -28,7 +28,8 @@ class Launcher:
         env = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TQDM_DISABLE="1")
         for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             env.pop(key, None)
-        self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+        self.server = subprocess.Popen([sys.executable, os.path.abspath(__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                       cwd=ROOT, env=env)
 
     def __enter__(self):
         return self
@@ -53,7 +54,8 @@ class Launcher:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        return Trial(self, self.ask(start=ranks, args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)["pids"], str(logs))
+        answer = self.ask(start=ranks, args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)
+        return Trial(self, answer["pids"], str(logs))
 
     def __call__(self, ranks, *args, fault="", logs, uid=0, limit=90):
         """Run to the end: (exit code of each rank, all that they said)."""

@@ -214,8 +214,8 @@ def damage(lab, times=1):
 
 def power_loss(lab, times=1):
     """
-    The disk after a power cut at every moment of a save: the trace of writes, fsyncs and renames up to there; what was not flushed is whole,
-    empty or torn, and names in an unflushed folder may be lost. Every state must still hold a checkpoint that loads as it was saved.
+    The disk after a power cut at every moment of a save: the trace of writes, fsyncs and renames up to there; what was not flushed is
+    whole, empty or torn. Every state must still hold a checkpoint that loads as it was saved.
     """
     import checkpoint
     import torch
@@ -233,7 +233,8 @@ def power_loss(lab, times=1):
     def snapshot(what):
         copy = f"{base}/state-{len(states):03d}"
         shutil.copytree(folder, copy)
-        loose = [os.path.relpath(os.path.join(root, f), folder) for root, _, files in os.walk(folder) for f in files if os.path.join(root, f) not in flushed]
+        files = [os.path.join(root, f) for root, _, names in os.walk(folder) for f in names]
+        loose = [os.path.relpath(f, folder) for f in files if f not in flushed]
         states.append((what, copy, loose))
 
     def after(name, act):
@@ -280,7 +281,8 @@ def power_loss(lab, times=1):
             assert all(torch.equal(a, b) for a, b in zip(restored.parameters(), want.parameters())), (what, how)
             tried, seen = tried + 1, seen | {manifest["step"]}
     assert seen == {1, 2, 3}
-    return [("power lost at any moment of a save: every prefix of its trace, unflushed files whole, empty or torn", tried, 0, "a whole checkpoint in each")]
+    return [("power lost at any moment of a save (simulated): every prefix of its trace, unflushed files whole, empty or torn", tried, 0,
+             "a whole checkpoint in each")]
 
 
 def disk_full(lab, times=1):
@@ -292,7 +294,8 @@ def disk_full(lab, times=1):
     assert sorted(os.listdir(os.path.join(run, "ckpt"))) == before
     assert max(losses(run)) == 34, "25 fails and the training goes on; 30 fails too, which 35 sees"
     lab.must_end_well(run, 2)
-    return [("disk full in a save", 2, 0, "training goes on, tries again, stops after k failures; the old one is intact; resumes to identical weights")]
+    return [("disk full in a save (a limit on the size of files)", 2, 0,
+             "training goes on, tries again, stops after k failures; the old one intact; resumes to identical weights")]
 
 
 def not_a_number(lab, times=1):
@@ -505,7 +508,8 @@ def torchrun(lab, times=1):
 
 
 FAULTS = dict(kill=kill, elastic=elastic, flip_bits=flip_bits, damage=damage, power_loss=power_loss, disk_full=disk_full, not_a_number=not_a_number,
-              hang=hang, signals=signals, two_runs=two_runs, read_only=read_only, swapped=swapped, no_summary=no_summary, bad_data=bad_data, malicious=malicious, torchrun=torchrun)
+              hang=hang, signals=signals, two_runs=two_runs, read_only=read_only, swapped=swapped, no_summary=no_summary,
+              bad_data=bad_data, malicious=malicious, torchrun=torchrun)
 
 
 def main():
