@@ -21,6 +21,7 @@ $ python data.py data/edu data/german --join=data/both     # several folders of 
 import hashlib
 import json
 import os
+import zipfile
 import shutil
 
 import numpy as np
@@ -245,7 +246,7 @@ def open_shard(folder, entry):
     path = os.path.join(folder, entry["file"])
     try:
         shard = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as e:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:   # numpy takes what begins like a zip for one
         raise ValueError(f"{path}: not a readable token shard ({e}): prepare the data again") from None
     if shard.ndim != 1 or shard.dtype not in (np.uint16, np.uint32) or len(shard) != entry["tokens"]:
         raise ValueError(f"{path}: {shard.dtype}{list(shard.shape)} where meta.json promises {entry['tokens']} tokens: prepare the data again")

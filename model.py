@@ -303,13 +303,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
         train = any(ctx.needs_input_grad[:2])
-        grad_h, grad_head = (torch.empty_like(h), torch.zeros_like(head)) if train else (None, None)
+        grad_h, grad_head = (torch.empty_like(h), at_least_fp32(torch.zeros_like(head))) if train else (None, None)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
             nll[s], dz = ChunkedCrossEntropy.chunk_loss(h[s], w, targets[s], weights[s], train)
             if train:
                 grad_h[s] = dz @ w                         # (rows, C)
                 grad_head += dz.T @ h[s]                   # (V, C)
+        ctx.head_dtype = head.dtype                        # FSDP hands over a bf16 head: its chunks still add up in fp32
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
         return (nll * weights).sum(), nll
@@ -317,7 +318,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         grad_h, grad_head = ctx.saved_tensors
-        return grad_h * grad.to(grad_h.dtype), grad_head * grad, None, None, None
+        return grad_h * grad.to(grad_h.dtype), (grad_head * grad).to(ctx.head_dtype), None, None, None
 
 
 class KVCache:

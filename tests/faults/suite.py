@@ -422,7 +422,7 @@ def bad_data(lab, times=1):
         with open(path, "rb") as f:
             return f.read()
 
-    changes = {"empty": b"", "cut short": whole[:-100], "of another type": array(tokens.astype(np.float32)), "foreign": b"RIFF" + bytes(1000),
+    changes = {"empty": b"", "cut short": whole[:-100], "of another type": array(tokens.astype(np.float32)), "foreign": b"PK\x03\x04" + bytes(1000),
                "of another length": array(tokens[:-7]), "out of range": array(np.where(np.arange(len(tokens)) % 50 == 3, 60000, tokens).astype(tokens.dtype)),
                "a pickle": array(np.array([Marker(os.path.join(lab.folder, "executed"))], dtype=object))}
     for name, content in changes.items():
