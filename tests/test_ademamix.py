@@ -53,7 +53,7 @@ def test_scaling_in_the_step_is_scaling_the_gradient():
     torch.testing.assert_close(run(0, scale=0.25)[0], run(0)[1], rtol=1e-12, atol=1e-12)
 
 
-def test_beta3_warms_up_as_the_report_says():  # spec values for a warm-up over 100,000 steps
+def test_beta3_warms_up_as_the_report_says():  # for a warm-up over 100,000 steps
     want = {1: .90098833, 10: .90907658, 100: .94996625, 1000: .99090099, 10_000: .99900901, 50_000: .99980022, 100_000: .9999}
     assert {t: round(beta3_at(t, 0.9, 0.9999, 100_000), 8) for t in want} == want
 

@@ -89,7 +89,7 @@ def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
         assert torch.equal(ours.generate(prompt, 8, temperature=0), theirs.generate(prompt, max_new_tokens=8, do_sample=False))
 
 
-def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64 (spec: computed from the released config): kept / blended / divided by 8
+def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64, from the released config: kept / blended / divided by 8
     for theta, want in ((5e5, (29, 6, 29)), (1e6, (27, 7, 30)), (4e6, (25, 6, 33)), (12e6, (23, 6, 35))):
         scaled = rope_frequencies(ApertusConfig(rope_theta=theta)).double()
         plain = rope_frequencies(ApertusConfig(rope_theta=theta, rope_scaling=0.0)).double()
