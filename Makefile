@@ -11,7 +11,7 @@ KILLS = 500
 .PHONY: train align ablate memorize faults test clean
 
 train: $(RUN)/summary.json
-	$(PY) sample.py --init_from=$(RUN) --start="import " --temperature=0.7
+	$(PY) sample.py --init_from=$(RUN) --start="class Reader:" --temperature=0.7
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"
 
 $(RUN)/summary.json: | $(DATA)/meta.json

@@ -219,7 +219,10 @@ def open_log(config, start):
     cut_log(path, start)
     wandb = None
     if wandb_log:
-        import wandb
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("wandb_log=True needs a package that is not here: pip install wandb, or leave the flag out") from None
         wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
     file = open(path, "a", encoding="utf-8")
 

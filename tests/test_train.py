@@ -4,6 +4,8 @@ import math
 import os
 import shutil
 import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -104,6 +106,17 @@ def test_without_a_compiler_it_says_so_and_runs_eagerly(trained, tmp_path, monke
     monkeypatch.setenv("CXX", "no-such-compiler")
     done = tiny(trained, f"--out={tmp_path / 'run'}", "--compile=True", "--total_samples=24", "--decay_samples=8")
     assert done.returncode == 0 and "no compiler found for cpu" in done.stdout
+
+
+def test_wandb_gets_every_line_of_the_log_or_its_absence_is_one_line(trained, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)                            # as if it were not installed
+    done = tiny(trained, f"--out={tmp_path / 'none'}", "--wandb_log=True")
+    assert done.returncode == 2 and "pip install wandb" in done.stderr and done.stderr.count("\n") == 1
+    sent = []
+    fake = types.SimpleNamespace(init=lambda **kw: sent.append(kw["project"]), log=lambda entry, step: sent.append(entry))
+    monkeypatch.setitem(sys.modules, "wandb", fake)                            # the service cannot be reached from a test
+    done = tiny(trained, f"--out={tmp_path / 'run'}", "--wandb_log", "--total_samples=32", "--decay_samples=8")
+    assert done.returncode == 0 and sent == ["nanoapertus", *log(tmp_path / "run")]
 
 
 def test_accumulation_does_not_change_the_step(trained, tmp_path):           # 1 x 8, 2 x 4 and 8 x 1 are the same sum in another order
