@@ -3,5 +3,5 @@ study = "doc_mask"
 question = "attention inside documents, or across them"
 baseline = "inside"
 arms = dict(inside={}, across=dict(doc_mask=False))
-lrs = (2e-3, 4e-3)
+lrs = (1e-3, 2e-3, 4e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: 2.037 with and without (and the released code most likely did not mask)."

@@ -3,5 +3,5 @@ study = "goldfish"
 question = "what Goldfish costs: none, the published product hash, a mixing hash (k = h = 50)"
 baseline = "none"
 arms = dict(none=dict(goldfish_k=0), product={}, mix=dict(goldfish_hash="mix"))
-lrs = (2e-3, 4e-3)
+lrs = (1e-3, 2e-3, 4e-3)
 published = "no row of its own in the report; Table E.5 finds downstream scores unharmed at 1B to 8B."
