@@ -36,6 +36,7 @@ paths = []                        # texts for the small models (.txt .md .py .js
 models = "none k10 k4 none-512 k50-stream k50-window"    # which of the small models below
 seeds = 3                         # of passages, order and weights
 first_seed = 1
+n_passages = 8                    # of each repetition count, at windows of 256; at 512 three quarters of it
 background = 1_000_000            # tokens read once, at windows of 256; at 512 seven tenths of it
 tokenizer = "apertus:2048"
 jobs = 0                          # models trained at a time; 0 = one a CPU core, one on a GPU
@@ -55,9 +56,9 @@ REPETITIONS = (0, 1, 4, 16, 64, 128)
 WANT = 'a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}'
 EDIT = 0.05                       # of the tokens of a near-duplicate are another token, fresh in every copy
 
-# The small models: window, passage, suffix, passages a bucket; flags of train.py; the mask (k, h, hash) whose dropped labels are looked at,
+# The small models: window, passage, suffix; flags of train.py; the mask (k, h, hash) whose dropped labels are looked at,
 # for `none` as a control.
-SHORT, LONG = dict(T=256, passage=150, suffix=100, n=8), dict(T=512, passage=300, suffix=250, n=6)
+SHORT, LONG = dict(T=256, passage=150, suffix=100), dict(T=512, passage=300, suffix=250)
 MODELS = {
     "none": dict(SHORT, train=dict(goldfish_k=0), mask=(10, 13, "product")),
     "k10": dict(SHORT, train=dict(goldfish_k=10, goldfish_h=13, goldfish_scope="window"), mask=(10, 13, "product")),
@@ -241,7 +242,7 @@ def documents(text, characters=900):
     return found + [now.strip()] if now.strip() else found
 
 
-def make_data(folder, seed, T, passage, n):
+def make_data(folder, seed, T, passage):
     """
     Write a data folder as train.py reads it, with its probes.json. Stream: BOS document EOS; background documents once and passages as
     often as their bucket says, shuffled, so that every copy has another left context and another place in its window.
@@ -251,6 +252,7 @@ def make_data(folder, seed, T, passage, n):
     if os.path.exists(os.path.join(folder, "meta.json")):
         return
     os.makedirs(folder, exist_ok=True)
+    n = n_passages if T == 256 else max(n_passages * 3 // 4, 1)
     tok, rng, texts = tokenizers.load(tokenizer), random.Random(seed), read_texts()
     cut = int(len(texts[-1]) * 0.6)
     source, texts = tok.encode(texts[-1][cut:]), [*texts[:-1], texts[-1][:cut]]
@@ -310,8 +312,7 @@ def train_small(name, seed):
         size = 2048 // m["T"]
         steps = windows // size
         flags = dict(TRAIN, **m["train"], block_size=m["T"], batch_size=size, micro_batch=size, total_samples=steps * size,
-                     warmup_samples=40 * size,
-                     decay_samples=steps * 3 // 10 * size, eval_windows=0, seed=seed, data=data, out=folder)
+                     warmup_samples=min(40, steps // 10) * size, decay_samples=steps * 3 // 10 * size, eval_windows=0, seed=seed, data=data, out=folder)
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, "output.txt"), "w", encoding="utf-8") as f:
             env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
@@ -362,7 +363,7 @@ def demonstrate(names):
     todo = [(name, seed) for seed in range(first_seed, first_seed + seeds) for name in names]
     for name, seed in todo:
         m = MODELS[name]
-        make_data(os.path.join(runs, f"data-{m['T']}-s{seed}"), seed, m["T"], m["passage"], m["n"])
+        make_data(os.path.join(runs, f"data-{m['T']}-s{seed}"), seed, m["T"], m["passage"])
     with ThreadPoolExecutor(jobs or (1 if torch.cuda.is_available() else os.cpu_count())) as pool:
         trained = pool.map(lambda job: train_small(*job), todo)
         for (name, seed), (folder, data) in tqdm(zip(todo, trained), "models", total=len(todo), unit="model"):
@@ -458,12 +459,16 @@ def draw_maps(rows, picture):
     plt.close(figure)
 
 
+def read_rows(path):
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def write_report(folder):
     path = os.path.join(folder, "rows.jsonl")
     if not os.path.isfile(path):
         raise ValueError(f"no {path}: run memorize.py first, without --report")
-    with open(path, encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
+    rows = read_rows(path)
     text = table_md(rows)
     with open(os.path.join(folder, "table.md"), "w", encoding="utf-8") as f:
         f.write(text)
@@ -479,12 +484,16 @@ def main():
         unknown = [name for name in models.split() if name not in MODELS]
         if unknown:
             raise ValueError(f"no small model {unknown[0]!r}: there is {', '.join(MODELS)}")
-        rows = test_model() if init_from else demonstrate(models.split())
+        path = os.path.join(folder, "rows.jsonl")
+        kept = [] if init_from or not os.path.isfile(path) else read_rows(path)
+        rows = list(test_model() if init_from else demonstrate(models.split()))
+        again = {(r["model"], r["seed"]) for r in rows}                     # other models and seeds keep what was measured before
+        order = list(MODELS) + [r["model"] for r in rows]
+        rows = sorted([r for r in kept if (r["model"], r["seed"]) not in again] + rows, key=lambda r: (order.index(r["model"]), r["seed"]))
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "rows.jsonl.tmp"), "w", encoding="utf-8") as f:
-            for row in rows:
-                f.write(json.dumps(row) + "\n")
-        os.replace(os.path.join(folder, "rows.jsonl.tmp"), os.path.join(folder, "rows.jsonl"))     # whole or not at all
+        with open(path + ".tmp", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+        os.replace(path + ".tmp", path)                                     # whole or not at all
     print(write_report(folder))
 
 

@@ -13,7 +13,7 @@ import pytest
 import ablate
 from conftest import ROOT, script
 
-STUDIES = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(ROOT, "results", "ablations", "*", "runs.jsonl")))
+STUDIES = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(ROOT, "results", "**", "runs.jsonl"), recursive=True))
 
 
 def run(arm, seed, final, lr=1e-3, curve=None):

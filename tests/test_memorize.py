@@ -100,10 +100,10 @@ def test_teacher_forced_accuracy_counts_each_label_after_the_prefix_once(model):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("memorize") / "data")
-    before = memorize.tokenizer, memorize.background
-    memorize.tokenizer, memorize.background = "byte", 20_000
-    memorize.make_data(folder, 7, 256, 150, 2)
-    memorize.tokenizer, memorize.background = before
+    before = memorize.tokenizer, memorize.background, memorize.n_passages
+    memorize.tokenizer, memorize.background, memorize.n_passages = "byte", 20_000, 2
+    memorize.make_data(folder, 7, 256, 150)
+    memorize.tokenizer, memorize.background, memorize.n_passages = before
     return folder
 
 
@@ -170,6 +170,24 @@ def test_the_probes_that_prepare_plants_are_read_and_stand_in_the_data(tmp_path)
     assert list(buckets) == [0, 2] and sorted(map(tuple, sum(buckets.values(), []))) == sorted(tuple(tok.encode(p)) for p in passages)
     other = tokenizer.load("apertus:300")                                    # another vocabulary: the text counts, not the ids
     assert all(other.decode(ids) in passages for ids in memorize.read_probes(str(tmp_path / "own" / "probes.json"), other)[2])
+
+
+def test_the_demonstration_runs_from_texts_to_table_and_keeps_the_rows_of_other_seeds(tmp_path, monkeypatch):
+    (tmp_path / "book.txt").write_text(" ".join(f"{random.Random(i).randrange(10**4)} and\n\n" for i in range(4000)))
+    for name, value in dict(paths=[str(tmp_path / "book.txt")], out=str(tmp_path / "out"), runs=str(tmp_path / "runs"), tokenizer="byte", jobs=1,
+                            models="k4", seeds=1, background=3000, n_passages=1, REPETITIONS=(0, 128),
+                            TRAIN=dict(memorize.TRAIN, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=32)).items():
+        monkeypatch.setattr(memorize, name, value)
+    memorize.make_data(str(tmp_path / "runs" / "data-256-s1"), 1, 256, 150)
+    probes = json.load(open(tmp_path / "runs" / "data-256-s1" / "probes.json"))
+    earlier = [dict(model=m, seed=s, kind="validation", val_loss=1.0, val_bpb=1.0, seconds=60, tokens=1) for m, s in (("k4", 0), ("k4", 2), ("k4", 1))]
+    os.makedirs(tmp_path / "out")
+    (tmp_path / "out" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in earlier))
+    memorize.main()
+    rows = memorize.read_rows(tmp_path / "out" / "rows.jsonl")
+    assert rows[0] == earlier[0] and rows[-1] == earlier[1] and earlier[2] not in rows             # measured again: replaced
+    assert {(r["kind"], r["repetitions"]) for r in rows[2:-1]} == {(k, p["repetitions"]) for k in ("greedy", "nucleus", "map", "first49", "forced") for p in probes}
+    assert "| k4 | 3 | 100 |" in (tmp_path / "out" / "table.md").read_text() and os.path.exists(tmp_path / "out" / "maps.png")
 
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(COMMITTED, "rows.jsonl")), reason="no committed results")

@@ -1,6 +1,7 @@
 # Structured feed-forward layers at 63 % and 32 % of the MLP's parameters (5/8 and 5/16 of every layer but the first), each with and
 # without self-guided training over the first half. The MLP is 4 C wide, as in the paper, so that the shares are the published ones.
 study = "structured"
+out = "results"                            # not a part of Apertus: not among the studies in results/ablations
 question = "LowRank, BlockDense, BlockShuffle at 63 % and 32 % of the MLP, +sg with self-guided training"
 baseline = "dense"
 _C = 64                                    # the size's n_embd: ranks go with it
