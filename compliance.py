@@ -31,8 +31,7 @@ from urllib.parse import quote, unquote
 
 from tqdm import tqdm
 
-# The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot). `*` stands last,
-# so that a refusal is put down to an agent that is named, where one is.
+# The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
 AGENTS = ("AI2Bot", "Applebot-Extended", "Bytespider", "CCBot", "CCBot/2.0", "CCBot/1.0", "ClaudeBot",
           "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
           "PanguBot", "*")
@@ -113,6 +112,7 @@ _LINE = re.compile(rf"^[ \t]*({_KEYS})(?:[ \t]*:|[ \t])([^#\n]*)", re.I | re.M)
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")                          # "CCBot/2.0 (https://...)" -> "CCBot"
 
 
+@lru_cache(maxsize=4096)
 def product_token(agent):
     """What names an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None if nothing does."""
     m = _TOKEN.match(agent.strip())
@@ -194,7 +194,8 @@ def refusals(path, groups, agents=AGENTS, explicit=False):
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
-    (True, reason) if every agent may read url by this robots.txt, else (False, "robots:AGENT:RULE") for the first not.
+    (True, reason) if every agent may read url by this robots.txt, else (False, "robots:AGENT:RULE") for the first that the
+    file names, `*` if it names none of those that it refuses.
 
     robots_txt: str or bytes; None = the host has none. explicit=True asks only groups that name the agent: with
     agents=AGENTS[:-1] these are the opt-outs from AI alone: of 4,231 real files of 2019, 30 instead of 114 refuse an
@@ -211,9 +212,11 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     groups = parse_robots(robots_txt)
     if groups is None:
         return True, "unparsable"
-    for agent, rule in refusals(parts[1], groups, agents, explicit).items():
-        return False, f"robots:{agent}:{rule}"
-    return True, "allowed"
+    refused = refusals(parts[1], groups, agents, explicit)
+    if not refused:
+        return True, "allowed"
+    agent = min(refused, key=lambda agent: 1 if agent == "*" else 2 * (product_token(agent) not in groups))   # of equals the first
+    return False, f"robots:{agent}:{refused[agent]}"
 
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
@@ -239,6 +242,9 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset()
 STORES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 
+_unpacked = lru_cache(maxsize=4096)(zlib.decompress)
+
+
 class RobotsStore:
     """Host -> robots.txt. Contents lie deflated in memory, equal ones once: 1 kB a host (of 4 kB), 1 GB a million."""
 
@@ -259,7 +265,7 @@ class RobotsStore:
         """bytes or None. A host that is not known is tried with and without www., which serve the same file."""
         for name in (host, host[4:] if host.startswith("www.") else "www." + host):
             if name in self._files:
-                return zlib.decompress(self._files[name])
+                return _unpacked(self._files[name])
         return None
 
 

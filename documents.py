@@ -18,12 +18,22 @@ import json
 import os
 import time
 import zlib
+from functools import lru_cache
 
 from tqdm import tqdm
 
 ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 BATCH = 4 << 20                     # bytes of raw text a batch, about: a process holds some ten times as much
 SLICE = 64 << 20                    # bytes of a parquet row group that are taken at once; larger groups are cut by rows
+
+
+def sha256(path):
+    """Of a file, or of all files of a folder with their names."""
+    if os.path.isdir(path):
+        inside = sorted(f for f in glob.glob(os.path.join(path, "**", "*"), recursive=True) if os.path.isfile(f))
+        return hashlib.sha256("\n".join(f"{os.path.relpath(f, path)} {sha256(f)}" for f in inside).encode()).hexdigest()
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def share(doc_id):
@@ -232,26 +242,31 @@ def writable(text):
 
 def parquet_documents(name, path, first, rows, text_field, columns):
     group, begin, end = rows
+    wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
     try:
-        file = open_parquet(path)
-        wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
-        wanted = [c for c in file.schema_arrow.names if c in wanted]
-        row = -1
-        for batch in file.iter_batches(512, row_groups=[group], columns=wanted):
-            if row + 1 + len(batch) <= begin:
-                row += len(batch)
-                continue
-            for record in batch.to_pylist():
-                row += 1
-                if begin <= row < end:
-                    if isinstance(record[text_field], str):
-                        yield document(name, first + row - begin, record, text_field)
-                    else:
-                        yield broken(name, f"{name}:{first + row - begin}", "a row without text")
-            if row + 1 >= end:
-                return
+        if path.startswith("hf://"):                                            # the network may fail in the middle: all rows, or once more
+            records = hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), group, begin, end, wanted)))
+        else:
+            records = parquet_rows(open_parquet(path), group, begin, end, wanted)
+        for row, record in enumerate(records, first):
+            if isinstance(record[text_field], str):
+                yield document(name, row, record, text_field)
+            else:
+                yield broken(name, f"{name}:{row}", "a row without text")
     except ValueError:                                                          # pyarrow's errors of content are ValueErrors
         yield broken(name, f"{name}:row group {group}", "unreadable")
+
+
+def parquet_rows(file, group, begin, end, wanted):
+    """Yield rows begin to end of a row group as dicts of the wanted columns that exist; other columns are not read."""
+    at = 0
+    for batch in file.iter_batches(512, row_groups=[group], columns=[c for c in file.schema_arrow.names if c in wanted]):
+        low, high = max(begin - at, 0), min(end - at, len(batch))
+        if low < high:
+            yield from batch.slice(low, high - low).to_pylist()
+        at += len(batch)
+        if at >= end:
+            return
 
 
 def open_parquet(path):
@@ -260,7 +275,7 @@ def open_parquet(path):
     except ImportError:
         raise ValueError("parquet needs pyarrow: pip install pyarrow") from None
     if path.startswith("hf://"):
-        return hub_try(path, lambda fs: pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb")))
+        return hub_try(path, lambda fs: hub_parquet(fs, path))
     return pyarrow.parquet.ParquetFile(path)
 
 
@@ -296,6 +311,12 @@ def hub_try(path, ask, tries=4):
             tqdm.write(f"{path}: {kind}; again in {4**n} s")
             time.sleep(4**n)
     raise OSError(f"{path} could not be read from the hub ({kind}: {why}). Nothing is lost: the same command goes on where it stopped")
+
+
+@lru_cache(maxsize=2)                                                           # a footer holds all row groups: read once, not for each
+def hub_parquet(fs, path):
+    import pyarrow.parquet
+    return pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb"))
 
 
 def hub_files(path):

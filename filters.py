@@ -188,6 +188,7 @@ _A |= np.uint64(1)
 # Words are hashed by a random number for each byte times one for its place. 0 marks the bytes that are in no word.
 _BYTE = _rng.integers(1, 2**32, 256, dtype=np.uint32, endpoint=False)
 _BYTE[[b for b in range(128) if not (chr(b).isalnum() or chr(b) == "_")]] = 0
+_MARKS = np.isin(np.arange(256), (0xC2, 0xE2, 0xE3, 0xEF))                    # the first bytes of what may be punctuation beyond ASCII
 _PLACE = _rng.integers(0, 2**32, 256, dtype=np.uint32, endpoint=False) | np.uint32(1)
 _SPACE = re.compile(r"\s")
 
@@ -196,34 +197,43 @@ def word_ids(text):
     """
     The words of a text, without case, punctuation and spaces, as hashes: uint64 (n,), in order. Equal words have equal ids.
 
-    Chinese and Japanese are taken by character, and what else has no spaces (over 20 characters a word). About 40 MB/s: numpy on
-    bytes, no word is ever made.
+    Chinese and Japanese are taken by character, and what else has no spaces (over 20 characters a word).
     """
-    raw = np.frombuffer(text.lower().encode("utf-8", "replace"), np.uint8)    # (N,) bytes
-    if not len(raw):
-        return np.zeros(0, np.uint64)
-    h = _BYTE[raw]                                                            # (N,)
-    if not text.isascii():                                                    # punctuation beyond ASCII: quotes, dashes, Chinese marks
-        second, third = np.append(raw[1:], np.uint8(0)), np.append(raw[2:], np.zeros(2, np.uint8))[:len(raw)]
-        c2 = raw == 0xC2
-        three = (raw == 0xE2) & (second < 0x82) | (raw == 0xE3) & (second == 0x80)
-        three |= (raw == 0xEF) & (second == 0xBC) & ((third < 0x90) | (third - 0x9A < 7))           # full width, not letters and digits
-        h[c2] = 0
-        h[1:][(c2 | three)[:-1]] = 0
-        h[three] = 0
-        h[2:][three[:-2]] = 0
+    return words([text])[0]
+
+
+def words(texts):
+    """
+    word_ids of many texts, one after the other, and where each ends: uint64 (N,), int64 (n,). Numpy on bytes, no word is ever made:
+    60 MB/s, but 17 for one page of 3 kB alone, so some 300 kB should be taken at a time.
+    """
+    parts = [text.lower().encode("utf-8", "replace") for text in texts]
+    ends = np.cumsum([len(part) + 1 for part in parts])                       # (n,) in bytes, with a line break behind each
+    firsts = np.append(0, ends[:-1])
+    raw = np.frombuffer(b"\n".join([*parts, b""]), np.uint8)                  # (N,) bytes
+    h = _BYTE.take(raw)                                                       # (N,)
+    if not all(map(str.isascii, texts)):                                      # punctuation beyond ASCII: quotes, dashes, Chinese marks
+        at = np.flatnonzero(_MARKS.take(raw))
+        one, two, three = raw[at], raw[at + 1], raw.take(at + 2, mode="clip")
+        mark = (one == 0xE2) & (two < 0x82) | (one == 0xE3) & (two == 0x80)
+        mark |= (one == 0xEF) & (two == 0xBC) & ((three < 0x90) | (three - 0x9A < 7))               # full width, not letters and digits
+        h[at[one == 0xC2]] = h[at[one == 0xC2] + 1] = 0
+        h[at[mark]] = h[at[mark] + 1] = h[at[mark] + 2] = 0
     inside = h != 0
     begin = inside.copy()
     begin[1:] &= ~inside[:-1]
     begin |= inside & (raw >= 0xE3) & (raw <= 0xE9)                           # U+3000 to U+9FFF: kana, Chinese characters
-    if len(text) > 20 * np.count_nonzero(begin):
-        begin = inside & (raw & 0xC0 != 0x80)                                 # the first byte of each character
-    starts = np.flatnonzero(begin)                                            # (n,)
+    counts = np.add.reduceat(begin, firsts, dtype=np.int64)                   # (n,) words
+    for i in np.flatnonzero(np.array([len(text) for text in texts]) > 20 * counts).tolist():
+        part = slice(firsts[i], ends[i])
+        begin[part] = inside[part] & (raw[part] & 0xC0 != 0x80)               # the first byte of each character
+        counts[i] = np.count_nonzero(begin[part])
+    starts = np.flatnonzero(begin)                                            # (N words,)
     if not len(starts):
-        return np.zeros(0, np.uint64)
+        return np.zeros(0, np.uint64), np.cumsum(counts)
     place = np.arange(starts[0], len(raw), dtype=np.uint32) - np.repeat(starts.astype(np.uint32), np.diff(np.append(starts, len(raw))))
-    h = np.add.reduceat(h[starts[0]:] * _PLACE[place & 255], starts - starts[0], dtype=np.uint32)   # 32 bits: twice as fast
-    return (h ^ (h >> np.uint32(15))).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    h = np.add.reduceat(h[starts[0]:] * _PLACE.take(place & 255), starts - starts[0], dtype=np.uint32)    # 32 bits: twice as fast
+    return (h ^ (h >> np.uint32(15))).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), np.cumsum(counts)
 
 
 def ngrams(ids, n):
@@ -250,18 +260,32 @@ def _join(left, right):
     return h
 
 
-def minhash(text, ids=None):
+def minhash(text):
     """
     Signature of a text's set of 5-word shingles: uint32 (112,). The share of places where two signatures agree
     estimates the Jaccard similarity of the sets, +- 0.04 at 0.8. Fewer than 5 words are one shingle. Broder 1997.
-    ids: word_ids(text), if they are known. Of a long text the first million characters count.
+    Of a long text the first million characters count.
     """
-    ids = word_ids(text[:1_000_000]) if ids is None else ids
-    shingles = ngrams(ids, min(5, max(len(ids), 1)))
+    return signatures(*words([text[:1_000_000]]))[0]
+
+
+def signatures(ids, ends):
+    """minhash of the n texts of words(): uint32 (n, 112)."""
+    sizes = np.diff(ends, prepend=0)                                          # (n,) words
+    inside = np.ones(len(ids), bool)
+    inside[np.maximum(ends[:, None] - np.arange(1, 5), 0)[sizes > 0]] = False   # the last 4 words of a text begin no shingle
+    counts, shingles = np.maximum(sizes - 4, 0), ngrams(ids, 5)
+    shingles = shingles[inside[:len(shingles)]]
+    few = np.flatnonzero((0 < sizes) & (sizes < 5))
+    if len(few):
+        whole = [ngrams(ids[ends[i] - sizes[i]:ends[i]], sizes[i])[0] for i in few]
+        shingles = np.insert(shingles, np.cumsum(counts)[few], whole)
+        counts[few] = 1
+    ends = np.cumsum(counts)
     if RMinHash:
-        matrix = RMinHash.digest_matrix_from_flat_token_hashes(shingles, np.array([0, len(shingles)], np.uint64), 112, 42)
-        return np.array(matrix.to_rows()[0], np.uint32)
-    return minhash_numpy(np.unique(shingles))
+        rows = RMinHash.digest_matrix_from_flat_token_hashes(shingles, np.append(0, ends).astype(np.uint64), 112, 42).to_rows()
+        return np.array(rows, np.uint32).reshape(-1, 112)
+    return np.array([minhash_numpy(np.unique(part)) for part in np.split(shingles, ends[:-1])])
 
 
 def minhash_numpy(shingles):
@@ -288,11 +312,11 @@ class NearDuplicates:
         self.bands, self.seen = 112 // self.rows, Seen()
 
     def keys(self, signature):
-        """One number for each band: uint64 (bands,). signature: minhash(text)."""
-        bands = signature[:self.bands * self.rows].reshape(self.bands, self.rows).astype(np.uint64)
+        """One number for each band: uint64 (..., bands). signature: minhash(text), or signatures(...) of many."""
+        bands = signature[..., :self.bands * self.rows].reshape(*signature.shape[:-1], self.bands, self.rows).astype(np.uint64)
         h = np.arange(1, self.bands + 1, dtype=np.uint64)                     # (bands,)
-        for row in bands.T:
-            h = (h ^ row) * np.uint64(0x9E3779B97F4A7C15)
+        for row in range(self.rows):
+            h = (h ^ bands[..., row]) * np.uint64(0x9E3779B97F4A7C15)
             h ^= h >> np.uint64(29)
         return h
 
@@ -326,12 +350,16 @@ class Contamination:
         self.maybe = np.zeros(1 << 20, bool)                                  # by the upper 20 bits: 1 MB rules nearly all of a text out
         self.maybe[grams >> np.uint64(44)] = True
 
-    def check(self, text, ids=None):
-        """Index of the first prompt found in text, or None. ids: what encode makes of the text, if it is known."""
-        ids = self.encode(text) if ids is None else ids
+    def candidates(self, ids):
+        """Where in ids (of one text, or of many one after the other) an 8-gram begins that may be of a prompt."""
+        return np.flatnonzero(self.maybe[ngrams(ids, 8) >> np.uint64(44)])
+
+    def check(self, text):
+        """Index of the first prompt found in text, or None."""
+        ids = self.encode(text)
         grams = ngrams(ids, 8)
         done = {}                                                             # prompt -> end of what was compared
-        for hit in np.flatnonzero(self.maybe[grams >> np.uint64(44)]).tolist():
+        for hit in self.candidates(ids).tolist():
             for number in self.where.get(int(grams[hit]), ()):
                 prompt = self.prompts[number]
                 if hit < done.get(number, 0):

@@ -1,8 +1,7 @@
 """
-The two things that every process of prepare.py does: a batch of rows through the rules, and a bucket of documents into tokens.
+What every process of prepare.py does first: a batch of rows through the rules that look at one document alone.
 
     sift       rows -> documents -> robots, licence, language, length, scores, contamination -> without personal data -> spool
-    tokenize   documents of one stretch of the final order -> <s> ids </s>, one after the other
 
 A result is a file under its final name or it is not there: after kill -9 the work that is missing is done again, nothing else.
 All that a document meets here depends on the document alone; duplicates, which depend on others, are judged by prepare.py in
@@ -12,7 +11,6 @@ the order of the input, on the keys that sift computed. So any number of process
 import json
 import multiprocessing
 import os
-import re
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,9 +19,11 @@ import numpy as np
 
 from compliance import TAGS, host_key, scrub_pii, verdict
 from documents import documents, place
-from filters import column_reason, minhash, pieces, text_key, word_ids
+from filters import column_reason, pieces, signatures, text_key, words
+from shards import long_parts
 
 KINDS = tuple(TAGS)                                      # email, ip, iban: the columns of what was scrubbed
+LONG = 1_000_000                                         # characters of a document that near-duplicates are judged by
 
 
 class Rules:
@@ -37,8 +37,8 @@ class Rules:
     def __init__(self, **settings):
         self.__dict__.update(settings)
 
-    def reason(self, doc, ids, size, robots):
-        """Why this document goes, or None. Counts in `robots` what its host said."""
+    def reason(self, doc, size, robots):
+        """Why this document goes, by its URL and its columns, or None. Counts in `robots` what its host said."""
         if not doc["text"].strip():
             return "empty"
         if self.robots is not None or self.blocked:
@@ -46,13 +46,19 @@ class Rules:
             self.count(robots, outcome, doc, size)
             if outcome.startswith("drop:"):
                 return outcome[5:]
-        if reason := column_reason(doc, **self.columns):
-            return reason
-        if self.contamination:
-            for part in pieces(doc["text"], overlap=20_000):
-                prompt = self.contamination.check(part, ids if len(part) == len(doc["text"]) else None)
+        return column_reason(doc, **self.columns)
+
+    def contaminated(self, texts, ids, ends):
+        """{number of a text: why it goes}. ids, ends: filters.words(texts); one look at all of them rules nearly every text out."""
+        found = np.searchsorted(ends, self.contamination.candidates(ids), side="right").tolist()
+        reasons = {}
+        for i in {*found, *(i for i, text in enumerate(texts) if len(text) > LONG)}:
+            for part in pieces(texts[i], overlap=20_000):
+                prompt = self.contamination.check(part)
                 if prompt is not None:
-                    return f"contaminated:prompt {prompt}"
+                    reasons[i] = f"contaminated:prompt {prompt}"
+                    break
+        return reasons
 
     def count(self, robots, outcome, doc, size):
         kind, host = ":".join(outcome.split(":")[:2]), host_key(doc.get("url"))
@@ -81,10 +87,68 @@ def sift(rules, number, rows):
     """
     if os.path.exists(os.path.join(rules.folder, f"{number}.npz")):             # done before a kill
         return
-    info = dict(rows=0, ids=[], urls=[], groups=[], removed=[], columns=[], dates=[None, None],
+    info = dict(files=sorted({i for i, _, _ in rows}), rows=0, ids=[], urls=[], groups=[], removed=[], columns=[], dates=[None, None],
                 robots=dict(outcomes={}, hosts={}, blocked={}, agents={}))
     groups, places, sizes, keys, bands, found, texts = {}, [], [], [], [], [], []
-    for doc in documents(rules.files, rows, rules.text_field, rules.wanted):
+    for docs in handfuls(documents(rules.files, rows, rules.text_field, rules.wanted)):
+        staying = by_columns(rules, docs, info, groups)
+        if staying and (rules.near or rules.contamination):
+            staying, some = by_words(rules, staying, info)
+            bands.append(some)
+        for doc, row, group, url, size in staying:
+            date = doc.get("date")
+            if isinstance(date, str) and date[:4].isdigit():
+                low, high = info["dates"]
+                info["dates"] = [min(low or date, date), max(high or date, date)]
+            scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
+            counts, parts = dict.fromkeys(KINDS, 0), []
+            for part in long_parts(doc["text"]):                                 # of a document of 100 MB one copy is enough
+                part, hits = scrub_pii(part) if scrub else (part, {})
+                parts.append(part.encode())
+                for kind, n in hits.items():
+                    counts[kind] += n
+            keys.append(text_key(doc["text"])[:8])
+            info["ids"].append(doc["id"])
+            info["urls"].append(url)
+            places.append(place(doc["id"]))
+            found.append(list(counts.values()))
+            texts.append(parts)
+            sizes.append((group, size, sum(map(len, parts)), row))
+    info["groups"] = list(groups)
+    order = sorted(range(len(texts)), key=places.__getitem__)
+    offsets, at = np.zeros(len(texts), np.int64), 0
+    with open(os.path.join(rules.folder, f"{number}.text.tmp"), "wb") as f:
+        for i in order:
+            offsets[i], at = at, at + sizes[i][2]
+            f.writelines(texts[i])
+    sizes = np.array(sizes, np.int64).reshape(-1, 4)
+    with open(os.path.join(rules.folder, f"{number}.npz.tmp"), "wb") as f:
+        np.savez(f, place=np.array(places, np.uint64), offset=offsets, key=np.frombuffer(b"".join(keys), np.uint64),
+                 bands=np.concatenate(bands) if bands else np.zeros((len(texts), 0), np.uint64),
+                 group=sizes[:, 0], size=sizes[:, 1], length=sizes[:, 2], row=sizes[:, 3],
+                 found=np.array(found, np.int64).reshape(-1, len(KINDS)), info=np.frombuffer(json.dumps(info).encode(), np.uint8))
+    for ending in ("text", "npz"):
+        path = os.path.join(rules.folder, f"{number}.{ending}")
+        os.replace(path + ".tmp", path)
+
+
+def handfuls(docs, size=300_000):
+    """Documents in lists of about so many characters: what numpy does to one page costs mostly the call, and to megabytes the memory."""
+    some, n = [], 0
+    for doc in docs:
+        some.append(doc)
+        n += len(doc["text"] or "")
+        if n >= size:
+            yield some
+            some, n = [], 0
+    if some:
+        yield some
+
+
+def by_columns(rules, docs, info, groups):
+    """[(document, row, group, URL, bytes)] of those that stay by what their URLs and columns say; the others go to info["removed"]."""
+    staying = []
+    for doc in docs:
         if rules.license:
             doc.setdefault("license", rules.license)
         if rules.language:
@@ -100,50 +164,24 @@ def sift(rules, number, rows):
             info["columns"] = info["columns"] or doc["columns"]
             info["removed"].append((info["rows"], group, doc["id"], None, "unreadable:" + doc["problem"], 0))
             continue
-        raw = doc["text"]
-        size = len(raw.encode())
-        ids = word_ids(raw[:1_000_000]) if rules.near or rules.contamination else None
-        reason = rules.reason(doc, ids, size, info["robots"])
+        size = len(doc["text"].encode())
+        reason = rules.reason(doc, size, info["robots"])
         if reason:
             info["removed"].append((info["rows"], group, doc["id"], url, reason, size))
-            continue
-        date = doc.get("date")
-        if isinstance(date, str) and date[:4].isdigit():
-            low, high = info["dates"]
-            info["dates"] = [min(low or date, date), max(high or date, date)]
-        keys.append(text_key(raw)[:8])
-        if rules.near:
-            bands.append(rules.near.keys(minhash(raw, ids)))
-        scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
-        counts, parts = dict.fromkeys(KINDS, 0), []
-        for part in long_parts(raw):                                             # of a document of 100 MB one copy is enough
-            part, hits = scrub_pii(part) if scrub else (part, {})
-            parts.append(part.encode())
-            for kind, n in hits.items():
-                counts[kind] += n
-        info["ids"].append(doc["id"])
-        info["urls"].append(url)
-        places.append(place(doc["id"]))
-        del raw, doc
-        found.append(list(counts.values()))
-        texts.append(b"".join(parts))
-        sizes.append((group, size, len(texts[-1]), info["rows"]))
-    info["groups"] = list(groups)
-    order = sorted(range(len(texts)), key=places.__getitem__)
-    offsets, at = np.zeros(len(texts), np.int64), 0
-    with open(os.path.join(rules.folder, f"{number}.text.tmp"), "wb") as f:
-        for i in order:
-            offsets[i], at = at, at + len(texts[i])
-            f.write(texts[i])
-    sizes = np.array(sizes, np.int64).reshape(-1, 4)
-    with open(os.path.join(rules.folder, f"{number}.npz.tmp"), "wb") as f:
-        np.savez(f, place=np.array(places, np.uint64), offset=offsets, key=np.frombuffer(b"".join(keys), np.uint64),
-                 bands=np.array(bands, np.uint64) if bands else np.zeros((len(texts), 0), np.uint64),
-                 group=sizes[:, 0], size=sizes[:, 1], length=sizes[:, 2], row=sizes[:, 3],
-                 found=np.array(found, np.int64).reshape(-1, len(KINDS)), info=np.frombuffer(json.dumps(info).encode(), np.uint8))
-    for ending in ("text", "npz"):
-        path = os.path.join(rules.folder, f"{number}.{ending}")
-        os.replace(path + ".tmp", path)
+        else:
+            staying.append((doc, info["rows"], group, url, size))
+    return staying
+
+
+def by_words(rules, staying, info):
+    """Those that stay by their words (evaluation prompts), and their keys for near-duplicates: uint64 (n, bands)."""
+    texts = [doc["text"] for doc, *_ in staying]
+    ids, ends = words([text[:LONG] for text in texts])
+    gone = rules.contaminated(texts, ids, ends) if rules.contamination else {}
+    info["removed"] += [(row, group, doc["id"], url, gone[i], size) for i, (doc, row, group, url, size) in enumerate(staying) if i in gone]
+    stays = [i for i in range(len(staying)) if i not in gone]
+    bands = rules.near.keys(signatures(ids, ends)) if rules.near else np.zeros((len(staying), 0), np.uint64)
+    return [staying[i] for i in stays], bands[stays]
 
 
 def sifted(folder, number):
@@ -163,73 +201,6 @@ def scores(rules, number, rows, field):
             if doc[field] is not None:
                 found.append((doc["id"], str(doc.get("language") or rules.language or ""), float(doc[field])))
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# spool to tokens
-
-
-class Bucket:
-    """A stretch of the final order: for each document the batch it is in, where, how long, its stream (of a source and split)."""
-
-    def __init__(self, number, batch, offset, length, stream):
-        self.number, self.batch, self.offset, self.length, self.stream = number, batch, offset, length, stream
-
-    def texts(self, folder):
-        """Yield the documents' texts, in order."""
-        files = {}
-        try:
-            for batch, offset, length in zip(self.batch.tolist(), self.offset.tolist(), self.length.tolist()):
-                if batch not in files:
-                    if len(files) > 200:                                         # of the open files that a process may have
-                        files.pop(next(iter(files))).close()
-                    files[batch] = open(os.path.join(folder, f"{batch}.text"), "rb")
-                files[batch].seek(offset)
-                yield files[batch].read(length).decode()
-        finally:
-            for f in files.values():
-                f.close()
-
-
-def tokenize(tok, folder, bucket):
-    """
-    Documents of a bucket -> {number}.tokens, the streams one after the other, and {number}.json: [stream, tokens] in that order,
-    and the number of tokens of each document.
-    """
-    path = os.path.join(folder, f"{bucket.number}.tokens")
-    if os.path.exists(path.replace(".tokens", ".json")):
-        return 0
-    dtype = np.uint16 if tok.vocab_size <= 2**16 else np.uint32
-    streams, counts = {}, []
-    encode = lambda part: tok.encode_array(part).astype(dtype)
-    for text, stream in zip(bucket.texts(folder), bucket.stream.tolist()):
-        before = len(streams.setdefault(stream, []))
-        streams[stream] += [np.array([tok.bos], dtype), *(encode(part) for part in long_parts(text)), np.array([tok.eos], dtype)]
-        counts.append(sum(len(part) for part in streams[stream][before:]))
-    with open(path, "wb") as f:
-        for stream in sorted(streams):
-            for part in streams[stream]:
-                f.write(part.tobytes())
-    sizes = [[stream, sum(len(part) for part in streams[stream])] for stream in sorted(streams)]
-    with open(os.path.join(folder, f"{bucket.number}.json.tmp"), "w", encoding="utf-8") as f:
-        json.dump(dict(streams=sizes, counts=counts), f)
-    os.replace(f.name, f.name.removesuffix(".tmp"))
-    return sum(counts)
-
-
-# No token of Apertus' expression crosses these places: after a line break before a letter, before a space between letters.
-_BORDER = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_])(?= [^\W\d_])")
-
-
-def long_parts(text, size=1_000_000):
-    """A text in parts of about a million characters whose tokens, one after the other, are those of the text: memory stays bounded."""
-    begin = 0
-    while len(text) - begin > size:
-        border = _BORDER.search(text, begin + size, begin + size + 100_000)
-        end = border.start() if border else begin + size                         # 100,000 characters without a border: cut anywhere
-        yield text[begin:end]
-        begin = end
-    yield text[begin:] if begin else text
 
 
 # ----------------------------------------------------------------------------------------------------------------------

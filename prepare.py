@@ -12,7 +12,10 @@ $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/german
-$ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --score_field=quality_score --keep_top=0.33
+$ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --out=data/german-hq
+
+The last one is, by its card, the best tenth of FineWeb-2 by the column quality_score. On files with such a column (FineWeb-Edu: score)
+--score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first pass over the scores of all files.
 
 Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text (40 bytes a document
 stay, 152 with near-duplicates; on disk three times the text while it runs). Killed at any moment, the same command goes on, and
@@ -21,7 +24,6 @@ the result is the same to the byte, whatever the number of workers.
 
 import glob
 import gzip
-import hashlib
 import json
 import os
 import shutil
@@ -38,9 +40,10 @@ import report as reports
 import tokenizer as tokenizers
 from compliance import AGENTS, blocked_domains, open_robots
 from configurator import run, settings
-from documents import batches, check, find, place, share    # noqa: F401 (share is the rule by which documents are split)
+from documents import batches, check, find, place, sha256, share
 from filters import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
-from pipeline import KINDS, Bucket, Rules, long_parts, ordered, scores, sift, sifted, tokenize
+from pipeline import KINDS, Rules, ordered, scores, sift, sifted
+from shards import Bucket, long_parts, tokenize, write_shard, write_shards    # noqa: F401 (memorize.py takes write_shard from here)
 
 paths = []                          # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; nothing = the standard library
 out = "data/stdlib"                 # the folder to write; default data/stdlib, data/mine when paths are given
@@ -122,7 +125,7 @@ def prepare():
     tok, name = vocabulary(buckets, work, half_done)
     tokens = tokenize_all(tok, buckets, rules, work)
     meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
-    meta["sources"] = {} if dry_run else write_shards(tok, buckets, kept, tokens, work, half_done)
+    meta["sources"] = {} if dry_run else write_shards(tok, buckets, kept, tokens, shard_tokens, work, half_done)
     count_tokens(audit, kept, tokens)
     if planted:
         planted = write_probes(planted, tok, tokens, kept, half_done)
@@ -165,7 +168,7 @@ def survey(work):
     decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
     local = inputs() if not paths else find([p for p in paths if not p.startswith("hf://")])   # the hub is asked once: a revision is kept
     stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
-    code = [os.path.join(ROOT, f) for f in ("prepare.py", "pipeline.py", "documents.py", "filters.py", "compliance.py", "tokenizer.py")]
+    code = [os.path.join(ROOT, f"{f}.py") for f in "prepare pipeline shards documents filters compliance tokenizer".split()]
     others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:"), *code]
     key = json.loads(json.dumps([decides, stats, [sha256(p) for p in others if p and os.path.exists(p)]]))
     try:
@@ -178,7 +181,7 @@ def survey(work):
         pass
     shutil.rmtree(os.path.dirname(work), ignore_errors=True)
     tasks = [(name, (name, path, text_field)) for name, path in inputs()]
-    many = sum(size for _, _, size, _ in stats) > SMALL
+    many = sum(size for _, _, size, _ in stats) > SMALL or len(tasks) > len(stats)       # a footer on the hub takes a second
     found = ordered(check, (), tasks, processes() if many else 1)
     files = [file for _, file in tqdm(found, "looking at the files", total=len(tasks), unit="file", disable=None if many else True)]
     bad = next((f for f in files if f["problem"]), None)
@@ -257,7 +260,7 @@ def judge(files, rules, audit, removed, skipped):
     Sift all batches, and remove what was there before, in the order of the input. Returns what stays as arrays, in that order:
     place (hash of the id), batch, offset, length (where the text lies in the spool), stream (source and split), group.
     """
-    exact, near, columns, written = Seen() if dedup else None, rules.near.seen if rules.near else None, [], 0
+    exact, near, columns, written, read = Seen() if dedup else None, rules.near.seen if rules.near else None, [], 0, set()
     if probes and dedup:
         exact.first(np.array([fingerprint(text) for text in read_prompts(probes)], np.uint64)[:, None])
     have = lambda number: os.path.exists(os.path.join(rules.folder, f"{number}.npz"))
@@ -293,7 +296,10 @@ def judge(files, rules, audit, removed, skipped):
             columns.append((arrays["place"], np.full(len(group), number, np.int32), arrays["offset"], length, group))
             written += int(arrays["length"].sum())
             progress.update(seen - progress.n)
+            read.update(info["files"])
             if max_bytes and written >= max_bytes:
+                for i, file in enumerate(files):
+                    file["problem"] = file["problem"] or (None if i in read else "not read: --max_bytes was reached")
                 break
     names = ("place", "batch", "offset", "length", "group")
     kept = {name: np.concatenate([c[i] for c in columns]) if columns else np.zeros(0, np.int64) for i, name in enumerate(names)}
@@ -414,63 +420,6 @@ def tokenize_all(tok, buckets, rules, work):
     return np.concatenate(counts)
 
 
-def write_shards(tok, buckets, kept, tokens, work, half_done):
-    """The streams of each source and split, from all buckets in order, cut into shards. Returns meta.json's "sources"."""
-    dtype, sources = np.dtype(np.uint16 if tok.vocab_size <= 2**16 else np.uint32), {}
-    sizes = []
-    for b in buckets:
-        with open(os.path.join(work, f"{b.number}.json"), encoding="utf-8") as f:
-            sizes.append(json.load(f)["streams"])
-    for s, name in enumerate(kept["sources"]):
-        sources[name] = {}
-        for split, stream in (("train", 2 * s), ("val", 2 * s + 1)):
-            mine = kept["stream"] == stream
-            left, shards, prefix = int(tokens[mine].sum()), [], "" if len(kept["sources"]) == 1 else f"{safe(name)}_"
-            pieces, rest = stream_of(buckets, sizes, stream, dtype, work), []
-            while left:
-                n, file = min(left, shard_tokens), f"{prefix}{split}_{len(shards):05d}.npy"
-                shards.append(dict(file=file, **write_shard(os.path.join(half_done, file), take(pieces, n, rest), n, dtype)))
-                left -= n
-            size = int(kept["length"][mine].astype(np.int64).sum())
-            sources[name][split] = dict(documents=int(mine.sum()), tokens=int(tokens[mine].sum()), bytes=size, shards=shards)
-    return sources
-
-
-def stream_of(buckets, sizes, stream, dtype, work):
-    """Yield the tokens of one stream, a million at a time."""
-    for b, streams in zip(buckets, sizes):
-        at = 0
-        for s, n in streams:
-            if s == stream:
-                with open(os.path.join(work, f"{b.number}.tokens"), "rb") as f:
-                    f.seek(at * dtype.itemsize)
-                    for begin in range(0, n, 1 << 20):
-                        yield np.fromfile(f, dtype, min(1 << 20, n - begin))
-            at += n
-
-
-def take(pieces, n, rest):
-    """Yield n tokens of an iterator of arrays; what is over of the last array waits in the list `rest`."""
-    while n:
-        piece = rest.pop() if rest else next(pieces)
-        if len(piece) > n:
-            rest.append(piece[n:])
-        yield piece[:n]
-        n -= len(piece[:n])
-
-
-def write_shard(path, tokens, n=0, dtype=None):
-    """Write a 1-D .npy, flushed to disk, from an array or from an iterator of arrays of n tokens in all. Returns its line for meta.json."""
-    pieces, n, dtype = ([tokens], len(tokens), tokens.dtype) if isinstance(tokens, np.ndarray) else (tokens, n, dtype)
-    with open(path, "wb") as f:
-        np.lib.format.write_array_header_1_0(f, dict(descr=dtype.str, fortran_order=False, shape=(n,)))
-        for piece in pieces:
-            f.write(piece.tobytes())                       # np.save hides a full disk behind "requested and written"
-        f.flush()
-        os.fsync(f.fileno())
-    return dict(tokens=n, sha256=sha256(path))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # the account
 
@@ -561,26 +510,12 @@ def bar(files, what):
     return tqdm(desc=what, total=sum(f.get("unpacked") or f["bytes"] for f in files if not f["problem"]), unit="B", unit_scale=True)
 
 
-def sha256(path):
-    """Of a file, or of all files of a folder with their names."""
-    if os.path.isdir(path):
-        inside = sorted(f for f in glob.glob(os.path.join(path, "**", "*"), recursive=True) if os.path.isfile(f))
-        return hashlib.sha256("\n".join(f"{os.path.relpath(f, path)} {sha256(f)}" for f in inside).encode()).hexdigest()
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def write_json(path, content):
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         json.dump(content, f, indent=1, ensure_ascii=False)
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + ".tmp", path)
-
-
-def safe(name):
-    """A source's name as part of a file name."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """
 The audit of a data folder: every document that came in is kept or removed for a reason, and the numbers add up.
 
-    in = kept + sum over reasons of removed            documents and bytes, for each source, language and licence
+    in = kept + sum over reasons of removed            documents and bytes, for each source, language and licence, exactly
+
+Tokens are counted for what was kept. What was removed is never tokenized: its tokens are estimated from its bytes, at the rate of
+what was kept of the same source, language and licence, and every name of such a number says "about".
 
 prepare.py fills an Audit and writes report.json (all numbers), report.md (for people), flow.png (documents from input to kept)
 and removed.jsonl.gz (id, URL, reason of each document that is not there; never its text). The last section of report.md is the
-text for the boxes of the EU's public summary of training content (AI Act, art. 53(1)(d)).
+text for the boxes of the EU's public summary of training content: see eu_summary.
 
 $ python report.py data/mine                # the invariants once more, from the files: counts, hashes of the shards
 """
@@ -97,7 +100,7 @@ class Audit:
 
 
 def empty():
-    return dict(documents_in=0, bytes_in=0, removed={}, documents=0, bytes=0, bytes_written=0, tokens=0, pii={})
+    return dict(documents_in=0, bytes_in=0, removed={}, documents=0, bytes=0, bytes_written=0, tokens=0, pii={}, tokens_removed_about={})
 
 
 def short(reason):
@@ -114,9 +117,9 @@ def total(groups):
                 for reason, (n, size) in group["removed"].items():
                     row = out["removed"].setdefault(reason, [0, 0])
                     row[0], row[1] = row[0] + n, row[1] + size
-            elif name == "pii":
-                for kind, n in group["pii"].items():
-                    out["pii"][kind] = out["pii"].get(kind, 0) + n
+            elif isinstance(out[name], dict):
+                for kind, n in group.get(name, {}).items():
+                    out[name][kind] = out[name].get(kind, 0) + n
             else:
                 out[name] += group[name]
     for i, name in enumerate(("documents", "bytes")):
@@ -127,15 +130,18 @@ def total(groups):
     return out
 
 
+def estimate(groups):
+    """tokens_removed_about of each group, by its tokens per byte, or by those of all groups where nothing of it was kept."""
+    kept = total(groups)
+    for group in groups:
+        tokens, size = (group["tokens"], group["bytes_written"]) if group["bytes_written"] else (kept["tokens"], kept["bytes_written"])
+        group["tokens_removed_about"] = {reason: round(n * tokens / max(size, 1)) for reason, (_, n) in group["removed"].items()}
+
+
 def build(audit, run, inputs, outputs, robots, pii, probes):
     """report.json as a dict; see the module docstring. run, inputs, outputs: what prepare.py knows of them."""
+    estimate(audit.groups.values())
     everything = total(audit.groups.values())
-    per_byte = everything["tokens"] / max(everything["bytes_written"], 1)
-
-    def row(group):
-        mine = group["tokens"] / group["bytes_written"] if group["bytes_written"] else per_byte
-        return dict(group, tokens_in_about=group["tokens"] + sum(round(mine * size) for _, size in group["removed"].values()))
-
     table = {}
     for (source, language, _), group in sorted(audit.groups.items()):
         table.setdefault((source, language), []).append(group)
@@ -151,8 +157,8 @@ def build(audit, run, inputs, outputs, robots, pii, probes):
         block = dict(robots, hosts=dict(hosts, blocked=len(audit.blocked)), outcomes=dict(sorted(audit.outcomes.items())),
                      removed_by_agent=dict(sorted(audit.agents.items())), top_blocked_hosts=dict(top[:20]),
                      share_of_bytes_removed=gone / max(everything["bytes_in"], 1), published_share=dict(english=0.08, multilingual=0.04))
-    return dict(run=run, inputs=inputs, total=row(everything), dates=audit.dates, robots=block, probes=probes,
-                pii=dict(pii, **everything["pii"]), table=[dict(source=s, language=l, **row(total(g))) for (s, l), g in table.items()],
+    return dict(run=run, inputs=inputs, total=everything, dates=audit.dates, robots=block, probes=probes,
+                pii=dict(pii, **everything["pii"]), table=[dict(source=s, language=l, **total(g)) for (s, l), g in table.items()],
                 licenses={name: {k: total(g)[k] for k in ("documents", "bytes", "tokens")} for name, g in sorted(licences.items())},
                 outputs=outputs)
 
@@ -162,7 +168,11 @@ def build(audit, run, inputs, outputs, robots, pii, probes):
 
 
 def percent(part, whole):
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    """One decimal, but what is not nothing never reads 0.0 %, and what is not all never 100.0 %."""
+    if not whole:
+        return "-"
+    share = 100 * part / whole
+    return "< 0.1 %" if 0 < share < 0.05 else "> 99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
 
 
 def cells(*values):
@@ -174,6 +184,11 @@ def header(*names):
     return [cells(*names), "|" + "---|" * len(names)]
 
 
+def about(*estimates, exact=0):
+    """A sum of tokens, with the sign of what is estimated if anything is."""
+    return f"\u2248 {exact + sum(estimates):,}" if any(estimates) else f"{exact:,}"
+
+
 def replaced(report):
     names = dict(email="e-mail addresses", ip="IP addresses", iban="IBANs")
     return ", ".join(f"{report['pii'].get(kind, 0):,} {name}" for kind, name in names.items())
@@ -182,28 +197,31 @@ def replaced(report):
 def markdown(report):
     """report.md: the same numbers as sentences and tables."""
     t, run, robots = report["total"], report["run"], report["robots"]
+    vocabulary = "the vocabulary in tokenizer.json" if run["tokenizer"] == "tokenizer.json" else run["tokenizer"]
     lines = [f"# What is in {run['out']}, and what is not", "",
              f"{t['documents_in']:,} documents ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} stayed, "
-             f"{percent(t['bytes'], t['bytes_in'])} of the bytes: {t['tokens']:,} tokens of {run['tokenizer']}. Every other document was "
-             "removed, each for one reason:", "",
-             *header("", "documents", "of all", "MB", "tokens, about"),
-             cells("came in", t["documents_in"], "", t["bytes_in"] / 1e6, t["tokens_in_about"])]
-    rate = t["tokens"] / t["bytes_written"] if t["bytes_written"] else 0
+             f"{percent(t['bytes'], t['bytes_in'])} of the bytes: {t['tokens']:,} tokens of {vocabulary}. "
+             + ("Every other document was removed, each for one reason:" if t["removed"] else "Nothing was removed."), "",
+             *header("", "documents", "of all", "MB", "tokens"),
+             cells("came in", t["documents_in"], "", t["bytes_in"] / 1e6, about(*t["tokens_removed_about"].values(), exact=t["tokens"]))]
     for reason, (n, size) in t["removed"].items():
-        lines.append(cells(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6, round(size * rate)))
+        tokens = about(t["tokens_removed_about"][reason])
+        lines.append(cells(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6, tokens))
     share = percent(t["documents"], t["documents_in"])
     lines += [cells("**kept**", f"**{t['documents']:,}**", share, t["bytes"] / 1e6, f"**{t['tokens']:,}**"), "",
-              "in = kept + removed, to the document and to the byte. Tokens of what was removed are estimated by its bytes: it was never "
-              "tokenized.", "", "## Opt-outs", ""]
+              "in = kept + removed, to the document and to the byte. Numbers with \u2248 are estimates from bytes: what is removed is "
+              "never tokenized.", "", "## Opt-outs", ""]
     if robots:
         h, denied = robots["hosts"], "consent missing" if robots["missing"] == "deny" else "no opt-out"
         lines += [f"{h['seen']:,} hosts: {h['with_file']:,} with a robots.txt in the store, {h['without']:,} without (read as {denied}), "
                   f"{h['unparsable']:,} that serve something else. {h['blocked']:,} hosts lost documents, "
                   f"{percent(robots['share_of_bytes_removed'], 1)} of the bytes; Apertus lost about 8 % of its English "
                   "and 4 % of its other tokens.", ""]
+        if h["seen"] and not h["with_file"] + h["unparsable"]:
+            lines += ["**The store knows none of these hosts**: nothing is said here on whether their authors have opted out.", ""]
         if robots["removed_by_agent"]:
             by_agent = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
-            lines += [f"Documents by the first agent that may not read them: {by_agent}.", ""]
+            lines += [f"Documents by the agent whose rules say no (`*`: the rules for every agent that is not named): {by_agent}.", ""]
         if robots["top_blocked_hosts"]:
             rows = [cells(host, n, size / 1e6) for host, (n, size) in robots["top_blocked_hosts"].items()]
             lines += [*header("host", "documents", "MB"), *rows, ""]
@@ -219,7 +237,8 @@ def markdown(report):
         p = report["probes"]
         times = ", ".join(map(str, p["repetitions"]))
         lines += ["", "## Memorisation probes", "",
-                  f"{p['passages']:,} passages of {p['file']} stand {times} times in the training split, as {p['documents']:,} documents of {p['tokens']:,} tokens that are not counted above (probes.json)."]
+                  f"{p['passages']:,} passages of {p['file']} stand {times} times in the training split, as {p['documents']:,} documents "
+                  f"of {p['tokens']:,} tokens that are not counted above (probes.json)."]
     rows = sorted(report["table"], key=lambda r: -r["bytes_in"])
     lines += ["", "## By source and language", "",
               *header("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token")]
@@ -246,31 +265,46 @@ def markdown(report):
 
 
 def eu_summary(report):
-    """The boxes of the template that this data can fill (modality, languages, sources, measures), as text to paste and to correct."""
+    """
+    The boxes of the form that this data can fill, as text to paste and to correct.
+
+    The form: European Commission, Template for the Public Summary of Training Content for general-purpose AI models, C(2025) 8311
+    final of 5 December 2025 (first published on 24 July 2025), for art. 53(1)(d) of the AI Act. Its section numbers, the three ranges
+    of tokens and the titles of the boxes are those of the forms that Apertus (1 September 2025, swiss-ai/apertus-data-transparency)
+    and Cohere (Command A+, 10 September 2026) filled in, which agree; the Commission's own file was not at hand. The form counts the
+    data of a model after filtering, from all its folders and for each modality.
+    """
     t, robots, tokens = report["total"], report["robots"], report["total"]["tokens"]
-    bracket = "less than 1 billion" if tokens < 1e9 else "1 billion to 10 trillion" if tokens <= 1e13 else "more than 10 trillion"
+    bracket = "Less than 1 billion" if tokens < 1e9 else "1 billion to 10 trillion" if tokens <= 1e13 else "More than 10 trillion"
     languages = {}
     for r in report["table"]:
         languages[r["language"] or "not stated"] = languages.get(r["language"] or "not stated", 0) + r["bytes"]
     common = [name for name in sorted(languages, key=languages.get, reverse=True) if languages[name]]
-    files = [f["name"] for f in report["inputs"]]
-    lines = ["## For the EU public summary of training content (text to paste, and to correct)", "",
-             f"- Modality and size: text, {tokens:,} tokens ({bracket} tokens), {t['bytes_written'] / 1e9:,.3f} GB.",
-             f"- Latest date of acquisition: {(report['dates'][1] or 'not stated in the data')[:10 if report['dates'][1] else None]}.",
-             f"- Languages: {len(common):,}; the largest {', '.join(common[:10])}.",
-             f"- Datasets: {', '.join(files[:10])}{f' and {len(files) - 10:,} more files' if len(files) > 10 else ''}."]
+    files = [f["name"] for f in report["inputs"] if not f["problem"]]
+    latest = (report["dates"][1] or "")[:10] or "not stated in the data; write it here"
+    lines = ["## For the EU public summary of training content", "",
+             "Text to paste, and to correct, for the boxes of the Commission's template C(2025) 8311 (AI Act, art. 53(1)(d)) that these "
+             "files can fill; section numbers are the template's. A model trained on more than this folder adds up all of them. Check the "
+             "wording against the current template: it was taken from published forms, not from the Commission's file.", "",
+             f"- 1.3 Modality: Text. Training data size: {bracket} tokens ({tokens:,} tokens of {report['run']['tokenizer']}, "
+             f"{t['bytes_written'] / 1e9:,.3f} GB).",
+             f"- 1.3 Latest date of data acquisition/collection for model training: {latest}.",
+             f"- 1.3 Linguistic characteristics: {len(common):,} language{'s' * (len(common) != 1)}, by size: {', '.join(common[:10])}"
+             f"{f' and {len(common) - 10:,} more' if len(common) > 10 else ''}.",
+             f"- 2 Data sources: {', '.join(files[:10])}{f' and {len(files) - 10:,} more files' if len(files) > 10 else ''}. "
+             "(2.1 if public, 2.2 if licensed or private, 2.3 if crawled by you: that is not in the files.)"]
     if robots:
         gone = sum(t["removed"].get(reason, (0, 0))[0] for reason in ("robots", "blocked-domain", "no-robots", "unparsable", "bad-url"))
         silent = "left out" if robots["missing"] == "deny" else "taken as not having opted out"
-        lines.append(f"- Reservation of rights: robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any "
+        lines.append(f"- 3.1 Reservations of rights: robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any "
                      f"date, for {len(robots['agents']):,} agents ({', '.join(robots['agents'][:4])}, ...); {gone:,} documents removed. "
                      f"A host without a file was {silent}.")
     else:
-        lines.append("- Reservation of rights: none was looked up.")
-    lines.append(f"- Personal data: {'replaced: ' + replaced(report) if report['pii']['scrubbed'] else 'not replaced'}.")
+        lines.append("- 3.1 Reservations of rights: none was looked up.")
+    lines.append(f"- 3.3 Personal data: {'replaced: ' + replaced(report) if report['pii']['scrubbed'] else 'not replaced'}.")
     others = ("license", "score", "above", "contaminated", "duplicate", "near-duplicate")
     measures = ", ".join(f"{reason} {t['removed'][reason][0]:,}" for reason in others if reason in t["removed"])
-    lines.append(f"- Other measures (documents removed): {measures or 'none'}.")
+    lines.append(f"- 3.2, 3.3 Other measures (documents removed): {measures or 'none'}.")
     return lines
 
 
@@ -290,13 +324,15 @@ def picture(report, path):
     for y, (name, n, gone) in enumerate(bars):
         axis.barh(y, n, color="C0" if gone else "C2" if name == "kept" else "C7", height=0.7)
         axis.barh(y, gone, left=n, color="C3", height=0.7)
-        axis.annotate(f" -{gone:,} ({percent(gone, t['documents_in'])})" if gone else f" {n:,}", (n + gone, y), va="center", fontsize=9)
+        number = f" \u2212{gone:,} ({percent(gone, t['documents_in'])})" if gone else f" {n:,}"
+        axis.annotate(number, (n + gone, y), va="center", fontsize=9)
         if y:                                                          # the stream narrows from bar to bar
             axis.fill_between([0, n + gone], y - 0.65, y - 0.35, color="C0", alpha=0.12, linewidth=0)
-    axis.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axis.set_yticks(range(len(bars)), [f"{name}\n{REASONS[name]}" if name in REASONS else name for name, _, _ in bars], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, max(t["documents_in"], 1) * 1.18)
-    axis.set_xlabel("documents")
+    axis.set_xlabel("documents left (blue) and removed by each rule (red), in the order of the rules")
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set_title(f"{report['run']['out']}: {t['documents']:,} of {t['documents_in']:,} documents, {t['tokens']:,} tokens", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
@@ -318,7 +354,7 @@ def verify(folder):
     with open(path, encoding="utf-8") as f:
         report = json.load(f)
     t, removed = total(report["table"]), {}
-    if (t["documents_in"], t["bytes_in"], t["tokens"]) != tuple(report["total"][k] for k in ("documents_in", "bytes_in", "tokens")):
+    if any(t[name] != report["total"].get(name, {}) for name in t):
         raise ValueError(f"{path}: the rows of the table are not the total")
     with gzip.open(os.path.join(folder, "removed.jsonl.gz"), "rt", encoding="utf-8") as f:
         for line in f:

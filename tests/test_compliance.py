@@ -129,6 +129,8 @@ def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
     silent = "User-agent: *\nDisallow: /private\nUser-agent: GPTBot\nDisallow: /gpt"
     assert may_train_on(url, silent, AGENTS[:-1]) == (False, "robots:AI2Bot:/private")       # RFC: not named = `*`
     assert may_train_on(url, silent, AGENTS[:-1], explicit=True) == (True, "allowed")
+    assert may_train_on(url, silent) == (False, "robots:*:/private")
+    assert may_train_on(url, silent + "\nDisallow: /p") == (False, "robots:GPTBot:/p")          # an agent that is named goes before `*`
     assert may_train_on("https://a.org/gpt", silent, AGENTS[:-1], explicit=True) == (False, "robots:GPTBot:/gpt")
 
 
@@ -209,7 +211,7 @@ def test_a_store_in_every_form_gives_the_same_verdicts(name, tmp_path):
     assert len(store) == 3
     assert verdict("http://EXAMPLE.com:80/no", store) == "drop:robots:GPTBot:/no"
     assert verdict("http://www.example.com/no", store) == "drop:robots:GPTBot:/no"           # www. tried
-    assert verdict("http://b\u00fccher.example/", store) == "drop:robots:AI2Bot:/"
+    assert verdict("http://b\u00fccher.example/", store) == "drop:robots:*:/"
     assert verdict("http://example.com/yes", store) == verdict("http://example.com/yes", store,
                                                                missing="deny") == "kept:allowed"
     for url, what in (("http://null.org/", "no-robots"), ("http://page.net/", "unparsable"), ("not a url", "bad-url")):

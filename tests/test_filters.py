@@ -127,6 +127,25 @@ def test_an_edited_copy_is_found_and_another_text_is_not(backend, monkeypatch):
     assert minhash("").shape == (112,) and minhash("").dtype == np.uint32
 
 
+@pytest.mark.parametrize("backend", ["rensa", "numpy"])
+def test_many_texts_at_once_have_the_words_and_signatures_that_each_has_alone(backend, monkeypatch):
+    if backend == "rensa":
+        pytest.importorskip("rensa")
+    else:
+        monkeypatch.setattr(filters, "RMinHash", None)
+    rng = random.Random(1)
+    texts = [" ".join(f"w{rng.randrange(99)}" for _ in range(n)) for n in (0, 1, 4, 5, 6, 300, 2, 0, 40)]
+    texts += ["\u201cquoted\u201d", "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c" * 9, "ends in \u2014", "", "..."]
+    for some in (texts, texts[::-1], texts[5:6], texts[7:8] + texts):
+        ids, ends = filters.words(some)
+        alone = [filters.word_ids(text) for text in some]
+        assert ids.tolist() == [i for one in alone for i in one.tolist()] and ends.tolist() == np.cumsum([len(one) for one in alone]).tolist()
+        for text, signature in zip(some, filters.signatures(ids, ends)):
+            want = [filters.word_ids(text)[i:i + 5] for i in range(max(len(filters.word_ids(text)) - 4, 1))]      # runs of 5, or all
+            shingles = np.array([filters.ngrams(run, len(run))[0] for run in want if len(run)], np.uint64)
+            assert (signature == (minhash_numpy(shingles) if backend == "numpy" else minhash(text))).all()
+
+
 def test_ngrams_are_equal_where_the_runs_are():
     ids = np.random.default_rng(0).integers(0, 3, 2000)
     hashes, n = ngrams(ids, 8).tolist(), 8

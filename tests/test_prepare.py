@@ -2,6 +2,7 @@
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import documents
-import pipeline
+import shards
 import tokenizer
 from conftest import ROOT, script
 from data import read_meta
@@ -46,7 +47,7 @@ def run(*args):
     return done
 
 
-def shards(folder):
+def written(folder):
     """{file: bytes} of all that must be the same in two runs."""
     return {f: open(os.path.join(folder, f), "rb").read() for f in sorted(os.listdir(folder)) if f.endswith((".npy", ".gz", "meta.json", "probes.json"))}
 
@@ -136,7 +137,7 @@ def test_one_process_or_three_and_any_size_of_batch_write_the_same_bytes(corpus,
     root, args = corpus
     out = root / "again" / "out"                                                 # the source is named like the folder
     small_batches(*args, f"--out={out}", "--workers=3")
-    assert shards(out) == shards(root / "out")
+    assert written(out) == written(root / "out")
     a, b = account(out), account(root / "out")
     assert {k: a[k] for k in ("total", "table", "robots", "licenses", "outputs")} == {k: b[k] for k in ("total", "table", "robots", "licenses", "outputs")}
     assert {"robots", "contaminated", "rate", "duplicate", "near-duplicate"} <= a["total"]["removed"].keys()
@@ -165,7 +166,7 @@ def test_killed_in_the_middle_and_started_again_it_writes_the_same_bytes(corpus,
         time.sleep(0.005)
     assert second.returncode == 0, second.stderr.read()
     assert "going on" in second.stdout.read() and all(seen.get(f, t) == t for f, t in before.items())   # what was done is not done again
-    assert shards(out) == shards(root / "out")
+    assert written(out) == written(root / "out")
 
 
 def test_other_settings_begin_anew(corpus, tmp_path):
@@ -177,7 +178,7 @@ def test_other_settings_begin_anew(corpus, tmp_path):
         json.dump(dict(key=["of another run"], files=[]), f)
     np.savez(f"{work}/0.npz", place=np.zeros(3))
     assert "going on" not in run(*args, f"--out={out}").stdout
-    assert shards(out) == shards(root / "out")
+    assert written(out) == written(root / "out")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -270,6 +271,14 @@ def test_reading_stops_at_max_bytes_wherever_the_batches_end(tmp_path):
         small_batches(path, f"--out={tmp_path / str(workers)}", "--tokenizer=byte", "--max_bytes=60_000", f"--workers={workers}")
         sizes.append(account(tmp_path / str(workers))["total"]["bytes"])
     assert sizes[0] == sizes[1] and 60_000 <= sizes[0] < 85_000
+
+
+def test_a_file_that_was_not_reached_is_not_named_as_a_source(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", rows(40, 40 * i)) for i in range(3)]
+    small_batches(*paths, f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--max_bytes=10_000")
+    assert [f["problem"] for f in account(tmp_path / "out")["inputs"]] == [None, "not read: --max_bytes was reached", "not read: --max_bytes was reached"]
+    page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+    assert "Data sources: 0.jsonl. (" in page and "| 2.jsonl (not read" in page and "Nothing was removed." in page and "\u2248 " not in page.split("in = kept")[0]
 
 
 def test_a_dry_run_prints_the_report_and_leaves_nothing(tmp_path):
@@ -392,7 +401,7 @@ def test_a_long_document_in_parts_has_the_same_tokens():
         with open(os.path.join(ROOT, path), encoding="utf-8") as f:
             whole = f.read() + "  \n\n \u0301 a\u0301 b\n\tx \u4e2d\u6587 Zw\u00f6lf =\n/foo\n"
         for size in (50, 333, 1000):
-            parts = list(pipeline.long_parts(whole, size))
+            parts = list(shards.long_parts(whole, size))
             assert "".join(parts) == whole and len(parts) > 10
             assert [i for part in parts for i in tok.encode_array(part).tolist()] == tok.encode(whole)
 
@@ -405,12 +414,16 @@ class Hub:
     """A file system like HfFileSystem over a local folder, whose network fails as often as told."""
 
     def __init__(self, folder):
-        self.folder, self.failures, self._api = folder, 0, self
+        self.folder, self.failures, self.left, self._api = folder, 0, 10**9, self
+
+    def ask(self):
+        self.left -= 1
+        if self.failures or self.left < 0:
+            self.failures = max(0, self.failures - 1)
+            raise RuntimeError("connection reset by peer")                      # httpx's errors are no OSErrors either
 
     def local(self, path):
-        if self.failures:
-            self.failures -= 1
-            raise ConnectionError("connection reset by peer")
+        self.ask()
         return os.path.join(self.folder, path.split("@")[-1].partition("/")[2] if "@" in path else path)
 
     def dataset_info(self, repo):
@@ -425,7 +438,13 @@ class Hub:
         return dict(size=os.path.getsize(file), lfs=dict(sha256=hashlib.sha256(open(file, "rb").read()).hexdigest()))
 
     def open(self, path, mode):
-        return open(self.local(path), mode)
+        hub = self
+
+        class Remote(io.FileIO):
+            def read(self, size=-1):
+                hub.ask()
+                return super().read(size)
+        return Remote(self.local(path))
 
 
 @pytest.fixture
@@ -451,21 +470,13 @@ def test_parquet_on_the_hub_streams_as_the_same_files_would_here(fake_hub, tmp_p
 
 def test_an_interrupted_download_says_so_and_loses_nothing(fake_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BATCH", 5_000)
-    asked, real = [], documents.open_parquet
-
-    def breaks(path):
-        asked.append(path)
-        if len(asked) > 9:
-            fake_hub.failures = 99
-        return real(path)
-    monkeypatch.setattr(documents, "open_parquet", breaks)
+    fake_hub.left = 25                                                          # then the network is gone, in the middle of a file
     args = ["hf://datasets/org/name/data/*.parquet", f"--out={tmp_path / 'out'}", "--tokenizer=byte"]
     done = script("prepare.py", *args)
     assert done.returncode == 2 and "connection reset" in done.stderr and "goes on where it stopped" in done.stderr and "Traceback" not in done.stderr
     before = len(glob.glob(f"{tmp_path / 'out'}.tmp/work/*.npz"))
     assert before > 2
-    fake_hub.failures = 0
-    monkeypatch.setattr(documents, "open_parquet", real)
+    fake_hub.left = 10**9
     assert "going on" in run(*args).stdout
     assert sorted(texts_in(tmp_path / "out")) == sorted(r["text"] for r in rows(120))
 

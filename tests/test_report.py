@@ -53,6 +53,26 @@ def test_each_row_of_the_table_adds_up_and_the_rows_are_the_total(folder):
     assert {(r["source"], r["language"]) for r in account["table"] if r["documents"]} == {(s, l) for s in ("mit", "cc0") for l in ("deu_Latn", "roh_Latn")}
 
 
+def test_tokens_are_counted_where_kept_and_estimated_where_removed_and_both_add_up(folder):
+    account, page = load(folder[0]), open(folder[0] / "report.md", encoding="utf-8").read()
+    total, rows = account["total"], account["table"]
+    assert total["tokens"] == sum(s["tokens"] for s in account["outputs"]["shards"]) == sum(r["tokens"] for r in rows)
+    assert total["tokens"] == total["bytes"] + 2 * total["documents"]                              # --tokenizer=byte: <s>, bytes, </s>
+    for reason, (n, size) in total["removed"].items():
+        about = total["tokens_removed_about"][reason]
+        assert about == sum(r["tokens_removed_about"].get(reason, 0) for r in rows) and size <= about <= size * 1.05
+        assert f"| {size / 1e6:,.2f} | \u2248 {about:,} |" in page or not about
+    assert f"| \u2248 {total['tokens'] + sum(total['tokens_removed_about'].values()):,} |" in page
+
+
+@pytest.mark.parametrize("tokens, says", [(10**9 - 1, "Less than 1 billion"), (10**9, "1 billion to 10 trillion"), (10**13, "1 billion to 10 trillion"),
+                                          (10**13 + 1, "More than 10 trillion")])
+def test_the_range_of_the_eu_form_is_the_one_that_the_tokens_fall_in(folder, tokens, says):
+    account = load(folder[0])
+    account["total"]["tokens"] = tokens
+    assert f"Training data size: {says} tokens ({tokens:,} tokens of byte" in "\n".join(report.eu_summary(account))
+
+
 def test_no_file_of_the_audit_holds_a_text(folder):
     for name in ("report.json", "report.md", "removed.jsonl.gz", "meta.json"):
         raw = open(folder[0] / name, "rb").read()
@@ -72,7 +92,7 @@ def test_the_opt_outs_are_named_by_host_and_agent_beside_the_published_shares(fo
 def test_the_page_for_people_has_the_numbers_and_the_boxes_of_the_eu_form(folder):
     out = folder[0]
     page, account = open(out / "report.md", encoding="utf-8").read(), load(out)
-    for says in (f"{account['total']['tokens']:,} tokens", "less than 1 billion tokens", "Latest date of acquisition: 2024-05-01", "deu_Latn", "8 %", "4 %",
+    for says in (f"{account['total']['tokens']:,} tokens", "Less than 1 billion tokens", "collection for model training: 2024-05-01", "deu_Latn", "8 %", "4 %",
                  "| h1.example | 30 |", account["inputs"][0]["sha256"][:16], account["outputs"]["shards"][0]["sha256"][:16], "for 15 agents"):
         assert says in page, says
     assert open(out / "flow.png", "rb").read(8) == b"\x89PNG\r\n\x1a\n" and os.path.getsize(out / "flow.png") > 5000
@@ -130,6 +150,19 @@ def test_without_a_robots_store_the_report_says_that_nobody_was_asked(tmp_path):
     (tmp_path / "a.txt").write_text("something")
     assert script("prepare.py", tmp_path / "a.txt", f"--out={tmp_path / 'out'}", "--tokenizer=byte").returncode == 0
     assert load(tmp_path / "out")["robots"] is None and "No robots.txt was consulted" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_store_that_knows_none_of_the_hosts_is_called_so(folder):
+    account = load(folder[0])
+    assert "knows none of these hosts" not in report.markdown(account)
+    account["robots"]["hosts"].update(with_file=0, without=3)
+    assert "**The store knows none of these hosts**" in report.markdown(account)
+
+
+@pytest.mark.parametrize("part, whole, says", [(0, 9, "0.0 %"), (1, 4597, "< 0.1 %"), (4596, 4597, "> 99.9 %"), (9, 9, "100.0 %"), (1, 3, "33.3 %"),
+                                               (0, 0, "-"), (1, 2000, "0.1 %"), (1999, 2000, "> 99.9 %")])
+def test_a_share_reads_as_nothing_or_all_only_if_it_is(part, whole, says):
+    assert report.percent(part, whole) == says
 
 
 def test_rows_where_the_numbers_do_not_add_up_are_refused():

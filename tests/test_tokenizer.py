@@ -2,12 +2,16 @@
 import importlib.util
 import json
 import os
+import random
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import tiktoken
+
+import chat
 import tokenizer
 from tokenizer import IN_TEXT, SMALL, chat_pieces, fairness, gini, hf_files, load, train_bpe
 
@@ -74,6 +78,15 @@ def test_the_pattern_is_that_of_the_published_file(apertus):
     package = os.path.dirname(importlib.util.find_spec("mistral_common").origin)
     with open(os.path.join(package, "data", "tekken_240718.json"), encoding="utf-8") as f:
         assert json.load(f)["config"]["pattern"] == tokenizer.PATTERN
+
+
+def test_the_grouped_pattern_cuts_as_the_published_one(apertus):
+    ranks = {piece: i for i, piece in enumerate(apertus.pieces[:8192])}
+    published = tiktoken.Encoding("published", pat_str=tokenizer.PATTERN, mergeable_ranks=ranks, special_tokens={})
+    grouped = tiktoken.Encoding("grouped", pat_str=tokenizer.GROUPED, mergeable_ranks=ranks, special_tokens={})
+    rng, letters = random.Random(0), "  \t\n\r\u00a0\u3000\u2028\x1c\x85aBz19.,'/!\u00e9\u01c5\u02b0\u0301\u4e2d\u0e01\u0661\u2167\U0001f600"
+    for text in [*texts(), *("".join(rng.choices(letters, k=rng.randint(1, 60))) for _ in range(3000))]:
+        assert grouped.encode_ordinary(text) == published.encode_ordinary(text)
 
 
 def test_the_named_control_tokens_stand_where_apertus_has_them(apertus):
@@ -219,7 +232,7 @@ def test_a_tool_with_nested_types_reads_as_published():   # text rendered by the
         "a": {"type": "array", "items": {"type": "object", "properties": {"x": {"type": "integer"}}}},
         "o": {"oneOf": [{"type": "string", "description": "s"}, {"type": "number", "default": 1}], "default": "é"},
         "n": {"type": ["string", "null"], "default": None}}, "required": ["a"]}}
-    assert tokenizer.describe_tool(tool) == (
+    assert chat.describe_tool(tool) == (
         "// d\ntype f = (_: {\na: {\nx?: \n                number}[],\no?: string// s | \nnumber"
         "                    // default: 1// default: é,\nn?: string | null, // default: null\n}) => any;")
 
