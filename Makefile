@@ -7,8 +7,9 @@ ALIGN =
 STUDY = activations
 BOOKS =
 KILLS = 500
+RUNS = 20
 
-.PHONY: train align ablate memorize faults test clean
+.PHONY: train align ablate memorize faults flakes test clean
 
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="class Reader:" --temperature=0.7
@@ -32,9 +33,13 @@ ablate: | $(DATA)/meta.json
 memorize: .venv/ready
 	$(PY) memorize.py $(BOOKS)
 
-# Everything that can go wrong with a run, done to it on purpose, as a table (some hours on two cores; KILLS=20: minutes)
+# Everything that can go wrong with a run, done to it on purpose: the table in README.md. KILLS more than the record has; 500 take half an hour
 faults: .venv/ready
-	$(PY) tests/faults/suite.py --kills=$(KILLS)
+	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults --readme=README.md
+
+# The tests of several processes, RUNS times in a row: stops at the first that fails
+flakes: .venv/ready
+	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile

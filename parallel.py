@@ -272,7 +272,8 @@ def square_norm(model, ranks):
 def stop_signals():
     """
     A list that fills when SIGTERM or SIGUSR2 arrives (not SIGUSR1: NCCL takes it). The loop looks at it between steps: a handler must do
-    no more, since it may interrupt an all-reduce.
+    no more, since it may interrupt an all-reduce. One rank's signal ends all ranks, and torchrun, with exit code 0. torchrun itself hands a
+    SIGTERM on, SIGUSR2 only with --signals-to-handle (without: it dies and the ranks run on), and then exits with 1 whatever they return.
     """
     caught, before = [], {}
     if threading.current_thread() is threading.main_thread():

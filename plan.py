@@ -19,6 +19,7 @@ $ python plan.py configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
 
 import collections
 import dataclasses
+import math
 import os
 import warnings
 
@@ -222,7 +223,8 @@ def main():
         print(f"{mode:12}{tokens:8,}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    {bound:10}{speed / gpus:10,.0f}"
               f"{speed:12,.0f}{days:9,.1f}{flops * speed / gpus / flop_s:7.1%}" + ("" if rows else "   (if it fitted)"))
         if rows and (best is None or speed > best[1]):
-            best = mode, speed, rows, links > compute, links * flop_s * mfu / (flops * recompute_cost(config, mode))
+            hidden = flop_s * mfu / (flops * recompute_cost(config, mode))  # tokens a second of links
+            best = mode, speed, rows, links > compute, links * hidden, seconds_of(traffic, gpus, shards, 0, inside, between) * hidden
     masked = 6 * config.n_layer * config.n_head * config.head_dim * T       # the report counts the masked half of attention too
     tokens = total_samples * T
     print(f"\n{tokens / 1e12:.2f}T tokens are {flops * tokens:.3g} FLOPs, {(flops + masked) * tokens:.3g} as the report counts "
@@ -244,7 +246,7 @@ def advice(config, parameters, found, best, shards, node, most, room):
         yield (f"-> does not fit, by {short / 1e9:.1f} GB: weights, gradients and states take {held / 1e9:.1f} GB. "
                + more + ("" if held > room else ", or a shorter --block_size"))
         return
-    mode, speed, rows, bound, needed = best
+    mode, speed, rows, bound, needed, needed_across = best
     yield f"-> --parallel={'hsdp' if shards < gpus else 'fsdp'} --recompute={mode} --micro_batch={rows}, {most // rows} of them accumulate"
     if bound:
         yield (f"-> communication-bound: compute hides the links from {needed:,.0f} tokens a GPU and micro-batch on, and here there are "
@@ -252,6 +254,11 @@ def advice(config, parameters, found, best, shards, node, most, room):
                + ("pure FSDP" if shards == gpus else "sharding alone") + " stops making sense at this size: fewer GPUs"
                + (f", --parallel=hsdp --hsdp_shard={node} if that fits" if shards == gpus and gpus > node else "")
                + ", or tensor and pipeline parallelism, which are left to github.com/pytorch/torchtitan (Apertus: TP 4, PP 8 at 4,096 GPUs)")
+    elif shards == gpus:                                                    # not yet: where is it?
+        each = math.ceil(needed_across / block_size)
+        yield (f"-> pure FSDP makes sense up to {max(gpus, batch_size // each):,} GPUs at this batch: between nodes compute hides the links "
+               f"from {needed_across:,.0f} tokens a GPU and micro-batch on, {each} windows. Beyond, tensor and pipeline parallelism: "
+               "github.com/pytorch/torchtitan")
 
 
 def draw(found, room, memory, path):

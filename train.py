@@ -158,6 +158,10 @@ def lr_at(samples):
     raise ValueError(f"schedule={schedule!r}: there is wsd and cosine")
 
 
+# -----------------------------------------------------------------------------
+# the run folder: who may write there, and what it says of the run
+
+
 def claim_folder():
     """Refuse a run folder that holds a run already, unless it is to be gone on with. Returns its lock; nothing else is written yet."""
     if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
@@ -232,6 +236,10 @@ def open_log(config, start):
         if wandb:
             wandb.log(entry, step=entry["step"])
     return log
+
+
+# -----------------------------------------------------------------------------
+# the loop, and what it shows on the way
 
 
 @torch.no_grad()
@@ -394,8 +402,6 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
                 bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
         if last or stopping or (step + 1) % checkpoint_every == 0:
             saver.save(step + 1, model, opt, dict(config=config))           # copies the tensors; a thread writes them
-            if ranks.first:
-                plot.curves([out], os.path.join(out, "loss.png"))
         if sample_every and (last or (step + 1) % sample_every == 0):
             text = sample(model, tok, place)                                # on all ranks, since FSDP gathers with all
             if ranks.first:
@@ -410,6 +416,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     bar.close()
     loader.shutdown(cancel_futures=True)
     saver.finish()
+    if ranks.first:                                                         # meanwhile: python plot.py out/run (reads the whole log)
+        plot.curves([out], os.path.join(out, "loss.png"))
     if ranks.first and last:
         checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(dict(
             val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))

@@ -105,6 +105,22 @@ def test_the_table_the_picture_and_the_advice(quick, tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 5000
 
 
+def test_where_pure_fsdp_stops_making_sense_and_what_to_change_where_nothing_fits(monkeypatch):
+    """The 70B's batch of 2,048 windows; the links of a micro-batch take as long as the compute of 8,580 tokens: 3 windows, so 682 GPUs."""
+    for key, value in dict(gpus=512, batch_size=2048, block_size=4096, parallel="fsdp").items():
+        monkeypatch.setattr(plan, key, value)
+    say = lambda best, found={}, shards=512, most=4: "\n".join(plan.advice(None, 70e9, found, best, shards, 8, most, 73.6e9))
+    hidden = say(("full", 1.0, 4, False, 8580, 8580))
+    assert "--micro_batch=4, 1 of them" in hidden and "makes sense up to 682 GPUs" in hidden and "torchtitan" in hidden
+    bound = say(("full", 1.0, 2, True, 8580, 8580), most=2)
+    assert "from 8,580 tokens" in bound and "there are 8,192" in bound and "pure FSDP stops making sense" in bound and "torchtitan" in bound
+    short = say(None, {"full": (0, {"weights": 90e9}, {})})
+    assert "does not fit, by 16.4 GB" in short and "--gpus=1024" in short and "a shorter --block_size" in short    # 2.7 GB of states do not fill it
+    monkeypatch.setattr(plan, "parallel", "hsdp")
+    short = say(None, {"full": (0, {"weights": 180e9}, {})}, shards=8)
+    assert "take 175.0 GB" in short and "--hsdp_shard=16" in short and "block_size" not in short
+
+
 def test_the_published_flops_of_the_70b():
     """6.74e24 for 15T tokens (report, sec. 6), which counts the masked half of attention."""
     found = runpy.run_path(os.path.join(ROOT, "configs", "70b.py"))
