@@ -5,15 +5,18 @@ The task has a reward that needs no judge: "Sum 27, first 4" wants digits that a
 
     reward = - |sum of the digits - 27|          - 30 if it is not digits, or begins otherwise;     exact match: reward 0
 
-SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Its samples, scored, are all that the four
-losses get: the same pairs in the same order, the same learning rate, no new samples.
+SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Its samples, scored, are all that the
+losses get: the same pairs in the same order, the same learning rate, no new samples. Each loss is run as it is and length-normalised
+("-norm"; SimPO was published with it). Its beta is the one of four that had the best reward on validation prompts, with references of a
+seed of its own: --tune, results/align/tuning.json.
 
-What is measured, on prompts that nothing was trained on: reward, exact match, mean quantile among the reference's completions, KL to the
-reference in nats (log pi - log ref over the policy's own samples), length; and for completions of the reference, log pi/ref against the
-target that QRPO's formula sets for them: correlation ("agreement") and root mean square difference ("distance", nats). QRPO predicts where
-log-ratios land; the others only which of two is larger. What came out, and why it ranks nothing: results/align/notes.md.
+What is measured, on test prompts that nothing was trained on or chosen by: reward, exact match, mean quantile among the reference's
+completions, KL to the reference in nats (log pi - log ref over the policy's own samples), length; and for completions of the reference,
+log pi/ref against the target that QRPO's formula sets for them: correlation ("agreement") and root mean square difference ("distance",
+nats). QRPO predicts where log-ratios land; the others only which of two is larger. What came out: results/align/notes.md.
 
 $ make align                                    # or python align.py: minutes on two cores; goes on where it was stopped
+$ python align.py --tune                        # choose the betas anew
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
@@ -30,25 +33,29 @@ from tqdm import tqdm
 
 out = "out/align"               # runs, data
 results = "results/align"       # table.md, results.json, align.png
+tuning = "results/align/tuning.json"    # the betas; made by a run that finds none
 start = ""                      # a pretrained model: run folder, Hugging Face folder or hub name; "" = train configs/align.py first
+tune = False                    # make `tuning` anew, and stop: every beta of GRIDS once, measured on the validation prompts
+methods = ""                    # some of GRIDS, with commas; "" = all
 seeds = 3                       # of references, pairs and their order; pretraining and SFT are done once
 workers = 2                     # runs at a time, one thread each
 n_conversations = 6000          # of the sloppy teacher
 n_refs = 16                     # samples of the SFT model per prompt
-test_prompts = 60               # held out, of 360
+test_prompts = 60               # of 360; as many more are for validation, and the others are trained on
 samples = 8                     # per test prompt, to measure with
 epochs = 1                      # over the pairs
+lr = 3e-4
 
 SYSTEM = "Answer with digits."
 
-# Which values were tried: results/align/notes.md. With smaller betas (qrpo .1, dpo .3) the policies leave the text that the references cover.
-METHODS = {
-    "qrpo": ["--loss=qrpo", "--beta=0.3"],
-    "dpo": ["--loss=dpo", "--beta=1.0"],
-    "rebel": ["--loss=rebel", "--beta=10.0"],
-    "simpo": ["--loss=simpo", "--beta=10.0", "--gamma=0.1", "--length_norm"],
+# loss -> the betas that --tune tries, as many for each: steps of about 3. Completions have 7 tokens, so beta / |y| of a "-norm" one is
+# about its neighbour's beta. Rewards differ by 5 between completions (standard deviation), which REBEL divides by its beta.
+GRIDS = {
+    "qrpo": (0.1, 0.3, 1.0, 3.0), "qrpo-norm": (0.7, 2.0, 7.0, 20.0),
+    "dpo": (0.1, 0.3, 1.0, 3.0), "dpo-norm": (2.0, 7.0, 20.0, 70.0),
+    "rebel": (1.0, 3.0, 10.0, 30.0), "rebel-norm": (7.0, 20.0, 70.0, 200.0),
+    "simpo": (0.1, 0.3, 1.0, 3.0), "simpo-norm": (0.7, 2.0, 7.0, 20.0),
 }
-BETA = 0.3                      # of the formula that log-ratios are held against: that of "qrpo"
 
 
 def reward(prompt, completion):
@@ -60,9 +67,10 @@ def reward(prompt, completion):
 
 
 def tasks():
-    """All (sum, first digit), shuffled: the last `test_prompts` are never trained on."""
+    """All (sum, first digit), shuffled, in three: trained on, validation (the betas are chosen by it), test."""
     every = [(total, first) for total in range(10, 50) for first in range(1, 10)]
-    return [every[i] for i in np.random.default_rng(0).permutation(len(every))]
+    every = [every[i] for i in np.random.default_rng(0).permutation(len(every))]
+    return every[:-2 * test_prompts], every[-2 * test_prompts:-test_prompts], every[-test_prompts:]
 
 
 def question(total, first):
@@ -78,7 +86,7 @@ def teacher(rng, total, first):
 
 def write_data():
     os.makedirs(out, exist_ok=True)
-    rng, train = np.random.default_rng(1), tasks()[:-test_prompts]
+    rng, (train, _, _) = np.random.default_rng(1), tasks()
     conversations = []
     for _ in range(n_conversations):
         total, first = train[rng.integers(len(train))]
@@ -88,12 +96,16 @@ def write_data():
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+# -----------------------------------------------------------------------------
+# the runs
+
+
 def call(name, done, script, *args, threads=1):
     """
-    Run one of the scripts, unless the file `done` says that it has been; what it says goes to NAME.txt. Returns seconds of (wall, CPU), as they
-    were when it ran. ValueError with its last line.
+    Run one of the scripts, unless the file `done` says that it has been; what it says goes to NAME.txt, its arguments and seconds to
+    NAME.json, which is returned ({} where it was not run from here). ValueError: with its last line; or it was run with other arguments.
     """
-    log, clock = os.path.join(out, f"{name}.txt"), os.path.join(out, f"{name}.seconds")
+    log, record = (os.path.join(out, f"{name}.{kind}") for kind in ("txt", "json"))
     if not os.path.exists(done):
         began, root = time.perf_counter(), os.path.dirname(os.path.abspath(__file__))
         with open(log, "w", encoding="utf-8") as f:
@@ -103,22 +115,69 @@ def call(name, done, script, *args, threads=1):
         if status:
             with open(log, encoding="utf-8", errors="replace") as f:
                 raise ValueError(f"{script} {' '.join(args)} failed: {f.read().strip().splitlines()[-1]} ({log})")
-        with open(clock, "w", encoding="utf-8") as f:
-            json.dump([time.perf_counter() - began, used.ru_utime + used.ru_stime], f)
-    if not os.path.exists(clock):
-        return None
-    with open(clock, encoding="utf-8") as f:
-        return json.load(f)
+        with open(record, "w", encoding="utf-8") as f:
+            json.dump(dict(args=args, wall=round(time.perf_counter() - began), cpu=round(used.ru_utime + used.ru_stime)), f)
+    if not os.path.exists(record):
+        return {}
+    with open(record, encoding="utf-8") as f:
+        found = json.load(f)
+    if found["args"] != list(args):
+        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): delete it, or name another --out")
+    return found
 
 
-def measure(folders, sft):
-    """{name: numbers} for run folders, all against the same SFT model, on prompts that nothing was trained on."""
+def pretrain_and_sft():
+    """-> the folder of the SFT model, {name: its call}."""
+    sft, pretrained, calls = os.path.join(out, "sft"), start or os.path.join(out, "pretrained"), {}
+    if not start:
+        calls["prepare"] = call("prepare", "data/align/meta.json", "prepare.py", "--out=data/align", "--tokenizer=apertus:1024")
+        calls["pretrained"] = call("pretrained", os.path.join(pretrained, "summary.json"), "train.py", "configs/align.py",
+                                   f"--out={pretrained}", "--resume", threads=workers)
+    calls["sft"] = call("sft", os.path.join(sft, "hf", "config.json"), "sft.py", f"--init_from={pretrained}",
+                        f"--data={out}/conversations.jsonl", f"--out={sft}", "--resume", "--epochs=2", "--batch_size=64",
+                        "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw", "--max_length=128", threads=workers)
+    return sft, calls
+
+
+def align(runs, sft):
+    """qrpo.py for runs {name: (method, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
+    began, calls, first = time.perf_counter(), {}, {}
+
+    def one(name, method, beta, seed, before):
+        if before:
+            before.result()
+        loss, _, norm = method.partition("-")
+        return call(name, os.path.join(out, name, "hf", "config.json"), "qrpo.py", f"--init_from={sft}", f"--data={out}/prompts.jsonl",
+                    "--rewards=align.py", f"--out={out}/{name}", f"--references={out}/references-s{seed}", f"--seed={seed}",
+                    f"--n_refs={n_refs}", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0", f"--epochs={epochs}",
+                    "--batch_size=16", "--micro_batch=16", f"--lr={lr}", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
+                    "--max_length=128", "--resume", f"--loss={loss}", f"--beta={beta}", f"--length_norm={bool(norm)}", "--beta_max=0",
+                    f"--gamma={0.1 if norm else 0.7}")                      # simpo's margin: .1 a token, times 7 tokens
+
+    with ThreadPoolExecutor(workers) as pool:
+        for name, (method, beta, seed) in runs.items():
+            calls[name] = pool.submit(one, name, method, beta, seed, first.get(seed))
+            first.setdefault(seed, calls[name])
+        for name in calls:
+            calls[name] = calls[name].result()
+            print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
+    return calls
+
+
+# -----------------------------------------------------------------------------
+# measuring
+
+
+def measure(runs, sft, tests, beta):
+    """
+    {name: numbers} for the SFT model and runs {name: (method, beta, seed)}, on the prompts of `tests`, all against the same completions
+    of the SFT model. beta: of the formula that log-ratios are held against; a qrpo run is held against that of its own.
+    """
     import torch
     import convert
-    from qrpo import beta_log_z, correlation, quantile, sequence_logp
+    from qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp
     reference, tok = convert.load_any(sft)
     end = tok.special["<|assistant_end|>"]
-    tests = tasks()[-test_prompts:]
     prompts = [tok.chat(question(*t), add_generation_prompt=True)[1] for t in tests]
 
     def speak(model, seed, n):
@@ -135,19 +194,27 @@ def measure(folders, sft):
         return torch.cat([sequence_logp(model, said[k:k + 64]) for k in range(0, len(said), 64)]).double()
 
     ref_said, ref_r = speak(reference, 1000, n_refs)
-    of_ref = logp(reference, ref_said)
-    q = quantile(ref_r.T, ref_r, loo=True).T.flatten()                                            # each against its prompt's other references
-    target = (q - beta_log_z(BETA)) / BETA
-    rows = {}
-    for name, folder in tqdm(folders.items(), "measuring", unit="model"):
-        model = reference if folder == sft else convert.load_any(folder)[0]
+    of_ref, length = logp(reference, ref_said), torch.tensor([len(y) for _, y in ref_said], dtype=torch.float64)
+    q = quantile(ref_r.T, ref_r, loo=True).T.flatten()                      # each against its prompt's other references
+
+    def one(name):
+        model = reference if name == "sft" else convert.load_any(os.path.join(out, name))[0]
+        method, its_beta, _ = runs.get(name, ("sft", beta, 0))
+        b = effective_beta(q, length if method == "qrpo-norm" else 1.0, its_beta if method.startswith("qrpo") else beta, 0.0)
+        target = (q - beta_log_z(b)) / b
         said, r = speak(model, 2000, samples)
         ratio = logp(model, ref_said) - of_ref
-        rows[name] = dict(reward=r.mean().item(), exact=(r == 0).double().mean().item(), malformed=(r == -30).double().mean().item(),
-                          quantile=quantile(r.T, ref_r).mean().item(), kl=(logp(model, said) - logp(reference, said)).mean().item(),
-                          length=float(np.mean([len(y) for _, y in said])),
-                          agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item(),
-                          points=[[round(a, 4), round(b, 3)] for a, b in zip(q.tolist(), ratio.tolist())])
+        return dict(reward=r.mean().item(), exact=(r == 0).double().mean().item(), malformed=(r == -30).double().mean().item(),
+                    quantile=quantile(r.T, ref_r).mean().item(), kl=(logp(model, said) - logp(reference, said)).mean().item(),
+                    length=float(np.mean([len(y) for _, y in said])),
+                    agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item(),
+                    points=[[round(a, 4), round(b, 3)] for a, b in zip(q.tolist(), ratio.tolist())])
+
+    names, threads = ["sft", *runs], torch.get_num_threads()
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(workers) as pool:
+        rows = dict(zip(names, tqdm(pool.map(one, names), "measuring", len(names), unit="model")))
+    torch.set_num_threads(threads)
     return rows
 
 
@@ -155,28 +222,29 @@ COLUMNS = dict(reward="{:.2f}", exact="{:.1%}", quantile="{:.3f}", kl="{:.2f}", 
 
 
 def runs_of(method, rows):
-    return [r for name, r in rows.items() if re.fullmatch(rf"{method}(-s\d+)?", name)]
+    return [r for name, r in rows.items() if name.rpartition("-s")[0] == method]
 
 
-def table(rows):
-    """Markdown: mean and, over seeds, standard deviation."""
+def table(rows, beta):
+    """Markdown: mean and, over seeds, standard deviation. beta: of the row "qrpo", for the closed form below."""
     from qrpo import optimum
-    best = optimum(BETA)
-    lines = ["| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |", "|---|---|---|---|---|---|---|---|"]
-    for method in ["sft", *METHODS]:
-        runs = runs_of(method, rows)
+    best = optimum(beta)
+    lines = ["| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |", "|---" * 8 + "|"]
+    for method in ["sft", *GRIDS]:
+        runs = [rows["sft"]] if method == "sft" else runs_of(method, rows)
         cells = []
         for key, how in COLUMNS.items() if runs else ():
             v = [r[key] for r in runs]
             cells.append(how.format(np.mean(v)) + (f" ± {how.format(np.std(v, ddof=1))}" if len(v) > 1 else ""))
         if runs:
-            lines.append(f"| {method} | " + " | ".join("" if method == "sft" and k == "agreement" else c for k, c in zip(COLUMNS, cells)) + " |")
-    lines.append(f"| closed form, beta {BETA} | | | {best['quantile']:.3f} | {best['kl']:.2f} | | 1 | 0 |")
+            cells = ["" if method == "sft" and key == "agreement" else c for key, c in zip(COLUMNS, cells)]
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    lines.append(f"| closed form, beta {beta:g} | | | {best['quantile']:.3f} | {best['kl']:.2f} | | 1 | 0 |")
     return "\n".join(lines) + "\n"
 
 
-def draw(rows, picture):
-    """Left and middle: log-ratios of the reference's held-out completions over their quantile, and the formula. Right: what a nat of KL bought."""
+def draw(rows, beta, picture):
+    """Left, middle: log-ratios of the reference's completions on test prompts over their quantile; the formula. Right: reward over KL."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -191,16 +259,17 @@ def draw(rows, picture):
         axis.scatter(runs[0][:, 0], runs[0][:, 1], s=5, alpha=0.25, color="C0", label="held-out completions, seed 0")
         for points in runs:
             x = np.unique(points[:, 0])
-            axis.plot(x, [points[points[:, 0] == v, 1].mean() for v in x], ".-", color="C0", lw=1, label="mean, one line a seed" if points is runs[0] else None)
-        axis.plot(t, (t - beta_log_z(BETA)) / BETA, color="C3", label=f"(R_q - beta log Z) / beta, beta = {BETA}")
-        axis.set(title=f"{method.upper()}: log pi/ref of the reference's completions", xlabel="quantile of their reward", ylabel="log-ratio (nats)", ylim=(-9, 5))
+            axis.plot(x, [points[points[:, 0] == v, 1].mean() for v in x], ".-", color="C0", lw=1,
+                      label="mean, one line a seed" if points is runs[0] else None)
+        axis.plot(t, (t - beta_log_z(beta)) / beta, color="C3", label=f"(R_q - beta log Z) / beta, beta = {beta:g}")
+        axis.set(title=f"{method.upper()}: log pi/ref of the reference's completions", xlabel="quantile of their reward",
+                 ylabel="log-ratio (nats)", ylim=(-9, 5))
         axis.legend(fontsize=8, frameon=False)
-    for n, method in enumerate(METHODS):
-        runs = runs_of(method, rows)
-        axes[2].scatter([r["kl"] for r in runs], [r["reward"] for r in runs], color=f"C{n % 4}", marker="o" if n < 4 else "^", label=method)
-    if "sft" in rows:
-        axes[2].scatter([0], [rows["sft"]["reward"]], color="black", marker="x", label="sft")
-    axes[2].set(title="reward on new prompts, one point a seed", xlabel="KL to the reference (nats)", ylabel="reward")
+    for n, method in enumerate(GRIDS):
+        runs, norm = runs_of(method, rows), method.endswith("-norm")
+        axes[2].scatter([r["kl"] for r in runs], [r["reward"] for r in runs], color=f"C{n // 2}", marker="^" if norm else "o", label=method)
+    axes[2].scatter([0], [rows["sft"]["reward"]], color="black", marker="x", label="sft")
+    axes[2].set(title="reward on test prompts, one point a seed", xlabel="KL to the reference (nats)", ylabel="reward")
     axes[2].legend(fontsize=8, frameon=False)
     for axis in axes:
         axis.grid(alpha=0.2)
@@ -209,41 +278,59 @@ def draw(rows, picture):
     plt.close(figure)
 
 
+# -----------------------------------------------------------------------------
+
+
+def choose(rows, runs):
+    """{method: the beta of its run with the best reward}"""
+    chosen = {}
+    for name, (method, beta, _) in sorted(runs.items(), key=lambda item: rows[item[0]]["reward"]):
+        chosen[method] = beta                                               # the best comes last
+    return chosen
+
+
+def write(path, content):
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8") as f:
+        f.write(content if isinstance(content, str) else json.dumps(content, indent=1))
+
+
+def tuned(names, sft):
+    """Every beta of the grids, on the validation prompts; writes `tuning`. -> {name: its call}"""
+    runs = {f"tune-{m}-{beta:g}": (m, beta, 1000) for m in names for beta in GRIDS[m]}
+    calls = align(runs, sft)
+    rows = measure(runs, sft, tasks()[1], beta=1.0)
+    keys = ("reward", "exact", "malformed", "kl")
+    write(tuning, dict(chosen=choose(rows, runs), lr=lr, rows={name: {k: row[k] for k in keys} for name, row in rows.items()}))
+    print("\n".join(f"{name:24} reward {row['reward']:7.2f}  KL {row['kl']:6.2f}" for name, row in rows.items()) + f"\n{tuning}")
+    return calls
+
+
 def main():
-    began = time.perf_counter()
+    began, names = time.perf_counter(), methods.split(",") if methods else list(GRIDS)
+    if set(names) - set(GRIDS) or not 1 <= test_prompts < 180:
+        raise ValueError(f"methods={methods!r}, test_prompts={test_prompts}: there is {', '.join(GRIDS)}; and 1 to 179 of 360 prompts")
     write_data()
-    sft, pretrained, took = os.path.join(out, "sft"), start or os.path.join(out, "pretrained"), {}
-    if not start:
-        took["prepare"] = call("prepare", "data/align/meta.json", "prepare.py", "--out=data/align", "--tokenizer=apertus:1024")
-        took["pretrain"] = call("pretrained", os.path.join(pretrained, "summary.json"), "train.py", "configs/align.py", f"--out={pretrained}", "--resume", threads=workers)
-    took["sft"] = call("sft", os.path.join(sft, "hf", "config.json"), "sft.py", f"--init_from={pretrained}", f"--data={out}/conversations.jsonl", f"--out={sft}", "--resume",
-                       "--epochs=2", "--batch_size=64", "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw", "--max_length=128", threads=workers)
+    sft, calls = pretrain_and_sft()
     print(f"pretrained and SFT after {time.perf_counter() - began:.0f} s", flush=True)
-
-    def align(job):
-        method, s = job
-        folder = os.path.join(out, f"{method}-s{s}")
-        return call(f"{method}-s{s}", os.path.join(folder, "hf", "config.json"), "qrpo.py", f"--init_from={sft}", f"--data={out}/prompts.jsonl", "--rewards=align.py", f"--out={folder}",
-                    f"--references={out}/references-s{s}", f"--seed={s}", f"--n_refs={n_refs}", "--pairs_per_prompt=0", f"--epochs={epochs}", "--max_new_tokens=24",
-                    "--sample_batch=512", "--batch_size=16", "--micro_batch=16", "--lr=1e-3", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0", "--max_length=128",
-                    "--length_norm=False", "--resume", *METHODS[method])
-    chosen = list(METHODS)
-    first, rest = [(chosen[0], s) for s in range(seeds)], [(m, s) for s in range(seeds) for m in chosen[1:]]
-    with ThreadPoolExecutor(workers) as pool:                              # the first method's runs make the references that the others read
-        for jobs in (first, rest):
-            for (method, s), seconds in zip(jobs, pool.map(align, jobs)):
-                took[f"{method}-s{s}"] = seconds
-                print(f"{method}-s{s} after {time.perf_counter() - began:.0f} s", flush=True)
-
-    names = {"sft": sft, **{f"{m}-s{s}": os.path.join(out, f"{m}-s{s}") for m in chosen for s in range(seeds)}}
-    rows = measure(names, sft)
-    os.makedirs(results, exist_ok=True)
-    text = table(rows)
-    with open(os.path.join(results, "table.md"), "w", encoding="utf-8") as f:
-        f.write(text)
-    with open(os.path.join(results, "results.json"), "w", encoding="utf-8") as f:
-        json.dump(dict(rows={n: {k: v for k, v in r.items() if k != "points"} for n, r in rows.items()}, seconds={k: v and dict(wall=round(v[0]), cpu=round(v[1])) for k, v in took.items()}), f, indent=1)
-    draw(rows, os.path.join(results, "align.png"))
+    if tune or not os.path.exists(tuning):
+        calls |= tuned(names, sft)
+    if tune:
+        return
+    with open(tuning, encoding="utf-8") as f:
+        chosen = json.load(f)["chosen"]
+    lacks = {"qrpo", *names} - chosen.keys()
+    if lacks:
+        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: python align.py --tune makes it anew")
+    runs = {f"{m}-s{s}": (m, chosen[m], s) for m in names for s in range(seeds)}
+    calls |= align(runs, sft)
+    rows = measure(runs, sft, tasks()[2], chosen["qrpo"])
+    text = table(rows, chosen["qrpo"])
+    write(os.path.join(results, "table.md"), text)
+    numbers = {name: {k: v for k, v in row.items() if k != "points"} for name, row in rows.items()}
+    seconds = {name: {k: c[k] for k in ("wall", "cpu") if k in c} for name, c in calls.items()}
+    write(os.path.join(results, "results.json"), dict(rows=numbers, betas=chosen, lr=lr, seconds=seconds))
+    draw(rows, chosen["qrpo"], os.path.join(results, "align.png"))
     print(text + f"{time.perf_counter() - began:.0f} s; the picture: {results}/align.png")
 
 

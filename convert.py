@@ -16,6 +16,8 @@ import os
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import checkpoint
 import structured
@@ -89,11 +91,12 @@ def local(path_or_repo, revision=None):
         raise OSError(f"{path_or_repo} could not be downloaded ({type(e).__name__}): check the name and the network, or give a local folder") from None
 
 
-def load_hf(path_or_repo, device="cpu", dtype=None, revision=None):
+def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
     """
     A Hugging Face Apertus (folder or hub name) as our model, with its weights. dtype: None keeps that of the file.
 
-    The model is built without memory and takes the tensors from the memory-mapped files one by one: never twice in memory.
+    The model is built without memory and takes the tensors from the memory-mapped files one by one: never twice in memory. spread(model)
+    may shard it before (FSDP2) and give the shards memory: each rank then keeps its part of every tensor, and never holds the model.
     ValueError: another architecture, unknown config keys, missing, extra or misshapen tensors.
     """
     folder = local(path_or_repo, revision)
@@ -104,7 +107,9 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None):
         config = config_from_hf(json.load(f))
     with torch.device("meta"):
         model = Apertus(config)
-    want = {name: p.shape for name, p in model.named_parameters()}
+    if spread:
+        spread(model)
+    want = dict(model.named_parameters())
     for name, file in tensor_files(folder).items():
         if name.endswith(("act_fn.beta", "act_fn.eps")):                    # buffers of transformers' xIELU; ours are constants
             value = file.get_tensor(name).item()
@@ -114,17 +119,29 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None):
         if name == "lm_head.weight" and config.tie_embeddings:
             continue
         shape = tuple(file.get_slice(name).get_shape())
-        if name not in want or shape != want[name]:
-            raise ValueError(f"{folder}: tensor {name} {list(shape)} is not what config.json describes: {list(want.get(name, [])) or 'no such tensor'}")
+        if name not in want or shape != want[name].shape:
+            here = list(want[name].shape) if name in want else "no such tensor"
+            raise ValueError(f"{folder}: tensor {name} {list(shape)} is not what config.json describes: {here}")
+        p = want.pop(name)
+        if isinstance(p, DTensor):
+            fill_shard(p, file.get_slice(name))
+            continue
         owner, _, leaf = name.rpartition(".")
         tensor = file.get_tensor(name).to(device=device, dtype=dtype)
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
-        del want[name]
     if want:
         raise ValueError(f"{folder}: {len(want)} tensors are missing, {next(iter(want))} among them")
     if config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
+
+
+@torch.no_grad()
+def fill_shard(p, rows):
+    """This rank's part of a parameter that FSDP2 has cut along its first dimension, from a slice of a safetensors file: no other row is read."""
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if shape[0]:
+        p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])
 
 
 def tensor_files(folder):
@@ -179,8 +196,8 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
             json.dump(content, f, indent=1, ensure_ascii=False)
 
 
-def load_run(folder, device="cpu"):
-    """The model of a run folder of train.py, from its newest intact checkpoint; (model, Tokenizer)."""
+def load_run(folder, device="cpu", spread=None):
+    """The model of a run folder of train.py, from its newest intact checkpoint; (model, Tokenizer). spread: as in load_hf."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise ValueError(f"no run in {folder!r} (no config.json there): train one with `python train.py configs/laptop.py`, or name a Hugging Face model")
@@ -189,10 +206,12 @@ def load_run(folder, device="cpu"):
     found = checkpoint.newest_intact(os.path.join(folder, "ckpt"))
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet: it writes the first after {config['checkpoint_every']} steps")
-    with torch.device(device):
+    with torch.device("meta" if spread else device):
         model = Apertus(ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig) if f.name in config}))
         if found[1]["step"] < structured.guided_steps(found[1]["config"]):
             structured.add_guides(model)                                    # written while training was guided
+    if spread:
+        spread(model)
     checkpoint.load(found[0], model)
     structured.drop_guides(model)
     tok = tokenizers.load_for(folder)
@@ -201,12 +220,12 @@ def load_run(folder, device="cpu"):
     return model, tok
 
 
-def load_any(name, device="cpu", dtype=None):
+def load_any(name, device="cpu", dtype=None, spread=None):
     """(model, Tokenizer) of a run folder, a Hugging Face folder or a hub name. The published models all have the vocabulary 'apertus'."""
     if os.path.isdir(os.path.join(name, "ckpt")) or not os.path.exists(os.path.join(name, "config.json")) and name.startswith("out"):
-        return load_run(name, device)
+        return load_run(name, device, spread)
     folder = local(name)
-    return load_hf(folder, device, dtype), tokenizers.load_hf(folder)
+    return load_hf(folder, device, dtype, spread=spread), tokenizers.load_hf(folder)
 
 
 def main():

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
+from sft import pick_device, read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                              # nothing = the validation documents of the run's own data
@@ -109,24 +110,6 @@ def pair(tok, context, continuation, T):
 
 # -----------------------------------------------------------------------------
 # reading
-
-
-def read_rows(path):
-    """The rows of a jsonl file as dicts. ValueError names the line that is none."""
-    rows = []
-    with open(path, encoding="utf-8") as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError as e:
-                raise ValueError(f"{path}, line {n}: not JSON ({e.msg})") from None
-            if not isinstance(rows[-1], dict) or not {"text", "question"} & rows[-1].keys():
-                raise ValueError(f"{path}, line {n}: want a row with \"text\", or with \"question\" and \"answer\"")
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return rows[:limit or None]
 
 
 def answer_of(row, where):
@@ -366,8 +349,7 @@ def draw_bars(rows, picture, title):
 
 
 def main():
-    here = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    place = next(d for d in here if here[d]) if device == "auto" else device
+    place = pick_device(device)
     model, tok = convert.load_any(init_from, place, None if dtype == "auto" else getattr(torch, dtype))
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
@@ -385,7 +367,8 @@ def main():
         if os.path.isdir(path):
             documents += list(validation_documents(path, tok))[:limit or None]
         elif path.endswith(".jsonl"):
-            rows = read_rows(path)
+            want = '"text", or with "question" and "answer"'
+            rows = read_rows(path, lambda r: {"text", "question"} & r.keys(), want)[:limit or None]
             texts = [r for r in rows if "text" in r]
             documents += [(str(r.get(by, name)), r["text"]) for r in texts if r["text"].strip()]
             for kind, score in ((True, choice_scores), (False, answer_scores)):

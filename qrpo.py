@@ -27,6 +27,7 @@ $ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-mod
 $ torchrun --nproc_per_node=8 qrpo.py configs/qrpo_8b.py --parallel=fsdp                     # the same numbers on more processes
 """
 
+import functools
 import hashlib
 import inspect
 import json
@@ -45,23 +46,23 @@ from tqdm import tqdm
 import checkpoint
 import rank
 from configurator import run, settings
-from data import permute
 from model import at_least_fp32
 from parallel import drop_gathered, gradients, orderly_exit
-from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, join, linear, open_log, pick_device, pick_dtype,
-                 read_rows, shares, spread_out, start_model)
+from references import cached, column, fingerprint, same_or_refuse, scored
+from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, items, join, linear, open_log,
+                 pick_device, pick_dtype, read_rows, shares, start_model, update)
 
 # -----------------------------------------------------------------------------
 # the run
 out = "out/qrpo"                # its folder
 init_from = "out/sft"           # the start model, which is the reference too: run folder, Hugging Face folder or hub name
-data = "prompts.jsonl"          # a line a prompt: {"messages": [..., user]}, and if there are: "completions", "rewards", "ref_rewards" (lists)
+data = "prompts.jsonl"          # a line a prompt: {"messages": [..., user]}; if there are, lists "completions", "rewards", "ref_rewards"
 rewards = ""                    # FILE.py[:function] | hf:FOLDER, a reward model with a score head | "": the columns rewards and ref_rewards
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32, and so are sums of log-probs
-parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py); references are sampled before the model is sharded
+parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py); only to sample, each rank loads the whole model
 seed = 28
 # references and pairs
 n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
@@ -74,11 +75,11 @@ max_new_tokens = 2048           # of a reference
 sample_batch = 64               # completions sampled at once
 # the loss
 loss = "qrpo"                   # qrpo | dpo | rebel | simpo
-beta = 0.0                      # 0 = 5 with length_norm (Apertus); else qrpo .003, dpo .03, rebel 1e-4, simpo 2.5 (mid of the paper's grids)
+beta = 0.0                      # 0 = 5 with length_norm (Apertus), else BETA below
 length_norm = True              # beta / |y|
-beta_max = 0.1                  # qrpo: beta / |y| is at most this (in the released code, not in the report: matters below 50 tokens); 0 = no limit
+beta_max = 0.1                  # qrpo: beta / |y| is at most this (released code, not the report: matters below 50 tokens); 0 = no limit
 transform = "identity"          # identity | log (the optimum is best-of-(1/beta + 1)) | normal (quantiles of a normal distribution)
-ties = "le"                     # le: exact for rewards without ties | discrete: Z from the prompt's own references, for pass/fail and the like
+ties = "le"                     # le: exact for rewards without ties | discrete: Z from the prompt's own references, for pass or fail
 gamma = 0.5                     # simpo: the margin, in units of beta
 # the schedule
 epochs = 1
@@ -97,7 +98,7 @@ checkpoint_every = 200          # steps
 keep_checkpoints = 2
 # -----------------------------------------------------------------------------
 
-BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}
+BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}                        # the middle of the paper's grids
 TRANSFORMS = {"identity": lambda q, n: q,
               "log": lambda q, n: q.clamp(1 / n, 1).log(),                              # a quantile of 0 would be minus infinity
               "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n))}
@@ -127,8 +128,9 @@ def beta_log_z(beta, transform="identity"):
     """
     beta log Z, exact for every beta > 0 (number or tensor; same kind back): Z = E exp(f(R_q) / beta), R_q uniform on (0, 1).
 
-    identity: beta log(beta (e^(1/beta) - 1)), written so that nothing overflows. Both official codes drop the last term, log(1 - e^(-1/beta)):
-    no difference below .05, wrong by .46 at beta = 1. log: beta log(beta / (1 + beta)). normal: 1 / (2 beta). Source: arXiv 2507.08068, table 4.
+    identity: beta log(beta (e^(1/beta) - 1)), written so that nothing overflows. Both official codes drop the last term,
+    log(1 - e^(-1/beta)): no difference below .05, wrong by .46 at beta = 1. log: beta log(beta / (1 + beta)). normal: 1 / (2 beta).
+    Source: arXiv 2507.08068, table 4.
     """
     b = torch.as_tensor(beta, dtype=None if isinstance(beta, torch.Tensor) else torch.float64)
     if transform == "identity":
@@ -155,8 +157,9 @@ def discrete_beta_log_z(ref_quantiles, beta):
     """
     The same with Z = mean_j exp(R_j / beta) over a prompt's own references, whatever their ties. ref_quantiles (..., n), beta (...).
 
-    Pass or fail has two quantiles, not a uniform one: at 25 % passing and beta .1 the uniform Z asks for 3.1 times the probability there is,
-    and every completion is told to rise. It costs what the uniform Z gives: for few references the minimiser is biased. Not in the paper.
+    Pass or fail has two quantiles, not a uniform one: at 25 % passing and beta .1 the uniform Z asks for 3.1 times the probability there
+    is, and every completion is told to rise. It costs what the uniform Z gives: for few references the minimiser is biased. Not in the
+    paper.
     """
     n = ref_quantiles.shape[-1]
     return beta * (torch.logsumexp(ref_quantiles / beta[..., None], -1) - math.log(n))
@@ -217,46 +220,32 @@ def token_logp(h, head, targets):
     return -F.cross_entropy(at_least_fp32(h @ head.T.to(h.dtype)), targets, reduction="none")
 
 
+def padded(sequences, device):
+    """Pairs of ids (prompt, completion) -> idx (B, T), padded on the right (causal attention never sees it); keep (B, T): completions."""
+    T = max(len(p) + len(y) for p, y in sequences)
+    idx, keep = torch.zeros(len(sequences), T, dtype=torch.long), torch.zeros(len(sequences), T, dtype=torch.bool)
+    for row, on, (p, y) in zip(idx, keep, sequences):
+        row[:len(p) + len(y)] = torch.tensor([*p, *y])
+        on[len(p):len(p) + len(y)] = True
+    return idx.to(device), keep.to(device)
+
+
 def sequence_logp(model, sequences):
     """
-    log pi(completion | prompt), summed over the completion's tokens in fp32, with gradient. sequences: B pairs (prompt ids, completion ids).
+    log pi(completion | prompt), summed over the completion's tokens in fp32, with gradient. sequences: B pairs of ids (prompt, completion).
     -> (B,) nats. Logits exist for completion tokens only, a chunk at a time, and are made again in the backward pass: 2,048 tokens of
     131,072 logits would be 1.1 GB a sequence.
     """
-    device = model.lm_head.weight.device
-    T = max(len(p) + len(y) for p, y in sequences) - 1
-    idx = torch.zeros(len(sequences), T, dtype=torch.long)
-    keep, targets = torch.zeros(len(sequences), T, dtype=torch.bool), []
-    for row, on, (p, y) in zip(idx, keep, sequences):
-        row[:len(p) + len(y) - 1] = torch.tensor([*p, *y][:-1])
-        on[len(p) - 1:len(p) + len(y) - 1] = True          # the position before a token predicts it
-        targets += y
-    h = model.hidden(idx.to(device))[keep.to(device)]      # (n, C)     padding stands to the right: causal attention never sees it
-    targets = torch.tensor(targets, device=device)
+    idx, keep = padded(sequences, model.lm_head.weight.device)
+    h = model.hidden(idx[:, :-1])[keep[:, 1:]]             # (n, C)     the position before a token predicts it
+    targets = idx[:, 1:][keep[:, 1:]]                      # (n,)
     head, rows = model.lm_head.weight, max(128, 2**26 // model.config.vocab_size)
     logp = [recompute(token_logp, h[i:i + rows], head, targets[i:i + rows], use_reentrant=False) for i in range(0, len(targets), rows)]
     return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
 
 
 # -----------------------------------------------------------------------------
-# data: prompts -> references -> rewards -> reference log-probs, each batch of prompts a file, written whole: what exists is not done again
-
-
-def cached(folder, stage, total, batch, compute, ranks):
-    """compute(first, last) -> a JSON list of last - first entries, for all of range(total); split over processes; returns all entries."""
-    files = [(os.path.join(folder, f"{stage}-{first:07d}.json"), first, min(first + batch, total)) for first in range(0, total, batch)]
-    mine = [f for k, f in enumerate(files) if k % ranks.size == ranks.rank and not os.path.exists(f[0])]
-    for path, first, last in tqdm(mine, stage, disable=not mine or not ranks.first, leave=False):
-        tmp = f"{path}.{os.getpid()}.tmp"                                   # runs that share the folder may do the same at once
-        checkpoint.write_flushed(tmp, json.dumps(compute(first, last)))
-        os.replace(tmp, path)
-    if ranks.size > 1:
-        dist.barrier()
-    entries = []
-    for path, _, _ in files:
-        with open(path, encoding="utf-8") as f:
-            entries += json.load(f)
-    return entries
+# data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (references.py)
 
 
 def load_reward(spec, device):
@@ -283,7 +272,7 @@ def load_reward(spec, device):
         return by_model
     path, _, name = spec.partition(":")
     if not os.path.isfile(path):
-        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with a function reward(prompt, completion), or hf:FOLDER")
+        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or hf:FOLDER")
     function = runpy.run_path(path).get(name or "reward")
     if not callable(function):
         raise ValueError(f"--rewards={spec}: {path} has no function {name or 'reward'}(prompt, completion)")
@@ -295,39 +284,18 @@ def load_reward(spec, device):
     return by_function
 
 
-def scored(rows, i, texts, score):
-    """Rewards of the texts for prompt i, floats. ValueError names the row if the function raises or returns no number."""
-    values = []
-    for text in texts:
-        try:
-            values.append(float(score(rows[i], text)))
-        except Exception as e:                                              # the user's code: anything may come
-            raise ValueError(f"{data}, line {i + 1}: --rewards={rewards} failed on completion {text[:60]!r} ({type(e).__name__}: {e}). What was "
-                             f"sampled is kept: repair it and --resume") from None
-        if not math.isfinite(values[-1]):
-            raise ValueError(f"{data}, line {i + 1}: --rewards={rewards} gave {values[-1]} for completion {text[:60]!r}: want a finite number")
-    return values
-
-
-def column(rows, i, name, want):
-    """A list of at least `want` finite numbers in line i of the data, or ValueError."""
-    values = rows[i].get(name)
-    if not isinstance(values, list) or len(values) < want or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
-        raise ValueError(f"{data}, line {i + 1}: {name} is {str(values)[:60]}; want {want} finite numbers"
-                         + (", or a lower --n_refs" if name == "ref_rewards" else ", one for each completion") + "; or --rewards to compute them")
-    return [float(v) for v in values[:want]]
-
-
-def prepare(model, tok, rows, ranks):
+def prepare(model, tok, rows, ranks, device):
     """
     -> candidates: a list for each prompt of dict(ids, reward, q, ref_logp), with prompts (ids) and q_refs (n,) for the discrete Z.
     What cannot be trained on is dropped and counted: unfinished or over-long completions, prompts whose rewards are all alike.
+
+    Shards do not sample: they would gather all weights for every token. Each rank loads the whole model for that, and lets it go. 70B is
+    too large for it: its data come with "completions" and "ref_rewards" that an inference engine made, and no rank ever holds the model.
     """
     end = tok.special["<|assistant_end|>"]
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
     prompts = [chat_ids_only(tok, row, f"{data}, line {i + 1}") for i, row in enumerate(rows)]
-    device = model.lm_head.weight.device
 
     # 1. references, sampled from the model that training starts from
     sampling = rewards or not all("ref_rewards" in row for row in rows)
@@ -339,69 +307,59 @@ def prepare(model, tok, rows, ranks):
     same_or_refuse(os.path.join(folder, "settings.json"), what, ranks)
     per_file = max(1, sample_batch // n_refs)
 
+    whole = functools.cache(lambda: start_model(init_from, device, model.dtype)[0] if ranks.sharded else model)    # loaded if needed at all
+
     def sample(first, last):
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + first)                # of the batch, not of the run: resumes alike
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + first)   # of the batch, not of the run: resumes alike
         asked = [prompts[i] for i in range(first, last) for _ in range(n_refs)]
-        done = model.generate(asked, max_new_tokens, stop=(end,), generator=generator)          # temperature 1, no cut: pi_ref itself
+        done = whole().generate(asked, max_new_tokens, stop=(end,), generator=generator)          # temperature 1, no cut: pi_ref itself
         new = [full[len(p):] for full, p in zip(done, asked)]
         return [new[k:k + n_refs] for k in range(0, len(new), n_refs)]
     refs = cached(folder, f"samples-{per_file}", len(rows), per_file, sample, ranks) if sampling else [[] for _ in rows]
+    whole.cache_clear()
 
     # 2. rewards of the references and of the completions in the data, by a function's current text: a repaired one scores anew
     given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for row in rows]
     if rewards:
         score = load_reward(rewards, device)
-        version = hashlib.sha256(open(rewards.split(":")[0], "rb").read() if os.path.isfile(rewards.split(":")[0]) else rewards.encode()).hexdigest()[:8]
+        file = rewards.partition(":")[0]
+        version = hashlib.sha256(open(file, "rb").read() if os.path.isfile(file) else rewards.encode()).hexdigest()[:8]
         speak = lambda ids: tok.decode([t for t in ids if t != end])
-        rate = lambda a, b: [[scored(rows, i, [speak(y) for y in ys], score) for ys in (refs[i], given[i])] for i in range(a, b)]
+        where = lambda i: f"{data}, line {i + 1}: --rewards={rewards}"
+        rate = lambda a, b: [[scored(rows[i], map(speak, ys), score, where(i)) for ys in (refs[i], given[i])] for i in range(a, b)]
         rated = cached(folder, f"rewards-{version}", len(rows), 64, rate, ranks)
     else:
-        rated = [[column(rows, i, "ref_rewards", n_refs), column(rows, i, "rewards", len(given[i])) if given[i] else []] for i in range(len(rows))]
+        rated = [[column(row, "ref_rewards", n_refs, f"{data}, line {i + 1}"), column(row, "rewards", len(ys), f"{data}, line {i + 1}")]
+                 for i, (row, ys) in enumerate(zip(rows, given))]
 
     # 3. log-probs under the start model of all that may be trained on, once
     able = lambda p, y: y[-1] == end and len(p) + len(y) <= max_length
-    chosen = [[y for y in [*(refs[i] if use_references else []), *given[i]] if able(prompts[i], y)] for i in range(len(rows))]
-    model.eval()
+    chosen = [(p, y) for i, p in enumerate(prompts) for y in [*(refs[i] if use_references else []), *given[i]] if able(p, y)]
+    size, per_file = 2 * micro_batch, 64 * 2 * micro_batch                 # in memory as in training
+
+    @torch.no_grad()
     def logp(first, last):
-        with torch.no_grad():
-            return [[x for k in range(0, len(ys), 2 * micro_batch) for x in sequence_logp(model, [(prompts[i], y) for y in ys[k:k + 2 * micro_batch]]).tolist()]
-                    for i, ys in ((i, chosen[i]) for i in range(first, last))]
-    ref_logp = cached(folder, "logp", len(rows), 16, logp, ranks)
+        many = range(first, first + per_file if ranks.sharded else last, size)      # as many forward passes on each rank
+        parts = [sequence_logp(model, chosen[k:min(k + size, last)] or chosen[:1]) for k in many]
+        return torch.cat(parts).tolist()[:last - first]
+    model.eval()
+    ref_logp = iter(cached(folder, f"logp-{per_file}", len(chosen), per_file, logp, ranks, together=ranks.sharded))
+    drop_gathered(model)
 
     # 4. quantiles
     candidates, q_refs, counts = [], [], dict(dropped=0, constant=0)
-    for i, (p, (of_refs, of_given), logps) in enumerate(zip(prompts, rated, ref_logp)):
+    for i, (p, (of_refs, of_given)) in enumerate(zip(prompts, rated)):
         r = torch.tensor(of_refs, dtype=torch.float64)
-        inside = bool(loo and use_references and refs[i])                                       # are the trained samples among the references?
+        inside = bool(loo and use_references and refs[i])                   # are the trained samples among the references?
         q_refs.append(quantile(r, r, inside).float())
         pool = [(y, v, quantile(v, r, inside).item()) for y, v in zip(refs[i] if use_references else [], of_refs)]
         pool += [(y, v, quantile(v, r).item()) for y, v in zip(given[i], of_given)]
         counts["dropped"] += sum(not able(p, y) for y, _, _ in pool)
-        pool = [c for c in pool if able(p, c[0])]
-        if len({v for _, v, _ in pool}) < 2:
-            counts["constant"], pool = counts["constant"] + 1, []
-        candidates.append([dict(ids=y, reward=v, q=q, ref_logp=lp) for (y, v, q), lp in zip(pool, logps)])
+        pool = [dict(ids=y, reward=v, q=q, ref_logp=next(ref_logp)) for y, v, q in pool if able(p, y)]
+        constant = len({c["reward"] for c in pool}) < 2
+        counts["constant"] += constant
+        candidates.append([] if constant else pool)
     return prompts, candidates, q_refs, [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated], counts
-
-
-def fingerprint(model):
-    """Which weights these are, wherever they lie: sha256 over the first 64 values of every tensor, in fp32."""
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        digest.update(name.encode() + p.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def same_or_refuse(path, what, ranks):
-    """References made for one start model, data set and seed are not for another: ValueError names the difference."""
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            have = json.load(f)
-        changed = [f"{k} {have.get(k)!r} -> {v!r}" for k, v in what.items() if have.get(k) != v]
-        if changed:
-            raise ValueError(f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. Name another --references or --out")
-    elif ranks.first:
-        checkpoint.write_flushed(path, json.dumps(what, indent=1))
 
 
 def make_pairs(candidates, n):
@@ -440,50 +398,47 @@ def main():
     rows = read_rows(data)
     ranks, where = join(parallel, pick_device(device))
     claim_folder(out, resume, ranks)
-    model, tok = start_model(init_from, where, pick_dtype(dtype, where))
-    prompts, candidates, q_refs, groups, counts = prepare(model, tok, rows, ranks)
+    model, tok = start_model(init_from, where, pick_dtype(dtype, where), ranks)
+    prompts, candidates, q_refs, groups, counts = prepare(model, tok, rows, ranks, where)
     couples = make_pairs(candidates, n_refs)
     if not couples:
-        raise ValueError(f"{data}: no pair of completions with different rewards among {len(rows)} prompts ({counts['constant']} with constant rewards, "
-                         f"{counts['dropped']} completions unfinished or over {max_length} tokens): nothing to learn from")
-    n_pairs = epochs * len(couples)
-    steps = -(-n_pairs // batch_size)
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(rows)} prompts ({counts['constant']} "
+                         f"with constant rewards, {counts['dropped']} completions unfinished or over {max_length} tokens): "
+                         "nothing to learn from")
+    steps = -(-epochs * len(couples) // batch_size)
     mean_length = float(np.mean([len(candidates[i][k]["ids"]) for i, a, b in couples for k in (a, b)]))
-    b_mean = min(b0 / mean_length, beta_max or math.inf) if length_norm else b0
-    tied, mass = tie_report(groups, b_mean)
+    limit = beta_max if length_norm else 0.0
+    tied, mass = tie_report(groups, min(b0 / mean_length, limit or math.inf) if length_norm else b0)
     if ranks.first:
-        print(f"{len(couples)} pairs from {len(rows)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, {counts['dropped']} "
-              f"completions unfinished or over {max_length} tokens; {mean_length:.1f} tokens a completion, {steps} steps")
+        print(f"{len(couples)} pairs from {len(rows)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, "
+              f"{counts['dropped']} completions unfinished or over {max_length} tokens; {mean_length:.1f} tokens each, {steps} steps")
         if loss == "qrpo" and ties == "le" and tied > 0.1:
-            print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the probability there is: "
-                  f"grade the reward more finely, or use --ties=discrete")
+            print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the "
+                  "probability there is: grade the reward more finely, or use --ties=discrete")
 
-    spread_out(model, ranks)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
     config = dict(settings(globals()), tokenizer_hash=tok.hash)
-    start = go_on(out, model, opt, config, ("init_from", "data", "seed", "loss", "beta", "length_norm", "batch_size", "optimizer", "epochs", "n_refs"), ranks) if resume else 0
+    same = ("init_from", "data", "seed", "loss", "beta", "length_norm", "batch_size", "optimizer", "epochs", "n_refs")
+    start = go_on(out, model, opt, config, same, ranks) if resume else 0
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
     log = open_log(out, start, ranks)
     names = ("ref", "reward", "q", "length")
     for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
-        # the pairs of this step: a pure function of its number
-        g = np.arange(step * batch_size, min((step + 1) * batch_size, n_pairs))
-        epoch, i = np.divmod(g, len(couples))
-        order = np.concatenate([permute(i[epoch == e], len(couples), seed, int(e)) for e in np.unique(epoch)])
-        batch = [couples[k] for k in order]
+        batch = [couples[k] for k in items(step, batch_size, len(couples), epochs, seed)]
         both = [(p, candidates[p][a], candidates[p][b]) for p, a, b in batch]
         ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (
             lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))          # each (pairs, 2)
         q = TRANSFORMS[transform](q, n_refs - bool(loo))
         per = length if length_norm else torch.ones_like(length)
-        b = effective_beta(ref, per, b0, beta_max if length_norm else 0.0)
+        b = effective_beta(ref, per, b0, limit)
         log_z = beta_log_z(b, transform)
         if ties == "discrete":
             log_z = discrete_beta_log_z(torch.stack([q_refs[p] for p, _, _ in both])[:, None], b)
+
         def pair_loss(pi, s=slice(None)):
-            return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=beta_max if length_norm else 0.0, log_z=log_z[s], gamma=gamma, transform=transform)
+            return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=limit, log_z=log_z[s], gamma=gamma, transform=transform)
 
         # every process takes its micro-batches; gradients and log-probs are summed over all
         logp = torch.zeros_like(ref)
@@ -502,40 +457,30 @@ def main():
             dist.all_reduce(everywhere)
             logp = everywhere.cpu()
         value, ratio = pair_loss(logp).mean().item(), logp - ref
-        if step == 0 and (ratio / length).abs().mean() > 0.02:
-            raise ValueError(f"at step 0 the model differs from its own reference log-probs by {(ratio / length).abs().mean():.3f} nats a token: they were "
-                             f"made with another dtype or model; delete {references or out + '/references'}/logp-*")
-        if not math.isfinite(value + norm):
-            raise ValueError(f"step {step}: loss {value}, gradient norm {norm}. Stopped before the update; try a lower --lr or a larger --beta, and --resume")
-        for group in opt.param_groups:
-            group["lr"] = lr * linear(step, steps, warmup)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
+        off = (ratio / length).abs().mean()
+        if step == 0 and off > 0.02:
+            raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: they were made with "
+                             f"another dtype or model; delete {references or out + '/references'}/logp-*")
+        rate = lr * linear(step, steps, warmup)
+        update(opt, step, rate, value, norm)
 
         # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting them with pi / pi_ref
         # (normalised: bounded, but its KL cannot exceed the log of the number of samples)
         w = ratio.flatten().softmax(0)
+        kl = (w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())
         target = ((q - log_z) / b).flatten()
         health = {}
         if rank_every and (step % rank_every == 0 or step + 1 == steps):
             health = rank.diagnose(model, *padded([(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]], where))
             drop_gathered(model)
-        log(step=step, loss=value, grad_norm=norm, lr=opt.param_groups[0]["lr"], target=target.mean().item(), log_ratio=ratio.mean().item(),
-            correlation=correlation(target, ratio.flatten()), kl=((w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())).item(),
+        log(step=step, loss=value, grad_norm=norm, lr=rate, target=target.mean().item(), log_ratio=ratio.mean().item(),
+            correlation=correlation(target, ratio.flatten()), kl=kl.item(),
             reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
             length=length.mean().item(), tokens=int(length.sum()), **health)
         if step + 1 == steps or (step + 1) % checkpoint_every == 0:
             checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
     export(out, model, tok, ranks)
     ranks.leave()
-
-
-def padded(sequences, device):
-    """(prompt ids, completion ids) pairs -> idx (B, T) and keep (B, T), True on completions."""
-    T = max(len(p) + len(y) for p, y in sequences)
-    idx = torch.tensor([[*p, *y] + [0] * (T - len(p) - len(y)) for p, y in sequences], device=device)
-    keep = torch.tensor([[len(p) <= t < len(p) + len(y) for t in range(T)] for p, y in sequences], device=device)
-    return idx, keep
 
 
 def correlation(x, y):

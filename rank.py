@@ -1,5 +1,5 @@
 """
-Is the representation collapsing? Four numbers of the last hidden states and of the last activation, to be watched while preferences
+Is the representation collapsing? Five numbers of the last hidden states and of the last activation, to be watched while preferences
 are trained: reward can rise while the features that carry it fall into ever fewer directions, and from there nothing is learnt any more.
 
     s = singular values of H (N tokens, C features), not centred       p = s / sum(s)
@@ -15,6 +15,8 @@ states are normalised here (RMSNorm), so their own norm says nothing; the norm i
 $ python rank.py --init_from=out/sft            # of a model, on the text given by --text
 """
 
+import math
+
 import torch
 
 init_from = "out/laptop"       # run folder, Hugging Face folder or hub name
@@ -22,7 +24,9 @@ text = "FILE:README.md"        # what it reads; FILE:path takes a file
 
 
 def ranks(h):
-    """Effective, PCA-99 % and stable rank of h (N, C), in fp32 at least. All lie in [1, min(N, C)]; 0 for a matrix of zeros."""
+    """Effective, PCA-99 % and stable rank of h (N, C), in fp32 at least. All lie in [1, min(N, C)]; 0 for zeros, nan if h is not finite."""
+    if not h.isfinite().all():
+        return dict(effective=math.nan, pca99=math.nan, stable=math.nan)
     s = torch.linalg.svdvals(h.detach().to(torch.promote_types(h.dtype, torch.float32)))        # descending
     if not len(s) or s[0] == 0:
         return dict(effective=0.0, pca99=0, stable=0.0)
@@ -32,15 +36,15 @@ def ranks(h):
 
 
 @torch.no_grad()
-def diagnose(model, idx, keep=None):
+def diagnose(model, idx, keep=None, doc=None):
     """
-    The numbers above for token ids idx (B, T), at the positions of keep (B, T) bool (default: all). Returns a dict of Python numbers,
-    N among them: below C tokens the rank measures the batch, not the model.
+    The numbers above for token ids idx (B, T), at the positions of keep (B, T) bool (default: all); doc (B, T): documents, where rows are
+    packed. Returns a dict of Python numbers, N among them: below C tokens the rank measures the batch, not the model.
     """
     seen = []
     hook = model.model.layers[-1].mlp.up_proj.register_forward_hook(lambda _, inputs, output: seen.append(output))
     try:
-        h = model.hidden(idx)                                                                   # (B, T, C)
+        h = model.hidden(idx, doc)                                                              # (B, T, C)
     finally:
         hook.remove()
     keep = torch.ones_like(idx, dtype=torch.bool) if keep is None else keep

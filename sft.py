@@ -5,10 +5,10 @@ SFT, supervised fine-tuning: from a model of text to one that answers (Apertus r
 
 A conversation is written in Apertus' chat format (tokenizer.py); system, developer, user and tool texts are read, never learnt. Learnt
 is what the model must produce by itself: its words, its thoughts with their brackets, its tool calls - and <|assistant_end|>. The published
-template leaves that token out after the last answer, so a model trained on its text as it stands never learns to stop there; it is added here.
+template leaves that token out after the last answer, so a model trained on its text as it is never learns to stop there; it is added here.
 
-    <s><|system_start|>…<|system_end|><|developer_start|>…<|developer_end|><|user_start|>2+2?<|user_end|><|assistant_start|>4<|assistant_end|>
-                                                                                                                            ^^^^^^^^^^^^^^^^^^ loss
+    <s><|system_start|>…<|system_end|>…<|developer_end|><|user_start|>2+2?<|user_end|><|assistant_start|>4<|assistant_end|>
+                                                                                                         ^^^^^^^^^^^^^^^^^^ loss
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out curve.
 
@@ -33,11 +33,12 @@ from tqdm import tqdm
 import checkpoint
 import convert
 import plot
+import rank
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import permute
-from parallel import Ranks, gradients, orderly_exit, shard, square_norm
+from parallel import Ranks, drop_gathered, gradients, orderly_exit, shard, square_norm
 from tokenizer import chat_pieces, control
 
 # -----------------------------------------------------------------------------
@@ -69,6 +70,7 @@ alpha = 8.0                     # it and beta3 warm up over the whole run
 eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
+rank_every = 100                # steps between rank diagnostics (rank.py); 0 = never
 checkpoint_every = 500          # steps
 keep_checkpoints = 2
 # -----------------------------------------------------------------------------
@@ -78,10 +80,14 @@ keep_checkpoints = 2
 # conversations -> ids, and which of them are learnt
 
 
-def read_rows(path):
-    """The JSON objects of a .jsonl file, each with a list `messages`. ValueError names the line that is something else."""
+def is_conversation(row):
+    return isinstance(row.get("messages"), list) and all(isinstance(m, dict) for m in row["messages"])
+
+
+def read_rows(path, fits=is_conversation, want="a list `messages` of {role, content}"):
+    """The JSON objects of a .jsonl file, all of which must fit. ValueError names the line that is something else, and what is wanted."""
     if not os.path.isfile(path):
-        raise ValueError(f"no such file: --data={path}; want .jsonl, a line a conversation: {{\"messages\": [{{\"role\": \"user\", \"content\": \"Hi\"}}, …]}}")
+        raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
     rows = []
     with open(path, encoding="utf-8") as f:
         for n, line in enumerate(f, 1):
@@ -89,16 +95,17 @@ def read_rows(path):
                 continue
             try:
                 rows.append(json.loads(line))
-                if not isinstance(rows[-1]["messages"], list) or not all(isinstance(m, dict) for m in rows[-1]["messages"]):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}, line {n}: want a JSON object with a list `messages` of {{role, content}}, got {line.strip()[:60]!r}") from None
+            except ValueError:
+                rows.append(None)
+            if not isinstance(rows[-1], dict) or not fits(rows[-1]):
+                raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {line.strip()[:60]!r}")
     if not rows:
         raise ValueError(f"{path} is empty")
     return rows
 
 
-FOLLOWS = {"user": {"", "system", "assistant"}, "assistant": {"user", "tool"}, "tool": {"assistant", "tool"}, "system": {""}}   # after whom each may speak
+# after whom each may speak
+FOLLOWS = {"user": {"", "system", "assistant"}, "assistant": {"user", "tool"}, "tool": {"assistant", "tool"}, "system": {""}}
 
 
 def fault(messages):
@@ -109,7 +116,8 @@ def fault(messages):
         if before not in FOLLOWS.get(role, ()):
             return "roles out of order"
         if isinstance(content, dict):
-            content = "".join(str(b.get("text", "x")) for b in content.get("blocks", content.get("parts", [content])))   # calls are no text and count
+            parts = content.get("blocks", content.get("parts", [content]))
+            content = "".join(str(b.get("text", "x")) for b in parts)                           # calls are no text, and count
         if not (content or "").strip() and not m.get("tool_calls") and role != "system":
             return "an empty turn"
         before = role
@@ -119,13 +127,15 @@ def fault(messages):
 
 
 def has_thoughts(messages):
-    return any(isinstance(m.get("content"), dict) and any(b.get("type") == "thoughts" for b in m["content"].get("blocks", ())) for m in messages)
+    blocks = [b for m in messages if isinstance(m.get("content"), dict) for b in m["content"].get("blocks", ())]
+    return any(b.get("type") == "thoughts" for b in blocks)
 
 
 def render(tok, row, date=None):
     """
-    A conversation -> ids, said: said[i] is True where the assistant must produce ids[i] itself. One <s>; <|assistant_end|> also after the last
-    answer. "thinking" (default: whether there are thoughts in it) says "Deliberation: enabled". ValueError: what the template cannot express.
+    A conversation -> ids, said: said[i] is True where the assistant must produce ids[i] itself. One <s>; <|assistant_end|> also after the
+    last answer. "thinking" (default: whether there are thoughts in it) says "Deliberation: enabled". ValueError: what the template cannot
+    express.
     """
     messages = row["messages"]
     pieces = chat_pieces(messages, row.get("tools"), row.get("thinking", has_thoughts(messages)), date=date)
@@ -151,7 +161,8 @@ def usable(tok, rows, max_length, date=None, where=""):
         else:
             good.append((ids, said))
     if not good:
-        raise ValueError(f"{where}: none of {len(rows)} conversations can be learnt from: " + "; ".join(f"{c} {why} (first in line {n})" for why, (c, n) in bad.items()))
+        reasons = "; ".join(f"{count} {why} (first in line {n})" for why, (count, n) in bad.items())
+        raise ValueError(f"{where}: none of {len(rows)} conversations can be learnt from: {reasons}")
     return good, bad
 
 
@@ -230,8 +241,8 @@ def shares(n, ranks):
 
 def collect(model, ranks, clip):
     """
-    Sum gradients over ranks (FSDP has done so), then clip them by their global norm, which is returned as it was before. Losses were divided
-    by the count of the whole step; a rank that had no micro-batch adds zeros.
+    Sum gradients over ranks (FSDP has done so), then clip them by their global norm, which is returned as it was before. Losses were
+    divided by the count of the whole step; a rank that had no micro-batch adds zeros.
     """
     for p in model.parameters():
         if p.grad is None:
@@ -246,13 +257,6 @@ def collect(model, ranks, clip):
     return norm
 
 
-def spread_out(model, ranks):
-    """Shard a loaded model over the ranks (fsdp, hsdp), block by block."""
-    if ranks.sharded:
-        shard(model, ranks.mesh, model.dtype)
-        register_fsdp_forward_method(model, "hidden")
-
-
 def export(out, model, tok, ranks):
     """out/hf for transformers. Shards are read back from the last checkpoint, whole, by one process."""
     if ranks.first:
@@ -261,11 +265,20 @@ def export(out, model, tok, ranks):
         print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
 
 
-def start_model(name, device, dtype):
-    """The start model with fp32 weights, its tokenizer; ValueError if the two do not belong together or cannot chat."""
-    model, tok = convert.load_any(name, device, torch.float32)
+def start_model(name, device, dtype, ranks=None):
+    """
+    The start model with fp32 weights, its tokenizer. With sharded ranks (fsdp, hsdp) each of them reads its shards from the files, and none
+    ever holds the model (70B: 282 GB). ValueError if model and tokenizer do not belong together or cannot chat.
+    """
+    def spread(model):                                                      # comes on the meta device, without memory
+        shard(model, ranks.mesh, dtype)
+        model.to_empty(device=device)
+        register_fsdp_forward_method(model, "hidden")
+
+    model, tok = convert.load_any(name, device, torch.float32, spread if ranks and ranks.sharded else None)
     if tok.vocab_size != model.config.vocab_size:
-        raise ValueError(f"{name}: the model has {model.config.vocab_size} ids and its tokenizer {tok.vocab_size}: they do not belong together")
+        sizes = f"the model has {model.config.vocab_size} ids and its tokenizer {tok.vocab_size}"
+        raise ValueError(f"{name}: {sizes}: they do not belong together")
     missing = [t for t in ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>") if t not in tok.special]
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
@@ -283,7 +296,7 @@ def claim_folder(out, resume, ranks):
 
 
 def describe_run(out, config, model, tok, ranks):
-    """config.json of a run folder: all settings, the model's shape, the vocabulary by name, or as a file beside it if it is a trained one."""
+    """config.json of a run folder: all settings, the model's shape, the vocabulary by name, or as a file beside it if it was trained."""
     if not ranks.first:
         return
     config = {**config, **dataclasses.asdict(model.config), "chat": True}
@@ -296,7 +309,7 @@ def describe_run(out, config, model, tok, ranks):
     elif tok.hash == tokenizer.load("apertus").hash:
         config["tokenizer"] = "apertus"
     else:
-        raise ValueError("the start model's tokenizer is neither Apertus' nor one of this project's: its run folder could not be read again")
+        raise ValueError("the start model's tokenizer is neither Apertus' nor one of this project's: its run could not be read again")
     checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
 
 
@@ -316,7 +329,8 @@ def go_on(out, model, opt, config, same, ranks):
     if not found:
         return 0
     path, manifest = found
-    changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if json.dumps(manifest["config"].get(k)) != json.dumps(config[k])]
+    had = manifest["config"]
+    changed = [f"{k} {had.get(k)!r} -> {config[k]!r}" for k in same if json.dumps(had.get(k)) != json.dumps(config[k])]
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
     checkpoint.load(path, model, opt)
@@ -341,8 +355,25 @@ def open_log(out, start, ranks):
     return log
 
 
+def items(step, batch_size, n, epochs, seed):
+    """Which of n items a step takes, each epoch in an order of its own: a pure function of its number, for any number of processes."""
+    g = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
+    epoch, i = np.divmod(g, n)
+    return np.concatenate([permute(i[epoch == e], n, seed, int(e)) for e in np.unique(epoch)])
+
+
+def update(opt, step, rate, loss, norm):
+    """One step of the optimizer at this learning rate. ValueError, before anything changes, if the loss or the gradient is not finite."""
+    if not math.isfinite(loss + norm):
+        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. Stopped before the update; try a lower --lr and --resume")
+    for group in opt.param_groups:
+        group["lr"] = rate
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+
+
 def linear(step, steps, warmup):
-    """Learning rate as a share of the peak: linear from 0 over the first `warmup` of the steps, then linear to 0 (transformers' "linear")."""
+    """Share of the peak learning rate: linear from 0 over the first `warmup` of the steps, then linear to 0 (transformers' "linear")."""
     up = math.ceil(warmup * steps)
     return step / up if step < up else (steps - step) / max(1, steps - up)
 
@@ -350,7 +381,8 @@ def linear(step, steps, warmup):
 def chat_ids_only(tok, row, where, date=None):
     """The prompt of a conversation that waits for an answer -> ids, ending in <|assistant_start|>. ValueError names the line."""
     messages = row["messages"]
-    why = "no messages" if not messages else "its last message is not the user's" if messages[-1].get("role") != "user" else fault([*messages, dict(role="assistant", content="x")])
+    why = fault([*messages, dict(role="assistant", content="x")])
+    why = "no messages" if not messages else "its last message is not the user's" if messages[-1].get("role") != "user" else why
     if why:
         raise ValueError(f"{where}: {why}; want system (if any), then user and assistant in turn, ending with user")
     try:
@@ -368,11 +400,10 @@ def main():
         return show_conversations(rows)
     ranks, where = join(parallel, pick_device(device))
     claim_folder(out, resume, ranks)
-    model, tok = start_model(init_from, "cpu" if ranks.sharded else where, pick_dtype(dtype, where))
-    spread_out(model, ranks)
+    model, tok = start_model(init_from, where, pick_dtype(dtype, where), ranks)
     conversations, bad = usable(tok, rows, max_length, date, data)
-    n, total = len(conversations), epochs * len(conversations)
-    steps = -(-total // batch_size)
+    n = len(conversations)
+    steps = -(-epochs * n // batch_size)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
     fingerprint = tokenizer.hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     config = dict(settings(globals()), data_hash=fingerprint)
@@ -388,16 +419,12 @@ def main():
             print(f"left out {count} of {len(rows)} conversations: {why} (first in line {first})")
         learnt = sum(map(sum, (said for _, said in conversations)))
         print(f"{n} conversations, {sum(len(ids) for ids, _ in conversations):,} tokens, {learnt:,} of them learnt; {steps} steps")
-    log, seen = open_log(out, start, ranks), 0
+    log = open_log(out, start, ranks)
     model.train()
     bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True)
     for step in bar:
         began = time.perf_counter()
-        # the conversations of this step: a pure function of its number, for any number of processes
-        g = np.arange(step * batch_size, min((step + 1) * batch_size, total))
-        epoch, i = np.divmod(g, n)
-        order = np.concatenate([permute(i[epoch == e], n, seed, int(e)) for e in np.unique(epoch)])
-        batch = [conversations[k] for k in order]
+        batch = [conversations[k] for k in items(step, batch_size, n, epochs, seed)]
         n_tokens = sum(sum(said) for _, said in batch)                      # learnt, in the whole step
         laid = rows_of(batch, pack, max_length)
 
@@ -413,17 +440,14 @@ def main():
                 part.backward()
             loss, size = loss + part.detach().cpu(), size + idx.numel()
         norm = collect(model, ranks, grad_clip)
-        loss = ranks.add(loss)[0]
-        if not math.isfinite(loss + norm):
-            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. Stopped before the update; try a lower --lr and --resume")
-        for group in opt.param_groups:
-            group["lr"] = lr * linear(step, steps, warmup)
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-
-        seen += n_tokens
-        log(step=step, tokens=sum(len(conversations[k][0]) for k in order), loss=loss, learnt=n_tokens, grad_norm=norm,
-            lr=opt.param_groups[0]["lr"], tok_s=round(size * ranks.size / (time.perf_counter() - began)))
+        loss, rate = ranks.add(loss)[0], lr * linear(step, steps, warmup)
+        update(opt, step, rate, loss, norm)
+        tok_s, health = round(size * ranks.size / (time.perf_counter() - began)), {}
+        if rank_every and (step % rank_every == 0 or step + 1 == steps):
+            idx, targets, doc = (t.to(where) for t in tensors(laid[:4 * micro_batch], tok.pad))
+            health = rank.diagnose(model, idx, targets >= 0, doc if pack else None)
+            drop_gathered(model)
+        log(step=step, tokens=sum(len(ids) for ids, _ in batch), loss=loss, learnt=n_tokens, grad_norm=norm, lr=rate, tok_s=tok_s, **health)
         bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
         if step + 1 == steps or (step + 1) % checkpoint_every == 0:
             checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)

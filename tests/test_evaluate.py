@@ -176,7 +176,8 @@ def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
     assert found[0]["documents"] == 1 and 5 < found[0]["bits_per_byte"] < 9    # two steps in: log2(320) = 8.3
 
 
-@pytest.mark.parametrize("content, says", [("{}", "line 1: want a row"), ('{"text": "a"}\nno json', "line 2: not JSON"), ("", "is empty")])
+@pytest.mark.parametrize("content, says", [("{}", "line 1: want a JSON object with \"text\", or"),
+                                           ('{"text": "a"}\nno json', "line 2: want a JSON object"), ("", "is empty")])
 def test_a_file_that_is_neither_text_nor_task_is_told(exported, tmp_path, content, says):
     (tmp_path / "x.jsonl").write_text(content)
     done = script("evaluate.py", tmp_path / "x.jsonl", f"--init_from={exported}", f"--out={tmp_path / 'out'}")

@@ -171,6 +171,7 @@ def test_ranks_of_matrices_whose_rank_is_known():
     assert rank.ranks(q * s) == pytest.approx(dict(effective=math.exp(-(p * p.log()).sum()), pca99=10, stable=18 / 9), rel=1e-4)
     assert rank.ranks(q * torch.tensor([100.0] + [1.0] * 9))["pca99"] == 1    # 10,000 of 10,009 is more than 99 %
     assert rank.ranks(torch.zeros(4, 3)) == dict(effective=0, pca99=0, stable=0)
+    assert all(math.isnan(v) for v in rank.ranks(torch.tensor([[1.0, math.inf], [0.0, 1.0]])).values())
 
 
 def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
@@ -266,13 +267,38 @@ def test_each_loss_and_choice_runs_on_the_same_references(aligned, start, tmp_pa
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_do_what_one_does(aligned, start, tmp_path, parallel):
+    """fsdp from the start; ddp goes on with what one process left when it was killed."""
+    if parallel == "ddp":
+        shutil.copytree(aligned, tmp_path / "two")
+        for name in sorted(os.listdir(tmp_path / "two" / "ckpt"))[1:]:
+            shutil.rmtree(tmp_path / "two" / "ckpt" / name)
     args = ["qrpo.py", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={tmp_path / 'two'}",
-            "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--epochs=2", "--rank_every=0", "--device=cpu", f"--parallel={parallel}"]
+            "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--epochs=2", "--rank_every=1", "--checkpoint_every=3",
+            "--device=cpu", "--resume", f"--parallel={parallel}"]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *args], cwd=ROOT, capture_output=True, text=True,
                           env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6) and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_an_aligned_model_exported_by_convert_chats_in_transformers_with_its_own_template(aligned, tmp_path):
+    """Two turns, rendered by the template file in the export; the same greedy tokens, ended by the same token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    done = script("convert.py", f"--load={aligned}", f"--save={tmp_path / 'hf'}")
+    assert done.returncode == 0, done.stderr
+    theirs, their_tok = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval(), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ours, tok = convert.load_run(str(aligned))
+    with open(os.path.join(ROOT, "chat_template.jinja"), encoding="utf-8") as f:
+        assert their_tok.chat_template == f.read()
+    messages = [dict(role="system", content="x"), dict(role="user", content="say 1")]
+    for _ in range(2):
+        ids = their_tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        assert ids[0].tolist() == tok.chat(messages, add_generation_prompt=True)[1]
+        said = ours.generate(ids, 30, temperature=0, stop=(tok.eos,))
+        assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == said.tolist()
+        answer = tok.decode([i for i in said[0, ids.shape[1]:].tolist() if i != tok.eos])
+        messages += [dict(role="assistant", content=answer), dict(role="user", content="say 2")]
 
 
 def test_offline_data_with_rewards_needs_no_sampling(start, tmp_path):
@@ -366,15 +392,47 @@ def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
 
 def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_path, monkeypatch):
     import align
-    monkeypatch.setattr(align, "test_prompts", 4)
     monkeypatch.setattr(align, "n_refs", 3)
-    other = Apertus(ApertusConfig(**TINY), seed=5)
-    convert.save_hf(other, str(tmp_path / "other"), tokenizer.load("byte"))
-    rows = align.measure({"sft": str(start / "model"), "qrpo-s0": str(tmp_path / "other"), "dpo-s0": str(start / "sft")}, str(start / "model"))
-    assert rows["sft"]["kl"] == 0 and rows["dpo-s0"]["kl"] == pytest.approx(0, abs=1e-6) and rows["qrpo-s0"]["kl"] > 1     # out/sft and its export are one model
+    monkeypatch.setattr(align, "out", str(tmp_path))
+    convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tokenizer.load("byte"))
+    shutil.copytree(start / "sft", tmp_path / "dpo-s0")                       # out/sft and its export are one model
+    runs = {"qrpo-s0": ("qrpo", 0.3, 0), "dpo-s0": ("dpo", 1.0, 0)}
+    rows = align.measure(runs, str(start / "model"), align.tasks()[2][:4], 0.3)
+    assert rows["sft"]["kl"] == 0 and rows["dpo-s0"]["kl"] == pytest.approx(0, abs=1e-6) and rows["qrpo-s0"]["kl"] > 1
     assert rows["dpo-s0"]["reward"] == rows["sft"]["reward"] and len(rows["sft"]["points"]) == 12
-    align.draw(rows, str(tmp_path / "align.png"))
-    assert "| closed form, beta 0.3 | | | 0.737 | 0.36 | | 1 | 0 |" in align.table(rows) and (tmp_path / "align.png").stat().st_size > 1000
+    align.draw(rows, 0.3, str(tmp_path / "align.png"))
+    table = align.table(rows, 0.3)
+    assert "| closed form, beta 0.3 | | | 0.737 | 0.36 | | 1 | 0 |" in table and (tmp_path / "align.png").stat().st_size > 1000
+    assert table.count("\n") == 6                                             # head, rule, sft, qrpo, dpo, closed form
+
+
+def test_the_demonstration_chooses_betas_on_prompts_of_their_own(monkeypatch):
+    import align
+    train, validation, test = map(set, align.tasks())
+    assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
+    assert {len(grid) for grid in align.GRIDS.values()} == {4} and set(align.GRIDS) == {f"{loss}{n}" for loss in qrpo.losses for n in ("", "-norm")}
+    runs = {f"tune-{m}-{b}": (m, b, 1000) for m in ("qrpo", "dpo-norm") for b in (0.1, 0.3, 1.0)}
+    rewards = dict(zip(runs, (-9, -5, -6, -4, -8, -7)))
+    assert align.choose({name: dict(reward=r) for name, r in rewards.items()}, runs) == {"qrpo": 0.3, "dpo-norm": 0.1}
+    monkeypatch.setattr(align, "methods", "qrpo,ppo")
+    with pytest.raises(ValueError, match="there is qrpo, qrpo-norm, dpo"):
+        align.main()
+
+
+def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, monkeypatch):
+    import align
+    monkeypatch.setattr(align, "out", str(tmp_path))
+    done = tmp_path / "run" / "done"
+    done.parent.mkdir()
+    hello = tmp_path / "hello.py"
+    hello.write_text(f"import sys\nopen({str(done)!r}, 'a').write(sys.argv[1])\n")
+    assert align.call("run", str(done), str(hello), "x")["args"] == align.call("run", str(done), str(hello), "x")["args"] == ["x"]
+    assert done.read_text() == "x"                                            # once
+    with pytest.raises(ValueError, match="made with other settings"):
+        align.call("run", str(done), str(hello), "y")
+    hello.write_text("raise ValueError('no way')\n")
+    with pytest.raises(ValueError, match="failed: ValueError: no way"):
+        align.call("other", str(tmp_path / "none"), str(hello))
 
 
 def test_the_demonstrations_reward_is_what_its_page_says():

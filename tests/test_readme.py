@@ -58,11 +58,28 @@ def small(command, root):
             "bench.py": ["--preset=tiny", "--impls=ours eager,hf", "--rounds=2", "--warmup=1", f"--out={root}/bench"]}.get(script_name, [])
 
 
+def small_align(root):
+    """Arguments for `make align`: two of its losses, from a model that some seconds of SFT have taught to say digits."""
+    import numpy as np
+    import align
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(400):
+        total, first = int(rng.integers(10, 50)), int(rng.integers(1, 10))
+        rows.append(dict(messages=[*align.question(total, first), dict(role="assistant", content=align.teacher(rng, total, first))]))
+    (root / "digits.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (root / "tuning.json").write_text(json.dumps(dict(chosen={"qrpo": 0.3, "dpo-norm": 2.0})), encoding="utf-8")
+    done = script("sft.py", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
+                  "--lr=1e-2", "--optimizer=adamw", "--epochs=2")
+    assert done.returncode == 0, done.stderr
+    return (f"--start={root}/digits --methods=qrpo,dpo-norm --seeds=1 --n_conversations=128 --n_refs=4 --test_prompts=160 --samples=1 "
+            f"--out={root}/align --results={root}/results/align --tuning={root}/tuning.json")
+
+
 def made(words, root):
     """make with variables that make the target small. -o: the environment that these tests run in is ready."""
     copy = f"--report --out={root}/results/memorize"
     target = {"train": [f"RUN={root}/made", f"DATA={root}/data", "CONFIG=configs/laptop.py configs/tiny.py --total_samples=32 --decay_samples=8 --block_size=256"],
-              "align": ["-n"], "memorize": [f"BOOKS={copy}"]}[words[1]]    # the demonstration takes minutes: test_qrpo.py runs its parts
+              "align": [f"ALIGN={small_align(root)}"], "memorize": [f"BOOKS={copy}"]}[words[1]]
     return subprocess.run([*words, "-o", ".venv/ready", f"PY={sys.executable}", *target], cwd=ROOT, capture_output=True, text=True)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import convert
+import sample
 import sft
 import tokenizer
 from configurator import configure
@@ -151,6 +152,7 @@ def weights(folder):
 
 def test_it_learns_and_leaves_both_kinds_of_folder(tuned):
     entries = log(tuned)
+    assert {"rank_effective", "rank_pca99", "rank_stable", "dead_units", "preactivation"} <= entries[0].keys() & entries[11].keys() - entries[1].keys()
     assert [e["step"] for e in entries] == list(range(12)) and entries[0]["lr"] == 0 and entries[-1]["loss"] < entries[0]["loss"] - 0.5
     ours, theirs = weights(tuned), dict(convert.load_hf(str(tuned / "hf")).named_parameters())
     assert all(torch.equal(ours[n], theirs[n]) for n in ours) and tokenizer.load_for(str(tuned)).name == "byte"
@@ -239,12 +241,79 @@ def test_a_run_is_not_overwritten_nor_gone_on_with_by_other_settings(tuned, star
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_do_what_one_does(tuned, start, tmp_path, parallel):
+    """ddp from the start; fsdp goes on with what one process left when it was killed."""
+    if parallel == "fsdp":
+        shutil.copytree(tuned, tmp_path / "two")
+        for step in ("step-00000008", "step-00000012"):
+            shutil.rmtree(tmp_path / "two" / "ckpt" / step)
     args = ["sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
-            "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", f"--parallel={parallel}"]
+            "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", "--resume", f"--parallel={parallel}"]
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *args], cwd=ROOT, capture_output=True, text=True,
                           env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [e["loss"] for e in log(tmp_path / "two")] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)
+
+
+def test_a_chat_with_apertus_own_ids_ends_its_turn_on_68(monkeypatch, capsys):
+    tok = tokenizer.load("apertus")
+    model = Apertus(ApertusConfig(**{**TINY, "vocab_size": tok.vocab_size, "n_layer": 1, "n_embd": 8, "ffn_dim": 8}))
+    says, types = iter([*tok.encode("Four."), 68, *tok.encode("never said")]), iter(["2+2?", ""])
+    monkeypatch.setattr(sample, "sample_token", lambda logits, **_: torch.tensor([next(says)]))
+    monkeypatch.setattr("builtins.input", lambda _="": next(types))
+    sample.converse(model, tok, dict(temperature=1.0))
+    assert capsys.readouterr().out == "Four.\n" and tok.decode(list(says)) == "never said"
+
+
+PROBE = """
+import sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+import convert, sft
+from parallel import orderly_exit
+
+class Largest(TorchDispatchMode):
+    numbers, files = 0, set()
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor:
+                store = t.untyped_storage()
+                if t.dtype == torch.uint8:                  # safetensors: bytes of a file, mapped and not read
+                    self.files.add(store.data_ptr())
+                elif store.data_ptr() not in self.files:
+                    self.numbers = max(self.numbers, store.nbytes() // t.element_size())
+        return out
+
+with orderly_exit():
+    ranks, where = sft.join("fsdp", "cpu")
+    for folder in sys.argv[1:]:
+        with Largest() as largest:
+            model, _ = sft.start_model(folder, where, torch.float32, ranks)
+        want = dict(convert.load_any(folder)[0].named_parameters())
+        names = [n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), want[n])]
+        here = sum(p.to_local().numel() for p in model.parameters())
+        print(f"rank {ranks.rank}: {names} differ, {here} of {sum(p.numel() for p in want.values())} numbers here, at most {largest.numbers} at once, "
+              f"{max(p.numel() for p in want.values())} in the largest", flush=True)
+        with torch.no_grad():
+            h = model.hidden(torch.arange(12).view(1, 12))
+        assert torch.equal(h, convert.load_any(folder)[0].hidden(torch.arange(12).view(1, 12)))
+    ranks.leave()
+"""
+
+
+def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(tuned, tmp_path):
+    """Two ranks, from an export, a run folder and a model whose head is its embedding: the same weights, and no tensor of the size of a whole one."""
+    torch.manual_seed(1)
+    convert.save_hf(Apertus(ApertusConfig(**TINY, tie_embeddings=True)), str(tmp_path / "tied"), TOK)
+    (tmp_path / "probe.py").write_text(PROBE)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "probe.py"), str(tuned / "hf"),
+                           str(tuned), str(tmp_path / "tied")], cwd=tmp_path, capture_output=True, text=True,
+                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=ROOT), timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.findall(r"rank \d: \[\] differ, (\d+) of (\d+) numbers here, at most (\d+) at once, (\d+) in the largest", done.stdout)
+    assert len(found) == 6, done.stdout
+    for here, all_there_are, once, largest in (map(int, f) for f in found):
+        assert here == pytest.approx(all_there_are / 2, rel=0.01) and once <= largest / 2
 
 
 def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
