@@ -13,15 +13,19 @@ $ python bench.py train --preset=cpu            # a training step against Huggin
 $ python bench.py train --preset=packed         # the same on documents of 100 tokens, masked
 $ python bench.py optim                         # AdEMAMix against AdamW (fused), a per-tensor loop, and the memory's bandwidth
 $ python bench.py goldfish | loader | tokenize | decode | memory
+$ python bench.py cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
+$ python bench.py ffn                           # structured feed-forward layers (structured.py) against dense ones, by width
 $ python bench.py records/*/*.json              # committed results again, as the README's table
 """
 
 import dataclasses
+import functools
 import json
 import os
 import platform
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -38,8 +42,8 @@ from data import TokenDataset
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 
-paths = []              # a mode (train optim goldfish loader tokenize decode memory), or results (*.json) to print as a table
-preset = "cpu"          # cpu | packed | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
+paths = []              # a mode (train optim goldfish loader tokenize decode memory cold ffn), or results (*.json) to print as a table
+preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states are fp32. auto: bfloat16 on CUDA
@@ -49,6 +53,8 @@ warmup = 1              # rounds before them; the agreement check has run, and c
 clock = "auto"          # cpu = time of this process, for noisy machines and one thread; wall; auto: cpu on a CPU, wall on CUDA
 threads = 1             # of the CPU; 0 = torch's choice
 tokens = 64             # to generate in `decode`, after a prompt of 32
+widths = (512, 1024, 2048)          # of the model, in `ffn`; the MLP is four times as wide
+data = "data/stdlib"    # what prepare.py wrote, for `cold`
 seed = 28
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
@@ -58,7 +64,9 @@ BIG = dict(block_size=4096, n_head=32, n_kv_head=8, vocab_size=131072)
 PRESETS = {                                                # documents: their mean length in tokens; none = plain causal windows
     "cpu": CPU,
     "packed": dict(CPU, documents=100),
-    "124m": dict(batch=16, block_size=1024, n_layer=12, n_head=12, n_kv_head=4, n_embd=768, ffn_dim=3584, vocab_size=50304, tie_embeddings=True),
+    "laptop": dict(batch=4, block_size=256, n_layer=4, n_head=2, n_kv_head=1, n_embd=128, ffn_dim=672, vocab_size=4096),
+    "124m": dict(batch=16, block_size=1024, n_layer=12, n_head=12, n_kv_head=4, n_embd=768, ffn_dim=3584, vocab_size=50304,
+                 tie_embeddings=True),
     "1b5": dict(BIG, batch=2, n_layer=16, n_embd=2048, ffn_dim=12288, documents=1000),
     "8b-stack": dict(BIG, batch=1, n_layer=(4, 8, 16), n_embd=4096, ffn_dim=21504, documents=1000),   # exact 8B layers, slope per layer
     "tiny": dict(batch=2, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=160, vocab_size=320, documents=20)}
@@ -92,16 +100,16 @@ def now():
 
 def race(contestants, title):
     """
-    Time {name: f(round)} in turns. Returns {name: dict(seconds=[one a round], first=wall seconds of the first call)}.
-    The order moves on by one each round: who runs after whom does not decide.
+    Time {name: f(round)} in turns; an f that returns a float has timed itself. The order moves on by one each round: who runs after whom
+    does not decide. Returns {name: dict(seconds=[one a round], first=wall seconds of the first call)}.
     """
     names = list(contestants)
     result = {name: dict(seconds=[]) for name in names}
     for n in tqdm(range(-max(warmup, 1), rounds), desc=title, unit="round", leave=False, dynamic_ncols=True):
         for name in names[n % len(names):] + names[:n % len(names)]:
             wall, start = time.perf_counter(), now()
-            contestants[name](n + max(warmup, 1))
-            seconds = now() - start
+            own = contestants[name](n + max(warmup, 1))
+            seconds = own if isinstance(own, float) else now() - start
             result[name].setdefault("first", time.perf_counter() - wall)
             if n >= 0:
                 result[name]["seconds"].append(seconds)
@@ -133,12 +141,21 @@ def bandwidth_probe(kind="update"):
     return ((lambda n: x.mul_(1.0)), 8 * x.numel()) if kind == "update" else ((lambda n: x.sum()), 4 * x.numel())
 
 
+def race_beside_bandwidth(contestants, title, kind="update"):
+    """race() with the bandwidth probe in it, judged. Returns (result, the probe's bytes a second)."""
+    probe, moved = bandwidth_probe(kind)
+    result = judge(race({**contestants, "bandwidth probe": probe}, title))
+    speed = moved / result["bandwidth probe"]["median"]
+    result["bandwidth probe"]["GB/s"] = speed / 1e9
+    return result, speed
+
+
 def agree(what, values, tolerance):
     """Refuse to race unless all values (name: number) lie within a relative tolerance of ours."""
     for name, value in values.items():
         if not abs(value - values["ours"]) <= tolerance * abs(values["ours"]):
-            raise ValueError(f"{what}: {name} has {value:.8g} and ours {values['ours']:.8g}, further apart than {tolerance:g}: they do not compute "
-                             "the same, so their times mean nothing")
+            raise ValueError(f"{what}: {name} has {value:.8g} and ours {values['ours']:.8g}, further apart than {tolerance:g}: "
+                             "they do not compute the same, so their times mean nothing")
 
 
 def chosen(all_names):
@@ -233,7 +250,8 @@ class NanoGPT(torch.nn.Module):
         return F.cross_entropy((self.ln_f(x) @ self.wte.weight.T).flatten(0, 1), targets.flatten())
 
     def flops_per_token(self, c):
-        return 6 * (sum(p.numel() for p in self.parameters() if p.ndim > 1) - self.wpe.weight.numel()) + 6 * c.n_layer * c.n_embd * c.block_size
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - self.wpe.weight.numel()   # wte is the head as well
+        return 6 * matrices + 6 * c.n_layer * c.n_embd * c.block_size
 
 
 def contestant(name, ours):
@@ -272,7 +290,8 @@ def train_step(model, loss, batches):
     if optimizer not in ("ademamix", "adamw"):
         raise ValueError(f"optimizer={optimizer!r}: there is ademamix and adamw")
     groups = param_groups(model)
-    opt = AdEMAMix(groups, lr=1e-5, alpha_warmup=1000, beta3_warmup=1000) if optimizer == "ademamix" else torch.optim.AdamW(groups, lr=1e-5, fused=True)
+    opt = (AdEMAMix(groups, lr=1e-5, alpha_warmup=1000, beta3_warmup=1000) if optimizer == "ademamix"
+           else torch.optim.AdamW(groups, lr=1e-5, fused=True))
 
     def step(n):
         loss(*batches[n % len(batches)]).backward()
@@ -305,7 +324,8 @@ def train():
     whole, batch, _ = shape(n_layer=32)
     with torch.device("meta"):
         flops = Apertus(whole).flops_per_token(2 * facts["attended"]) * batch * whole.block_size
-    return rows, {**facts, "seconds a layer": slope, "seconds of 32 layers": slope * 32 + rest, "TFLOP/s at 32 layers": flops / (slope * 32 + rest) / 1e12}
+    seconds = slope * 32 + rest
+    return rows, {**facts, "seconds a layer": slope, "seconds of 32 layers": seconds, "TFLOP/s at 32 layers": flops / seconds / 1e12}
 
 
 def train_at(names=None, **changes):
@@ -366,13 +386,14 @@ def loop_ademamix(params, states, t, lr, betas, alpha, eps, weight_decay):
 
 
 def optim():
-    """One optimizer step over the preset's parameters, with gradients that are there."""
+    """One optimizer step over the preset's parameters, with gradients that are there. `first` is with nothing compiled before."""
+    from torch._inductor.utils import fresh_cache
     config, _, _ = shape()
     with torch.device(place()):
         first = Apertus(config, seed)
     names = chosen(["ours"] + ["ours eager"] * compiles() + ["AdamW fused", "per-tensor loop"])
     how = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1)
-    steps, ends, sums = {}, {}, {}
+    steps, ends, apart = {}, {}, {}
     for name in names:
         params = [torch.nn.Parameter(p.detach().clone()) for p in first.parameters()]
         g = torch.Generator(place()).manual_seed(seed)
@@ -391,19 +412,19 @@ def optim():
             opt = AdEMAMix(params, **how, compile=name == "ours" and compiles())
             step = lambda n, opt=opt: opt.step()
         steps[name], ends[name] = step, params
-    update, moved = bandwidth_probe()
-    result = race({**steps, "bandwidth probe": update}, "optim")
+    with fresh_cache():
+        result, speed = race_beside_bandwidth(steps, "optim")
     for name, params in ends.items():                      # after as many steps each: the same parameters, but for AdamW's
-        sums[name] = max(((p - q).abs().max() / q.abs().max()).item() for p, q in zip(params, ends["ours"]))
-        if name != "AdamW fused" and not sums[name] <= 1e-5:
-            raise ValueError(f"{name} ended {sums[name]:.2g} (relative) away from ours after {warmup + rounds} steps: they do not compute the same")
-    judge(result)
-    N, speed = first.num_params(), moved / result["bandwidth probe"]["median"]
+        apart[name] = max(((p - q).abs().max() / q.abs().max()).item() for p, q in zip(params, ends["ours"]))
+        if name != "AdamW fused" and not apart[name] <= 1e-5:
+            raise ValueError(f"{name} ended {apart[name]:.2g} (relative) away from ours after {warmup + rounds} steps: "
+                             "they do not compute the same")
+    N = first.num_params()
     for name in steps:
         moves = (28 if name == "AdamW fused" else 36) * N                                  # fp32: read p, g, m1, m2, v; write p, m1, m2, v
         result[name].update({"GB/s": moves / result[name]["median"] / 1e9, "of bandwidth": moves / result[name]["median"] / speed})
-    result["bandwidth probe"]["GB/s"] = speed / 1e9
-    return result, dict(parameters=N, tensors=len(ends["ours"]), **{f"{name}: furthest from ours": d for name, d in sums.items() if "loop" in name or "eager" in name})
+    return result, dict(parameters=N, tensors=len(ends["ours"]),
+                        **{f"{name}: furthest from ours": d for name, d in apart.items() if "loop" in name or "eager" in name})
 
 
 def published_mask(labels, k, h):
@@ -419,15 +440,14 @@ def goldfish():
     published_mask.table = torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073))
     B, T = (64, 4096) if preset != "tiny" else (2, 256)
     batches = torch.from_numpy(np.random.default_rng(seed).integers(0, 131072, (B, T))).split(4)                   # as the loader calls it
-    ways = {"ours": lambda x: goldfish_mask(x, 50, 50), "published": lambda x: published_mask(x, 50, 50), "ours, hash=mix": lambda x: goldfish_mask(x, 50, 50, "mix")}
+    ways = {"ours": lambda x: goldfish_mask(x, 50, 50), "published": lambda x: published_mask(x, 50, 50),
+            "ours, hash=mix": lambda x: goldfish_mask(x, 50, 50, "mix")}
     names = chosen(list(ways))
     if "published" in names and not all(torch.equal(ways["ours"](x), ways["published"](x)) for x in batches):
         raise ValueError("our Goldfish mask is not the published one")
-    update, moved = bandwidth_probe()
-    result = judge(race({**{name: lambda n, f=ways[name]: [f(x) for x in batches] for name in names}, "bandwidth probe": update}, "goldfish"))
+    result, _ = race_beside_bandwidth({name: lambda n, f=ways[name]: [f(x) for x in batches] for name in names}, "goldfish")
     for name in names:
         result[name]["ns/token"] = result[name]["median"] / (B * T) * 1e9
-    result["bandwidth probe"]["GB/s"] = moved / result["bandwidth probe"]["median"] / 1e9
     return result, dict(tokens=B * T)
 
 
@@ -452,8 +472,8 @@ def loader():
         plain, fish = TokenDataset(folder, "train", T, seed), TokenDataset(folder, "train", T, seed, goldfish_k=50)
         idx, targets, keep, doc = plain.batch(0, B)
         for b in range(B):                                 # what a loop over the tokens says
-            number = np.cumsum([t == 1 for t in idx[b].tolist()])
-            if not (doc[b].numpy() == number).all() or not torch.equal(targets[b, :-1], idx[b, 1:]) or not torch.equal(keep[b], idx[b] != 2):
+            number = torch.tensor([t == 1 for t in idx[b].tolist()]).cumsum(0)
+            if not all(map(torch.equal, (doc[b], targets[b, :-1], keep[b]), (number, idx[b, 1:], idx[b] != 2))):
                 raise ValueError("the loader's documents, masks or targets are not those of a loop over its tokens")
 
         def nanogpt(n):                                    # get_batch of nanoGPT's train.py, without masks and document ids
@@ -471,9 +491,7 @@ def loader():
             with torch.device(place()):
                 model, loss = contestant("ours", Apertus(config, seed))
             runs["train step"] = train_step(model, loss, [make_batch(n, config, batch, documents) for n in range(warmup + rounds)])
-        update, moved = bandwidth_probe()
-        result = judge(race({**runs, "bandwidth probe": update}, "loader"))
-    result["bandwidth probe"]["GB/s"] = moved / result["bandwidth probe"]["median"] / 1e9
+        result, _ = race_beside_bandwidth(runs, "loader")
     for name in names:
         count = batch * config.block_size if name == "train step" else repeat * B * T
         result[name]["ms/M tokens"] = result[name]["median"] / count * 1e9
@@ -506,11 +524,9 @@ def tokenize():
     if any(ids[n] != ids["ours"] for n in names):
         raise ValueError("Hugging Face's tokenizers give other ids than ours")
     size, count = sum(len(d.encode()) for d in documents), sum(map(len, ids["ours"]))
-    update, moved = bandwidth_probe()
-    result = judge(race({**{n: lambda _, f=ways[n]: f() for n in names}, "bandwidth probe": update}, "tokenize"))
+    result, _ = race_beside_bandwidth({n: lambda _, f=ways[n]: f() for n in names}, "tokenize")
     for n in names:
         result[n].update({"MB/s": size / result[n]["median"] / 1e6, "M tok/s": count / result[n]["median"] / 1e6})
-    result["bandwidth probe"]["GB/s"] = moved / result["bandwidth probe"]["median"] / 1e9
     return result, dict(bytes=size, tokens=count)
 
 
@@ -523,24 +539,22 @@ def decode():
     names = chosen(["ours"] + ["ours eager"] * compiles() + ["hf"])
     first.to(work_dtype())
     theirs = hugging_face(first).to(work_dtype()).eval() if "hf" in names else None
+    first.lay_out_for_decoding()                           # as sample.py does
     ways = {"ours": lambda: first.generate(prompt, tokens, temperature=0, compile=compiles()),
             "ours eager": lambda: first.generate(prompt, tokens, temperature=0),
             "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
-    began, said, firsts = time.perf_counter(), {}, {}
+    said, firsts = {}, {}
     for name in names:
         began = time.perf_counter()
         said[name], firsts[name] = ways[name]()[0].tolist(), time.perf_counter() - began
     same = {name: next((i for i, (a, b) in enumerate(zip(ids, said["ours"])) if a != b), len(ids)) - 32 for name, ids in said.items()}
     if work_dtype() == torch.float32 and min(same.values()) < tokens:
         raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
-    read, moved = bandwidth_probe("read")
-    result = judge(race({**{n: lambda _, f=ways[n]: f() for n in names}, "bandwidth probe": read}, "decode"))
+    result, speed = race_beside_bandwidth({n: lambda _, f=ways[n]: f() for n in names}, "decode", "read")
     weights = sum(p.numel() * p.element_size() for n, p in first.named_parameters() if config.tie_embeddings or "embed_tokens" not in n)
-    speed = moved / result["bandwidth probe"]["median"]
     for name in names:
-        result[name].update({"tok/s": tokens / result[name]["median"], "of weight-read bound": weights * tokens / result[name]["median"] / speed,
-                             "first": firsts[name]})
-    result["bandwidth probe"]["GB/s"] = speed / 1e9
+        rate = tokens / result[name]["median"]
+        result[name].update({"tok/s": rate, "of weight-read bound": weights * rate / speed, "first": firsts[name]})
     return result, dict(tokens=tokens, weight_bytes=weights, agreeing_tokens=same)
 
 
@@ -558,8 +572,8 @@ def memory():
     for name in tqdm(names, desc="memory", leave=False, dynamic_ncols=True):
         with tempfile.TemporaryDirectory() as folder:
             arguments = [f"--{k}={globals()[k]}" for k in ("preset", "device", "dtype", "threads", "seed")]
-            done = subprocess.run([sys.executable, os.path.abspath(__file__), "memory", f"--impls=only {name}", f"--out={folder}", *arguments],
-                                  capture_output=True, text=True)
+            command = [sys.executable, os.path.abspath(__file__), "memory", f"--impls=only {name}", f"--out={folder}", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise ValueError(f"{name} did not finish (exit code {done.returncode}): {done.stderr.strip().splitlines()[-1:]}")
             with open(os.path.join(folder, f"{record_name()}.json"), encoding="utf-8") as f:
@@ -608,7 +622,8 @@ def head_race(V, C):
     """The loss alone, forward and backward, in chunks and with all logits, both compiled: N = 1024 positions."""
     import model as model_file
     N = 1024
-    h, head = torch.randn(N, C, device=place(), dtype=work_dtype(), requires_grad=True), torch.randn(V, C, device=place(), requires_grad=True)
+    h = torch.randn(N, C, device=place(), dtype=work_dtype(), requires_grad=True)
+    head = torch.randn(V, C, device=place(), requires_grad=True)
     targets, weights = torch.randint(0, V, (N,), device=place()), torch.full((N,), 1 / N, device=place())
     full = lambda h, head: F.cross_entropy((h @ head.T.to(h.dtype)).float(), targets)
     if compiles():
@@ -622,7 +637,92 @@ def head_race(V, C):
     return {f"loss {'in chunks' if name == 'ours' else 'with full logits'}": r for name, r in result.items()}
 
 
-MODES = dict(train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, decode=decode, memory=memory)
+def cold():
+    """
+    Wall seconds from `python train.py configs/laptop.py` to the end of its first step, in a process of its own with nothing compiled
+    before; and with two and four times the layers: blocks share one compilation.
+    """
+    global clock
+    clock, here = "wall", os.path.dirname(os.path.abspath(__file__))
+    config, depth = ("laptop", 4) if preset != "tiny" else ("tiny", 2)
+
+    def first_step(compile, layers):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, os.path.join(here, "train.py"), f"configs/{config}.py", f"--data={data}", f"--out={folder}/run",
+                       f"--device={place()}", f"--compile={compile}", f"--n_layer={layers}"]
+            environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache", OMP_NUM_THREADS=str(threads or os.cpu_count()))
+            log, began = os.path.join(folder, "run", "log.jsonl"), time.perf_counter()
+            with open(os.path.join(folder, "said"), "w+") as said:
+                run = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+                try:
+                    while not (os.path.exists(log) and os.path.getsize(log)):
+                        if run.poll() is not None:
+                            said.seek(0)
+                            raise ValueError(f"{' '.join(command)} ended before its first step: {said.read().strip().splitlines()[-1:]}")
+                        time.sleep(0.02)
+                    return time.perf_counter() - began
+                finally:
+                    if run.poll() is None:
+                        os.killpg(run.pid, signal.SIGKILL)                               # and the processes that compile for it
+                    run.wait()
+
+    ways = {"ours": (compiles(), depth), **{f"ours, {n} layers": (True, n) for n in (2 * depth, 4 * depth) if compiles()},
+            "ours eager": (False, depth), f"ours eager, {4 * depth} layers": (False, 4 * depth)}
+    result = judge(race({name: lambda n, way=ways[name]: first_step(*way) for name in chosen(list(ways))}, "cold"))
+    for r in result.values():
+        r["s to the first step"] = r["median"]
+    return result, dict(config=config, layers=depth)
+
+
+def ffn():
+    """
+    One MLP's two matrices, C -> 4 C -> C, dense and in each form of structured.py, eager: forward and backward of 512 tokens, and one
+    token through so many copies (256 MB or 100) that the weights come from memory, as in a whole model; seconds are those of one copy.
+    """
+    from structured import StructuredLinear, forms
+    rows, best = {}, ""
+    for C in widths if preset != "tiny" else (48,):
+        x = torch.randn(512 if preset != "tiny" else 8, C, device=place(), dtype=work_dtype(), requires_grad=True)
+        training, decoding, share = {}, {}, {}
+        for kind, *form in forms(C):
+            def pair():
+                made = [torch.nn.Linear(a, b, bias=False) if kind == "dense" else StructuredLinear(a, b, kind, *form)
+                        for a, b in ((C, 4 * C), (4 * C, C))]
+                for p in (p for m in made for p in m.parameters()):
+                    torch.nn.init.normal_(p, std=0.02)
+                return torch.nn.Sequential(*made).to(place(), work_dtype())
+
+            def train(n, mlp, grad):
+                start = now()
+                mlp(x).backward(grad)
+                return now() - start
+
+            @torch.inference_mode()
+            def decode(n, mlps, one):
+                start = now()
+                for mlp in mlps:
+                    mlp(one)
+                return (now() - start) / len(mlps)
+
+            mlp = pair()
+            size = sum(p.numel() for p in mlp.parameters())
+            name = "dense" if kind == "dense" else f"{kind} {size / (8 * C * C):.0%}"
+            share[name] = size / (8 * C * C)
+            mlps = [mlp] + [pair() for _ in range(min(100, -(-2**28 // (size * x.itemsize))) - 1)]
+            training[name] = functools.partial(train, mlp=mlp, grad=torch.randn_like(x))
+            decoding[name] = functools.partial(decode, mlps=mlps, one=x.detach()[:1])
+        for what, ways in (("training", training), ("decoding", decoding)):
+            result = judge(race(ways, f"{what}, width {C}"), base="dense")
+            for name, r in result.items():
+                r["of dense parameters"] = share[name]
+            rows.update({f"{what} {C}, {name}": r for name, r in result.items()})
+            name = min(result, key=lambda n: result[n]["ratio"][0])
+            best += f"{'; ' * bool(best)}dense {what} at {C} {1 / result[name]['ratio'][0]:.2f}x ({name})"
+    return rows, {"base": "dense", "fastest": best}
+
+
+MODES = dict(train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, decode=decode, memory=memory, cold=cold,
+             ffn=ffn)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -640,12 +740,20 @@ def circumstances():
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as f:
             cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), cpu)
-    git = lambda *args: subprocess.run(["git", *args], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
-    return dict(date=time.strftime("%Y-%m-%d"), command="python bench.py " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
-                cpu=f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}", gpu=torch.cuda.get_device_name() if place() == "cuda" else None,
-                threads=torch.get_num_threads(), clock="cpu" if clock == "cpu" or clock == "auto" and place() == "cpu" else "wall",
-                load=os.getloadavg()[0], python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__,
-                commit=git("rev-parse", "--short", "HEAD") + (" + changes" if git("status", "--porcelain", "--", "*.py") else ""), seed=seed)
+
+    def git(*args):
+        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+
+    return dict(date=time.strftime("%Y-%m-%d"),
+                command="python bench.py " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
+                cpu=f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+                gpu=torch.cuda.get_device_name() if place() == "cuda" else None, threads=torch.get_num_threads(),
+                clock="cpu" if clock == "cpu" or clock == "auto" and place() == "cpu" else "wall", load=os.getloadavg()[0],
+                python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__, seed=seed,
+                commit=git("rev-parse", "--short", "HEAD") + " + changes" * bool(git("status", "--porcelain", "--", "*.py")))
+
+
+RATES = ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB", "s to the first step")   # the first that a row has stands for it
 
 
 def cell(key, value):
@@ -656,17 +764,27 @@ def cell(key, value):
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def base_of(record):
+    """Against whom the ratios are: ours, but in `ffn` the dense layers."""
+    return record["facts"].get("base", "ours")
+
+
 def table(record):
     """A record as Markdown lines: a row a contestant, time, rates, shares, and how much faster ours is."""
     rows, rates = record["rows"], []
     for r in rows.values():
         rates += [k for k in r if k not in ("seconds", "median", "min", "spread", "ratio", "first", *rates)]
-    head = [""] + ["ms", "min", "spread", "first s"] * any("median" in r for r in rows.values()) + rates + ["against ours", "95 %"]
+    times = ["ms", "min", "spread", "first s"] * any("median" in r for r in rows.values())
+    head = ["", *times, *rates, f"against {base_of(record)}", "95 %"]
     lines = [head, ["---"] + ["--:"] * (len(head) - 1)]
     for name, r in rows.items():
-        timed = [f"{r['median'] * 1e3:,.1f}", f"{r['min'] * 1e3:,.1f}", f"{r['spread']:.0%}" + " noisy" * (r["spread"] > 0.1), f"{r['first']:.1f}"] if "median" in r else [""] * 4
-        ratio = ["", ""] if "probe" in name or "ratio" not in r else [f"{r['ratio'][0]:.3g}x", f"{r['ratio'][1]:.3g} - {r['ratio'][2]:.3g}" if "median" in r else ""]
-        lines.append([name] + timed * ("ms" in head) + [cell(k, r.get(k)) for k in rates] + ratio)
+        timed, ratio = [""] * 4, ["", ""]
+        if "median" in r:
+            ms = [f"{x * 1e3:,.1f}" if x > 0.01 else f"{x * 1e3:.3g}" for x in (r["median"], r["min"])]
+            timed = [*ms, f"{r['spread']:.0%}" + " noisy" * (r["spread"] > 0.1), f"{r['first']:.1f}"]
+        if "probe" not in name and "ratio" in r:
+            ratio = [f"{r['ratio'][0]:.3g}x", f"{r['ratio'][1]:.3g} - {r['ratio'][2]:.3g}" * ("median" in r)]
+        lines.append([name] + timed * bool(times) + [cell(k, r.get(k)) for k in rates] + ratio)
     width = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return ["| " + " | ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, width))) + " |" for line in lines]
 
@@ -680,32 +798,36 @@ def picture(record, path):
     figure, axis = plt.subplots(figsize=(7, 0.6 + 0.42 * len(rows)), layout="constrained")
     for i, (name, r) in enumerate(rows.items()):
         middle, low, high = r["ratio"]
-        axis.barh(i, middle, color="C0" if name.startswith("ours") else "C7", xerr=[[max(middle - low, 0)], [max(high - middle, 0)]], error_kw=dict(linewidth=1))
-        rate = next((f"{cell(k, r[k])} {k}" for k in ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB") if k in r), "")
+        axis.barh(i, middle, color="C0" if name.startswith("ours") else "C7")
+        axis.errorbar(middle, i, xerr=[[max(middle - low, 0)], [max(high - middle, 0)]], color="black", linewidth=1)
+        rate = next((f"{cell(k, r[k])} {k}" for k in RATES if k in r), "")
         axis.text(high, i, f"  {middle:.2f}x   {rate}", va="center", fontsize=8)
     axis.set_yticks(range(len(rows)), rows, fontsize=9)
     axis.invert_yaxis()
     axis.set_xlim(0, max(r["ratio"][2] for r in rows.values()) * 1.35)
     axis.axvline(1, color="black", linewidth=0.6)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title(f"{record['mode']}, {record['preset']}, {record['dtype']}: {'memory' if record['mode'] == 'memory' else 'time'} against ours (less is better)", fontsize=10)
+    what = "memory" if record["mode"] == "memory" else "time"
+    title = ", ".join(record[k] for k in ("mode", "preset", "dtype"))
+    axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)", fontsize=10)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def summary(records):
-    """All records as one Markdown table, a line each: what ours does, of what the machine could, how much faster than whom, by which command."""
+    """All records as one Markdown table, a line each: what ours does, of what the machine could, how much faster than whom, the command."""
     lines = ["| measured | ours | of the machine | ours is faster than | command |", "|---|---|---|---|---|"]
     for r in records:
         base = next((k for k in r["rows"] if k.split(",")[0] == "ours"), None)
-        ours = r["rows"][base]
-        rate = next((f"{cell(k, ours[k])} {k}" for k in ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB") if k in ours), "")
+        ours = r["rows"].get(base, {})                     # in `ffn` nobody
+        rate = next((f"{cell(k, ours[k])} {k}" for k in RATES if k in ours), "")
         share = "; ".join(f"{cell(k, v)} {k}" for k, v in ours.items() if k.startswith(("of ", "MFU")))
         than = "; ".join(f"{n} {v['ratio'][0]:.2f}x" + (f" ({v['ratio'][1]:.2f}-{v['ratio'][2]:.2f})" if "median" in v else "")
                          for n, v in r["rows"].items() if n not in (base, "train step") and "probe" not in n and "ratio" in v)
+        than = r["facts"].get("fastest", than)
         lines.append(f"| {r['mode']}, {r['preset']}, {r['dtype']} | {rate} | {share} | {than} | `{r['command']}` |")
-    where = sorted({f"{r['gpu'] or r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}, torch {r['torch']}, transformers {r['transformers']}, "
-                    f"{r['clock']} clock, {r['date']}" for r in records})
+    where = sorted({f"{r['gpu'] or r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}, torch {r['torch']}, "
+                    f"transformers {r['transformers']}, {r['clock']} clock, {r['date']}" for r in records})
     return "\n".join([*lines, "", "Measured on: " + "; ".join(where) + "."])
 
 
@@ -734,7 +856,8 @@ def main():
     if paths and all(p.endswith(".json") for p in paths):
         return show(paths)
     if len(paths) != 1 or paths[0] not in MODES:
-        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(MODES)}, or results (*.json): python bench.py train --preset=cpu")
+        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(MODES)}, or results (*.json): "
+                         "python bench.py train --preset=cpu")
     if clock not in ("auto", "cpu", "wall"):
         raise ValueError(f"clock={clock!r}: there is auto, cpu and wall")
     if rounds < 1:

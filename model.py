@@ -309,7 +309,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             nll[s], dz = ChunkedCrossEntropy.chunk_loss(h[s], w, targets[s], weights[s], train)
             if train:
                 grad_h[s] = dz @ w                         # (rows, C)
-                grad_head += dz.T @ h[s]                   # (V, C)
+                if dz.dtype == grad_head.dtype:
+                    grad_head.addmm_(dz.T, h[s])           # (V, C)   added up in the GEMM; a temporary of that size: 40 % more (256 rows)
+                else:
+                    grad_head += dz.T @ h[s]               # bf16 products, added up in fp32
         ctx.head_dtype = head.dtype                        # FSDP hands over a bf16 head: its chunks still add up in fp32
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
@@ -461,6 +464,18 @@ class Apertus(nn.Module):
         rows = max(128, 2**26 // self.config.vocab_size)   # 512 rows of 131,072 logits are 268 MB in fp32
         loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.clamp(min=0).flatten(), weights, rows)
         return None, nll.view(targets.shape) if per_token else loss
+
+    @torch.no_grad()
+    def lay_out_for_decoding(self):
+        """
+        Store fp32 matrices with more outputs than inputs by columns: same values and shape, other strides. A matrix times one vector reads
+        along its long side 1.2 to 2 times as fast on a CPU (MKL, one thread): the head of 16,384 x 384 takes 1.1 ms instead of 2.2.
+        For a model that only generates: checkpoints want rows. On other devices and in bf16 nothing changes.
+        """
+        for m in self.modules():
+            if isinstance(m, Linear) and m.out_features > m.in_features and m.weight is not self.model.embed_tokens.weight:
+                if m.weight.device.type == "cpu" and m.weight.dtype == torch.float32:
+                    m.weight.data = m.weight.data.T.contiguous().T
 
     @torch.no_grad()
     def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None, compile=False):

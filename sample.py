@@ -48,6 +48,7 @@ def main():
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()
+    model.lay_out_for_decoding()
     if model.config.ffn != "dense":
         below = structured.premerge(model)
         print(f"structured feed-forward ({model.config.ffn}), measured: " + (f"merged matrices for up to {below} tokens at a time, factors above"

@@ -14,32 +14,22 @@ reverse), so a dense guide W, born as their product, does the work at first and 
     o = a W x + (1 - a) U V x,      a = (1 + cos(pi step / last)) / 2,      and at step `last` W is gone.
 
 Pre-merge: where decoding is bound by latency (a GPU, small matrices) one matrix beats two, so below a measured number of tokens merge()
-is used. Where it is bound by reading weights the factors stay ahead: 1.2 to 2.4 times on one CPU thread at width 1024 (--bench).
+is used. Where it is bound by reading weights the factors stay ahead: 1.2 to 2.4 times on one CPU thread at width 1024 (bench.py ffn).
 Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024) and 2407.09835; code: CLAIRE-Labo/StructuredFFN.
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
 $ python structured.py                                  # the published table, counted again
-$ python structured.py --bench                          # where it pays on this machine: training and decoding, widths 512 to 4096
+$ python bench.py ffn                                   # where it pays on this machine: training and decoding, widths 512 to 2048
 $ python convert.py --load=out/run --save=out/hf --merge
 """
 
 import hashlib
-import json
 import math
-import os
 import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-bench = False                          # time the forms against dense instead of printing the published table
-widths = (512, 1024, 2048, 4096)       # model widths C to time; the MLP is 4 C wide, as in the paper
-tokens = 512                           # in a training step of the benchmark
-device = "cpu"                         # cpu | cuda
-dtype = "float32"                      # float32 | bfloat16
-seconds = 0.5                          # to spend on each figure
-out = ""                               # also write the benchmark there, as JSON
 
 # Letters: N inputs, M outputs, R rank, B blocks, K = min(N, M) / B.
 
@@ -377,56 +367,6 @@ def forms(width):
             ("lowrank", width // 4, 0), ("blockdense", width // 3 // 2 * 2, 2), ("blockshuffle", 0, 4)]
 
 
-def measure(width, kind, rank=0, blocks=0, tokens=512, device="cpu", dtype=torch.float32, seconds=0.5):
-    """
-    One form of one MLP's two matrices, width -> 4 width -> width, eager. Returns a dict: width, form, share (of the dense parameters),
-    train_ms (forward and backward of `tokens` tokens) and decode_ms (forward of one token; cycled through 256 MB or 100 pairs of layers,
-    so that the weights come from memory, as in a whole model). A merged form decodes in the time of the dense one.
-    """
-    def pair():
-        sizes = (width, 4 * width), (4 * width, width)
-        made = [nn.Linear(a, b, bias=False) if kind == "dense" else StructuredLinear(a, b, kind, rank, blocks) for a, b in sizes]
-        made = nn.Sequential(*made).to(device, dtype)
-        for p in made.parameters():
-            nn.init.normal_(p, std=0.02)
-        return made
-
-    share = ffn_params(2, width, 4 * width, kind, rank, blocks) / (8 * width**2) - 1   # two layers, the first dense
-    mlp, x = pair(), torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
-    grad = torch.randn_like(x)
-    train = timed(lambda: mlp(x).backward(grad), device, seconds)
-    copies = min(100, math.ceil(2**28 / (share * 8 * width**2 * dtype.itemsize)))
-    mlps, one = [mlp] + [pair() for _ in range(copies - 1)], x.detach()[:1]
-    with torch.inference_mode():
-        decode = timed(lambda: [mlp(one) for mlp in mlps], device, seconds) / copies
-    return dict(width=width, form=kind, rank=rank, blocks=blocks, share=round(share, 4), tokens=tokens,
-                train_ms=1e3 * train, decode_ms=1e3 * decode)
-
-
-def main():
-    if not bench:
-        return print_published()
-    from tqdm import tqdm
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: there is float32 and bfloat16")
-    print(f"{device} {dtype}, {torch.get_num_threads()} threads, {tokens} tokens; times in ms, (x) = times as fast as dense")
-    print("width  form          share       train           decode")
-    rows = []
-    cases = [(width, *form) for width in widths for form in forms(width)]
-    bar = tqdm(cases, unit="form", leave=False)
-    for case in bar:
-        r = measure(*case, tokens, device, getattr(torch, dtype), seconds)
-        dense = r if r["form"] == "dense" else dense       # the first of each width
-        bar.write(f"{r['width']:5}  {r['form']:12} {r['share']:6.1%} {r['train_ms']:9.2f} ({dense['train_ms'] / r['train_ms']:4.2f}) "
-                  f"{r['decode_ms']:8.3f} ({dense['decode_ms'] / r['decode_ms']:4.2f})")
-        rows.append(r)
-    if out:
-        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-        with open(out, "w", encoding="utf-8") as f:
-            json.dump(dict(device=device, dtype=dtype, threads=torch.get_num_threads(), torch=torch.__version__, rows=rows), f, indent=1)
-        print(f"wrote {out}")
-
-
 if __name__ == "__main__":
     from configurator import run
-    run(main, globals())
+    run(print_published, globals())

@@ -32,15 +32,41 @@ def run(tmp_path, *args):
 
 
 @pytest.mark.parametrize("mode, others, rates", [
-    ("train", {"ours plain", "hf"}, {"tok/s", "TFLOP/s", "of GEMM peak"}), ("optim", {"AdamW fused", "per-tensor loop"}, {"GB/s", "of bandwidth"}),
-    ("goldfish", {"published", "ours, hash=mix"}, {"ns/token"}), ("loader", {"ours, Goldfish", "nanoGPT", "train step"}, {"ms/M tokens", "of a step"}),
-    ("tokenize", {"hf", "hf batch"}, {"MB/s"}), ("decode", {"hf"}, {"tok/s", "of weight-read bound"}), ("memory", {"ours full logits"}, {"peak MiB"})])
+    ("train", {"ours plain", "hf"}, {"tok/s", "TFLOP/s", "of GEMM peak"}),
+    ("optim", {"AdamW fused", "per-tensor loop"}, {"GB/s", "of bandwidth"}),
+    ("goldfish", {"published", "ours, hash=mix"}, {"ns/token"}),
+    ("loader", {"ours, Goldfish", "nanoGPT", "train step"}, {"ms/M tokens", "of a step"}),
+    ("tokenize", {"hf", "hf batch"}, {"MB/s"}),
+    ("decode", {"hf"}, {"tok/s", "of weight-read bound"}),
+    ("memory", {"ours full logits"}, {"peak MiB"})])
 def test_every_mode_agrees_with_its_peers_and_leaves_a_record(tmp_path, mode, others, rates):
-    done, record = run(tmp_path, mode, "--tokens=8", *["--impls=ours full logits"] * (mode == "memory"))   # a disagreement of losses, masks, ids or parameters is exit code 2
+    # a disagreement of losses, masks, ids or parameters is exit code 2
+    done, record = run(tmp_path, mode, "--tokens=8", *["--impls=ours full logits"] * (mode == "memory"))
     assert {"ours"} | others <= record["rows"].keys() and rates <= record["rows"]["ours"].keys()
     assert {"command", "cpu", "torch", "transformers", "commit", "load", "threads", "clock"} <= record.keys()
     assert all(len(r["seconds"]) == 2 for r in record["rows"].values() if "seconds" in r)
     assert os.path.exists(tmp_path / f"{mode}-tiny-float32.png") and "| ours" in done.stdout
+
+
+def test_structured_forms_are_timed_against_dense_at_the_published_shares_of_its_parameters(tmp_path):
+    done, record = run(tmp_path, "ffn")
+    assert record["rows"].keys() == {f"{what} 48, {form}" for what in ("training", "decoding") for form in (
+        "dense", *(f"{kind} {share}" for kind in ("lowrank", "blockdense", "blockshuffle") for share in ("62%", "31%")))}
+    assert record["rows"]["training 48, dense"]["ratio"] == [1, 1, 1] and "against dense" in done.stdout
+    assert "dense decoding at 48" in bench.summary([record])
+
+
+def test_a_cold_start_is_a_run_of_train_py_up_to_its_first_step(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"number {i}\n" for i in range(3000)))
+    assert script("prepare.py", tmp_path / "text.txt", f"--out={tmp_path / 'data'}", "--tokenizer=byte", "--val_share=0.2").returncode == 0
+    args = ["cold", "--preset=tiny", "--device=cpu", "--rounds=1", "--impls=ours", f"--out={tmp_path}"]
+    done = script("bench.py", *args, f"--data={tmp_path / 'data'}")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "cold-tiny-float32.json") as f:
+        record = json.load(f)
+    assert record["clock"] == "wall" and record["rows"]["ours"]["s to the first step"] > 0.1             # importing torch takes longer
+    done = script("bench.py", *args, f"--data={tmp_path / 'nowhere'}")
+    assert done.returncode == 2 and "ended before its first step" in done.stderr and "no data in" in done.stderr
 
 
 def test_bf16_agrees_too(tmp_path):
@@ -69,11 +95,13 @@ def test_attended_positions_are_those_that_the_mask_lets_through(tiny):
 
 def test_batches_differ_and_repeat_themselves(tiny):
     config, batch, documents = bench.shape()
-    same = lambda a, b: all(torch.equal(x, y) for x, y in zip(bench.make_batch(a, config, batch, documents), bench.make_batch(b, config, batch, documents)))
+    made = lambda n: bench.make_batch(n, config, batch, documents)
+    same = lambda a, b: all(map(torch.equal, made(a), made(b)))
     assert same(1, 1) and not same(1, 2)
 
 
-def test_mfu_is_measured_by_the_flops_of_palm():           # 6 N + 12 L H D T / 2 (causal), N without the embedding: 8B at 4096 is 48.3 GFLOPs a token
+def test_mfu_is_measured_by_the_flops_of_palm():
+    # 6 N + 12 L H D T / 2 (causal), N without the embedding: 8B at 4096 is 48.3 GFLOPs a token
     with torch.device("meta"):
         assert Apertus(ApertusConfig()).flops_per_token(2 * bench.attended(None, 4096)) == pytest.approx(48.3e9, rel=2e-3)
 
@@ -89,7 +117,8 @@ def test_everyone_runs_once_a_round_and_the_order_turns(tiny, monkeypatch):
     monkeypatch.setattr(bench, "warmup", 1)
     calls = []
     result = bench.race({name: lambda n, name=name: calls.append((n, name)) for name in "abc"}, "")
-    assert all(sorted(name for m, name in calls if m == n) == list("abc") for n in range(5)) and all(len(r["seconds"]) == 4 for r in result.values())
+    assert all(sorted(name for m, name in calls if m == n) == list("abc") for n in range(5))
+    assert all(len(r["seconds"]) == 4 for r in result.values())
     assert {calls[3 * n][1] for n in range(5)} == set("abc")
 
 
@@ -110,9 +139,11 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    ([], "want one of train, optim"), (["trian"], "want one of train, optim"), (["train", "--preset=9b"], "there is cpu, packed"), (["train", "--impls=vllm"], "impls='vllm'"),
-    (["train", "--clock=sun"], "clock='sun'"), (["optim", "--threads=2"], "--threads=1 or --clock=wall"), (["optim", "--rounds=0"], "at least 1"),
-    (["train", "--dtype=int8"], "there is auto, float32"), (["train", "--preset=tiny", "--optimizer=sgd"], "there is ademamix and adamw")])
+    ([], "want one of train, optim"), (["trian"], "want one of train, optim"), (["train", "--preset=9b"], "there is cpu, packed"),
+    (["train", "--impls=vllm"], "impls='vllm'"), (["train", "--clock=sun"], "clock='sun'"),
+    (["train", "--dtype=int8"], "there is auto, float32"),
+    (["optim", "--threads=2"], "--threads=1 or --clock=wall"), (["optim", "--rounds=0"], "at least 1"),
+    (["train", "--preset=tiny", "--optimizer=sgd"], "there is ademamix and adamw")])
 def test_what_cannot_be_measured_is_told_in_one_line(args, says):
     done = script("bench.py", *args, "--device=cpu")
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

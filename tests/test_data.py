@@ -71,6 +71,22 @@ def test_labels_are_the_next_tokens_and_the_next_documents_begin_has_no_loss(fol
     assert torch.equal(doc[:, 1:] - doc[:, :-1], (idx[:, 1:] == data.bos).long())
 
 
+def test_a_batch_is_what_a_loop_over_the_tokens_says_wherever_it_begins(folder):
+    data = TokenDataset(folder, "train", 32)
+    stream = [t for shard in data.shards for t in shard.tolist()]
+    assert len(data.shards) > 1 and data.dtype == np.uint16
+    for first in (0, 7, 1021, 3, 5000, 1024, 10**6):       # forwards, backwards, across the 1,024 samples whose order is known ahead
+        idx, targets, keep, doc = data.batch(first, 5)
+        assert [t.dtype for t in (idx, targets, keep, doc)] == [torch.int64, torch.int64, torch.bool, torch.int64]
+        for row in range(5):
+            epoch, i = divmod(first + row, data.n_windows)
+            window, number = permute(np.array([i]), data.n_windows, 28, epoch)[0], 0
+            for t in range(32):
+                token, label = stream[window * 32 + t:window * 32 + t + 2]
+                number += token == data.bos
+                assert (idx[row, t], targets[row, t], keep[row, t], doc[row, t]) == (token, label, token != data.eos, number)
+
+
 @pytest.mark.parametrize("hash", ["product", "mix"])
 def test_stream_scope_is_the_mask_of_the_uncut_stream(folder, hash):
     data = TokenDataset(folder, "train", 32, goldfish_k=4, goldfish_h=13, goldfish_hash=hash, goldfish_scope="stream")
@@ -213,7 +229,8 @@ def mixed(tmp_path_factory):
         for letter, n in (("a", 120), ("b", 60), ("c", 20)):
             for i in range(n):
                 f.write(json.dumps(dict(id=f"{letter}{i}", source=letter, text=letter * (90 + i))) + "\n")
-    assert script("prepare.py", root / "d.jsonl", f"--out={root / 'data'}", "--tokenizer=byte", "--source_by=source", "--val_share=0.1").returncode == 0
+    done = script("prepare.py", root / "d.jsonl", f"--out={root / 'data'}", "--tokenizer=byte", "--source_by=source", "--val_share=0.1")
+    assert done.returncode == 0, done.stderr
     return str(root / "data")
 
 

@@ -1,4 +1,4 @@
-"""What speed rests on: nothing recompiles once it is warm, and the fast paths compute what the plain ones do. Counted by torch._dynamo; no timings."""
+"""What speed rests on: nothing recompiles once it is warm (counted by torch._dynamo), and the fast paths compute what the plain ones do."""
 import multiprocessing
 
 import numpy as np
@@ -54,7 +54,7 @@ def graphs_of_packed_training(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_documents_of_any_lengths_do_not_recompile(dtype):
-    with multiprocessing.get_context("spawn").Pool(1) as fresh_process:      # what other tests compiled before leaves traces: 5 graphs, once
+    with multiprocessing.get_context("spawn").Pool(1) as fresh_process:      # what other tests compiled leaves traces: 5 graphs, once
         warm, after = fresh_process.apply(graphs_of_packed_training, (dtype,))
     assert 0 < warm <= 4                                   # one block's graphs (fp32: before and after attention), not one a layer
     assert after == warm
@@ -111,6 +111,18 @@ def test_a_fixed_cache_decodes_like_a_growing_one():
         for i in range(8, 20):
             want = model.hidden(idx[:, i:i + 1], cache=grown)
             torch.testing.assert_close(model.hidden(idx[:, i:i + 1], cache=fixed), want, rtol=1e-5, atol=1e-6)
+
+
+def test_laid_out_for_decoding_the_model_holds_the_same_numbers_and_says_the_same():
+    for tie in (False, True):
+        model = Apertus(ApertusConfig(**SMALL, tie_embeddings=tie))
+        before, said = {n: p.clone() for n, p in model.named_parameters()}, model.generate([[5, 6, 7]], 24, temperature=0)
+        model.lay_out_for_decoding()
+        assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+        mlp = model.model.layers[0].mlp
+        assert mlp.up_proj.weight.stride() == (1, 80) and mlp.down_proj.weight.stride() == (80, 1)
+        assert model.model.embed_tokens.weight.is_contiguous() and model.lm_head.weight.is_contiguous() == tie    # rows are looked up
+        assert model.generate([[5, 6, 7]], 24, temperature=0) == said
 
 
 def test_compiled_generation_says_the_same_and_compiles_one_step(monkeypatch):

@@ -408,16 +408,6 @@ def test_export_refuses_and_with_merge_transformers_gives_the_same_logits(kind, 
         torch.testing.assert_close(convert.load_hf(str(tmp_path / "hf"))(batch(0))[0], want, rtol=0, atol=2e-5)
 
 
-def test_the_benchmark_writes_what_it_measured(tmp_path):
-    done = script("structured.py", "--bench", "--widths=(48,)", "--tokens=8", "--seconds=0.01", f"--out={tmp_path / 'b.json'}")
-    assert done.returncode == 0, done.stderr
-    rows = json.load(open(tmp_path / "b.json"))["rows"]
-    kinds = [kind for kind, *_ in FORMS]
-    assert [(r["form"], r["share"]) for r in rows] == [("dense", 1.0), *[(k, 0.625) for k in kinds], *[(k, 0.3125) for k in kinds]]
-    assert all(r["train_ms"] > 0 and r["decode_ms"] > 0 for r in rows)
-    assert script("structured.py", "--bench", "--dtype=int8").returncode == 2
-
-
 # -----------------------------------------------------------------------------
 # as a user runs it
 
