@@ -470,7 +470,7 @@ def test_parquet_on_the_hub_streams_as_the_same_files_would_here(fake_hub, tmp_p
 
 def test_an_interrupted_download_says_so_and_loses_nothing(fake_hub, tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "BATCH", 5_000)
-    fake_hub.left = 25                                                          # then the network is gone, in the middle of a file
+    fake_hub.left = 14                                                          # then the network is gone, in the middle of a file
     args = ["hf://datasets/org/name/data/*.parquet", f"--out={tmp_path / 'out'}", "--tokenizer=byte"]
     done = script("prepare.py", *args)
     assert done.returncode == 2 and "connection reset" in done.stderr and "goes on where it stopped" in done.stderr and "Traceback" not in done.stderr
