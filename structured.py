@@ -14,7 +14,8 @@ reverse), so a dense guide W, born as their product, does the work at first and 
     o = a W x + (1 - a) U V x,      a = (1 + cos(pi step / last)) / 2,      and at step `last` W is gone.
 
 Pre-merge: where decoding is bound by latency (a GPU, small matrices) one matrix beats two, so below a measured number of tokens merge()
-is used. Where it is bound by reading weights the factors stay ahead: 1.2 to 2.4 times on one CPU thread at width 1024 (bench.py ffn).
+is used. Where it is bound by reading weights the factors stay ahead: on one CPU thread 0.9 to 2.0 times as fast as dense at width 1024, 1.3 to 2.4
+at 2048 (bench.py ffn).
 Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024) and 2407.09835; code: CLAIRE-Labo/StructuredFFN.
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5

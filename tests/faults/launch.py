@@ -57,7 +57,7 @@ class Launcher:
         answer = self.ask(start=ranks, args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)
         return Trial(self, answer["pids"], str(logs))
 
-    def __call__(self, ranks, *args, fault="", logs, uid=0, limit=90):
+    def __call__(self, ranks, *args, fault="", logs, uid=0, limit=300):
         """Run to the end: (exit code of each rank, all that they said)."""
         trial = self.start(ranks, *args, fault=fault, logs=logs, uid=uid)
         return trial.wait(limit), trial.text()
@@ -88,7 +88,7 @@ class Trial:
                 raise AssertionError(f"{words!r} was not said: {self.codes()} {self.text()[-2000:]}")
             time.sleep(0.02)
 
-    def wait(self, limit=90, grace=10.0):
+    def wait(self, limit=300, grace=10.0):
         """As torchrun does: the first rank that fails takes the others down, after `grace` seconds here, so that they can say what they saw."""
         end = time.monotonic() + limit
         while None in (codes := self.codes()):
