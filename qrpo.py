@@ -94,7 +94,7 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between rank diagnostics (rank.py); 0 = never
-checkpoint_every = 200          # steps
+checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2
 # -----------------------------------------------------------------------------
 
@@ -477,7 +477,7 @@ def main():
             correlation=correlation(target, ratio.flatten()), kl=kl.item(),
             reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
             length=length.mean().item(), tokens=int(length.sum()), **health)
-        if step + 1 == steps or (step + 1) % checkpoint_every == 0:
+        if step + 1 == steps or checkpoint_every and (step + 1) % checkpoint_every == 0:
             checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
     export(out, model, tok, ranks)
     ranks.leave()

@@ -71,7 +71,7 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between rank diagnostics (rank.py); 0 = never
-checkpoint_every = 500          # steps
+checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2
 # -----------------------------------------------------------------------------
 
@@ -449,7 +449,7 @@ def main():
             drop_gathered(model)
         log(step=step, tokens=sum(len(ids) for ids, _ in batch), loss=loss, learnt=n_tokens, grad_norm=norm, lr=rate, tok_s=tok_s, **health)
         bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-        if step + 1 == steps or (step + 1) % checkpoint_every == 0:
+        if step + 1 == steps or checkpoint_every and (step + 1) % checkpoint_every == 0:
             checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
     export(out, model, tok, ranks)
     ranks.leave()

@@ -105,10 +105,10 @@ eps = 1e-8
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
 # what it says on the way
-eval_every = 250                # steps
+eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all. The last evaluation takes all
 sample_every = 1000             # steps; 0 = never
-checkpoint_every = 1000         # steps
+checkpoint_every = 1000         # steps; 0 = at the end only
 keep_checkpoints = 2
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
@@ -394,13 +394,13 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         last = step + 1 == end
         model.eval()                                                        # without guides; nothing else depends on it
-        if last or (step + 1) % eval_every == 0:
+        if last or eval_every and (step + 1) % eval_every == 0:
             nats = evaluate(net, val, 0 if last else eval_windows, rows, place, ranks)
             bpb = val.bits_per_byte(nats)
             log(step=step, tokens=samples * block_size, val_loss=nats, val_bpb=bpb, seconds=round(time.perf_counter() - began, 1))
             if ranks.first:
                 bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
-        if last or stopping or (step + 1) % checkpoint_every == 0:
+        if last or stopping or checkpoint_every and (step + 1) % checkpoint_every == 0:
             saver.save(step + 1, model, opt, dict(config=config))           # copies the tensors; a thread writes them
         if sample_every and (last or (step + 1) % sample_every == 0):
             text = sample(model, tok, place)                                # on all ranks, since FSDP gathers with all

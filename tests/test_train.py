@@ -129,6 +129,12 @@ def test_accumulation_does_not_change_the_step(trained, tmp_path):           # 1
         assert other == pytest.approx(losses[0], abs=2e-5)
 
 
+def test_zero_means_at_the_end_only(trained, tmp_path):
+    assert tiny(trained, f"--out={tmp_path}", "--eval_every=0", "--checkpoint_every=0", "--sample_every=0").returncode == 0
+    entries = log(tmp_path)
+    assert [e["step"] for e in entries if "val_bpb" in e] == [entries[-1]["step"]] and len(os.listdir(tmp_path / "ckpt")) == 1
+
+
 @pytest.mark.parametrize("args, says", [
     (["--lr=1e30", "--grad_clip=0.0"], "Stopped before the update; the last checkpoint"),
     (["--vocab_size=131072"], "made by a tokenizer of 320 ids"),
