@@ -124,8 +124,9 @@ def test_every_local_file_and_test_that_the_readme_names_exists():
 
 
 def test_the_tables_of_results_are_the_committed_ones(place):
-    with open(os.path.join(ROOT, "results", "ablations", "overview.md"), encoding="utf-8") as f:
-        assert README.split("<!-- ablations -->\n")[1] == f.read()
+    for name, file in dict(ablations="ablations/overview.md", align="align/table.md").items():
+        with open(os.path.join(ROOT, "results", file), encoding="utf-8") as f:
+            assert README.split(f"<!-- {name} -->\n")[1] == f.read()
     records = sorted(glob.glob(os.path.join(ROOT, "records", "*", "*.json")))
     shutil.copy(os.path.join(ROOT, "README.md"), place / "README.md")
     assert records and script("bench.py", *records, f"--readme={place / 'README.md'}").returncode == 0
