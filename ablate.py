@@ -26,6 +26,7 @@ import runpy
 import statistics
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import configurator
@@ -292,7 +293,7 @@ def draw(rows, picture):
     for axis, whole in zip(axes, (True, False)):
         ends = []
         for n, (arm, group) in enumerate(groups.items()):
-            colour = COLOURS.get(arm, f"C{n + 4}")
+            colour = COLOURS.get(arm, plt.get_cmap("tab20")(n % 20))
             cut = 0 if whole else mean_curve(group)[-1][0] * 2 / 3 - 1
             for r in group:
                 x, y = zip(*((t / 1e6, y) for t, y in zip(r["tokens"], r["val_bpb"]) if t >= cut))
@@ -311,7 +312,7 @@ def draw(rows, picture):
         axis.set_xlim(right=axis.get_xlim()[1] + (axis.get_xlim()[1] - axis.get_xlim()[0]) * (0.25 if whole else 0.4))
     axes[0].set_ylabel("validation, bits per byte")
     axes[1].set_title("the last third", fontsize=10)
-    axes[0].set_title(f"{question}\n{len(next(iter(groups.values())))} seeds (thin), mean (bold)", fontsize=10)
+    axes[0].set_title(f"{textwrap.fill(question, 64)}\n{len(next(iter(groups.values())))} seeds (thin), mean (bold)", fontsize=10)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
 
