@@ -15,12 +15,12 @@ reverse), so a dense guide W, born as their product, does the work at first and 
 
 Pre-merge: where decoding is bound by latency (a GPU, small matrices) one matrix beats two, so below a measured number of tokens merge()
 is used. Where it is bound by reading weights the factors stay ahead: on one CPU thread 0.9 to 2.0 times as fast as dense at width 1024, 1.3 to 2.4
-at 2048 (bench.py ffn).
+at 2048, 1.5 to 2.9 at 4096 (bench.py ffn).
 Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024) and 2407.09835; code: CLAIRE-Labo/StructuredFFN.
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
 $ python structured.py                                  # the published table, counted again
-$ python bench.py ffn                                   # where it pays on this machine: training and decoding, widths 512 to 2048
+$ python bench.py ffn                                   # where it pays on this machine: training and decoding, widths 512 to 2048; --widths=(4096,)
 $ python convert.py --load=out/run --save=out/hf --merge
 """
 
