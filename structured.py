@@ -20,7 +20,7 @@ Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurI
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
 $ python structured.py                                  # the published table, counted again
-$ python bench.py ffn                                   # where it pays on this machine: training and decoding, widths 512 to 2048; --widths=(4096,)
+$ python bench.py ffn                                   # where it pays on this machine, widths 512 to 2048; --widths=(4096,)
 $ python convert.py --load=out/run --save=out/hf --merge
 """
 

@@ -69,7 +69,7 @@ model = build(config)
 open("/proc/self/clear_refs", "w").write("5")                                     # forget the peak of the initialisation
 step(model[0], {rows})
 peak = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print("peak", peak - before)
+print("peak", peak - before, flush=True)
 import os; os._exit(0)
 """
 
