@@ -130,7 +130,7 @@ def judge(result, base="ours"):
 
 def gemm_probe():
     """(f, FLOPs): one square-ish matrix product in the working dtype, random data (zeros are faster on a GPU)."""
-    M, N, K = (2048, 2048, 512) if place() == "cpu" else (8192, 8192, 8192)
+    M, N, K = (256, 256, 256) if preset == "tiny" else (2048, 2048, 512) if place() == "cpu" else (8192, 8192, 8192)
     a, b = (torch.randn(n, K, device=place(), dtype=work_dtype()) for n in (M, N))
     repeat = 4
     return (lambda n: [F.linear(a, b) for _ in range(repeat)]), repeat * 2 * M * N * K
@@ -138,7 +138,7 @@ def gemm_probe():
 
 def bandwidth_probe(kind="update"):
     """(f, bytes): 'update' reads and writes an array in place, 'read' sums it; far larger than any cache."""
-    x = torch.ones(64 * 2**20 if place() == "cpu" else 512 * 2**20, device=place())
+    x = torch.ones(2**20 if preset == "tiny" else 64 * 2**20 if place() == "cpu" else 512 * 2**20, device=place())
     return ((lambda n: x.mul_(1.0)), 8 * x.numel()) if kind == "update" else ((lambda n: x.sum()), 4 * x.numel())
 
 

@@ -231,11 +231,11 @@ def masked_attention(q, k, v, doc):
     return (p.view(B, K, H // K * T, T) @ v).view(B, H, T, D)
 
 
-@torch.compiler.disable                                    # the lengths differ in every batch: nothing here may be specialised on
 def segment_attention(q, k, v, doc):
     """
     Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention
     cheaper instead of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
+    The lengths differ in every batch, so torch.compile must stay out (compile_blocks).
     """
     B, H, T, D = q.shape
     new = torch.ones(B, T, dtype=torch.bool)
@@ -416,11 +416,13 @@ class Apertus(nn.Module):
             else:
                 p.copy_(draw(name, p.shape, self.config, seed))
 
-    def compile_blocks(self):
-        """torch.compile each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
+    def compile_blocks(self, **how):
+        """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
+        global segment_attention                           # here, not at its def: the decorator imports the compiler, 2 s of every start
+        segment_attention = torch.compiler.disable(segment_attention)
         for block in self.model.layers:
-            block.compile()
-        ChunkedCrossEntropy.chunk_loss = staticmethod(torch.compile(chunk_loss))
+            block.compile(**how)
+        ChunkedCrossEntropy.chunk_loss = staticmethod(torch.compile(chunk_loss, **how))
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())

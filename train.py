@@ -248,10 +248,11 @@ def evaluate(net, val, windows, micro, place, ranks):
     windows = min(windows or val.n_windows, val.n_windows)
     total = count = 0.0
     for first in range(ranks.rank * micro, ranks.rank * micro + windows, micro * ranks.size):
-        mine = max(0, min(micro, windows - first))                          # none left: run along, since FSDP gathers with all ranks
-        idx, targets, keep, doc = (t.to(place) for t in val.batch(first if mine else 0, max(mine, 1)))
+        begin = max(0, min(first, windows - micro))                         # the last batch is as large as the others: compiled once
+        idx, targets, keep, doc = (t.to(place) for t in val.batch(begin, min(micro, windows)))
+        keep[:first - begin] = False                                        # counted before; with none left, run along: FSDP gathers with all
         _, nll = net(idx, targets, keep, doc, per_token=True)
-        total, count = total + (nll * keep).sum().item() * bool(mine), count + keep.sum().item() * bool(mine)
+        total, count = total + (nll * keep).sum().item(), count + keep.sum().item()
     drop_gathered(net)
     total, count = ranks.add(total, count)
     return total / count

@@ -6,6 +6,8 @@ import runpy
 import sys
 import types
 
+import pytest
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
@@ -24,3 +26,11 @@ def script(name, *args, stdin=""):
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """launch(2, *args, script="sft.py", logs=path): a script on two ranks, forked from one warm process (tests/faults/launch.py)."""
+    from faults.launch import Launcher
+    with Launcher() as launcher:
+        yield launcher

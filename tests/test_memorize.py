@@ -173,6 +173,7 @@ def test_the_probes_that_prepare_plants_are_read_and_stand_in_the_data(tmp_path)
 
 
 def test_the_demonstration_runs_from_texts_to_table_and_keeps_the_rows_of_other_seeds(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")          # half a minute of compiling changes no claim here
     (tmp_path / "book.txt").write_text(" ".join(f"{random.Random(i).randrange(10**4)} and\n\n" for i in range(4000)))
     for name, value in dict(paths=[str(tmp_path / "book.txt")], out=str(tmp_path / "out"), runs=str(tmp_path / "runs"), tokenizer="byte", jobs=1,
                             models="k4", seeds=1, background=3000, n_passages=1, REPETITIONS=(0, 128),

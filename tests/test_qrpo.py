@@ -3,7 +3,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -266,18 +265,17 @@ def test_each_loss_and_choice_runs_on_the_same_references(aligned, start, tmp_pa
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_do_what_one_does(aligned, start, tmp_path, parallel):
+def test_two_processes_do_what_one_does(launch, aligned, start, tmp_path, parallel):
     """fsdp from the start; ddp goes on with what one process left when it was killed."""
     if parallel == "ddp":
         shutil.copytree(aligned, tmp_path / "two")
         for name in sorted(os.listdir(tmp_path / "two" / "ckpt"))[1:]:
             shutil.rmtree(tmp_path / "two" / "ckpt" / name)
-    args = ["qrpo.py", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={tmp_path / 'two'}",
+    args = [f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={tmp_path / 'two'}",
             "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--epochs=2", "--rank_every=1", "--checkpoint_every=3",
             "--device=cpu", "--resume", f"--parallel={parallel}"]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *args], cwd=ROOT, capture_output=True, text=True,
-                          env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    codes, text = launch(2, *args, script="qrpo.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
     for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6) and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 

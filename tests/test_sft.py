@@ -4,8 +4,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -240,17 +238,16 @@ def test_a_run_is_not_overwritten_nor_gone_on_with_by_other_settings(tuned, star
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_do_what_one_does(tuned, start, tmp_path, parallel):
+def test_two_processes_do_what_one_does(launch, tuned, start, tmp_path, parallel):
     """ddp from the start; fsdp goes on with what one process left when it was killed."""
     if parallel == "fsdp":
         shutil.copytree(tuned, tmp_path / "two")
         for step in ("step-00000008", "step-00000012"):
             shutil.rmtree(tmp_path / "two" / "ckpt" / step)
-    args = ["sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
+    args = [f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
             "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", "--resume", f"--parallel={parallel}"]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *args], cwd=ROOT, capture_output=True, text=True,
-                          env=dict(os.environ, OMP_NUM_THREADS="1"), timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    codes, text = launch(2, *args, script="sft.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
     assert [e["loss"] for e in log(tmp_path / "two")] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)
 
 
@@ -301,17 +298,15 @@ with orderly_exit():
 """
 
 
-def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(tuned, tmp_path):
+def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(launch, tuned, tmp_path):
     """Two ranks, from an export, a run folder and a model whose head is its embedding: the same weights, and no tensor of the size of a whole one."""
     torch.manual_seed(1)
     convert.save_hf(Apertus(ApertusConfig(**TINY, tie_embeddings=True)), str(tmp_path / "tied"), TOK)
     (tmp_path / "probe.py").write_text(PROBE)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "probe.py"), str(tuned / "hf"),
-                           str(tuned), str(tmp_path / "tied")], cwd=tmp_path, capture_output=True, text=True,
-                          env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=ROOT), timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = re.findall(r"rank \d: \[\] differ, (\d+) of (\d+) numbers here, at most (\d+) at once, (\d+) in the largest", done.stdout)
-    assert len(found) == 6, done.stdout
+    codes, text = launch(2, tuned / "hf", tuned, tmp_path / "tied", script=tmp_path / "probe.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+    found = re.findall(r"rank \d: \[\] differ, (\d+) of (\d+) numbers here, at most (\d+) at once, (\d+) in the largest", text)
+    assert len(found) == 6, text
     for here, all_there_are, once, largest in (map(int, f) for f in found):
         assert here == pytest.approx(all_there_are / 2, rel=0.01) and once <= largest / 2
 

@@ -2,11 +2,11 @@
 import json
 import os
 import shutil
+import sys
 import warnings
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -313,11 +313,11 @@ def test_stochastic_saving_survives_activation_checkpointing(reentrant):
     assert all(torch.equal(p, q) for p, q in zip(*grads, strict=True))
 
 
-def two_ranks(rank, folder, wrap):
+def one_of_two_ranks(folder, wrap):
     """Each rank trains on its half of every batch; the guide goes after step 2 of 4."""
     import torch.distributed as dist
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet-{wrap}", rank=rank, world_size=2)
     model = small("blockshuffle", 0, 2)
     structured.add_guides(model)
@@ -355,12 +355,9 @@ def two_ranks(rank, folder, wrap):
     dist.destroy_process_group()
 
 
-def both_ways(rank, folder):
-    two_ranks(rank, folder, "ddp"), two_ranks(rank, folder, "fsdp")
-
-
-def test_guided_training_on_two_ranks_is_that_of_one(tmp_path):
-    mp.spawn(both_ways, (str(tmp_path),), nprocs=2)
+def test_guided_training_on_two_ranks_is_that_of_one(launch, tmp_path):
+    codes, text = launch(2, tmp_path, script=__file__, logs=tmp_path / "log")                      # runs the last lines of this file
+    assert codes == [0, 0], text
     model, losses = small("blockshuffle", 0, 2), []
     structured.add_guides(model)
     guided_run(model, make_optimizer(model, "adamw"), 4, last=2, stochastic=True, losses=losses)
@@ -456,3 +453,7 @@ def test_a_checkpoint_of_the_guided_phase_is_sampled_and_exported_without_its_gu
 def test_a_guide_without_a_structured_layer_is_refused(guided, tmp_path):
     done = script("train.py", "configs/tiny.py", *guided[1][1:2], "--self_guided=0.5", f"--out={tmp_path / 'run'}")
     assert done.returncode == 2 and "want a share of the run" in done.stderr and not os.path.exists(tmp_path / "run" / "ckpt")
+
+
+if __name__ == "__main__":                                                   # as a rank
+    one_of_two_ranks(sys.argv[1], "ddp"), one_of_two_ranks(sys.argv[1], "fsdp")

@@ -1,5 +1,5 @@
 """
-Start train.py on n ranks in half a second instead of five: one warm process has imported torch and forks every trial, as torchrun would.
+Start train.py, or another script, on n ranks in half a second instead of five: one warm process has imported torch and forks every trial, as torchrun would.
 
 $ python tests/faults/launch.py          # not by hand: the class below starts it, and talks to it in lines of JSON
 
@@ -43,9 +43,9 @@ class Launcher:
         self.server.stdin.flush()
         return json.loads(self.server.stdout.readline())
 
-    def start(self, ranks, *args, fault="", logs, uid=0):
+    def start(self, ranks, *args, script="train.py", fault="", logs, uid=0):
         """
-        Fork `ranks` processes of train.py (0: one, without a launcher's environment); each writes what it says to logs.RANK.
+        Fork `ranks` processes of the script (0: one, without a launcher's environment); each writes what it says to logs.RANK.
         Returns a Trial.
         """
         for rank in range(max(1, ranks)):
@@ -54,12 +54,12 @@ class Launcher:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        answer = self.ask(start=ranks, args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)
+        answer = self.ask(start=ranks, script=str(script), args=[str(a) for a in args], fault=fault, logs=str(logs), port=port, uid=uid)
         return Trial(self, answer["pids"], str(logs))
 
-    def __call__(self, ranks, *args, fault="", logs, uid=0, limit=300):
+    def __call__(self, ranks, *args, limit=300, **how):
         """Run to the end: (exit code of each rank, all that they said)."""
-        trial = self.start(ranks, *args, fault=fault, logs=logs, uid=uid)
+        trial = self.start(ranks, *args, **how)
         return trial.wait(limit), trial.text()
 
 
@@ -199,9 +199,10 @@ def child(question, rank, log):
     name, _, args = question["fault"].partition(":")
     if name:
         globals()[name](*args.split(","))
-    sys.argv, code = ["train.py", *question["args"]], 1
+    script = os.path.join(ROOT, question["script"])
+    sys.argv, code = [script, *question["args"]], 1
     try:
-        runpy.run_path(os.path.join(ROOT, "train.py"), run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
         code = 0
     except SystemExit as e:
         code = e.code or 0
@@ -214,7 +215,7 @@ def child(question, rank, log):
 
 
 def serve():
-    sys.path.insert(0, ROOT)
+    sys.path[:0] = [ROOT, os.path.dirname(HERE)]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import matplotlib
@@ -226,6 +227,9 @@ def serve():
     for line in sys.stdin:
         question = json.loads(line)
         if "start" in question:
+            if "--compile" in question["args"]:                                  # 3 s in each rank otherwise; no pool: its threads cannot be forked
+                torch._inductor.config.compile_threads = 1
+                import torch._inductor.compile_fx                                # noqa: F401
             pids = []
             for rank in range(max(1, question["start"])):
                 pid = os.fork()
