@@ -8,7 +8,7 @@ Does it fit, and how long does it take? A run on thousands of GPUs, planned on a
 
 The memory is not a formula: the real model is sharded by the real parallel.py, and one real forward and backward pass runs under
 FakeTensor (shapes without data) and a fake process group of any size, while torch's FSDPMemTracker keeps the books. Layers are alike, so
-4 and 6 of them are traced and the rest follows on the line; --whole traces all (70B: some minutes). Attention counts one document a
+3 and 4 of them are traced and the rest follows on the line; --whole traces all (70B: some minutes). Attention counts one document a
 window; xIELU and norms count as torch.compile fuses them. Links are counted as one GPU's own: NCCL's rings let the GPUs of a node share
 theirs, so --net_gbs of what nccl-tests measures, if it is more, is closer. tests/test_plan.py holds the fake against measured memory.
 
@@ -45,7 +45,7 @@ mfu = 0.40                                # share of the peak that a GPU reaches
 reserve = 0.08                            # share of the memory that CUDA, NCCL and fragments take
 node_gbs = 0.0                            # GB/s a GPU, inside a node; 0 = the table's
 net_gbs = 0.0                             # GB/s a GPU, between nodes; 0 = the table's
-whole = False                             # trace every layer, instead of 4 and 6
+whole = False                             # trace every layer, instead of 3 and 4
 picture = "out/plan.png"                  # where it is drawn; "" = nowhere
 
 # memory (bytes, vendor), bf16 FLOP/s (dense, vendor), GB/s a GPU inside and between nodes (about 80 and 90 % of the vendor's), GPUs a node
@@ -132,16 +132,16 @@ def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
 
 def planner(config, ranks, shards, mode, whole=False):
     """
-    peak(rows) -> {kind: bytes} at the peak, and {collective: bytes}, from 4 and 6 layers with 1 and 2 windows each. What stands in memory
+    peak(rows) -> {kind: bytes} at the peak, and {collective: bytes}, from 3 and 4 layers with 1 and 2 windows each. What stands in memory
     while one block runs is a + b layers + c rows + d layers rows; which block's is the peak depends on both, so each keeps its own plane.
     """
-    depths = (config.n_layer,) if whole or config.n_layer <= 6 else (4, 6)
+    depths = (config.n_layer,) if whole or config.n_layer <= 4 else (3, 4)
     traced = {(n, rows): trace(dataclasses.replace(config, n_layer=n), ranks, shards, rows, mode) for n in depths for rows in (1, 2)}
 
     def in_depth(get):
         if len(depths) == 1:
             return get(depths[0])
-        return get(4) + (get(6) - get(4)) * (config.n_layer - 4) / 2
+        return get(3) + (get(4) - get(3)) * (config.n_layer - 3)
 
     def peak(rows):
         at = lambda where, kind, r: in_depth(lambda n: traced[n, r][0][where][kind])

@@ -70,7 +70,7 @@ def test_runs_on_different_data_are_not_compared():
 def study(tmp_path_factory):
     """A study of two arms, one rate, two seeds and 4 steps; train.py runs in this process, which spares four imports of torch."""
     root = tmp_path_factory.mktemp("study")
-    assert script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.1").returncode == 0
+    assert script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.02").returncode == 0
     (root / "size.py").write_text(open(os.path.join(ROOT, "configs", "tiny.py")).read() + "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n")
     (root / "mini.py").write_text('study, question, baseline = "mini", "does it run?", "with_norm"\narms = dict(with_norm={}, without=dict(qk_norm=False))\nlrs = (3e-3,)\n')
     calls = []

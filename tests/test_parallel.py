@@ -55,7 +55,7 @@ def test_every_way_to_spread_a_step_gives_the_loss_and_the_norm_of_one_process(l
     found = entries(ended(lab, ranks, *CHAOTIC, *args))
     assert len(found) == len(alone) == 10
     for one, other in zip(found, alone):
-        assert abs(one["loss"] - other["loss"]) < 2e-5 and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert abs(one["loss"] - other["loss"]) < 2e-5 and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
         assert (one["tokens"], one["kept"], one["lr"]) == (other["tokens"], other["kept"], other["lr"])
 
 

@@ -15,7 +15,7 @@ from model import ApertusConfig
 SMALL = ApertusConfig(block_size=64, vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=336)
 
 
-def test_six_layers_say_what_eight_take():
+def test_four_layers_say_what_eight_take():
     peak, traffic = plan.planner(SMALL, 8, 8, "full")
     traced, found = plan.trace(SMALL, 8, 8, 5, "full")
     most = max(sum(kinds.values()) for kinds in traced.values())

@@ -20,7 +20,7 @@ from model import Apertus, ApertusConfig
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
-    done = script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.1")
+    done = script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.02")
     assert done.returncode == 0, done.stderr
     return str(root / "own")
 

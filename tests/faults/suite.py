@@ -52,10 +52,10 @@ class Lab:
         """60 kB of text as token shards of bytes."""
         text, out = os.path.join(self.folder, name + "-text"), os.path.join(self.folder, name)
         os.makedirs(text, exist_ok=True)
-        for i in range(24):
+        for i in range(96):
             with open(os.path.join(text, f"{i}.txt"), "w", encoding="utf-8") as f:
-                f.write("".join(line % (i, j) for j in range(40)))
-        subprocess.run([sys.executable, "prepare.py", text, f"--out={out}", "--tokenizer=byte", "--val_share=0.05"], check=True, capture_output=True,
+                f.write("".join(line % (i, j) for j in range(10)))
+        subprocess.run([sys.executable, "prepare.py", text, f"--out={out}", "--tokenizer=byte", "--val_share=0.01"], check=True, capture_output=True,
                        cwd=os.path.dirname(os.path.dirname(HERE)))
         return out
 
