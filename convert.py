@@ -88,7 +88,8 @@ def local(path_or_repo, revision=None):
     try:
         return huggingface_hub.snapshot_download(path_or_repo, revision=revision, allow_patterns=["*.safetensors", "*.json"])
     except Exception as e:                                                  # network, name, permission: the library has a dozen kinds
-        raise OSError(f"{path_or_repo} could not be downloaded ({type(e).__name__}): check the name and the network, or give a local folder") from None
+        raise OSError(f"{path_or_repo} could not be downloaded ({type(e).__name__}): check the name and the network, or give a local "
+                      "folder") from None
 
 
 def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
@@ -176,7 +177,8 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     hf = config_to_hf(model.config, tokenizer, dtype)
     os.makedirs(path, exist_ok=True)
     shards, size = [{}], 0
-    buffers = {f"model.layers.{i}.mlp.act_fn.{k}": torch.tensor(v) for i in range(model.config.n_layer) for k, v in (("beta", XIELU.BETA), ("eps", XIELU.EPS))}
+    buffers = {f"model.layers.{i}.mlp.act_fn.{name}": torch.tensor(value) for i in range(model.config.n_layer)
+               for name, value in (("beta", XIELU.BETA), ("eps", XIELU.EPS))}
     for name, p in itertools.chain(structured.dense_parameters(model), buffers.items()):
         tensor = p.to("cpu", getattr(torch, dtype)).contiguous()
         if size and size + tensor.nbytes > shard_bytes:
@@ -188,7 +190,8 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     jsons = {"config.json": hf, "generation_config.json": {k: hf[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in hf}}
     if len(shards) > 1:
         total = sum(t.nbytes for shard in shards for t in shard.values())
-        jsons["model.safetensors.index.json"] = dict(metadata=dict(total_size=total), weight_map={k: f for f, shard in zip(files, shards) for k in shard})
+        where = {name: file for file, shard in zip(files, shards) for name in shard}
+        jsons["model.safetensors.index.json"] = dict(metadata=dict(total_size=total), weight_map=where)
     if tokenizer:
         jsons.update(tokenizers.hf_files(tokenizer, chat=tokenizer.eos == tokenizer.special.get("<|assistant_end|>")))
     for file, content in jsons.items():
@@ -200,7 +203,8 @@ def load_run(folder, device="cpu", spread=None):
     """The model of a run folder of train.py, from its newest intact checkpoint; (model, Tokenizer). spread: as in load_hf."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
-        raise ValueError(f"no run in {folder!r} (no config.json there): train one with `python train.py configs/laptop.py`, or name a Hugging Face model")
+        raise ValueError(f"no run in {folder!r} (no config.json there): train one with `python train.py configs/laptop.py`, or name a "
+                         "Hugging Face model")
     with open(path, encoding="utf-8") as f:
         config = json.load(f)
     found = checkpoint.newest_intact(os.path.join(folder, "ckpt"))

@@ -53,7 +53,8 @@ GPUS = {"a100": (80e9, 312e12, 240, 22, 8), "h100": (80e9, 989e12, 360, 45, 8), 
         "gh200": (96e9, 989e12, 360, 22, 4), "b200": (180e9, 2250e12, 720, 45, 8)}
 
 KINDS = {"weights": ("Sharded Param",), "gradients": ("Sharded Grad",), "states": ("OptState",),
-         "gathered": ("Unsharded Param", "All Gather"), "reducing": ("Unsharded Grad", "Reduce Scatter"), "activations": ("Activation",), "temporary": ("Temp", "Inputs", "Buffer")}
+         "gathered": ("Unsharded Param", "All Gather"), "reducing": ("Unsharded Grad", "Reduce Scatter"),
+         "activations": ("Activation",), "temporary": ("Temp", "Inputs", "Buffer")}
 
 
 class StoresItsInput(torch.autograd.Function):
@@ -250,7 +251,8 @@ def advice(config, parameters, found, best, shards, node, most, room):
     yield f"-> --parallel={'hsdp' if shards < gpus else 'fsdp'} --recompute={mode} --micro_batch={rows}, {most // rows} of them accumulate"
     if bound:
         yield (f"-> communication-bound: compute hides the links from {needed:,.0f} tokens a GPU and micro-batch on, and here there are "
-               f"{rows * block_size:,}. " + (f"The batch has no more for each GPU (--batch_size={most * gpus}), so " if rows == most else "More do not fit, so ")
+               f"{rows * block_size:,}. "
+               + (f"The batch has no more for each GPU (--batch_size={most * gpus}), so " if rows == most else "More do not fit, so ")
                + ("pure FSDP" if shards == gpus else "sharding alone") + " stops making sense at this size: fewer GPUs"
                + (f", --parallel=hsdp --hsdp_shard={node} if that fits" if shards == gpus and gpus > node else "")
                + ", or tensor and pipeline parallelism, which are left to github.com/pytorch/torchtitan (Apertus: TP 4, PP 8 at 4,096 GPUs)")

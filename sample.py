@@ -130,7 +130,8 @@ def brackets(tok):
 def calls_in(text):
     """'[{"f": {"x": 1}}]' -> [{"name": "f", "arguments": '{"x": 1}'}]; a text that is not such JSON is kept as a call without a name."""
     try:
-        return [dict(name=name, arguments=json.dumps(arguments, ensure_ascii=False)) for call in json.loads(text) for name, arguments in call.items()]
+        return [dict(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+                for call in json.loads(text) for name, arguments in call.items()]
     except (ValueError, AttributeError, TypeError):
         return [dict(name="", arguments=json.dumps(text))]
 
