@@ -6,8 +6,8 @@ The task has a reward that needs no judge: "Sum 27, first 4" wants digits that a
     reward = - |sum of the digits - 27|          - 30 if it is not digits, or begins otherwise;     exact match: reward 0
 
 SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Its samples, scored, are all that the
-losses get: the same pairs in the same order, the same learning rate, no new samples. Each loss has the beta, of three, that gave the best
-reward on validation prompts, with references of a seed of its own: --tune, results/align/tuning.json.
+losses get: the same pairs in the same order, no new samples. Each loss has the learning rate and the beta, of six pairs, that gave the
+best reward on validation prompts, with references of a seed of its own: --tune, results/align/tuning.json.
 
 What is measured, on test prompts that nothing was trained on or chosen by: reward, exact match, mean quantile among the reference's
 completions, KL to the reference in nats (log pi - log ref over the policy's own samples), length; and for completions of the reference,
@@ -15,7 +15,7 @@ log pi/ref against the target that QRPO's formula sets for them: correlation ("a
 nats). QRPO predicts where log-ratios land; the others only which of two is larger. What came out: results/align/notes.md.
 
 $ make align                                    # or python align.py: minutes on two cores; goes on where it was stopped
-$ python align.py --tune                        # choose the betas anew
+$ python align.py --tune                        # choose learning rates and betas anew
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 out = "out/align"               # runs, data
 results = "results/align"       # table.md, results.json, align.png
-tuning = "results/align/tuning.json"    # the betas; made by a run that finds none
+tuning = "results/align/tuning.json"    # learning rates and betas; made by a run that finds none
 start = ""                      # a pretrained model: run folder, Hugging Face folder or hub name; "" = train configs/align.py first
-tune = False                    # make `tuning` anew, and stop: every beta of GRIDS once, measured on the validation prompts
+tune = False                    # make `tuning` anew, and stop: every beta of GRIDS with every lr, once, measured on the validation prompts
 methods = ""                    # some of GRIDS, with commas; "" = all
 seeds = 3                       # of references, pairs and their order; pretraining and SFT are done once
 workers = 2                     # runs at a time, one thread each
@@ -43,13 +43,13 @@ n_refs = 16                     # samples of the SFT model per prompt
 test_prompts = 60               # of 360; as many more are for validation, and the others are trained on
 samples = 8                     # per test prompt, to measure with
 epochs = 3                      # over the pairs: one moves the log-ratios a third of the way, results/align/notes.md
-lr = 1e-3
 
 SYSTEM = "Answer with digits."
 
 # loss -> the betas that --tune tries, as many for each, steps of about 3. Rewards differ by 5 between completions (standard deviation),
 # which REBEL divides by its beta; SimPO counts per token, as published, and completions have 7.
 GRIDS = {"qrpo": (0.1, 0.3, 1.0), "dpo": (0.3, 1.0, 3.0), "rebel": (3.0, 10.0, 30.0), "simpo": (0.7, 2.0, 7.0)}
+LRS = (3e-4, 1e-3)
 
 
 def reward(prompt, completion):
@@ -134,10 +134,10 @@ def pretrain_and_sft():
 
 
 def align(runs, sft):
-    """qrpo.py for runs {name: (loss, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
+    """qrpo.py for runs {name: (loss, lr, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
     began, calls, first = time.perf_counter(), {}, {}
 
-    def one(name, loss, beta, seed, before):
+    def one(name, loss, lr, beta, seed, before):
         if before:
             before.result()
         return call(name, os.path.join(out, name, "hf", "config.json"), "qrpo.py", f"--init_from={sft}", f"--data={out}/prompts.jsonl",
@@ -148,8 +148,8 @@ def align(runs, sft):
                     "--beta_max=0", "--gamma=0.1")                          # simpo's margin
 
     with ThreadPoolExecutor(workers) as pool:
-        for name, (loss, beta, seed) in runs.items():
-            calls[name] = pool.submit(one, name, loss, beta, seed, first.get(seed))
+        for name, (*how, seed) in runs.items():
+            calls[name] = pool.submit(one, name, *how, seed, first.get(seed))
             first.setdefault(seed, calls[name])
         for name in calls:
             calls[name] = calls[name].result()
@@ -163,7 +163,7 @@ def align(runs, sft):
 
 def measure(runs, sft, tests, beta):
     """
-    {name: numbers} for the SFT model and runs {name: (loss, beta, seed)}, on the prompts of `tests`, all against the same completions
+    {name: numbers} for the SFT model and runs {name: (loss, lr, beta, seed)}, on the prompts of `tests`, all against the same completions
     of the SFT model. beta: of the formula that log-ratios are held against; a qrpo run is held against that of its own.
     """
     import torch
@@ -192,7 +192,7 @@ def measure(runs, sft, tests, beta):
 
     def one(name):
         model = reference if name == "sft" else convert.load_any(os.path.join(out, name))[0]
-        loss, its_beta, _ = runs.get(name, ("sft", beta, 0))
+        loss, _, its_beta, _ = runs.get(name, ("sft", 0, beta, 0))
         b = effective_beta(q, 1.0, its_beta if loss == "qrpo" else beta, 0.0)
         target = (q - beta_log_z(b)) / b
         said, r = speak(model, 2000, samples)
@@ -275,10 +275,10 @@ def draw(rows, beta, picture):
 
 
 def choose(rows, runs):
-    """{loss: the beta of its run with the best reward}"""
+    """{loss: lr and beta of its run with the best reward}"""
     chosen = {}
-    for name, (loss, beta, _) in sorted(runs.items(), key=lambda item: rows[item[0]]["reward"]):
-        chosen[loss] = beta                                                 # the best comes last
+    for name, (loss, lr, beta, _) in sorted(runs.items(), key=lambda item: rows[item[0]]["reward"]):
+        chosen[loss] = dict(lr=lr, beta=beta)                               # the best comes last
     return chosen
 
 
@@ -289,12 +289,12 @@ def write(path, content):
 
 
 def tuned(names, sft):
-    """Every beta of the grids, on the validation prompts; writes `tuning`. -> {name: its call}"""
-    runs = {f"tune-{m}-{beta:g}": (m, beta, 1000) for m in names for beta in GRIDS[m]}
+    """Every beta of the grids with every learning rate, on the validation prompts; writes `tuning`. -> {name: its call}"""
+    runs = {f"tune-{m}-{lr:g}-{beta:g}": (m, lr, beta, 1000) for m in names for beta in GRIDS[m] for lr in LRS}
     calls = align(runs, sft)
     rows = measure(runs, sft, tasks()[1], beta=1.0)
     keys = ("reward", "exact", "malformed", "kl")
-    write(tuning, dict(chosen=choose(rows, runs), lr=lr, rows={name: {k: row[k] for k in keys} for name, row in rows.items()}))
+    write(tuning, dict(chosen=choose(rows, runs), rows={name: {k: row[k] for k in keys} for name, row in rows.items()}))
     print("\n".join(f"{name:24} reward {row['reward']:7.2f}  KL {row['kl']:6.2f}" for name, row in rows.items()) + f"\n{tuning}")
     return calls
 
@@ -315,15 +315,16 @@ def main():
     lacks = {"qrpo", *names} - chosen.keys()
     if lacks:
         raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: python align.py --tune makes it anew")
-    runs = {f"{m}-s{s}": (m, chosen[m], s) for m in names for s in range(seeds)}
+    runs = {f"{m}-s{s}": (m, chosen[m]["lr"], chosen[m]["beta"], s) for m in names for s in range(seeds)}
     calls |= align(runs, sft)
-    rows = measure(runs, sft, tasks()[2], chosen["qrpo"])
-    text = table(rows, chosen["qrpo"])
+    beta = chosen["qrpo"]["beta"]
+    rows = measure(runs, sft, tasks()[2], beta)
+    text = table(rows, beta)
     write(os.path.join(results, "table.md"), text)
     numbers = {name: {k: v for k, v in row.items() if k != "points"} for name, row in rows.items()}
     seconds = {name: {k: c[k] for k in ("wall", "cpu") if k in c} for name, c in calls.items()}
-    write(os.path.join(results, "results.json"), dict(rows=numbers, betas=chosen, lr=lr, seconds=seconds))
-    draw(rows, chosen["qrpo"], os.path.join(results, "align.png"))
+    write(os.path.join(results, "results.json"), dict(rows=numbers, chosen=chosen, seconds=seconds))
+    draw(rows, beta, os.path.join(results, "align.png"))
     print(text + f"{time.perf_counter() - began:.0f} s; the picture: {results}/align.png")
 
 

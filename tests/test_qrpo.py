@@ -394,7 +394,7 @@ def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_p
     monkeypatch.setattr(align, "out", str(tmp_path))
     convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tokenizer.load("byte"))
     shutil.copytree(start / "sft", tmp_path / "dpo-s0")                       # out/sft and its export are one model
-    runs = {"qrpo-s0": ("qrpo", 0.3, 0), "dpo-s0": ("dpo", 1.0, 0)}
+    runs = {"qrpo-s0": ("qrpo", 1e-3, 0.3, 0), "dpo-s0": ("dpo", 1e-3, 1.0, 0)}
     rows = align.measure(runs, str(start / "model"), align.tasks()[2][:4], 0.3)
     assert rows["sft"]["kl"] == 0 and rows["dpo-s0"]["kl"] == pytest.approx(0, abs=1e-6) and rows["qrpo-s0"]["kl"] > 1
     assert rows["dpo-s0"]["reward"] == rows["sft"]["reward"] and len(rows["sft"]["points"]) == 12
@@ -404,14 +404,14 @@ def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_p
     assert table.count("\n") == 6                                             # head, rule, sft, qrpo, dpo, closed form
 
 
-def test_the_demonstration_chooses_betas_on_prompts_of_their_own(monkeypatch):
+def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monkeypatch):
     import align
     train, validation, test = map(set, align.tasks())
     assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
     assert {len(grid) for grid in align.GRIDS.values()} == {3} and set(align.GRIDS) == set(qrpo.losses)
-    runs = {f"tune-{m}-{b}": (m, b, 1000) for m in ("qrpo", "dpo") for b in (0.1, 0.3, 1.0)}
+    runs = {f"tune-{m}-{b}": (m, 1e-3 * b, b, 1000) for m in ("qrpo", "dpo") for b in (0.1, 0.3, 1.0)}
     rewards = dict(zip(runs, (-9, -5, -6, -4, -8, -7)))
-    assert align.choose({name: dict(reward=r) for name, r in rewards.items()}, runs) == {"qrpo": 0.3, "dpo": 0.1}
+    assert align.choose({name: dict(reward=r) for name, r in rewards.items()}, runs) == {"qrpo": dict(lr=3e-4, beta=0.3), "dpo": dict(lr=1e-4, beta=0.1)}
     monkeypatch.setattr(align, "methods", "qrpo,ppo")
     with pytest.raises(ValueError, match="there is qrpo, dpo"):
         align.main()

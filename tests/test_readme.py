@@ -67,7 +67,7 @@ def small_align(root):
         total, first = int(rng.integers(10, 50)), int(rng.integers(1, 10))
         rows.append(dict(messages=[*align.question(total, first), dict(role="assistant", content=align.teacher(rng, total, first))]))
     (root / "digits.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    (root / "tuning.json").write_text(json.dumps(dict(chosen={"qrpo": 0.3})), encoding="utf-8")
+    (root / "tuning.json").write_text(json.dumps(dict(chosen={"qrpo": dict(lr=1e-3, beta=0.3)})), encoding="utf-8")
     done = script("sft.py", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
                   "--lr=1e-2", "--optimizer=adamw", "--epochs=2")
     assert done.returncode == 0, done.stderr

@@ -55,8 +55,8 @@ class Lab:
         for i in range(96):
             with open(os.path.join(text, f"{i}.txt"), "w", encoding="utf-8") as f:
                 f.write("".join(line % (i, j) for j in range(10)))
-        subprocess.run([sys.executable, "prepare.py", text, f"--out={out}", "--tokenizer=byte", "--val_share=0.01"], check=True, capture_output=True,
-                       cwd=os.path.dirname(os.path.dirname(HERE)))
+        codes, said = self.launch(0, text, f"--out={out}", "--tokenizer=byte", "--val_share=0.01", script="prepare.py", logs=out + ".log")
+        assert codes == [0], said
         return out
 
     def fresh(self, name):
