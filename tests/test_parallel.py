@@ -55,7 +55,7 @@ def test_every_way_to_spread_a_step_gives_the_loss_and_the_norm_of_one_process(l
     found = entries(ended(lab, ranks, *CHAOTIC, *args))
     assert len(found) == len(alone) == 10
     for one, other in zip(found, alone):
-        assert abs(one["loss"] - other["loss"]) < 2e-5 and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+        assert abs(one["loss"] - other["loss"]) < 2e-5 and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert (one["tokens"], one["kept"], one["lr"]) == (other["tokens"], other["kept"], other["lr"])
 
 
@@ -71,21 +71,20 @@ def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies
 needs_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 
 
-@pytest.mark.parametrize("ranks, args", [
-    (2, ["--parallel=ddp"]), (2, ["--parallel=fsdp"]), (2, ["--parallel=hsdp", "--hsdp_shard=1"]),
-    pytest.param(1, ["--parallel=ddp", "--compile", "--doc_mask=False"], marks=needs_compiler),
-    pytest.param(2, ["--parallel=fsdp", "--compile", "--doc_mask=False"], marks=needs_compiler)])
-def test_processes_killed_and_resumed_end_in_the_same_bits(lab, ranks, args):
-    """Eager, and compiled: blocks (each in one graph, without documents) and optimizer. k steps, a new start from the checkpoint, n - k steps: the weights and losses of n."""
+@pytest.mark.parametrize("args", [["--parallel=ddp"], ["--parallel=fsdp"], ["--parallel=hsdp", "--hsdp_shard=1"],
+                                  pytest.param(["--parallel=ddp", "--compile"], marks=needs_compiler),
+                                  pytest.param(["--parallel=fsdp", "--compile"], marks=needs_compiler)], ids=" ".join)
+def test_two_processes_killed_and_resumed_end_in_the_same_bits(lab, args):
+    """Eager, and compiled: blocks and optimizer. k steps, a new start from the checkpoint, n - k steps: the weights and losses of n."""
     args = [*args, "--total_samples=96", "--checkpoint_every=6", "--eval_every=1000", "--alpha_warmup=10", "--beta3_warmup=10"]
-    whole = ended(lab, ranks, *args, name="whole")
+    whole = ended(lab, 2, *args, name="whole")
     run = lab.fresh("half")
     shutil.copytree(whole, run)
     shutil.rmtree(run + "/ckpt/step-00000012")             # as if killed after the checkpoint of step 6
     os.remove(run + "/summary.json")
-    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
+    codes, text = lab.launch(2, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
                              "--resume", logs=run + ".log")
-    assert set(codes) == {0} and "step-00000006" in text and "running eagerly" not in text, text[-2000:]
+    assert codes == [0, 0] and "step-00000006" in text and "running eagerly" not in text, text[-2000:]
     assert sha_of(run) == sha_of(whole) and losses(run) == losses(whole) and len(losses(run)) == 12
 
 

@@ -15,9 +15,10 @@ from model import ApertusConfig
 SMALL = ApertusConfig(block_size=64, vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=336)
 
 
-def test_four_layers_say_what_eight_take():
-    peak, traffic = plan.planner(SMALL, 8, 8, "full")
-    traced, found = plan.trace(SMALL, 8, 8, 5, "full")
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_four_layers_say_what_eight_take(mode):
+    peak, traffic = plan.planner(SMALL, 8, 8, mode)
+    traced, found = plan.trace(SMALL, 8, 8, 5, mode)
     most = max(sum(kinds.values()) for kinds in traced.values())
     assert sum(peak(5).values()) == pytest.approx(most, rel=0.01) and traffic == pytest.approx(dict(found))
 

@@ -52,10 +52,10 @@ class Lab:
         """60 kB of text as token shards of bytes."""
         text, out = os.path.join(self.folder, name + "-text"), os.path.join(self.folder, name)
         os.makedirs(text, exist_ok=True)
-        for i in range(96):
+        for i in range(24):
             with open(os.path.join(text, f"{i}.txt"), "w", encoding="utf-8") as f:
-                f.write("".join(line % (i, j) for j in range(10)))
-        codes, said = self.launch(0, text, f"--out={out}", "--tokenizer=byte", "--val_share=0.01", script="prepare.py", logs=out + ".log")
+                f.write("".join(line % (i, j) for j in range(40)))
+        codes, said = self.launch(0, text, f"--out={out}", "--tokenizer=byte", "--val_share=0.05", script="prepare.py", logs=out + ".log")
         assert codes == [0], said
         return out
 
