@@ -206,7 +206,7 @@ def measure(runs, sft, tests, beta):
     names, threads = ["sft", *runs], torch.get_num_threads()
     torch.set_num_threads(1)
     with ThreadPoolExecutor(workers) as pool:
-        rows = dict(zip(names, tqdm(pool.map(one, names), "measuring", len(names), unit="model")))
+        rows = dict(zip(names, list(tqdm(pool.map(one, names), "measuring", len(names), unit="model"))))
     torch.set_num_threads(threads)
     return rows
 

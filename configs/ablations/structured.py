@@ -4,11 +4,11 @@ study = "structured"
 out = "results"                            # not a part of Apertus: not among the studies in results/ablations
 question = "LowRank, BlockDense, BlockShuffle at 63 % and 32 % of the MLP, +sg with self-guided training"
 baseline = "dense"
-_C = 64                                    # the size's n_embd: ranks go with it
-_size = dict(n_layer=4, ffn_dim=4 * _C)
+_C = 128                                   # the size's n_embd: ranks go with it
+_size = dict(ffn_dim=4 * _C)
 _forms = {"lowrank63": dict(ffn="lowrank", ffn_rank=_C // 2), "lowrank32": dict(ffn="lowrank", ffn_rank=_C // 4),
-          "blockdense63": dict(ffn="blockdense", ffn_rank=2 * _C // 3, ffn_blocks=2),
-          "blockdense32": dict(ffn="blockdense", ffn_rank=2 * (_C // 6), ffn_blocks=2),
+          "blockdense63": dict(ffn="blockdense", ffn_rank=2 * round(_C / 3), ffn_blocks=2),
+          "blockdense32": dict(ffn="blockdense", ffn_rank=2 * round(_C / 6), ffn_blocks=2),
           "blockshuffle63": dict(ffn="blockshuffle", ffn_blocks=2), "blockshuffle32": dict(ffn="blockshuffle", ffn_blocks=4)}
 arms = {"dense": _size, **{_name: {**_size, **_form} for _name, _form in _forms.items()},
         **{_name + "+sg": {**_size, **_form, "self_guided": 0.5} for _name, _form in _forms.items()}}
