@@ -12,7 +12,7 @@ masked pair never (PaLM, arXiv 2204.02311, app. B). The clock on a CPU is the pr
 $ python bench.py train --preset=cpu            # a training step against Hugging Face, eager and compiled
 $ python bench.py train --preset=packed         # the same on documents of 100 tokens, masked
 $ python bench.py optim                         # AdEMAMix against AdamW (fused), a per-tensor loop, and the memory's bandwidth
-$ python bench.py goldfish | loader | tokenize | decode | memory
+$ python bench.py goldfish | loader | tokenize | prepare | decode | memory
 $ python bench.py cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
 $ python bench.py ffn                           # structured feed-forward layers (structured.py) against dense ones, by width
 $ python bench.py records/*/*.json              # committed results again, as the README's table
@@ -20,11 +20,13 @@ $ python bench.py records/*/*.json              # committed results again, as th
 
 import dataclasses
 import functools
+import glob
 import json
 import os
 import platform
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +45,7 @@ from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 from peers import NanoGPT, hugging_face, loop_ademamix, published_mask
 
-paths = []              # a mode (train optim goldfish loader tokenize decode memory cold ffn), or results (*.json) to print as a table
+paths = []              # a mode (train optim goldfish loader tokenize prepare decode memory cold ffn), or results (*.json) to print as a table
 preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
@@ -458,6 +460,55 @@ def tokenize():
     return result, dict(bytes=size, tokens=count)
 
 
+def prepare():
+    """
+    prepare.py from start to end, one process, on 60 MB of pages (this Python's and its packages' sources): with every filter on, nearly all
+    of them passing, and with none. MB of the text that is kept.
+    """
+    here, size, files = os.path.dirname(os.path.abspath(__file__)), 60e6 if preset != "tiny" else 2e5, []
+    for kind in ("stdlib", "purelib"):
+        files += sorted(glob.iglob(os.path.join(sysconfig.get_path(kind), "**", "*.py"), recursive=True))
+    with tempfile.TemporaryDirectory() as folder:
+        at = functools.partial(os.path.join, folder)
+        with open(at("pages.jsonl"), "w", encoding="utf-8") as f:
+            for n, file in enumerate(files):
+                if f.tell() > size:
+                    break
+                with open(file, encoding="utf-8", errors="replace") as source:
+                    page = dict(id=str(n), url=f"https://site{n % 50}.org/{n}", text=source.read(), language="eng_Latn", license="MIT",
+                                score=n * 0.618 % 1, toxicity=n * 0.414 % 0.99)
+                f.write(json.dumps(page) + "\n")
+        with open(at("robots.jsonl"), "w", encoding="utf-8") as f:
+            for n in range(50):
+                rule = f"User-agent: {'GPTBot' if n == 0 else 'Somebot'}\nDisallow: /\n\nUser-agent: *\nDisallow: /private"
+                f.write(json.dumps(dict(domain=f"site{n}.org", content=rule)) + "\n")
+        with open(at("prompts.txt"), "w", encoding="utf-8") as f:
+            f.writelines(f"Which of these {n} numbers is the sum of the first {n + 1} primes, and which is not a prime at all?\n" for n in range(1000))
+        every = ["--near_dedup=0.72", "--keep_licenses=MIT", "--keep_languages=eng_Latn", "--min_chars=20", "--score_field=score", "--keep_top=0.99",
+                 "--max_field=toxicity", f"--robots={at('robots.jsonl')}", f"--decontaminate={at('prompts.txt')}"]
+        kept = {}
+
+        def run(n, name, flags):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            done = subprocess.run([sys.executable, os.path.join(here, "prepare.py"), at("pages.jsonl"), f"--out={at('out')}", "--workers=1",
+                                   "--tokenizer=apertus" if preset != "tiny" else "--tokenizer=byte", *flags], capture_output=True, text=True)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+            if done.returncode:
+                raise ValueError(f"prepare.py {' '.join(flags)} ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+            with open(at("out", "report.json"), encoding="utf-8") as f:
+                kept[name] = json.load(f)["total"]
+            shutil.rmtree(at("out"))
+            cpu = sum(getattr(after[0], k) - getattr(before[0], k) for k in ("ru_utime", "ru_stime"))
+            return after[1] - before[1] if clock == "wall" else cpu
+
+        ways = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
+        names = chosen(list(ways))
+        result = judge(race({name: functools.partial(run, name=name, flags=ways[name]) for name in names}, "prepare"))
+    for name in names:
+        result[name]["MB/s"] = kept[name]["bytes"] / result[name]["median"] / 1e6
+    return result, dict(bytes_in=kept["ours"]["bytes_in"], bytes_kept=kept["ours"]["bytes"])
+
+
 def decode():
     """Greedy generation at batch 1 after a prompt of 32, KV cache. The bound: all weights but the embedding are read once a token."""
     config, _, _ = shape(**({} if not isinstance(PRESETS.get(preset, {}).get("n_layer"), tuple) else dict(n_layer=32)))
@@ -649,8 +700,8 @@ def ffn():
     return rows, {"base": "dense", "fastest": best}
 
 
-MODES = dict(train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, decode=decode, memory=memory, cold=cold,
-             ffn=ffn)
+MODES = dict(train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, prepare=prepare, decode=decode,
+             memory=memory, cold=cold, ffn=ffn)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ _forms = {"lowrank63": dict(ffn="lowrank", ffn_rank=_C // 2), "lowrank32": dict(
           "blockshuffle63": dict(ffn="blockshuffle", ffn_blocks=2), "blockshuffle32": dict(ffn="blockshuffle", ffn_blocks=4)}
 arms = {"dense": _size, **{_name: {**_size, **_form} for _name, _form in _forms.items()},
         **{_name + "+sg": {**_size, **_form, "self_guided": 0.5} for _name, _form in _forms.items()}}
-lrs = (1e-3,)
+lrs = (2e-3,)
 published = ("arXiv 2406.16450, 1.3B, 25.5B tokens, one run: perplexity 12.46 dense; 12.86, 12.97, 12.98 at 63 %; "
              "13.55, 13.74, 13.81 at 32 %. "
              "Its smallest gain from self-guided training: width 768, 4 layers, rank 128, 3,000 steps.")
