@@ -25,7 +25,7 @@ from torch.fx.experimental import _config as shapes
 
 
 SMALL = 16_384  # elements: tensors up to here are copied together and updated as one
-MANY = 8        # of the others in one compiled call
+MANY = 6        # of the others in one compiled call: a layer's matrices, so that few of a model are left over
 
 
 def ademamix(p, g, m1, m2, v, seed, lr, alpha, w1, w2, w3, fix1, fix2, eps, weight_decay, grad_scale):
@@ -115,11 +115,11 @@ class AdEMAMix(torch.optim.Optimizer):
         self.update = self.update or self._choose_update()
         for group in self.param_groups:
             work = {}                          # parameters that missed no gradient share a step, and so their numbers
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p] or self._new_state(p, group)
-                state["step"] += 1
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] or self._new_state(p, group) for p in params]
+            if states:
+                torch._foreach_add_([state["step"] for state in states], 1)
+            for p, state in zip(params, states):
                 # Weight decay and the slow average move rows without a gradient too, so a sparse one becomes dense.
                 g = p.grad.to_dense() if p.grad.is_sparse else p.grad
                 args = [p, g, state.get("exp_avg_fast"), state["exp_avg_slow"], state["exp_avg_sq"]]
@@ -131,9 +131,9 @@ class AdEMAMix(torch.optim.Optimizer):
                     work.setdefault((int(state["step"]), args[4].dtype, args[0].dtype, args[1].dtype), []).append(args)
             for (t, dtype, *_), tensors in work.items():
                 numbers = self._numbers(group, t, dtype, grad_scale)
-                small = [] if self.update is ademamix else [x for x in tensors if x[0].ndim == 1 and len(x[0]) <= SMALL]
+                small = [] if self.update is ademamix else [x for x in tensors if x[0].ndim == 1 and x[0].numel() <= SMALL]
                 if len(small) > 1:             # gains and scalars: as one, or their calls cost as much as the matrices
-                    tensors = [x for x in tensors if x[0].ndim > 1 or len(x[0]) > SMALL]
+                    tensors = [x for x in tensors if x[0].ndim > 1 or x[0].numel() > SMALL]
                     self._update_as_one(small, numbers)
                 many = len(tensors) // MANY * MANY if self.update_many and all(x[0].ndim == 1 for x in tensors) else 0
                 for i in range(0, many, MANY):
@@ -149,7 +149,7 @@ class AdEMAMix(torch.optim.Optimizer):
         self.update(*whole, *numbers)
         for i in (0, 2, 3, 4):                 # all but the gradients
             if whole[i] is not None:
-                torch._foreach_copy_(columns[i], whole[i].split([len(x) for x in columns[i]]))
+                torch._foreach_copy_(columns[i], whole[i].split([x.numel() for x in columns[i]]))
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)    # casts states to the parameter's dtype; undone here, bf16 loses nothing
