@@ -6,7 +6,6 @@ $ python tests/faults/launch.py          # not by hand: the class below starts i
 A trial may be asked to misbehave in ways that a user's run cannot: `fault` names a function of this file, called in each child before
 train.py runs. Nothing in the product knows of it.
 """
-import gc
 import hashlib
 import json
 import os
@@ -224,7 +223,6 @@ def serve():
     import checkpoint, parallel, plot, torch, torch._dynamo, train             # noqa: E401, F401  all that a trial would import
     plot.curves = lambda *args: None
     torch.set_num_threads(1)
-    gc.freeze()                                                              # no child's collector walks what was imported, copying page after page
     codes = {}
     for line in sys.stdin:
         question = json.loads(line)
