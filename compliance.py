@@ -119,6 +119,11 @@ def product_token(agent):
     return m and m[0].lower()
 
 
+@lru_cache
+def _tokens(agents):
+    return tuple(map(product_token, agents))
+
+
 @lru_cache(maxsize=4096)                                                  # documents of a host come in clusters
 def parse_robots(content):
     """
@@ -179,14 +184,10 @@ def _matches(parts, end, path):
 
 def refusals(path, groups, agents=AGENTS, explicit=False):
     """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
-    refused, decided = {}, {}
-    for agent in agents if path != "/robots.txt" else ():
-        rules = groups.get(product_token(agent))
-        if rules is None:
-            rules = groups.get("*", ()) if not explicit else ()
-        if id(rules) not in decided:                                      # 14 unnamed agents share the group of `*`
-            decided[id(rules)] = next((r for r in rules if _matches(r[2], r[3], path)), None)
-        rule = decided[id(rules)]
+    applies = lambda rules: next((r for r in rules if _matches(r[2], r[3], path)), None)
+    of_all, refused = applies(groups.get("*", ()) if not explicit else ()), {}        # which the agents that no group names share
+    for agent, token in zip(agents, _tokens(tuple(agents))) if path != "/robots.txt" else ():
+        rule = applies(groups[token]) if token in groups else of_all
         if rule and not rule[0]:
             refused[agent] = rule[1]
     return refused
@@ -366,7 +367,8 @@ _HEX = "0123456789abcdefABCDEF"
 _TLD = rf"(?:xn--[A-Za-z0-9-]{{2,59}}|[A-Za-z{_LATIN}]{{2,24}})"
 _DOMAIN = re.compile(rf"@(?:[A-Za-z0-9{_LATIN}-]{{1,63}}\.){{1,9}}{_TLD}")
 _QUAD = re.compile(r"\.\d{1,3}\.\d{1,3}\.\d{1,3}", re.A)
-_COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
+# Two colons inside of an address, or 2001:: at its end. "Example::" and std::abs, of which code is full, are not looked at any closer.
+_COLONS = re.compile(r":(?:[0-9A-Fa-f]{1,4}:(?=[0-9A-Fa-f:.])|:(?<![G-Zg-z_]::)(?:(?=[0-9A-Fa-f:.])|(?<=[0-9A-Fa-f]{4}::)))")
 _CHECK_DIGITS = re.compile(r"\d\d(?<=[A-Za-z]{2}\d\d)", re.A)             # 140 MB/s; letters first: 45 MB/s
 _VERSION = re.compile(r"\b(?:v|ver|version[a-z]*|release|rev|build|firmware)\W{0,3}\Z", re.I)
 _BASE36 = str.maketrans({c: str(int(c, 36)) for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"})

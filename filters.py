@@ -346,13 +346,15 @@ class Contamination:
             self.prompts.append([int(i) for i in ids])
         if not where:
             raise ValueError(f"none of the {len(self.prompts)} prompts has 8 tokens: nothing can be checked")
-        self.where, grams = where, np.fromiter(where, np.uint64, len(where))
+        self.where, self.grams = where, np.sort(np.fromiter(where, np.uint64, len(where)))
         self.maybe = np.zeros(1 << 20, bool)                                  # by the upper 20 bits: 1 MB rules nearly all of a text out
-        self.maybe[grams >> np.uint64(44)] = True
+        self.maybe[self.grams >> np.uint64(44)] = True
 
     def candidates(self, ids):
-        """Where in ids (of one text, or of many one after the other) an 8-gram begins that may be of a prompt."""
-        return np.flatnonzero(self.maybe[ngrams(ids, 8) >> np.uint64(44)])
+        """Where in ids (of one text, or of many one after the other) an 8-gram of a prompt begins."""
+        grams = ngrams(ids, 8)
+        hits = np.flatnonzero(self.maybe.take((grams >> np.uint64(44)).view(np.int64)))
+        return hits[self.grams.take(np.searchsorted(self.grams, grams[hits]), mode="clip") == grams[hits]]
 
     def check(self, text):
         """Index of the first prompt found in text, or None."""

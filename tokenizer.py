@@ -20,7 +20,7 @@ $ python tokenizer.py --name=apertus "Grüezi mitenand </s>"               # the
 $ python tokenizer.py --compare=byte,apertus,apertus:32768 texts.jsonl    # what a language pays: table and picture
 """
 
-import base64, codecs, functools, hashlib, importlib.util, json, os, re
+import base64, binascii, codecs, functools, hashlib, importlib.util, json, os, re
 
 import numpy as np
 import tiktoken
@@ -187,7 +187,7 @@ def tekken():
         raise ValueError("Apertus' vocabulary is not installed: pip install --no-deps mistral-common==1.13.1")
     with open(file, encoding="utf-8") as f:
         vocab = json.load(f)["vocab"]                # 150,000 by rank; the last 19,928 are beyond Apertus' 131,072 ids
-    return [base64.b64decode(v["token_bytes"]) for v in vocab[:130_072]]
+    return [binascii.a2b_base64(v["token_bytes"]) for v in vocab[:130_072]]
 
 
 def read_bpe(path):
