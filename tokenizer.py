@@ -185,6 +185,11 @@ def tekken():
     file = package and os.path.join(os.path.dirname(package.origin), "data", "tekken_240718.json")
     if not file or not os.path.exists(file):
         raise ValueError("Apertus' vocabulary is not installed: pip install --no-deps mistral-common==1.13.1")
+    return read_tekken(file)
+
+
+@functools.lru_cache                                 # --compare takes several prefixes of it
+def read_tekken(file):
     with open(file, encoding="utf-8") as f:
         vocab = json.load(f)["vocab"]                # 150,000 by rank; the last 19,928 are beyond Apertus' 131,072 ids
     return [binascii.a2b_base64(v["token_bytes"]) for v in vocab[:130_072]]
