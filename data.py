@@ -161,8 +161,9 @@ class TokenDataset:
             bad = windows[rows.max(1).argmax()]
             raise ValueError(f"{self.folder}: token id {rows.max()} >= vocab_size {self.meta['vocab_size']} in window {bad}: "
                              "the shard is damaged, prepare the data again")
-        inputs, labels = rows[:, -(self.T + 1):-1], rows[:, -self.T:]      # (n, T)
-        idx, targets = (torch.from_numpy(x.astype(np.int64)) for x in (inputs, labels))
+        inputs = rows[:, -(self.T + 1):-1]                                 # (n, T)
+        both = torch.from_numpy(rows[:, -(self.T + 1):].astype(np.int64))
+        idx, targets = both[:, :-1], both[:, 1:]                           # two views of it: half the memory to fill
         keep = torch.from_numpy(inputs != self.eos)
         if self.k:
             context = torch.from_numpy(rows[:, :before].astype(np.int64)) if before else None   # (n, h - 1) labels before the window's

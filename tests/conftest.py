@@ -19,7 +19,7 @@ def script(name, *args, stdin=""):
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_path(os.path.join(ROOT, name), run_name="__main__")
+            runpy.run_module(name.removesuffix(".py"), run_name="__main__", alter_sys=True)      # run_path would compile the source anew
     except SystemExit as e:
         code = e.code or 0
     finally:

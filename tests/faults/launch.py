@@ -199,10 +199,9 @@ def child(question, rank, log):
     name, _, args = question["fault"].partition(":")
     if name:
         globals()[name](*args.split(","))
-    script = os.path.join(ROOT, question["script"])
-    sys.argv, code = [script, *question["args"]], 1
+    sys.argv, code = [os.path.join(ROOT, question["script"]), *question["args"]], 1
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_module(question["script"].removesuffix(".py"), run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as e:
         code = e.code or 0
