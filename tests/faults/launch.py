@@ -201,7 +201,7 @@ def child(question, rank, log):
         globals()[name](*args.split(","))
     sys.argv, code = [os.path.join(ROOT, question["script"]), *question["args"]], 1
     try:
-        runpy.run_module(question["script"].removesuffix(".py"), run_name="__main__", alter_sys=True)
+        runpy.run_module(os.path.basename(question["script"]).removesuffix(".py"), run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as e:
         code = e.code or 0
