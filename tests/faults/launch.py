@@ -219,10 +219,9 @@ def serve():
     os.dup2(2, 1)
     import matplotlib
     matplotlib.use("Agg")
-    import checkpoint, gc, matplotlib.pyplot, parallel, plot, torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
+    import checkpoint, matplotlib.pyplot, parallel, plot, torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
     plot.curves = lambda *args: None
     torch.set_num_threads(1)
-    gc.freeze()                                              # else a collection in a child writes to, and so copies, every page of the above
     codes = {}
     for line in sys.stdin:
         question = json.loads(line)
