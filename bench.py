@@ -462,10 +462,10 @@ def tokenize():
 
 def prepare():
     """
-    prepare.py from start to end, one process, on 60 MB of pages (this Python's and its packages' sources): with every filter on, nearly all
+    prepare.py from start to end, one process, on 120 MB of pages (this Python's and its packages' sources): with every filter on, nearly all
     of them passing, and with none. MB of the text that is kept.
     """
-    here, size, files = os.path.dirname(os.path.abspath(__file__)), 60e6 if preset != "tiny" else 2e5, []
+    here, size, files = os.path.dirname(os.path.abspath(__file__)), 120e6 if preset != "tiny" else 2e5, []
     for kind in ("stdlib", "purelib"):
         files += sorted(glob.iglob(os.path.join(sysconfig.get_path(kind), "**", "*.py"), recursive=True))
     with tempfile.TemporaryDirectory() as folder:
