@@ -199,9 +199,11 @@ def child(question, rank, log):
     name, _, args = question["fault"].partition(":")
     if name:
         globals()[name](*args.split(","))
-    sys.argv, code = [os.path.join(ROOT, question["script"]), *question["args"]], 1
+    folder, script = os.path.split(os.path.join(ROOT, question["script"]))
+    sys.argv, code = [os.path.join(folder, script), *question["args"]], 1
+    sys.path.insert(0, folder)
     try:
-        runpy.run_module(os.path.basename(question["script"]).removesuffix(".py"), run_name="__main__", alter_sys=True)
+        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)       # run_path would compile the source anew
         code = 0
     except SystemExit as e:
         code = e.code or 0
