@@ -119,11 +119,6 @@ def product_token(agent):
     return m and m[0].lower()
 
 
-@lru_cache
-def _tokens(agents):
-    return tuple(map(product_token, agents))
-
-
 @lru_cache(maxsize=4096)                                                  # documents of a host come in clusters
 def parse_robots(content):
     """
@@ -186,7 +181,8 @@ def refusals(path, groups, agents=AGENTS, explicit=False):
     """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
     applies = lambda rules: next((r for r in rules if _matches(r[2], r[3], path)), None)
     of_all, refused = applies(groups.get("*", ()) if not explicit else ()), {}        # which the agents that no group names share
-    for agent, token in zip(agents, _tokens(tuple(agents))) if path != "/robots.txt" else ():
+    for agent in agents if path != "/robots.txt" else ():
+        token = product_token(agent)
         rule = applies(groups[token]) if token in groups else of_all
         if rule and not rule[0]:
             refused[agent] = rule[1]

@@ -63,9 +63,9 @@ def curves(folders, picture, panels=PANELS):
     """Draw the `panels` of runs (key of the log, title) over tokens; one colour a run."""
     plt = pyplot()
     columns = (len(panels) + 1) // 2 if len(panels) > 1 else 1
-    width = max(5 * columns, 7)
-    margins = dict(left=0.75 / width, right=1 - 0.15 / width, bottom=0.08, top=0.95, wspace=0.2, hspace=0.36)      # "constrained" takes as long again
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(width, 6), gridspec_kw=margins, squeeze=False)
+    inches = max(5 * columns, 7)
+    margins = dict(left=0.75 / inches, right=1 - 0.15 / inches, bottom=0.08, top=0.95, wspace=0.2, hspace=0.36)      # "constrained" takes as long again
+    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(inches, 6), gridspec_kw=margins, squeeze=False)
     for n, folder in enumerate(folders):
         entries = read_log(folder)
         if not entries:

@@ -59,7 +59,7 @@ def small(command, root):
 
 
 def small_align(root):
-    """Arguments for `make align`: one of its losses, from a model that some seconds of SFT have taught to say digits."""
+    """Arguments for `make align`: two of its losses, from a model that some seconds of SFT have taught to say digits."""
     import numpy as np
     import align
     rng, rows = np.random.default_rng(0), []
@@ -71,7 +71,7 @@ def small_align(root):
     done = script("sft.py", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
                   "--lr=1e-2", "--optimizer=adamw", "--epochs=2")
     assert done.returncode == 0, done.stderr
-    return (f"--start={root}/digits --methods=qrpo --seeds=1 --n_conversations=128 --n_refs=4 --test_prompts=160 --samples=1 "
+    return (f"--start={root}/digits --methods=qrpo,dpo --seeds=1 --n_conversations=128 --n_refs=4 --test_prompts=160 --samples=1 "
             f"--out={root}/align --results={root}/results/align --tuning={root}/tuning.json")
 
 
