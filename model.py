@@ -193,17 +193,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
 
-    def forward(self, x, cos, sin, doc=None, cache=None):
+    def qkv(self, x, cos, sin):
         B, T, C = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)).transpose(1, 2)   # (B, H, T, D)
         k = self.k_norm(self.k_proj(x).view(B, T, self.K, self.D)).transpose(1, 2)   # (B, K, T, D)
         v = self.v_proj(x).view(B, T, self.K, self.D).transpose(1, 2)                # (B, K, T, D)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            y = cache.attend(q, k, v)                      # (B, H, T, D)
-        else:
-            y = causal_attention(q, k, v, doc)             # (B, H, T, D)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, self.H * self.D))         # (B, T, C)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def causal_attention(q, k, v, doc=None):
@@ -272,7 +267,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin, doc=None, cache=None):
-        x = x + self.self_attn(self.attention_layernorm(x), cos, sin, doc, cache)
+        q, k, v = self.self_attn.qkv(self.attention_layernorm(x), cos, sin)
+        # Called here and not from within Attention: where torch.compile must stay out, a block is two graphs instead of four.
+        y = causal_attention(q, k, v, doc) if cache is None else cache.attend(q, k, v)         # (B, H, T, D)
+        x = x + self.self_attn.o_proj(y.transpose(1, 2).flatten(2))                            # (B, T, C)
         return x + self.mlp(self.feedforward_layernorm(x))
 
 

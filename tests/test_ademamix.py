@@ -72,7 +72,7 @@ def test_compiled_is_eager_and_a_state_moves_between_them():
     fused, _, opt = run(0, torch.float32, compile=True)
     torch.testing.assert_close(fused, eager, rtol=1e-6, atol=1e-7)
     assert (fused - want).norm() <= 1e-6 * want.norm()
-    assert opt.update is not module.ademamix
+    assert opt.update is not module.ademamix_many
     other = AdEMAMix([torch.nn.Parameter(p.detach().clone()) for p in opt.param_groups[0]["params"]], compile=False)
     other.load_state_dict(opt.state_dict())
     for a, b in zip(opt.state.values(), other.state.values()):
@@ -84,7 +84,7 @@ def test_moving_schedules_and_new_sizes_compile_nothing_new():
     opt = AdEMAMix(params, 1e-3, alpha_warmup=10, beta3_warmup=10)
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
-    opt.update = torch.compile(module.ademamix, fullgraph=True, dynamic=True, backend=counter)
+    opt.update = torch.compile(module.ademamix_many, fullgraph=True, dynamic=True, backend=counter)
     for t in range(12):
         opt.param_groups[0]["lr"] = 1e-3 / (t + 1)
         for p in params:
