@@ -211,19 +211,22 @@ def causal_attention(q, k, v, doc=None):
     if not isinstance(doc, torch.Tensor):
         return flex_attention(q, k, v, block_mask=doc, enable_gqa=True)
     if torch.compiler.is_compiling() and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
-        return masked_attention(q, k, v, doc)              # compiled and short: fuses, and is 1.15x a step of the segments' (laptop model)
+        i = torch.arange(q.shape[2], device=q.device)      # compiled and short: 1.15x a step of the segments' (laptop model)
+        return masked_attention(q, k, v, (i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :]))
     return segment_attention(q, k, v, doc)
 
 
-def masked_attention(q, k, v, doc):
-    """Document-masked attention by its formula, softmax(q k^T / sqrt(D) + mask) v. Same shapes as causal_attention."""
+def masked_attention(q, k, v, mask):
+    """
+    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S). q (B, H, T, D), k and v (B, K, S, D) ->
+    (B, H, T, D). Compiled it fuses, and beats a library's kernel where T x S is small.
+    """
     B, H, T, D = q.shape
-    K, i = k.shape[1], torch.arange(T, device=q.device)
-    mask = (i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :])                # (B, 1, T, T)
-    z = q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)                                   # (B, K, H/K T, T): a kv head serves H/K query heads
-    z = at_least_fp32(z.view(B, H, T, T)) * D ** -0.5
+    K, S = k.shape[1:3]
+    z = q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)                                   # (B, K, H/K T, S): a kv head serves H/K query heads
+    z = at_least_fp32(z.view(B, H, T, S)) * D ** -0.5
     p = z.masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
-    return (p.view(B, K, H // K * T, T) @ v).view(B, H, T, D)
+    return (p.view(B, K, H // K * T, S) @ v).view(B, H, T, D)
 
 
 def segment_attention(q, k, v, doc):
@@ -329,8 +332,9 @@ class KVCache:
     """
 
     def __init__(self, model, batch, size, start=None):
-        c, p = model.config, model.lm_head.weight
-        self.kv = torch.zeros(c.n_layer, 2, batch, c.n_kv_head, size, c.head_dim, dtype=model.dtype or p.dtype, device=p.device)
+        c, p, self.size = model.config, model.lm_head.weight, size
+        buffer = lambda: torch.zeros(batch, c.n_kv_head, size, c.head_dim, dtype=model.dtype or p.dtype, device=p.device)
+        self.kv = [(buffer(), buffer()) for _ in range(c.n_layer)]       # apart: compiled, one for all would be copied at every layer
         self.start = torch.zeros(batch, dtype=torch.long, device=p.device) if start is None else start
         self.length, self.fixed = 0, False
 
@@ -339,20 +343,19 @@ class KVCache:
         From here on the length is a tensor and attention spans the whole buffer: every step has one shape and runs the same kernels
         on the same addresses, which torch.compile and CUDA graphs need. Nobody checks for room any more.
         """
-        self.length, self.fixed = torch.tensor(self.length, device=self.kv.device), True
-        for t in (self.kv, self.start, self.length):
+        self.length, self.fixed = torch.tensor(self.length, device=self.start.device), True
+        for t in (*sum(self.kv, ()), self.start, self.length):
             torch._dynamo.mark_static_address(t)           # CUDA graphs: updated in place, not copied
 
     def begin(self, T):
         """Make room for T positions. Sets the mask (B, 1, T, S); returns the RoPE positions (B, T), counted from each row's start."""
-        size = self.kv.shape[-2]
-        if not self.fixed and self.length + T > size:
-            raise ValueError(f"the KV cache holds {size} positions, {self.length + T} were asked for: make it larger or the prompt shorter")
-        i = torch.arange(T, device=self.kv.device) + self.length
+        if not self.fixed and self.length + T > self.size:
+            raise ValueError(f"the KV cache holds {self.size} positions, {self.length + T} were asked for: make it larger or the prompt shorter")
+        i = torch.arange(T, device=self.start.device) + self.length
         self.here = i if self.fixed else slice(self.length, self.length + T)
         self.length += T
-        self.span = size if self.fixed else self.length
-        j = torch.arange(self.span, device=self.kv.device)
+        self.span = self.size if self.fixed else self.length
+        j = torch.arange(self.span, device=self.start.device)
         seen = (j <= i[:, None]) & ((j >= self.start[:, None, None]) | (j == i[:, None]))   # padding sees itself, or softmax is NaN
         self.mask = seen[:, None]                                                           # (B, 1, T, S)
         self.layer = 0
@@ -360,9 +363,11 @@ class KVCache:
 
     def attend(self, q, k, v):
         """Store this layer's k and v (B, K, T, D) and attend to all that is stored. q (B, H, T, D) -> (B, H, T, D)."""
-        kv, self.layer = self.kv[self.layer], self.layer + 1
-        kv[0, :, :, self.here], kv[1, :, :, self.here] = k, v
-        k, v = kv[:, :, :, :self.span]                     # (B, K, S, D) each
+        (keys, values), self.layer = self.kv[self.layer], self.layer + 1
+        keys[:, :, self.here], values[:, :, self.here] = k, v
+        k, v = keys[:, :, :self.span], values[:, :, :self.span]                             # (B, K, S, D)
+        if self.fixed and q.device.type == "cpu":          # one token, compiled: 30 us a layer instead of 100
+            return masked_attention(q, k, v, self.mask)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
 
 

@@ -13,6 +13,7 @@ import json
 import sys
 
 import torch
+import torch.nn.functional as F
 
 import convert
 import structured
@@ -84,7 +85,7 @@ def reply(model, cache, ids, how, stop, limit):
     The last one is not read yet: the next call does it, together with the next message.
     """
     for _ in range(limit):
-        x = torch.tensor([ids[cache.length:]], device=cache.kv.device)                  # (1, T): all that is new, then one by one
+        x = torch.tensor([ids[cache.length:]], device=cache.start.device)                # (1, T): all that is new, then one by one
         make_room(cache, x.shape[1])
         logits = model.lm_head(model.hidden(x, cache=cache)[:, -1])                     # (1, V)
         ids.append(sample_token(logits, **how).item())
@@ -94,13 +95,13 @@ def reply(model, cache, ids, how, stop, limit):
 
 
 def make_room(cache, T):
-    """Double the cache's buffer until T more positions fit: no memory for 65,536 of them before they are said."""
-    size = cache.kv.shape[-2]
+    """Double the cache's buffers until T more positions fit: no memory for 65,536 of them before they are said."""
+    size = cache.size
     while size < cache.length + T:
         size *= 2
-    if size > cache.kv.shape[-2]:
-        old, cache.kv = cache.kv, cache.kv.new_zeros(*cache.kv.shape[:-2], size, cache.kv.shape[-1])
-        cache.kv[..., :cache.length, :] = old[..., :cache.length, :]
+    if size > cache.size:
+        cache.kv = [tuple(F.pad(t, (0, 0, 0, size - cache.size)) for t in pair) for pair in cache.kv]
+        cache.size = size
 
 
 def blocks_of(turn, tok):
