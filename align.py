@@ -196,9 +196,9 @@ def measure(runs, sft, tests, beta):
         b = effective_beta(q, 1.0, its_beta if loss == "qrpo" else beta, 0.0)
         target = (q - beta_log_z(b)) / b
         said, r = speak(model, 2000, samples)
-        ratio = logp(model, ref_said) - of_ref
+        ratio = logp(model, ref_said) - of_ref if model is not reference else torch.zeros_like(of_ref)
         return dict(reward=r.mean().item(), exact=(r == 0).double().mean().item(), malformed=(r == -30).double().mean().item(),
-                    quantile=quantile(r.T, ref_r).mean().item(), kl=(logp(model, said) - logp(reference, said)).mean().item(),
+                    quantile=quantile(r.T, ref_r).mean().item(), kl=(logp(model, said) - logp(reference, said)).mean().item() if model is not reference else 0.0,
                     length=float(np.mean([len(y) for _, y in said])),
                     agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item(),
                     points=[[round(a, 4), round(b, 3)] for a, b in zip(q.tolist(), ratio.tolist())])

@@ -1,5 +1,6 @@
 """Every test imports the project's files as a user's script would: by name, from the repository's root."""
 import contextlib
+import gc
 import io
 import os
 import runpy
@@ -10,11 +11,20 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+gc.set_threshold(50_000, 20, 20)        # as it comes, a twentieth of the tests' time goes into looking through torch and transformers
 
 
-def script(name, *args, stdin=""):
-    """Run `python NAME ARGS` in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr."""
+def script(name, *args, stdin="", pictures=False):
+    """
+    Run `python NAME ARGS` in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr. loss.png and
+    flow.png cost 0.4 s each, more than most runs: who looks at them asks for them.
+    """
+    import plot
+    import report
     out, err, code, before = io.StringIO(), io.StringIO(), 0, (sys.argv, sys.stdin, os.getcwd())
+    drawn = plot.curves, report.picture
+    if not pictures:
+        plot.curves = report.picture = lambda *args: None
     sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
     os.chdir(ROOT)
     try:
@@ -25,6 +35,7 @@ def script(name, *args, stdin=""):
     finally:
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
+        plot.curves, report.picture = drawn
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

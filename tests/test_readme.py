@@ -71,7 +71,7 @@ def small_align(root):
     done = script("sft.py", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
                   "--lr=1e-2", "--optimizer=adamw", "--epochs=2")
     assert done.returncode == 0, done.stderr
-    return (f"--start={root}/digits --methods=qrpo,dpo --seeds=1 --n_conversations=128 --n_refs=4 --test_prompts=160 --samples=1 "
+    return (f"--start={root}/digits --methods=qrpo,dpo --seeds=1 --n_conversations=128 --n_refs=3 --test_prompts=160 --samples=1 "
             f"--out={root}/align --results={root}/results/align --tuning={root}/tuning.json")
 
 
@@ -107,7 +107,7 @@ def test_command(command, place, monkeypatch):
     elif words[0] == "python":
         if "ablate.py" in words and not os.path.isdir(place / "results"):
             shutil.copytree(os.path.join(ROOT, "results"), place / "results")
-        done = script(words[1], *words[2:], *small(command, place), stdin="")
+        done = script(words[1], *words[2:], *small(command, place), pictures=True)
     elif words[0] == "torchrun":
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:], *small(command, place)], cwd=ROOT, capture_output=True, text=True,
                               env=dict(os.environ, OMP_NUM_THREADS="1"))

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     with open(root / "robots.jsonl", "w") as f:
         f.write(json.dumps(dict(domain="h1.example", content="User-agent: CCBot\nUser-agent: GPTBot\nDisallow: /")) + "\n")
     done = script("prepare.py", root / "d.jsonl", f"--out={root / 'out'}", "--tokenizer=byte", f"--robots={root / 'robots.jsonl'}", "--keep_languages=deu_Latn,roh_Latn",
-                  "--max_chars=500", "--source_by=license")
+                  "--max_chars=500", "--source_by=license", pictures=True)
     assert done.returncode == 0, done.stderr
     return root / "out", rows, done.stdout
 

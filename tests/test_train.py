@@ -29,7 +29,7 @@ def data(tmp_path_factory):
 def trained(data, tmp_path_factory):
     """A run of 20 steps that was never stopped."""
     out = str(tmp_path_factory.mktemp("runs") / "whole")
-    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={out}", "--dtype=float32", "--sample_every=20")
+    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={out}", "--dtype=float32", "--sample_every=20", pictures=True)
     assert done.returncode == 0, done.stderr
     return out, done
 
