@@ -22,7 +22,7 @@ from schedule import batch_size, samples_at
 # 10 steps at a learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens, and
 # very unequally; no clipping, which would hide a factor
 CHAOTIC = ["--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80", "--warmup_samples=0", "--decay_samples=0",
-           "--checkpoint_every=1000"]
+           "--checkpoint_every=1000", "--eval_every=1000"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_every_way_to_spread_a_step_gives_the_loss_and_the_norm_of_one_process(l
 
 
 def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies_of_2_shards(lab):
-    args = ["--exact", "--micro_batch=2", "--total_samples=240", "--decay_samples=0", "--checkpoint_every=1000"]
+    args = ["--exact", "--micro_batch=2", "--total_samples=240", "--decay_samples=0", "--checkpoint_every=1000", "--eval_every=1000"]
     runs = [ended(lab, ranks, *args, *how, name=f"exact-{i}")
             for i, (ranks, how) in enumerate([(0, []), (1, ["--parallel=fsdp"]), (2, ["--parallel=fsdp"]), (4, ["--parallel=fsdp"]),
                                               (4, ["--parallel=hsdp", "--hsdp_shard=2"])])]
