@@ -1,11 +1,11 @@
 """goldfish.py against the published implementation (values and expression), big integers, SplitMix64, real text."""
-import math, os, subprocess, sys, sysconfig
+import math, os, sysconfig
 
 import goldfish
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, script
 from goldfish import A, goldfish_mask, marked, table, window_mix, window_product
 
 GOLDEN = np.load(os.path.join(ROOT, "tests", "golden", "goldfish.npz"), allow_pickle=False)
@@ -194,6 +194,5 @@ def test_too_little_text_is_refused(tmp_path, monkeypatch):
 
 def test_command_refuses_what_is_not_text_in_one_line(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"abc\xff")
-    command = [sys.executable, "goldfish.py", str(tmp_path / "x.bin")]
-    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    got = script("goldfish.py", tmp_path / "x.bin")
     assert got.returncode == 2 and "byte 3 is not UTF-8" in got.stderr and got.stderr.count("\n") == 1

@@ -54,7 +54,7 @@ class Lab:
         os.makedirs(text, exist_ok=True)
         for i in range(24):
             with open(os.path.join(text, f"{i}.txt"), "w", encoding="utf-8") as f:
-                f.write("".join(line % (i, j) for j in range(40)))
+                f.write("".join(line % (i, j) for j in range(4 if i in (1, 18) else 40)))       # the two for validation, read at each run's end
         codes, said = self.launch(0, text, f"--out={out}", "--tokenizer=byte", "--val_share=0.05", script="prepare.py", logs=out + ".log")
         assert codes == [0], said
         return out
