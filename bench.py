@@ -619,7 +619,7 @@ def head_race(V, C):
 def cold():
     """
     Wall seconds from `python train.py configs/laptop.py` to the end of its first step, in a process of its own with nothing compiled
-    before; and with two and four times the layers: blocks share one compilation.
+    before but torch's headers (8 s of g++, once a machine); and with two and four times the layers: blocks share one compilation.
     """
     global clock
     clock, here = "wall", os.path.dirname(os.path.abspath(__file__))
