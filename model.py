@@ -366,7 +366,7 @@ class KVCache:
         (keys, values), self.layer = self.kv[self.layer], self.layer + 1
         keys[:, :, self.here], values[:, :, self.here] = k, v
         k, v = keys[:, :, :self.span], values[:, :, :self.span]                             # (B, K, S, D)
-        if self.fixed and q.device.type == "cpu":          # one token, compiled: 30 us a layer instead of 100
+        if self.fixed and q.device.type == "cpu":          # one token, compiled: 0.4 ms less of 7.8 than SDPA (6 layers)
             return masked_attention(q, k, v, self.mask)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, enable_gqa=True)
 
