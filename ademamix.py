@@ -131,6 +131,7 @@ class AdEMAMix(torch.optim.Optimizer):
                     work.setdefault((int(state["step"]), args[4].dtype, args[0].dtype, args[1].dtype), []).append(args)
             for (t, dtype, *_), tensors in work.items():
                 self._update_all(tensors, self._numbers(group, t, dtype, grad_scale))
+            torch.autograd.graph.increment_version(params)     # .data hides the change: a backward pass of older weights must still fail
         return loss
 
     def _update_all(self, tensors, numbers):

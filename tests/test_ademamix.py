@@ -118,6 +118,15 @@ def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
     assert torch.equal(fresh, b)
 
 
+def test_a_step_between_forward_and_backward_is_noticed_by_autograd():      # as with torch.optim
+    for make in (AdEMAMix, torch.optim.AdamW):
+        p = torch.nn.Parameter(torch.ones(3, 3))
+        p.grad, loss = torch.ones(3, 3), (p * p).sum()
+        make([p], 0.1).step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_a_sparse_gradient_does_what_its_dense_form_does():
     weights = []
     for sparse in (False, True):

@@ -39,7 +39,7 @@ def graphs_of_packed_training(dtype):
     torch._dynamo.reset(), counters.clear()
     model = Apertus(ApertusConfig(**SMALL))
     model.dtype = dtype
-    model.compile_blocks(backend="eager")
+    model.compile_blocks(backend="aot_eager")
     step = lambda n: model(*packed(n))[1].backward()
     step(0)
     warm = graphs()
