@@ -78,6 +78,8 @@ class Traffic(TorchDispatchMode):
         self.bytes = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:                           # three of five calls, and 0.2 ms each further down
+            return args[0].fake_device
         if "c10d" in func.namespace:
             tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
             self.bytes[func._overloadpacket.__name__.strip("_")] += max((t.nbytes for t in tensors), default=0)

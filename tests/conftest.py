@@ -14,6 +14,12 @@ sys.path.insert(0, ROOT)
 gc.set_threshold(50_000, 20, 20)        # as it comes, a twentieth of the tests' time goes into looking through torch and transformers
 
 
+def pytest_collection_finish():
+    """Everything is imported: no collection looks there again."""
+    gc.collect()
+    gc.freeze()
+
+
 def script(name, *args, stdin="", pictures=False):
     """
     Run `python NAME ARGS` in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr. loss.png and
