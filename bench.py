@@ -608,7 +608,7 @@ def head_race(V, C):
     if compiles():
         full = torch.compile(full)
         model_file.ChunkedCrossEntropy.chunk_loss = staticmethod(torch.compile(model_file.chunk_loss))
-    rows = max(128, 2**26 // V)
+    rows = model_file.chunk_rows(V, place())
     ways = {"ours": lambda: model_file.ChunkedCrossEntropy.apply(h, head, targets, weights, rows)[0], "full": lambda: full(h, head)}
     values = {name: f().item() for name, f in ways.items()}
     agree("loss of the head alone", values, 2e-3 if work_dtype() == torch.bfloat16 else 1e-6)

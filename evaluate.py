@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
+from model import chunk_rows
 from sft import pick_device, read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -56,7 +57,7 @@ def token_scores(model, windows):
     """
     found, place = [None] * len(windows), model.lm_head.weight.device
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i][0]))
-    rows = max(128, 2**26 // model.config.vocab_size)                       # as in training: 512 rows of 131,072 logits
+    rows = chunk_rows(model.config.vocab_size, place)                       # as in training
     bar = tqdm(total=len(order), desc="scoring", unit="window", disable=len(order) < 32)
     while order:
         n = max(1, batch_tokens // len(windows[order[0]][0]))

@@ -35,7 +35,7 @@ from tqdm import tqdm
 import train
 from ademamix import AdEMAMix, param_groups
 from configurator import run, settings
-from model import XIELU, Apertus, ApertusConfig, RMSNorm
+from model import XIELU, Apertus, ApertusConfig, RMSNorm, chunk_rows
 from parallel import nearest_divisors, recompute_activations, shard
 
 globals().update(settings(vars(train)))   # a plan is of a run: it has all of train.py's settings (python train.py --help), and these
@@ -209,7 +209,7 @@ def main():
     for mode, (rows, kinds, _) in found.items():
         fits = "fits" if rows else "does NOT fit"
         print(f"{mode:12}{rows or 1:6}" + "".join(f"{gb(kinds[kind]):>12}" for kind in KINDS) + f"{gb(sum(kinds.values())):>9}  {fits}")
-    logits = max(128, 2**26 // config.vocab_size) * config.vocab_size * 4
+    logits = chunk_rows(config.vocab_size, "cuda") * config.vocab_size * 4
     print(f"\nlogits: a chunk of {gb(logits)} GB (in the peak if it is there), where all of them would be {gb(T * config.vocab_size * 4)} GB a window")
 
     print(f"\nper micro-batch and GPU, at {mfu:.0%} MFU, {inside:.0f} GB/s inside a node and {between:.0f} between\n")

@@ -46,7 +46,7 @@ from tqdm import tqdm
 import checkpoint
 import rank
 from configurator import run, settings
-from model import at_least_fp32
+from model import at_least_fp32, chunk_rows
 from parallel import drop_gathered, gradients, orderly_exit
 from references import cached, column, fingerprint, same_or_refuse, scored
 from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, items, join, linear, open_log,
@@ -239,7 +239,7 @@ def sequence_logp(model, sequences):
     idx, keep = padded(sequences, model.lm_head.weight.device)
     h = model.hidden(idx[:, :-1])[keep[:, 1:]]             # (n, C)     the position before a token predicts it
     targets = idx[:, 1:][keep[:, 1:]]                      # (n,)
-    head, rows = model.lm_head.weight, max(128, 2**26 // model.config.vocab_size)
+    head, rows = model.lm_head.weight, chunk_rows(model.config.vocab_size, h.device)
     logp = [recompute(token_logp, h[i:i + rows], head, targets[i:i + rows], use_reentrant=False) for i in range(0, len(targets), rows)]
     return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
 
