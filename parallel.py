@@ -208,7 +208,8 @@ def init_shards(model, seed):
         for name, p in model.named_parameters():
             full = torch.empty(p.shape, dtype=p.dtype, device="cpu")
             yield name, full                                                # init_weights fills it
-            p.copy_(distribute_tensor(full.to(p.device), p.device_mesh, p.placements, src_data_rank=None))  # None: each cuts, none sends
+            mine = distribute_tensor(full.to(p.device), p.device_mesh, p.placements, src_data_rank=None)    # None: each cuts, none sends
+            p.to_local().copy_(mine.to_local())
     type(model).init_weights(SimpleNamespace(config=model.config, named_parameters=whole_parameters), seed)
 
 
