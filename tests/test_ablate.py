@@ -6,6 +6,7 @@ import math
 import os
 import runpy
 import subprocess
+import sys
 import types
 
 import pytest
@@ -73,18 +74,20 @@ def study(tmp_path_factory):
     assert script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.02").returncode == 0
     (root / "size.py").write_text(open(os.path.join(ROOT, "configs", "tiny.py")).read() + "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n")
     (root / "mini.py").write_text('study, question, baseline = "mini", "does it run?", "with_norm"\narms = dict(with_norm={}, without=dict(qk_norm=False))\nlrs = (3e-3,)\n')
-    calls = []
+    calls, run = [], subprocess.run
 
-    def in_process(command, stdout, stderr, env):
+    def in_process(command, **how):
+        if command[0] != sys.executable:                                     # matplotlib looks for fonts, on a machine where it never did
+            return run(command, **how)
         calls.append(command)
         done = script("train.py", *command[2:])
-        stdout.write(done.stderr)
+        how["stdout"].write(done.stderr)
         return types.SimpleNamespace(returncode=done.returncode)
 
-    before, subprocess.run = subprocess.run, in_process
     args = (f"--size={root / 'size.py'}", f"--data={root / 'own'}", f"--out={root / 'results'}", f"--runs={root / 'runs'}", "--seeds=2", "--jobs=1")
-    yield root, args, calls, script("ablate.py", root / "mini.py", *args)
-    subprocess.run = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", in_process)
+        yield root, args, calls, script("ablate.py", root / "mini.py", *args)
 
 
 def test_a_study_runs_from_a_config_to_its_three_files(study):
