@@ -226,15 +226,15 @@ def serve():
     gc.collect()
     gc.freeze()                 # a child that looks for garbage would look through, and so copy, all that was imported: 15 % of a short run
     if hasattr(os, "SCHED_BATCH"):
-        # gloo's thread, woken while the sender still holds the lock, asks for it until the kernel lets the sender finish: a third of all
-        # time where ranks outnumber cores (four on two: 7.6 s instead of 5.6). Batch processes do not interrupt those that wake them
+        # gloo's thread, woken while the sender still holds the lock, asks for it until the kernel lets the sender finish: a quarter of
+        # the time where ranks outnumber cores (four on two: 7.6 s instead of 5.5). Batch processes do not interrupt those that wake them
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     codes, warm = {}, False
     for line in sys.stdin:
         question = json.loads(line)
         if "start" in question:
-            if "--compile" in question["args"] and not warm:
-                warm = ademamix.can_compile(torch.device("cpu"))
+            if "--compile" in question["args"] and not warm and ademamix.can_compile(torch.device("cpu")):
+                warm = True
                 torch._inductor.config.compile_threads = 1                       # no pool: its threads cannot be forked
                 torch.compile(lambda x: (x @ x).relu().sum())(torch.ones(4, 4, requires_grad=True)).backward()   # 2 s in each rank otherwise
                 gc.freeze()
