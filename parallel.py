@@ -16,6 +16,7 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -106,6 +107,8 @@ class Ranks:
 
     def join(self, device, timeout):
         """Meet the other ranks: nccl on CUDA, gloo on CPU. timeout: seconds that a rank waits for another before it gives up."""
+        if torch.device(device).type == "cpu":
+            keep_freed_memory()
         if self.mode == "none":
             return
         kind = torch.device(device).type
@@ -141,6 +144,18 @@ class Ranks:
             if self.exact:
                 torch.set_num_threads(self.before[0])
                 torch.use_deterministic_algorithms(self.before[1])
+
+
+def keep_freed_memory():
+    """
+    Let malloc keep what a step frees for the next one, instead of giving it back to the kernel, which zeroes it anew page by page: a step
+    of the laptop's model takes 140 ms instead of 160, with a fifth of the system time. Tensors above 32 MB are given back as ever (glibc's
+    limit, set here because setting one number freezes the other at 128 KB). Only glibc has this.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):           # other C libraries, and Windows
+        malloc_option = ctypes.CDLL(None).mallopt
+        malloc_option(-3, 2**25)                                            # M_MMAP_THRESHOLD, in bytes
+        malloc_option(-1, 2**31 - 1)                                        # M_TRIM_THRESHOLD
 
 
 def nearest_divisors(n, near):
