@@ -150,8 +150,10 @@ def keep_freed_memory():
     """
     Let malloc keep what a step frees for the next one, instead of giving it back to the kernel, which zeroes it anew page by page: a step
     of the laptop's model takes 140 ms instead of 160, with a fifth of the system time. Tensors above 32 MB are given back as ever (glibc's
-    limit, set here because setting one number freezes the other at 128 KB). Only glibc has this.
+    limit, set here because setting one number freezes the other at 128 KB). Only glibc has this; who sets its variables is left alone.
     """
+    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
+        return
     with contextlib.suppress(AttributeError, OSError, TypeError):           # other C libraries, and Windows
         malloc_option = ctypes.CDLL(None).mallopt
         malloc_option(-3, 2**25)                                            # M_MMAP_THRESHOLD, in bytes
