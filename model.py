@@ -470,14 +470,16 @@ class Apertus(nn.Module):
         n_tokens: divide by this, the kept tokens of the whole step, instead of by those of this batch; then gradients of several
         batches and ranks add up. per_token: return the negative log-likelihoods (B, T) in nats, fp32, without gradient, not their mean.
         """
-        x = self.hidden(idx, doc)
+        x, head = self.hidden(idx, doc), self.lm_head.weight
         if targets is None:
             return self.lm_head(x), None
+        if per_token:
+            x, head = x.detach(), head.detach()
         keep = targets >= 0 if keep is None else keep & (targets >= 0)
         n_tokens = keep.sum().clamp(min=1) if n_tokens is None else n_tokens
         weights = (at_least_fp32(keep.to(x.dtype)) / n_tokens).flatten()
         rows = chunk_rows(self.config.vocab_size, x.device)
-        loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), self.lm_head.weight, targets.clamp(min=0).flatten(), weights, rows)
+        loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.clamp(min=0).flatten(), weights, rows)
         return None, nll.view(targets.shape) if per_token else loss
 
     @torch.no_grad()

@@ -78,7 +78,8 @@ def small_align(root):
 def made(words, root):
     """make with variables that make the target small. -o: the environment that these tests run in is ready."""
     if words[1] == "train":
-        target = [f"RUN={root}/made", f"DATA={root}/data", "CONFIG=configs/laptop.py configs/tiny.py --total_samples=32 --decay_samples=8 --block_size=256"]
+        small = "configs/laptop.py configs/tiny.py --total_samples=32 --decay_samples=8 --compile"          # test_parallel.py's shapes: compiled once
+        target = [f"RUN={root}/made", f"DATA={root}/data", f"CONFIG={small}"]
     elif words[1] == "align":
         target = [f"ALIGN={small_align(root)}"]
     else:
