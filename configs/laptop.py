@@ -15,7 +15,7 @@ goldfish_scope = "stream"    # at 256-token windows the scope 'window' trains ev
 
 batch_size = 4               # 1,024 tokens a step: at so few tokens many small steps beat few large ones
 micro_batch = 4
-total_samples = 4 * 1440     # 1.5M tokens: 270 s on two cores, 40 of them compiling where nothing was compiled before
+total_samples = 4 * 1440     # 1.5M tokens: 270 to 277 s on two cores, 40 of them compiling where nothing was compiled before
 warmup_samples = 4 * 72
 decay_samples = 4 * 432      # the last 30 %
 
