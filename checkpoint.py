@@ -24,9 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")     # one process needs no process group
 
@@ -50,6 +47,7 @@ def save(folder, step, model, optimizer, info, keep=2, group=None):
 
 def write(folder, step, tensors, info, keep, group):
     """save(), from tensors that hold still."""
+    import torch.distributed.checkpoint as dcp                              # a second, which --help need not wait
     rank = dist.get_rank(group) if group else 0
     final = os.path.join(folder, f"step-{step:08d}")
     tmp = final + ".tmp"
@@ -75,7 +73,7 @@ def write(folder, step, tensors, info, keep, group):
             os.makedirs(tmp)
 
     def write_my_part():
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group, no_dist=group is None)
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group, no_dist=group is None)
 
     def hash_my_part():
         mine = [file for file in sorted(os.listdir(tmp)) if file.startswith(f"shard-{rank + 1:05d}-")]
@@ -112,6 +110,7 @@ class Saver:
         self.thread, self.pending, self.failures = ThreadPoolExecutor(1), None, 0
 
     def save(self, step, model, optimizer, info):
+        import torch.distributed.checkpoint                     # here and not in the thread, where it could meet torch.compile's imports
         self.wait()
         tensors = {name: copy_to_cpu(t) for name, t in tensors_of(model, optimizer).items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, self.group)
@@ -140,8 +139,8 @@ class Saver:
 
 def copy_to_cpu(t):
     """A copy that later steps do not change; of a DTensor, of the part that is here."""
-    if isinstance(t, DTensor):
-        return DTensor(t.to_local().to("cpu", copy=True), t._spec, requires_grad=False)
+    if hasattr(t, "to_local"):                                             # a DTensor
+        return type(t)(t.to_local().to("cpu", copy=True), t._spec, requires_grad=False)
     return t.to("cpu", copy=True)
 
 
@@ -216,8 +215,9 @@ def load(path, model, optimizer=None):
     Fill model (and optimizer) from a verified checkpoint, whatever the number of processes that wrote it. Names and shapes must be
     the model's: ValueError names the difference. Each rank reads what it holds, and nothing else.
     """
+    import torch.distributed.checkpoint as dcp
     try:
-        saved = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+        saved = dcp.HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     except Exception as e:                                                     # a foreign file in a folder with our manifest
         raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
     params = dict(model.named_parameters())
@@ -233,7 +233,7 @@ def load(path, model, optimizer=None):
             if kind != "model":                                                # like its parameter, or a scalar such as the step
                 like = params[name] if tuple(entry.size) == tuple(params[name].shape) else torch.empty(())
                 optimizer.state[params[name]][kind] = flat[key] = torch.empty_like(like, dtype=entry.properties.dtype)
-    dcp.load(flat, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+    dcp.load(flat, storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=True)
 
 
 def claim(out):

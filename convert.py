@@ -16,8 +16,6 @@ import os
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import checkpoint
 import structured
@@ -124,7 +122,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
             here = list(want[name].shape) if name in want else "no such tensor"
             raise ValueError(f"{folder}: tensor {name} {list(shape)} is not what config.json describes: {here}")
         p = want.pop(name)
-        if isinstance(p, DTensor):
+        if hasattr(p, "to_local"):                                         # a DTensor
             fill_shard(p, file.get_slice(name))
             continue
         owner, _, leaf = name.rpartition(".")
@@ -140,6 +138,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
 @torch.no_grad()
 def fill_shard(p, rows):
     """This rank's part of a parameter that FSDP2 has cut along its first dimension, from a slice of a safetensors file: no other row is read."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     if shape[0]:
         p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])

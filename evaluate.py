@@ -25,7 +25,8 @@ from tqdm import tqdm
 import convert
 import tokenizer as tokenizers
 from model import chunk_rows
-from sft import pick_device, read_rows
+from parallel import pick_device
+from sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                              # nothing = the validation documents of the run's own data

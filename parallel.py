@@ -31,12 +31,28 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 MODES = ("none", "ddp", "fsdp", "hsdp")
+
+
+def pick_device(device):
+    """The device that is asked for; of "auto", the first of cuda, mps and cpu that is here. ValueError for one that is not."""
+    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    if device != "auto" and not have.get(device.split(":")[0]):
+        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
+    return next(k for k, v in have.items() if v) if device == "auto" else device
+
+
+def pick_dtype(dtype, device):
+    """float32 or bfloat16, as a torch.dtype; of "auto", bf16 where the device multiplies in it (of CPUs: AVX-512 BF16 or AMX)."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    cpu_has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else device == "cpu" and cpu_has) else torch.float32
 
 
 def launched():
@@ -194,6 +210,7 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
 
 def shard(model, mesh, dtype, reduce_dtype=torch.float32):
     """FSDP2: each block, the embedding, and the rest (head, last norm) are gathered for themselves. Gradients are added, not averaged."""
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method    # a second
     policy = MixedPrecisionPolicy(param_dtype=dtype if dtype == torch.bfloat16 else None, reduce_dtype=reduce_dtype)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -209,7 +226,7 @@ def shard(model, mesh, dtype, reduce_dtype=torch.float32):
 
 def drop_gathered(net):
     """After a forward pass that no backward follows: FSDP has kept the outermost weights (head, last norm) gathered for it."""
-    if isinstance(net, FSDPModule):
+    if hasattr(net, "reshard"):
         net.reshard()
 
 
@@ -221,6 +238,8 @@ def add_up(_, bucket):
 @torch.no_grad()
 def init_shards(model, seed):
     """Apertus.init_weights, one parameter at a time: drawn whole (70B: 1.4 GB at most), cut and forgotten. No rank holds the model."""
+    from torch.distributed.tensor import distribute_tensor
+
     def whole_parameters():
         for name, p in model.named_parameters():
             full = torch.empty(p.shape, dtype=p.dtype, device="cpu")
@@ -271,7 +290,7 @@ def gradients(net, ranks, last):
         with net.no_sync():
             yield
         return
-    if isinstance(net, FSDPModule):
+    if ranks.sharded:
         net.set_requires_gradient_sync(last or not ranks.exact)
         net.set_requires_all_reduce(last)                                   # between hsdp's nodes: once a step
     yield
@@ -279,7 +298,7 @@ def gradients(net, ranks, last):
 
 def square_norm(model, ranks):
     """This rank's part of the squared L2 norm of all gradients; ranks.add() makes it whole."""
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad.to_local() if ranks.sharded else p.grad for p in model.parameters() if p.grad is not None]
     if ranks.exact:
         return sum(g.double().square().sum() for g in grads).item() / ranks.copies
     norm = torch.nn.utils.get_total_norm(grads).item()

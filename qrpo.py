@@ -47,10 +47,10 @@ import checkpoint
 import rank
 from configurator import run, settings
 from model import at_least_fp32, chunk_rows
-from parallel import drop_gathered, gradients, orderly_exit
+from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype
 from references import cached, column, fingerprint, same_or_refuse, scored
 from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, items, join, linear, open_log,
-                 pick_device, pick_dtype, read_rows, shares, start_model, update)
+                 read_rows, shares, start_model, update)
 
 # -----------------------------------------------------------------------------
 # the run

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import convert
 import structured
 from model import KVCache, sample_token
+from parallel import pick_device, pick_dtype
 from tokenizer import control, plain
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
@@ -43,9 +44,8 @@ HELP = """/reset          forget what was said; the system message stays
 
 
 def main():
-    place = next(d for d, here in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True)) if here)
-    place = place if device == "auto" else device
-    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else getattr(torch, dtype))
+    place = pick_device(device)
+    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()

@@ -27,7 +27,6 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import register_fsdp_forward_method
 from tqdm import tqdm
 
 import checkpoint
@@ -38,7 +37,7 @@ import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import permute
-from parallel import Ranks, drop_gathered, gradients, orderly_exit, shard, square_norm
+from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm
 from tokenizer import chat_pieces, control
 
 # -----------------------------------------------------------------------------
@@ -208,20 +207,6 @@ def tensors(rows, pad):
 # what a run needs besides its lesson; qrpo.py uses the same
 
 
-def pick_device(device):
-    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if device != "auto" and not have.get(device.split(":")[0]):
-        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
-    return next(k for k, v in have.items() if v) if device == "auto" else device
-
-
-def pick_dtype(dtype, device):
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
-    fast = torch.cuda.is_bf16_supported() if device.startswith("cuda") else device == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    return getattr(torch, dtype) if dtype != "auto" else torch.bfloat16 if fast else torch.float32
-
-
 def join(mode, device):
     """-> (the ranks of this run, this one's device). A rank waits two hours for another: sampling takes as long as it takes."""
     ranks = Ranks(mode)
@@ -273,6 +258,7 @@ def start_model(name, device, dtype, ranks=None):
     def spread(model):                                                      # comes on the meta device, without memory
         shard(model, ranks.mesh, dtype)
         model.to_empty(device=device)
+        from torch.distributed.fsdp import register_fsdp_forward_method
         register_fsdp_forward_method(model, "hidden")
 
     model, tok = convert.load_any(name, device, torch.float32, spread if ranks and ranks.sharded else None)

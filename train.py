@@ -34,7 +34,7 @@ from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import StagedDataset, TokenDataset
 from model import Apertus, ApertusConfig
-from parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
+from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
 
@@ -118,23 +118,6 @@ wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
 
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}   # dense, vendor
-
-
-def pick_device():
-    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if device != "auto" and not have.get(device.split(":")[0]):
-        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
-    return next(k for k, v in have.items() if v) if device == "auto" else device
-
-
-def pick_dtype(place):
-    if dtype == "auto":
-        cpu_has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        fast = torch.cuda.is_bf16_supported() if place.startswith("cuda") else place == "cpu" and cpu_has
-        return torch.bfloat16 if fast else torch.float32
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
-    return getattr(torch, dtype)
 
 
 def build_optimizer(model, steps, compiled):
@@ -271,8 +254,8 @@ def sample(model, tok, place):
 
 def main():
     ranks = Ranks(parallel, exact, hsdp_shard)                              # who this process is, of how many; the others are met below
-    place = ranks.place(pick_device())
-    work_dtype = pick_dtype(place)
+    place = ranks.place(pick_device(device))
+    work_dtype = pick_dtype(dtype, place)
     goldfish = (goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: name a config that has one, like configs/8b.py")

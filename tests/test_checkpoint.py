@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import checkpoint
 
@@ -43,13 +44,13 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(tmp_path, monk
 
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_path, monkeypatch, capsys):
     model, full = linear(), [True]
-    optimizer, true = optimizer_of(model), checkpoint.dcp.save
+    optimizer, true = optimizer_of(model), dcp.save
 
     def save(*args, **kwargs):
         if full[0]:
             raise OSError(28, "No space left on device")
         return true(*args, **kwargs)
-    monkeypatch.setattr(checkpoint.dcp, "save", save)
+    monkeypatch.setattr(dcp, "save", save)
     saver = checkpoint.Saver(str(tmp_path), patience=3)
     saver.save(1, model, optimizer, {})
     saver.save(2, model, optimizer, {})
@@ -70,7 +71,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
 def test_the_last_save_must_be_on_disk(tmp_path, monkeypatch):
     model = linear()
     saver = checkpoint.Saver(str(tmp_path), patience=99)
-    monkeypatch.setattr(checkpoint.dcp, "save", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(dcp, "save", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     saver.save(1, model, optimizer_of(model), {})
     with pytest.raises(OSError, match="checkpoint of step 1 was not written"):
         saver.finish()

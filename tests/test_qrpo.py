@@ -219,7 +219,7 @@ def start(tmp_path_factory):
 def align(start, out, *args, **kw):
     return script("qrpo.py", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={out}",
                   "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--rank_every=1",
-                  "--checkpoint_every=3", "--keep_checkpoints=9", *args, **kw)
+                  "--checkpoint_every=3", "--keep_checkpoints=9", "--dtype=float32", *args, **kw)
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_two_processes_do_what_one_does(launch, aligned, start, tmp_path, parall
             shutil.rmtree(tmp_path / "two" / "ckpt" / name)
     args = [f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={tmp_path / 'two'}",
             "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--epochs=2", "--rank_every=1", "--checkpoint_every=3",
-            "--device=cpu", "--resume", f"--parallel={parallel}"]
+            "--device=cpu", "--dtype=float32", "--resume", f"--parallel={parallel}"]
     codes, text = launch(2, *args, script="qrpo.py", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):

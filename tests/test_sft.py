@@ -130,7 +130,7 @@ def start(tmp_path_factory):
 
 def tune(start, out, *args):
     return script("sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
-                  "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--keep_checkpoints=9", *args)
+                  "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--keep_checkpoints=9", "--dtype=float32", *args)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_two_processes_do_what_one_does(launch, tuned, start, tmp_path, parallel
         for step in ("step-00000008", "step-00000012"):
             shutil.rmtree(tmp_path / "two" / "ckpt" / step)
     args = [f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
-            "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", "--resume", f"--parallel={parallel}"]
+            "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", "--dtype=float32", "--resume", f"--parallel={parallel}"]
     codes, text = launch(2, *args, script="sft.py", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     assert [e["loss"] for e in log(tmp_path / "two")] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)

@@ -227,6 +227,7 @@ def power_loss(lab, times=1):
     """
     import checkpoint
     import torch
+    import torch.distributed.checkpoint as dcp
     base, states, flushed = lab.fresh("power"), [], set()
     folder = os.path.join(base, "ckpt")
     torch.manual_seed(0)
@@ -236,7 +237,7 @@ def power_loss(lab, times=1):
     for root, _, files in os.walk(folder):
         flushed |= {os.path.join(root, f) for f in files}
     true = {name: getattr(module, name) for module, name in ((checkpoint, "flush"), (checkpoint, "write_flushed"), (os, "rename"), (shutil, "rmtree"))}
-    true_save = checkpoint.dcp.save
+    true_save = dcp.save
 
     def snapshot(what):
         copy = f"{base}/state-{len(states):03d}"
@@ -266,14 +267,14 @@ def power_loss(lab, times=1):
             snapshot("rmdir")
 
     checkpoint.flush, checkpoint.write_flushed = after("flush", true["flush"]), after("write_flushed", true["write_flushed"])
-    checkpoint.os.rename, checkpoint.shutil.rmtree, checkpoint.dcp.save = after("rename", true["rename"]), torn_rmtree, after("dcp.save", true_save)
+    checkpoint.os.rename, checkpoint.shutil.rmtree, dcp.save = after("rename", true["rename"]), torn_rmtree, after("dcp.save", true_save)
     try:
         for step in (2, 3):
             checkpoint.save(folder, step, models[step], optimizer, {}, keep=1)
     finally:
         checkpoint.flush, checkpoint.write_flushed, checkpoint.os.rename, checkpoint.shutil.rmtree = (
             true["flush"], true["write_flushed"], true["rename"], true["rmtree"])
-        checkpoint.dcp.save = true_save
+        dcp.save = true_save
 
     tried, seen = 0, set()
     for what, copy, loose in states:
