@@ -18,6 +18,7 @@ $ python bench.py ffn                           # structured feed-forward layers
 $ python bench.py records/*/*.json              # committed results again, as the README's table
 """
 
+import copy
 import dataclasses
 import functools
 import glob
@@ -40,9 +41,11 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix, can_compile, param_groups
+from cpu import linear
 from data import TokenDataset
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
+from parallel import keep_freed_memory
 from peers import NanoGPT, hugging_face, loop_ademamix, published_mask
 
 paths = []              # a mode (train optim goldfish loader tokenize prepare decode memory cold ffn), or results (*.json) to print as a table
@@ -135,7 +138,7 @@ def gemm_probe():
     M, N, K = (256, 256, 256) if preset == "tiny" else (2048, 2048, 512) if place() == "cpu" else (8192, 8192, 8192)
     a, b = (torch.randn(n, K, device=place(), dtype=work_dtype()) for n in (M, N))
     repeat = 4
-    return (lambda n: [F.linear(a, b) for _ in range(repeat)]), repeat * 2 * M * N * K
+    return (lambda n: [linear(a, b) for _ in range(repeat)]), repeat * 2 * M * N * K
 
 
 def bandwidth_probe(kind="update"):
@@ -265,6 +268,8 @@ def train_step(model, loss, batches):
 
 def train():
     """A whole training step: forward, backward, clipping, optimizer."""
+    if place() == "cpu":
+        keep_freed_memory()                                # as train.py does; of the process, so every contestant has it
     layers = PRESETS[preset]["n_layer"] if preset in PRESETS else 0                         # shape() says what there is
     if not isinstance(layers, tuple):
         return train_at()
@@ -518,9 +523,10 @@ def decode():
     names = chosen(["ours"] + ["ours eager"] * compiles() + ["hf"])
     first.to(work_dtype())
     theirs = hugging_face(first).to(work_dtype()).eval() if "hf" in names else None
-    first.lay_out_for_decoding()                           # as sample.py does
+    laid_out = copy.deepcopy(first)
+    laid_out.lay_out_for_decoding()                        # as sample.py does, unless it compiles
     ways = {"ours": lambda: first.generate(prompt, tokens, temperature=0, compile=compiles()),
-            "ours eager": lambda: first.generate(prompt, tokens, temperature=0),
+            "ours eager": lambda: laid_out.generate(prompt, tokens, temperature=0),
             "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
     said, firsts = {}, {}
     for name in names:

@@ -22,6 +22,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cpu import by_onednn, linear, segment_attention
+
 # Letters: B batch, T time, C channels, H query heads, K kv heads, D head dim, V vocab, N = B*T positions.
 
 
@@ -94,7 +96,7 @@ class Linear(nn.Linear):
         pass                                               # Apertus.init_weights does it, once
 
     def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -206,14 +208,17 @@ def causal_attention(q, k, v, doc=None):
     Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D).
     doc: None; or (B, T) document ids on CPU; or the BlockMask made from them on CUDA (document_mask).
     """
-    if doc is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    if not isinstance(doc, torch.Tensor):
+    if doc is not None and not isinstance(doc, torch.Tensor):
         return flex_attention(q, k, v, block_mask=doc, enable_gqa=True)
-    if torch.compiler.is_compiling() and q.dtype == torch.bfloat16 and q.shape[2] <= 512:
-        i = torch.arange(q.shape[2], device=q.device)      # compiled and short: 1.15x a step of the segments' (laptop model)
-        return masked_attention(q, k, v, (i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :]))
-    return segment_attention(q, k, v, doc)
+    on_cpu, T = q.device.type == "cpu", q.shape[2]
+    by_formula = on_cpu and torch.compiler.is_compiling() and q.dtype == torch.bfloat16 and T <= 512      # 1.2x a step of SDPA's
+    if doc is None and not by_formula:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if on_cpu and not by_formula:
+        return segment_attention(q, k, v, doc)[0]
+    i = torch.arange(T, device=q.device)
+    mask = i[:, None] >= i                                 # (T, T)
+    return masked_attention(q, k, v, mask if doc is None else mask & (doc[:, None, :, None] == doc[:, None, None, :]))
 
 
 def masked_attention(q, k, v, mask):
@@ -227,25 +232,6 @@ def masked_attention(q, k, v, mask):
     z = at_least_fp32(z.view(B, H, T, S)) * D ** -0.5
     p = z.masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
     return (p.view(B, K, H // K * T, S) @ v).view(B, H, T, D)
-
-
-def segment_attention(q, k, v, doc):
-    """
-    Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention
-    cheaper instead of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
-    The lengths differ in every batch, so torch.compile must stay out (compile_blocks).
-    """
-    B, H, T, D = q.shape
-    new = torch.ones(B, T, dtype=torch.bool)
-    new[:, 1:] = doc[:, 1:] != doc[:, :-1]                 # a document starts here; each row starts one
-    starts = new.flatten().nonzero().flatten().tolist()
-    lengths = [b - a for a, b in zip(starts, starts[1:] + [B * T])]
-    if len(lengths) == B:                                  # one document a row
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    q, k, v = (t.transpose(1, 2).flatten(0, 1).split(lengths) for t in (q, k, v))     # lists of (length, heads, D)
-    y = [F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in qkv), is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-         for qkv in zip(q, k, v)]                          # (length, H, D), as SDPA lays it out
-    return torch.cat(y).view(B, T, H, D).transpose(1, 2)   # the strides of one call for all: others would recompile what follows
 
 
 def document_mask(doc):
@@ -279,7 +265,7 @@ class Block(nn.Module):
 
 def chunk_loss(h, w, targets, weights, train):
     """One chunk: nll (rows,) and, if train, d loss / d logits (rows, V)."""
-    z = at_least_fp32(h @ w.T)                             # (rows, V)
+    z = at_least_fp32(linear(h, w))                        # (rows, V)
     log_z = z.logsumexp(-1)                                # (rows,)
     nll = log_z - z.gather(1, targets[:, None])[:, 0]      # (rows,)
     if not train:
@@ -319,11 +305,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             s = slice(i, i + rows)
             nll[s], dz = ChunkedCrossEntropy.chunk_loss(h[s], w, targets[s], weights[s], train)
             if train:
-                grad_h[s] = dz @ w                         # (rows, C)
-                if dz.dtype == grad_head.dtype:
+                grad_h[s] = linear(dz, w.T)                # (rows, C)
+                if dz.dtype == grad_head.dtype and not by_onednn(dz):
                     grad_head.addmm_(dz.T, h[s])           # (V, C)   added up in the GEMM; a temporary of that size: 40 % more (256 rows)
                 else:
-                    grad_head += dz.T @ h[s]               # bf16 products, added up in fp32
+                    grad_head += linear(dz.T, h[s].T)      # bf16 products, added up in fp32
         ctx.head_dtype = head.dtype                        # FSDP hands over a bf16 head: its chunks still add up in fp32
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
@@ -354,8 +340,9 @@ class KVCache:
         on the same addresses, which torch.compile and CUDA graphs need. Nobody checks for room any more.
         """
         self.length, self.fixed = torch.tensor(self.length, device=self.start.device), True
-        for t in (*sum(self.kv, ()), self.start, self.length):
-            torch._dynamo.mark_static_address(t)           # CUDA graphs: updated in place, not copied
+        if self.start.device.type == "cuda":
+            for t in (*sum(self.kv, ()), self.start, self.length):
+                torch._dynamo.mark_static_address(t)       # CUDA graphs: updated in place, not copied
 
     def begin(self, T):
         """Make room for T positions. Sets the mask (B, 1, T, S); returns the RoPE positions (B, T), counted from each row's start."""
@@ -431,8 +418,6 @@ class Apertus(nn.Module):
 
     def compile_blocks(self, **how):
         """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
-        global segment_attention                           # here, not at its def: the decorator imports the compiler, 2 s of every start
-        segment_attention = torch.compiler.disable(segment_attention)
         for block in self.model.layers:
             block.compile(**how)
         ChunkedCrossEntropy.chunk_loss = staticmethod(torch.compile(chunk_loss, **how))
@@ -551,7 +536,9 @@ def next_logits(model, x, cache):
 @functools.cache
 def compiled_step(device):
     """next_logits for a cache of fixed shape. reduce-overhead records the kernels as one CUDA graph: a launch a token, not hundreds."""
-    return torch.compile(next_logits, fullgraph=True, mode="reduce-overhead" if device == "cuda" else None)
+    if device == "cuda":
+        return torch.compile(next_logits, fullgraph=True, mode="reduce-overhead")
+    return torch.compile(next_logits, fullgraph=True, options={"realize_opcount_threshold": 12})     # or xIELU is computed anew for every output
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

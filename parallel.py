@@ -265,7 +265,7 @@ def recompute_activations(model, mode):
     aten = torch.ops.aten
     attention = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
                  aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-                 torch.ops.higher_order.flex_attention}
+                 torch.ops.apertus.segment_attention.default, torch.ops.higher_order.flex_attention}
 
     def policy(ctx, op, *args, **kwargs):
         narrow = op is aten.mm.default and wide not in (args[0].shape[-1], args[1].shape[-1])

@@ -1,0 +1,115 @@
+"""
+What a CPU needs to be fast: which library multiplies, and attention that skips other documents. Plain PyTorch; model.py says what is computed.
+
+    linear(x, w)                      x @ w.T: oneDNN where MKL is slow, a compiled sum where there is one row (decoding), else F.linear
+    segment_attention(q, k, v, doc)   causal attention inside documents, one call for each
+
+Both hide something from torch.compile (a kernel that it would refuse, lengths that differ in every batch) behind an operator of their own,
+torch.library.custom_op: a name, what it computes, the shapes of the result for the compiler, and the gradient.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def onednn_is_faster():
+    """MKL gives AMD's AVX-512 cores its AVX2 kernels: 95 instead of oneDNN's 215 GFLOP/s a core in fp32 (Zen 5; pytorch/builder#504)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return "AuthenticAMD" in f.read() and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    except OSError:
+        return False
+
+
+ONEDNN = onednn_is_faster()                                # by the processor's name, not by a race: runs must be repeatable to the bit
+
+
+def by_onednn(x):
+    """Whether oneDNN multiplies x, rather than what torch takes by itself."""
+    return ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
+
+
+def linear(x, w):
+    """x (..., K) @ w (N, K).T by what is fastest here."""
+    if x.device.type == "cpu" and x.shape[:-1].numel() == 1:                   # decoding: a walk through memory, at whose speed a sum goes
+        if torch.compiler.is_compiling() and not torch.is_grad_enabled() and w.is_contiguous() and x.dtype != torch.float64:
+            return (x[..., None, :].float() * w.float()).sum(-1).to(x.dtype)   # MKL takes 1.4 to 2.2 times as long
+        return F.linear(x, w)
+    return onednn_linear(x, w) if by_onednn(x) else F.linear(x, w)
+
+
+@torch.library.custom_op("apertus::linear", mutates_args=())
+def onednn_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x (..., K) @ w (N, K).T in fp32 by oneDNN, of any strides. Inductor takes the operator inside for frozen weights only."""
+    return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+
+
+@onednn_linear.register_fake
+def _(x, w):
+    return x.new_empty(*x.shape[:-1], len(w))
+
+
+def onednn_gradients(ctx, grad):
+    x, w = ctx.saved_tensors
+    g, h = grad.flatten(0, -2).T, x.flatten(0, -2).T       # (N, rows), (K, rows): oneDNN copies the first, so let that be the smaller
+    return onednn_linear(grad, w.T), onednn_linear(g, h) if len(g) <= len(h) else onednn_linear(h, g).T
+
+
+onednn_linear.register_autograd(onednn_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+
+
+def documents(doc):
+    """Where the documents of ids (B, T) lie: slices (rows, columns) of each; all rows at once if every row is one document."""
+    B, T = doc.shape
+    cuts = [[0, *(1 + row.diff().nonzero()[:, 0]).tolist(), T] for row in doc]
+    if max(map(len, cuts)) == 2:
+        return [(slice(0, B), slice(0, T))]
+    return [(slice(b, b + 1), slice(start, end)) for b, row in enumerate(cuts) for start, end in zip(row, row[1:])]
+
+
+def wide(*tensors):
+    """bf16 and fp16 in fp32: SDPA's CPU kernel takes twice as long in bf16 for documents of 100 tokens, and as long for 250."""
+    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+
+
+@torch.library.custom_op("apertus::segment_attention", mutates_args=())
+def segment_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention cheaper instead
+    of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
+    q (B, H, T, D), k and v (B, K, T, D), doc (B, T) -> (B, H, T, D), and the logsumexp of the scores (B, H, T), for the gradient.
+    """
+    B, H, T, D = q.shape
+    y, lse = q.new_empty(B, T, H, D).transpose(1, 2), wide(q.new_empty(B, T, H))[0].transpose(1, 2)
+    q, k, v = wide(q, k, v)
+    for b, t in documents(doc):
+        y[b, :, t], lse[b, :, t] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[b, :, t], k[b, :, t], v[b, :, t], is_causal=True)
+    return y, lse
+
+
+@segment_attention.register_fake
+def _(q, k, v, doc):
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2), wide(q.new_empty(B, T, H))[0].transpose(1, 2)
+
+
+@torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
+def segment_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: torch.Tensor, y: torch.Tensor,
+                               lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v."""
+    out = tuple(torch.empty_like(t) for t in (q, k, v))
+    inputs = wide(grad, q, k, v, y, lse)
+    for b, t in documents(doc):
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*(x[b, :, t] for x in inputs), dropout_p=0.0, is_causal=True)
+        for whole, part in zip(out, parts):
+            whole[b, :, t] = part
+    return out
+
+
+@segment_attention_backward.register_fake
+def _(grad, q, k, v, doc, y, lse):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+segment_attention.register_autograd(lambda ctx, grad, _: (*segment_attention_backward(grad, *ctx.saved_tensors), None),
+                                    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))

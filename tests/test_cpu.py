@@ -1,0 +1,63 @@
+"""cpu.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their shapes and gradients."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cpu import documents, linear, onednn_linear, segment_attention
+
+onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@onednn
+@pytest.mark.parametrize("rows, n_in, n_out", [((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])
+def test_onednn_has_the_product_and_its_gradients_to_1e_6(rows, n_in, n_out):
+    x, w, grad = numbers(*rows, n_in), numbers(n_out, n_in, seed=1), numbers(*rows, n_out, seed=2)
+    results = []
+    for product, dtype in ((onednn_linear, torch.float32), (F.linear, torch.float64)):
+        a, b = (t.detach().to(dtype).requires_grad_() for t in (x, w))
+        y = product(a, b)
+        y.backward(grad.to(dtype))
+        results.append((y, a.grad, b.grad))
+    for ours, true in zip(*results):
+        assert (ours - true).abs().max() <= 1e-6 * true.abs().max()
+
+
+@onednn
+def test_onednn_takes_any_strides():
+    x, w = numbers(24, 16).T, numbers(24, 40, seed=1).T                   # (16, 24), (40, 24), both by columns
+    torch.testing.assert_close(onednn_linear(x, w), x @ w.T, rtol=1e-5, atol=1e-5)
+
+
+@onednn
+def test_torch_finds_the_operators_sound():
+    torch.library.opcheck(onednn_linear, (numbers(2, 6, 8).requires_grad_(), numbers(5, 8, seed=1).requires_grad_()))
+
+
+@pytest.mark.parametrize("ids", [[[0] * 12, [3] * 12], [[0] * 5 + [1] * 7, [2, 3] + [4] * 10]])
+def test_torch_finds_attention_by_segments_sound(ids):
+    q, k, v = (numbers(2, heads, 12, 8, seed=heads).requires_grad_() for heads in (6, 2, 2))
+    torch.library.opcheck(segment_attention, (q, k, v, torch.tensor(ids)))
+
+
+def test_documents_cover_every_position_once_and_none_crosses_a_border():
+    doc = (torch.rand(5, 40, generator=torch.Generator().manual_seed(0)) < 0.2).cumsum(1)
+    seen = torch.zeros_like(doc)
+    for rows, columns in documents(doc):
+        seen[rows, columns] += 1
+        assert len(doc[rows, columns].unique()) == 1
+    assert (seen == 1).all() and len(documents(doc)) == sum(len(row.unique()) for row in doc)
+    assert documents(torch.zeros(5, 40)) == [(slice(0, 5), slice(0, 40))]             # one call for all
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-14)])
+def test_one_row_alone_is_the_same_product_compiled_and_not(dtype, tolerance):
+    x, w = numbers(1, 1, 96).to(dtype), numbers(64, 96, seed=1).to(dtype)
+    want = x.double() @ w.double().T
+    with torch.no_grad():
+        for product in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
+            y = product(x, w)
+            assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
