@@ -15,7 +15,7 @@ $ python bench.py optim                         # AdEMAMix against AdamW (fused)
 $ python bench.py goldfish | loader | tokenize | prepare | decode | memory
 $ python bench.py cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
 $ python bench.py ffn                           # structured feed-forward layers (structured.py) against dense ones, by width
-$ python bench.py records/*/*.json              # committed results again, as the README's table
+$ python bench.py records/*/*.json              # committed results again, as tables like the README's
 """
 
 import copy
@@ -810,7 +810,8 @@ def summary(records):
         than = "; ".join(f"{n} {v['ratio'][0]:.2f}x" + (f" ({v['ratio'][1]:.2f}-{v['ratio'][2]:.2f})" if "median" in v else "")
                          for n, v in r["rows"].items() if n not in (base, "train step") and "probe" not in n and "ratio" in v)
         than = r["facts"].get("fastest", than)
-        lines.append(f"| {r['mode']}, {r['preset']}, {r['dtype']} | {rate} | {share} | {than} | `{r['command']}` |")
+        what = ", ".join([r["mode"], r["preset"], r["dtype"], r["gpu"] or r["cpu"].rsplit(", ", 1)[-1]])      # of a CPU: its instruction set
+        lines.append(f"| {what} | {rate} | {share} | {than} | `{r['command']}` |")
     where = sorted({f"{r['gpu'] or r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}, torch {r['torch']}, "
                     f"transformers {r['transformers']}, {r['clock']} clock, {r['date']}" for r in records})
     return "\n".join([*lines, "", "Measured on: " + "; ".join(where) + "."])
