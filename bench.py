@@ -15,7 +15,7 @@ $ python bench.py optim                         # AdEMAMix against AdamW (fused)
 $ python bench.py goldfish | loader | tokenize | prepare | decode | memory
 $ python bench.py cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
 $ python bench.py ffn                           # structured feed-forward layers (structured.py) against dense ones, by width
-$ python bench.py records/*/*.json              # committed results again, as tables like the README's
+$ python bench.py records/*/*.json              # committed results again, as the README's table
 """
 
 import copy
