@@ -44,7 +44,7 @@ from ademamix import AdEMAMix, can_compile, param_groups
 from cpu import linear
 from data import TokenDataset
 from goldfish import goldfish_mask
-from model import Apertus, ApertusConfig
+from model import Apertus, ApertusConfig, Linear
 from parallel import keep_freed_memory
 from peers import NanoGPT, hugging_face, loop_ademamix, published_mask
 
@@ -671,7 +671,7 @@ def ffn():
         training, decoding, share = {}, {}, {}
         for kind, *form in forms(C):
             def pair():
-                made = [torch.nn.Linear(a, b, bias=False) if kind == "dense" else StructuredLinear(a, b, kind, *form)
+                made = [Linear(a, b) if kind == "dense" else StructuredLinear(a, b, kind, *form)
                         for a, b in ((C, 4 * C), (4 * C, C))]
                 for p in (p for m in made for p in m.parameters()):
                     torch.nn.init.normal_(p, std=0.02)

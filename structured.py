@@ -32,6 +32,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from cpu import linear
+
 # Letters: N inputs, M outputs, R rank, B blocks, K = min(N, M) / B.
 
 
@@ -70,9 +72,9 @@ def dealt_block_diagonal(x, w):
 def multiply(x, v, u, kind):
     """x (..., N) -> (..., M) through both factors."""
     if kind == "lowrank":
-        return F.linear(F.linear(x, v), u)                 # (..., R) -> (..., M)
+        return linear(linear(x, v), u)                     # (..., R) -> (..., M)
     if kind == "blockdense":
-        return F.linear(block_diagonal(x, v), u)           # (..., R) -> (..., M)
+        return linear(block_diagonal(x, v), u)             # (..., R) -> (..., M)
     return dealt_block_diagonal(block_diagonal(x, v), u)   # (..., B K) -> (..., M)
 
 
@@ -104,14 +106,14 @@ class StructuredLinear(nn.Module):
 
     def forward(self, x):
         if self.merged is not None and x.numel() <= self.merge_below * self.n_in:
-            return F.linear(x, self.merged)                # (..., M)
+            return linear(x, self.merged)                  # (..., M)
         v, u = self.v.to(x.dtype), self.u.to(x.dtype)
         if self.guide is None or not self.training:        # the released code guides validation too, with noise
             return multiply(x, v, u, self.kind)
         if not self.use_guide:                             # a zero gradient, not none: DDP waits for every parameter
             return multiply(x, v + 0 * self.guide[0, 0].to(x.dtype), u, self.kind)
         a = self.alpha.to(x.dtype)
-        return a * F.linear(x, self.guide.to(x.dtype)) + (1 - a) * multiply(x, v, u, self.kind)
+        return a * linear(x, self.guide.to(x.dtype)) + (1 - a) * multiply(x, v, u, self.kind)
 
     @torch.no_grad()
     def merge(self):

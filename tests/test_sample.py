@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import convert
+import model as model_file
 import sample
 import sft
 import tokenizer
@@ -99,6 +100,14 @@ def test_reset_and_system_begin_anew(monkeypatch, capsys, model, tmp_path):
 def test_an_answer_cut_by_its_length_is_closed_and_a_full_conversation_says_so(monkeypatch, capsys, model):
     out = talk(monkeypatch, capsys, model, ["x" * 2000], ["a", "b" * 600, "c"], max_new_tokens=50, system="s")
     assert out.startswith("x" * 50 + "\n") and "/reset begins another" in out
+
+
+def test_compiled_it_says_the_same(monkeypatch, folder):
+    step = torch.compile(model_file.next_logits, fullgraph=True, backend="aot_eager")              # Inductor takes 15 s
+    monkeypatch.setattr(model_file, "compiled_step", lambda device: step)
+    args = [f"--init_from={folder}", "--start=def ", "--max_new_tokens=20", "--temperature=0"]
+    said = [script("sample.py", *args, flag).stdout for flag in ("--compile=False", "--compile=True")]
+    assert said[0] == said[1] and len(said[0]) > len("def ")
 
 
 def test_the_script_chats_and_ends_at_an_empty_line(folder):
