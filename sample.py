@@ -31,7 +31,7 @@ top_p = 0.95                 # keep the likeliest tokens up to this probability
 seed = 28
 device = "auto"              # cuda | mps | cpu
 dtype = "auto"               # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
-compile = False              # compile the step that makes a token: 15 s, then 1.7 (fp32) to 2.2 times (bf16) as fast on one CPU thread; not for --chat
+compile = False              # compile the step that makes a token: 15 s, then 1.8 (fp32) to 2.2 times (bf16) as fast on one CPU thread; not for --chat
 chat = False                 # a conversation in Apertus' chat format
 system = ""                  # its system message; "" = the published one
 thinking = False             # "Deliberation: enabled": the model may think before it answers
