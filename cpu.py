@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 
 
+def at_least_fp32(x):
+    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are done in this."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def onednn_is_faster():
     """MKL gives AMD's AVX-512 cores its AVX2 kernels: 95 instead of oneDNN's 215 GFLOP/s a core in fp32 (Zen 5; pytorch/builder#504)."""
     try:
@@ -67,9 +72,10 @@ def documents(doc):
     return [(slice(b, b + 1), slice(start, end)) for b, row in enumerate(cuts) for start, end in zip(row, row[1:])]
 
 
-def wide(*tensors):
-    """bf16 and fp16 in fp32: SDPA's CPU kernel takes twice as long in bf16 for documents of 100 tokens, and as long for 250."""
-    return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+def unfilled(q):
+    """Room for what segment_attention returns: (B, H, T, D), laid out as (B, T, H, D) for the projection that follows, and (B, H, T)."""
+    B, H, T, D = q.shape
+    return q.new_empty(B, T, H, D).transpose(1, 2), at_least_fp32(q.new_empty(B, T, H)).transpose(1, 2)
 
 
 @torch.library.custom_op("apertus::segment_attention", mutates_args=())
@@ -78,10 +84,10 @@ def segment_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: to
     Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention cheaper instead
     of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
     q (B, H, T, D), k and v (B, K, T, D), doc (B, T) -> (B, H, T, D), and the logsumexp of the scores (B, H, T), for the gradient.
+    bf16 is computed in fp32: SDPA's CPU kernel takes twice as long in bf16 for documents of 100 tokens, and as long for 250.
     """
-    B, H, T, D = q.shape
-    y, lse = q.new_empty(B, T, H, D).transpose(1, 2), wide(q.new_empty(B, T, H))[0].transpose(1, 2)
-    q, k, v = wide(q, k, v)
+    y, lse = unfilled(q)
+    q, k, v = map(at_least_fp32, (q, k, v))
     for b, t in documents(doc):
         y[b, :, t], lse[b, :, t] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[b, :, t], k[b, :, t], v[b, :, t], is_causal=True)
     return y, lse
@@ -89,8 +95,7 @@ def segment_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: to
 
 @segment_attention.register_fake
 def _(q, k, v, doc):
-    B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2), wide(q.new_empty(B, T, H))[0].transpose(1, 2)
+    return unfilled(q)
 
 
 @torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
@@ -98,7 +103,7 @@ def segment_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Ten
                                lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v."""
     out = tuple(torch.empty_like(t) for t in (q, k, v))
-    inputs = wide(grad, q, k, v, y, lse)
+    inputs = [at_least_fp32(x) for x in (grad, q, k, v, y, lse)]
     for b, t in documents(doc):
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*(x[b, :, t] for x in inputs), dropout_p=0.0, is_causal=True)
         for whole, part in zip(out, parts):

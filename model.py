@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cpu import by_onednn, linear, segment_attention
+from cpu import at_least_fp32, by_onednn, linear, segment_attention
 
 # Letters: B batch, T time, C channels, H query heads, K kv heads, D head dim, V vocab, N = B*T positions.
 
@@ -79,11 +79,6 @@ class ApertusConfig:
 HF_NAMES = dict(block_size="max_position_embeddings", vocab_size="vocab_size", n_layer="num_hidden_layers",
                 n_head="num_attention_heads", n_kv_head="num_key_value_heads", n_embd="hidden_size", ffn_dim="intermediate_size",
                 tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", init_std="initializer_range")
-
-
-def at_least_fp32(x):
-    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are done in this."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Linear(nn.Linear):
