@@ -325,6 +325,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     following, skipped, stop_file = fetch(start), 0, os.path.join(out, "stop")
     began = time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not ranks.first)
+    if compiled:
+        bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:
         step_began = time.perf_counter()
         samples = samples_at(step, batch_size, ramp)
