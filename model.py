@@ -14,8 +14,8 @@ Every choice that the report ablates is one word of ApertusConfig.
 """
 
 import functools
+import hashlib
 import math
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -368,7 +368,9 @@ def draw(name, shape, config, seed):
     std = config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.n_layer)
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so the seed has to be in those: a hash of both.
+    bits = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4]
+    generator = torch.Generator().manual_seed(int.from_bytes(bits, "little"))
     return torch.randn(shape, generator=generator, device="cpu").mul_(std)
 
 

@@ -156,6 +156,24 @@ def test_initial_weights_do_not_depend_on_what_else_is_built():   # ablations st
     assert torch.equal(a["lm_head.weight"], b["lm_head.weight"]) and not torch.equal(a["lm_head.weight"], a["model.embed_tokens.weight"])
 
 
+def test_another_seed_draws_every_matrix_anew():
+    """A generator keeps the low 32 bits of its seed: seeds that differ in others alone must be told apart too."""
+    drawn = [dict(Apertus(ApertusConfig(**SMALL), seed).named_parameters()) for seed in (1, 2, 1 + 2**32)]
+    matrices = [name for name, p in drawn[0].items() if p.ndim == 2]
+    assert len(matrices) == 2 + 2 * 6
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        for name in matrices:
+            assert (drawn[i][name] != drawn[j][name]).float().mean() > 0.99, (name, i, j)
+
+
+@pytest.mark.parametrize("form", [dict(ffn="lowrank", ffn_rank=12), dict(ffn="blockshuffle", ffn_blocks=2)])
+def test_another_seed_draws_every_factor_of_a_structured_layer_anew(form):
+    one, other = (dict(Apertus(ApertusConfig(**SMALL, **form), seed).named_parameters()) for seed in (1, 2))
+    factors = [name for name in one if name.endswith((".u", ".v"))]
+    assert len(factors) == 4
+    assert all((one[name] != other[name]).float().mean() > 0.99 for name in factors)
+
+
 def test_decoding_with_the_cache_is_the_full_forward_pass():
     model = small()
     idx = ids(3, 30)
