@@ -146,7 +146,8 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
     before = open(root / "results" / "mini" / "results.csv").read()
     n = len(calls)
     assert script("ablate.py", root / "mini.py", *args).returncode == 0 and len(calls) == n
-    broken = sorted(glob.glob(str(root / "runs" / "*")))[0]
+    reported = lambda folder: json.load(open(os.path.join(folder, "config.json")))["seed"] == 1
+    broken = next(folder for folder in glob.glob(str(root / "runs" / "*")) if reported(folder))
     lines = open(os.path.join(broken, "log.jsonl")).readlines()
     with open(os.path.join(broken, "log.jsonl"), "w") as f:                   # killed in its third step, before any checkpoint
         f.writelines([*lines[:3], '{"step": 2, "lo'])
