@@ -146,13 +146,14 @@ def texts_of(data):
 
 
 def test_what_is_not_text_is_skipped_and_counted(tmp_path):
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "also.md").write_text("also good")
-    (tmp_path / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
-    (tmp_path / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
-    done = script("prepare.py", tmp_path, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "good.txt").write_text("good")
+    (texts / "also.md").write_text("also good")
+    (texts / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    (texts / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    (texts / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
+    done = script("prepare.py", texts, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
     assert done.returncode == 0, done.stderr
     for line in ("not UTF-8", "binary", "unreadable"):
         assert f"skipped 1: {line}" in done.stdout
@@ -161,8 +162,9 @@ def test_what_is_not_text_is_skipped_and_counted(tmp_path):
 
 
 def test_no_text_at_all_is_one_line(tmp_path):
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    for args, says in (([tmp_path], "no text"), ([tmp_path / "nowhere"], "no such file")):
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    for args, says in (([texts], "no text"), ([tmp_path / "nowhere"], "no such file")):
         done = script("prepare.py", *args, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
         assert done.returncode == 2 and says in done.stderr and done.stderr.strip().splitlines()[-1].startswith("prepare.py: ")
     assert not (tmp_path / "out").exists()
