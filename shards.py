@@ -175,24 +175,24 @@ def claim(out, inputs, joined=False):
     final = os.path.realpath(out)
     tmp = final + ".tmp"
     if lies_in(os.getcwd(), final):
-        raise ValueError(f"{out} is or holds the working directory, and would be replaced by the new data: choose another --out")
+        raise ValueError(f"{out} is or holds the working directory, and would be replaced by the new data: choose another folder")
     for folder in {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}:
         if lies_in(folder, final):
-            raise ValueError(f"{out} is or holds {folder}, which is to be read, and would be replaced: choose another --out")
+            raise ValueError(f"{out} is or holds {folder}, which is to be read, and would be replaced: choose another folder")
     for path in inputs:
         if os.path.isdir(path) and lies_in(final, path):
-            raise ValueError(f"{out} lies in {path}, and would be read as text the next time: choose an --out beside it")
+            raise ValueError(f"{out} lies in {path}, which is to be read: choose a folder beside it")
     if os.path.ismount(final):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and (not os.path.isdir(tmp) or os.listdir(tmp) and not os.path.exists(os.path.join(tmp, LOCK))):
-        raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another --out")
+        raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another folder")
     os.makedirs(tmp, exist_ok=True)
     lock = locked(os.path.join(tmp, LOCK), out)
     stranger = not_ours(final, joined)
     if stranger:
         clear(tmp)
         lock.close()
-        raise ValueError(f"{out} holds {stranger}, which is not of a data folder that may be replaced: choose another --out, or an empty one")
+        raise ValueError(f"{out} holds {stranger}, which is not of a data folder that may be replaced: choose another folder, or an empty one")
     old = os.path.join(tmp, "old")
     if os.path.isdir(old) and not os.path.exists(final):                         # killed just as the new data took its place
         os.rename(old, final)
@@ -218,7 +218,7 @@ def locked(path, out):
         lock.seek(0)
         owner = lock.read()
         lock.close()
-        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another --out") from None
+        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder") from None
     if not os.path.exists(path) or not os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
         lock.close()                                                             # its owner finished between the two lines above
         raise ValueError(f"{out}: another prepare.py has just finished there: start again if it is to be done once more")
