@@ -272,7 +272,27 @@ def open_shard(folder, entry):
 
 
 def join_folders(folders, folder):
-    """Write folder/meta.json with the sources of all folders, whose shards stay where they are. ValueError: other vocabularies."""
+    """
+    Write folder/meta.json with the sources of all folders, whose shards stay where they are. The folder may be one of them, to which
+    the others come. ValueError: other vocabularies, or something in the folder that is not of an earlier --join.
+    """
+    from shards import claim, publish                      # text and archives, which a loader need not import
+    joined = joined_meta(folders, os.path.realpath(folder))
+    others = [f for f in folders if os.path.realpath(f) != os.path.realpath(folder)]
+    final, tmp, lock = claim(folder, others, joined=True)
+    with lock:
+        data = os.path.join(tmp, "data")
+        shutil.rmtree(data, ignore_errors=True)
+        os.makedirs(data)
+        if os.path.isfile(os.path.join(folders[0], "tokenizer.json")):
+            shutil.copy(os.path.join(folders[0], "tokenizer.json"), data)
+        with open(os.path.join(data, "meta.json"), "w", encoding="utf-8") as f:
+            json.dump(joined, f, indent=1)
+        publish(final, tmp)
+
+
+def joined_meta(folders, final):
+    """meta.json of several folders, for one that will stand in `final`."""
     metas = [read_meta(f) for f in folders]
     joined = {k: metas[0][k] for k in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
     joined.update(sources={}, about={})
@@ -284,15 +304,10 @@ def join_folders(folders, folder):
             new = name if name not in joined["sources"] else f"{os.path.basename(os.path.normpath(path))}/{name}"
             if new in joined["sources"]:
                 raise ValueError(f"{path} has a source {name!r} again, already there as {new!r}")
-            moved = lambda s: dict(s, file=os.path.relpath(os.path.join(path, s["file"]), folder))
+            moved = lambda s: dict(s, file=os.path.relpath(os.path.realpath(os.path.join(path, s["file"])), final))
             joined["sources"][new] = {split: dict(part, shards=[moved(s) for s in part["shards"]]) for split, part in source.items()}
             joined["about"][new] = meta.get("about", {}).get(name)
-    os.makedirs(folder, exist_ok=True)
-    if os.path.isfile(os.path.join(folders[0], "tokenizer.json")):
-        shutil.copy(os.path.join(folders[0], "tokenizer.json"), folder)
-    with open(os.path.join(folder, "meta.json.tmp"), "w", encoding="utf-8") as f:
-        json.dump(joined, f, indent=1)
-    os.replace(f.name, os.path.join(folder, "meta.json"))
+    return joined
 
 
 def main():

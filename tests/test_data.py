@@ -2,6 +2,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import prepare
+import tokenizer
 from conftest import ROOT, script
 from data import StagedDataset, TokenDataset, permute
 from goldfish import goldfish_mask
@@ -146,13 +148,14 @@ def texts_of(data):
 
 
 def test_what_is_not_text_is_skipped_and_counted(tmp_path):
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "also.md").write_text("also good")
-    (tmp_path / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
-    (tmp_path / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
-    done = script("prepare.py", tmp_path, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "good.txt").write_text("good")
+    (texts / "also.md").write_text("also good")
+    (texts / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    (texts / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    (texts / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
+    done = script("prepare.py", texts, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
     assert done.returncode == 0, done.stderr
     for line in ("not UTF-8", "binary", "unreadable"):
         assert f"skipped 1: {line}" in done.stdout
@@ -161,8 +164,9 @@ def test_what_is_not_text_is_skipped_and_counted(tmp_path):
 
 
 def test_no_text_at_all_is_one_line(tmp_path):
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    for args, says in (([tmp_path], "no text"), ([tmp_path / "nowhere"], "no such file")):
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    for args, says in (([texts], "no text"), ([tmp_path / "nowhere"], "no such file")):
         done = script("prepare.py", *args, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
         assert done.returncode == 2 and says in done.stderr and done.stderr.strip().splitlines()[-1].startswith("prepare.py: ")
     assert not (tmp_path / "out").exists()
@@ -175,7 +179,6 @@ def test_no_text_at_all_is_one_line(tmp_path):
     (lambda f: np.save(f, np.array([{"a": 1}], dtype=object), allow_pickle=True), "prepare the data again"),
 ])
 def test_a_damaged_shard_is_refused_before_the_first_step(folder, tmp_path, damage, says):
-    import shutil
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damage(copy / "train_00000.npy")
@@ -184,7 +187,6 @@ def test_a_damaged_shard_is_refused_before_the_first_step(folder, tmp_path, dama
 
 
 def test_a_token_id_beyond_the_vocabulary_names_its_window(folder, tmp_path):
-    import shutil
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     shard = np.load(copy / "train_00000.npy")
@@ -304,8 +306,44 @@ def test_joined_folders_have_the_sources_of_all_and_copy_nothing(mixed, folder, 
     assert data.n_tokens == TokenDataset(mixed, "train", 16).n_tokens + TokenDataset(folder, "train", 16).n_tokens
     other = tmp_path / "other"
     assert script("prepare.py", os.path.join(mixed, "report.md"), f"--out={other}", "--tokenizer=apertus:300").returncode == 0
-    done = script("data.py", mixed, other, f"--join={both}")
-    assert done.returncode == 2 and "the same --tokenizer" in done.stderr
+    before = digest(both)
+    for into in (both, tmp_path / "new"):
+        done = script("data.py", mixed, other, f"--join={into}")
+        assert done.returncode == 2 and "the same --tokenizer" in done.stderr
+    assert digest(both) == before and sorted(os.listdir(tmp_path)) == ["both", "other"]
+
+
+def test_joined_folders_have_the_vocabulary_that_their_ids_are_of(tmp_path):
+    """Trained on the first folder and in it alone: without it nobody could read the joined one."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name}, the only text of it. " * 30)
+    for name, vocabulary in (("a", "--train_bpe=330"), ("b", f"--tokenizer={tmp_path / 'a' / 'tokenizer.json'}")):
+        assert script("prepare.py", tmp_path / f"{name}.txt", f"--out={tmp_path / name}", vocabulary).returncode == 0
+    done = script("data.py", tmp_path / "a", tmp_path / "b", f"--join={tmp_path / 'both'}", "--block_size=8")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "both" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    data = TokenDataset(str(tmp_path / "both"), "train", 8, sources=["b"])
+    assert tokenizer.load_for(data.folder).decode(data.tokens(1, data.n_tokens - 1).tolist()).startswith("the text of b, the only")
+
+
+def test_join_replaces_what_it_joined_before_and_nothing_else(mixed, folder, tmp_path):
+    own, ours, both = tmp_path / "own", tmp_path / "ours", tmp_path / "both"
+    own.mkdir()
+    (own / "meta.json").write_text("years of work")
+    shutil.copytree(folder, ours)
+    before = digest(own), digest(ours)
+    for into in (own, f"{own}/", ours, ours / "new"):
+        done = script("data.py", mixed, ours, f"--join={into}")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert (digest(own), digest(ours)) == before
+    more = tmp_path / "more"
+    assert script("prepare.py", os.path.join(mixed, "report.md"), f"--out={more}", "--tokenizer=byte").returncode == 0
+    for folders, sources in (((mixed, ours), "a b c data"), ((both, more), "a b c data more"), ((mixed, ours), "a b c data")):
+        done = script("data.py", *folders, f"--join={both}/", "--block_size=16")
+        assert done.returncode == 0, done.stderr
+        assert " ".join(TokenDataset(str(both), "train", 16).meta["sources"]) == sources
+    done = script("prepare.py", os.path.join(mixed, "report.md"), f"--out={both}", "--tokenizer=byte")
+    assert done.returncode == 2 and "meta.json" in done.stderr                    # prepare.py did not write that
 
 
 # First step and tokens consumed before it, in billions, rounded down: report Table F.7.
