@@ -285,17 +285,7 @@ def describe_run(out, config, model, tok, ranks):
     """config.json of a run folder: all settings, the model's shape, the vocabulary by name, or as a file beside it if it was trained."""
     if not ranks.first:
         return
-    config = {**config, **dataclasses.asdict(model.config), "chat": True}
-    if tok.hash == tokenizer.load("byte").hash:
-        config["tokenizer"] = "byte"
-    elif tok.n_special == len(tokenizer.SMALL):
-        text = json.dumps({"pattern": tokenizer.PATTERN, "pieces": [tokenizer.base64.b64encode(p).decode() for p in tok.pieces]}, indent=0)
-        checkpoint.write_flushed(os.path.join(out, "tokenizer.json"), text)
-        config["tokenizer"] = "tokenizer.json"
-    elif tok.hash == tokenizer.load("apertus").hash:
-        config["tokenizer"] = "apertus"
-    else:
-        raise ValueError("the start model's tokenizer is neither Apertus' nor one of this project's: its run could not be read again")
+    config = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": tokenizer.keep_for(tok, out)}
     checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
 
 
