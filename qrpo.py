@@ -50,7 +50,8 @@ from model import at_least_fp32, chunk_rows
 from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype
 from references import cached, column, fingerprint, same_or_refuse, scored
 from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, items, join, linear, open_log,
-                 read_rows, shares, start_model, update)
+                 read_rows, shares, start_model, too_short, update)
+from tokenizer import IN_TEXT
 
 # -----------------------------------------------------------------------------
 # the run
@@ -85,7 +86,7 @@ gamma = 0.5                     # simpo: the margin, in units of beta
 epochs = 1
 batch_size = 512                # pairs a step
 micro_batch = 4                 # pairs in memory at once
-warmup = 0.1                    # share of the steps; linear up, then linear down to 0
+warmup = 0.1                    # share of the steps; linear up, then linear down to the end
 optimizer = "ademamix"          # ademamix | adamw
 lr = 5e-7
 betas = (0.9, 0.999, 0.999)
@@ -244,6 +245,16 @@ def sequence_logp(model, sequences):
     return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
 
 
+@functools.cache
+def control_ids(tok):
+    return {i for name, i in tok.special.items() if name not in IN_TEXT}
+
+
+def words(tok, ids):
+    """What a completion says, without the control tokens: its end, the brackets of thoughts, and whatever was sampled astray."""
+    return tok.decode([i for i in ids if i not in control_ids(tok)])
+
+
 # -----------------------------------------------------------------------------
 # data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (references.py)
 
@@ -324,7 +335,7 @@ def prepare(model, tok, rows, ranks, device):
         score = load_reward(rewards, device)
         file = rewards.partition(":")[0]
         version = hashlib.sha256(open(file, "rb").read() if os.path.isfile(file) else rewards.encode()).hexdigest()[:8]
-        speak = lambda ids: tok.decode([t for t in ids if t != end])
+        speak = functools.partial(words, tok)
         where = lambda i: f"{data}, line {i + 1}: --rewards={rewards}"
         rate = lambda a, b: [[scored(rows[i], map(speak, ys), score, where(i)) for ys in (refs[i], given[i])] for i in range(a, b)]
         rated = cached(folder, f"rewards-{version}", len(rows), 64, rate, ranks)
@@ -412,6 +423,8 @@ def main():
     if ranks.first:
         print(f"{len(couples)} pairs from {len(rows)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, "
               f"{counts['dropped']} completions unfinished or over {max_length} tokens; {mean_length:.1f} tokens each, {steps} steps")
+        if warning := too_short("pairs", len(couples), epochs, batch_size):
+            print(warning)
         if loss == "qrpo" and ties == "le" and tied > 0.1:
             print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the "
                   "probability there is: grade the reward more finely, or use --ties=discrete")

@@ -60,7 +60,7 @@ pack = False                    # False: a conversation a row, padded, as Apertu
 epochs = 1
 batch_size = 512                # conversations a step, packed or not
 micro_batch = 4                 # rows in memory at once
-warmup = 0.03                   # share of the steps; linear up, then linear down to 0
+warmup = 0.03                   # share of the steps; linear up, then linear down to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
 lr = 5e-6
@@ -359,9 +359,23 @@ def update(opt, step, rate, loss, norm):
 
 
 def linear(step, steps, warmup):
-    """Share of the peak learning rate: linear from 0 over the first `warmup` of the steps, then linear to 0 (transformers' "linear")."""
-    up = math.ceil(warmup * steps)
-    return step / up if step < up else (steps - step) / max(1, steps - up)
+    """
+    Share of the peak learning rate: linear up over the first `warmup` of the steps, then linear down (transformers' "linear").
+
+    The zeros lie just outside the run, at step -1 and at step `steps`: every step learns, also the only one of a run.
+    """
+    up = max(1, math.ceil(warmup * steps))
+    return min((step + 1) / up, (steps - step) / (steps - up + 1))
+
+
+def too_short(what, n, epochs, batch_size):
+    """A warning if the schedule has fewer than ten steps, with values that give it ten; otherwise an empty string."""
+    steps = -(-epochs * n // batch_size)
+    if steps >= 10:
+        return ""
+    fits = f"--batch_size={epochs * n // 10}" if epochs * n >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
+    return (f"warning: {epochs * n} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
+            f"too short for a warm-up and a decay: try {fits}")
 
 
 def chat_ids_only(tok, row, where, date=None):
@@ -405,6 +419,8 @@ def main():
             print(f"left out {count} of {len(rows)} conversations: {why} (first in line {first})")
         learnt = sum(map(sum, (said for _, said in conversations)))
         print(f"{n} conversations, {sum(len(ids) for ids, _ in conversations):,} tokens, {learnt:,} of them learnt; {steps} steps")
+        if warning := too_short("conversations", n, epochs, batch_size):
+            print(warning)
     log = open_log(out, start, ranks)
     model.train()
     bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True)
