@@ -154,17 +154,20 @@ class Tokenizer:
         Neighbouring texts are encoded as one, as the published tokenizer sees them; a token across a border belongs
         to the side where it begins.
         """
-        ids, said, text, owner = [], [], "", []
+        ids, said, text, owner = [], [], "", b""
         for words, control, mine in [*pieces, ("", True, False)]:
             if not control:
-                text, owner = text + words, owner + [mine] * len(words.encode())    # owner: one flag per byte
+                text, owner = text + words, owner + bytes([mine]) * len(words.encode())     # owner: one flag per byte
                 continue
-            at = 0
-            for i in self.encode(text):
-                ids.append(i)
-                said.append(owner[at])
-                at += len(self.decode_bytes([i]))
-            text, owner = "", []
+            new, at = self.encode(text), 0
+            ids += new
+            if len(set(owner)) < 2:                  # nearly always: no need to look at each token
+                said += [any(owner)] * len(new)
+            else:
+                for i in new:
+                    said.append(bool(owner[at]))
+                    at += len(self._bpe.decode_single_token_bytes(i))
+            text, owner = "", b""
             if words:
                 ids.append(self.id_of(words))
                 said.append(mine)
