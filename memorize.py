@@ -40,8 +40,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from ablate import t_quantile
 from checkpoint import write_flushed
+from intervals import t_quantile
 
 paths = []                        # texts for the small models (.txt .md .py .jsonl), probes from the last; nothing = the standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # which of the small models below
