@@ -36,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import configurator
 import plot
+from intervals import p_value, t_quantile
 from schedule import steps_in
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
@@ -202,23 +203,6 @@ def reported(rows):
     return {arm: groups[arm] for arm in dict.fromkeys(r["arm"] for r in rows)}
 
 
-def p_value(t, df):
-    """
-    P(|T| > |t|) of Student's t with a whole number df >= 1 of degrees of freedom, by the finite sums of Abramowitz & Stegun 26.7.3-4.
-    """
-    if df < 1:
-        return math.nan
-    if math.isinf(t):
-        return 0.0
-    angle = math.atan(abs(t) / math.sqrt(df))
-    term, total = 1.0, 0.0
-    for i in range(df // 2):                                                # even: 1 + c^2/2 + 1*3 c^4/(2*4) ...; odd: 1 + 2 c^2/3 ...
-        total += term
-        term *= math.cos(angle) ** 2 * ((2 * i + 1) / (2 * i + 2) if df % 2 == 0 else (2 * i + 2) / (2 * i + 3))
-    inside = total * math.sin(angle) if df % 2 == 0 else 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
-    return max(0.0, 1 - inside)
-
-
 def differences(ours, theirs):
     """Runs of two arms -> what ours ends above theirs, in bits per byte, one number for each seed that both have."""
     base = {r["seed"]: r["val_bpb"][-1] for r in theirs}
@@ -233,15 +217,6 @@ def paired(ours, theirs):
     mean, error = statistics.fmean(d), statistics.stdev(d) / math.sqrt(len(d))
     t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
     return mean, t_quantile(len(d) - 1) * error, p_value(t, len(d) - 1), len(d)
-
-
-def t_quantile(df, p=0.05):
-    """t with P(|T| > t) = p, by bisection."""
-    low, high = 0.0, 1000.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle, df) > p else (low, middle)
-    return low
 
 
 def holm(ps):
