@@ -123,16 +123,18 @@ def test_bf16_files_load_as_they_are_and_as_fp32(tmp_path):
 SMALL = ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.1)
 
 
-def weights(folder):
-    """What we load from a folder, and what transformers does: the name of the model in `of`, None where it is refused."""
+def ours(folder):
+    return convert.load_hf(str(folder))
+
+
+def theirs(folder):
     import transformers
-    found = []
-    for load in (convert.load_hf, lambda f: transformers.AutoModelForCausalLM.from_pretrained(f, local_files_only=True)):
-        try:
-            found.append(load(str(folder)).lm_head.weight.detach().clone())
-        except (ValueError, OSError):
-            found.append(None)
-    return found
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
+
+
+def flat(model):
+    """All parameters in one vector, by name."""
+    return torch.cat([p.detach().flatten() for _, p in sorted(model.named_parameters())])
 
 
 @pytest.mark.parametrize("shards", [(5e9, 5e9), (5e9, 9_000), (9_000, 5e9), (4_000, 9_000), (9_000, 4_000)])
@@ -144,10 +146,11 @@ def test_an_export_over_an_export_is_the_new_one_for_us_and_for_transformers(tmp
         convert.save_hf(model, str(tmp_path / "x"), tok if seed == 0 else None, shard_bytes=size)
         if seed == 0:
             (tmp_path / "x" / "README.md").write_text("mine")
-    assert all(torch.equal(w, model.lm_head.weight) for w in weights(tmp_path / "x"))
+    assert torch.equal(flat(ours(tmp_path / "x")), flat(model)) and torch.equal(flat(theirs(tmp_path / "x")), flat(model))
     here = set(os.listdir(tmp_path / "x"))
     convert.save_hf(model, str(tmp_path / "fresh"), shard_bytes=shards[1])
     assert here - {"README.md"} == set(os.listdir(tmp_path / "fresh"))     # nothing of the old one is left, its tokenizer neither
+    assert (tmp_path / "x" / convert.LIST).read_text() == (tmp_path / "fresh" / convert.LIST).read_text()
     assert (tmp_path / "x" / "README.md").read_text() == "mine"
 
 
@@ -176,22 +179,26 @@ def export_until(monkeypatch, step, *args, **how):
 
 
 def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tmp_path, monkeypatch):
-    """The same answer from us and from transformers, and the next export succeeds."""
+    """Both exports have the same file names, so that a mixture would load. transformers says the same, and the next export succeeds."""
     pytest.importorskip("transformers")
-    old, new, last = (Apertus(SMALL, seed=seed) for seed in range(3))
-    convert.save_hf(old, str(tmp_path / "start"), shard_bytes=6_000)
-    (tmp_path / "start" / "README.md").write_text("mine")
+    models = dict(old=Apertus(SMALL, seed=0), new=Apertus(SMALL, seed=1))
+    convert.save_hf(models["old"], str(tmp_path / "start"), shard_bytes=12_000)
     seen, done, step = [], False, 0
     while not done:
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "start", folder)
-        done = export_until(monkeypatch, step, new, str(folder), shard_bytes=9_000)
-        ours, theirs = weights(folder)
-        assert (ours is None) == (theirs is None) and (ours is None or torch.equal(ours, theirs))
-        seen.append("none" if ours is None else next(k for k, m in dict(old=old, new=new).items() if torch.equal(ours, m.lm_head.weight)))
-        convert.save_hf(last, str(folder))
-        assert torch.equal(convert.load_hf(str(folder)).lm_head.weight, last.lm_head.weight)
-        assert {"README.md", convert.LIST, *LAYOUT} == set(os.listdir(folder))
+        done = export_until(monkeypatch, step, models["new"], str(folder), shard_bytes=12_000)
+        try:
+            found = flat(ours(folder))
+            seen.append(next((name for name, model in models.items() if torch.equal(found, flat(model))), "a mixture"))
+            assert torch.equal(flat(theirs(folder)), found)
+        except ValueError:
+            if "none" not in seen:
+                with pytest.raises(OSError):
+                    theirs(folder)
+            seen.append("none")
+        convert.save_hf(models["old"], str(folder))
+        assert torch.equal(flat(ours(folder)), flat(models["old"])) and {convert.LIST, *LAYOUT} == set(os.listdir(folder))
         step += 1
     assert [s for i, s in enumerate(seen) if s != seen[i - 1]] == ["old", "none", "new"] and seen.count("none") > 5
 
@@ -204,8 +211,10 @@ def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):
     convert.save_hf(old, str(tmp_path))
     before = {f: (tmp_path / f).read_bytes() for f in LAYOUT}
 
-    def full(*args, **kw):
-        raise OSError(28, "No space left on device")
+    def full(path, text, write=convert.checkpoint.write_flushed):
+        if path.endswith("config.json.tmp"):
+            raise OSError(28, "No space left on device")
+        write(path, text)
     monkeypatch.setattr(convert.checkpoint, "write_flushed", full)
     with pytest.raises(OSError, match="No space left on device.*is untouched") as e:
         convert.save_hf(Apertus(SMALL, seed=1), str(tmp_path))
