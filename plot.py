@@ -136,7 +136,8 @@ def curves(folders, picture, panels=PANELS):
             axis.plot(x, y, color=f"C{n}", linewidth=1.6, marker="." if key in ("val_bpb", "minutes") else None, label=name)
             if key == "val_bpb":
                 at = dict(textcoords="offset points", xytext=(0, 6), ha="right", fontsize=9, color=f"C{n}")
-                axis.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), **at)
+                last = drawn[key][1][-1]
+                axis.annotate(f"{last:.3f}", (x[-1], last), **at)
     for axis in axes.flat:
         axis.grid(alpha=0.2)
     if axes[0, 0].get_legend_handles_labels()[0]:
