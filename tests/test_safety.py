@@ -18,8 +18,8 @@ def python_files(root):
 
 
 FILES = python_files(ROOT)
-WAYS_IN = {"torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.package", "builtins.eval", "builtins.exec", "os.system",
-           "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
+WAYS_IN = {"torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.package", "numpy.load", "builtins.eval",
+           "builtins.exec", "os.system", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
 PICKLED = {"read_pickle", "trust_remote_code", "FileSystemReader", "FileSystemWriter"}              # DCP's own format has a pickle in it
 UNPICKLE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"}
 
@@ -37,15 +37,18 @@ def offences(source):
         elif isinstance(node, ast.Name) and node.id in ("eval", "exec", "__import__"):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
-            found |= {ast.unparse(node)} & WAYS_IN
+            found |= {ast.unparse(node)} & WAYS_IN - {"numpy.load"}
             found |= {node.attr} & PICKLED
         elif isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "shell"):
             found.add(node.arg)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "numpy.load"):
-            if not any(k.arg == "allow_pickle" and isinstance(k.value, ast.Constant) and k.value.value is False for k in node.keywords):
+            if not any(k.arg == "allow_pickle" for k in node.keywords):
                 found.add("np.load without allow_pickle=False")
-        if isinstance(node, ast.Constant) and node.value == "trust_remote_code":
-            found.add("trust_remote_code")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            found.add("allow_pickle")
+        names = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
+        if any(isinstance(name, ast.Constant) and name.value == "trust_remote_code" for name in names):
+            found.add("trust_remote_code")                                  # a list of keys to be ignored may name it
     return found
 
 
@@ -67,6 +70,8 @@ def test_a_file_is_read_wherever_it_lies(tmp_path):
 
 @pytest.mark.parametrize("bad", ["import pickle", "from dill import loads", "torch.load(f)", "from torch import load", "x = eval", "exec(s)",
                                  "np.load(f)", "np.load(f, allow_pickle=True)", "m(x, trust_remote_code=False)", "m(**{'trust_remote_code': 1})",
+                                 "how['trust_remote_code'] = True",
+                                 "from numpy import load", "read_array(f, allow_pickle=x)",
                                  "torch.jit.load(f)", "from os import system", "yaml.unsafe_load(f)", "run(s, shell=True)",
                                  "dcp.FileSystemReader(f)", "from torch.distributed.checkpoint import FileSystemReader"])
 def test_the_check_sees_each_way_in(bad):
