@@ -234,7 +234,12 @@ def document_mask(doc):
     if doc is None or doc.device.type != "cuda":
         return doc
     B, T = doc.shape
-    return create_block_mask(lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j]), B, None, T, T, device=doc.device)
+    return create_block_mask(causal_in_documents(doc), B, None, T, T, device=doc.device)
+
+
+def causal_in_documents(doc):
+    """flex_attention's way to say it: may position i of row b look at position j?"""
+    return lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j])
 
 
 if torch.cuda.is_available():                              # flex_attention has no backward on CPU, and needs compiling on CUDA
@@ -394,7 +399,7 @@ class Apertus(nn.Module):
         self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed=28):
+    def init_weights(self, seed):
         """
         N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by 1/sqrt(2L) of that; gains 1.
         Each parameter has a generator of its own, seeded by (seed, name): its values do not depend on the order of creation, nor on
