@@ -14,10 +14,10 @@ out, swapped branches. mutants_by_hand.py has the meaningful ones of each file, 
 nothing that anyone could notice, with the reason: they are not counted.
 
 A run costs seconds because nothing is imported twice: this process has imported torch and transformers, but nothing of the
-project, and is forked for every mutant. The child has a private copy of the tree and runs first the tests that execute the
-mutated line (coverage.py has seen which), the fastest first, then the rest of their modules, until one fails. Answers are
-kept in out/mutants/answers.jsonl by the hash of the mutated file and its tests: an interrupted run goes on where it
-stopped, and only what has changed is asked again.
+project, and is forked for every mutant. The child has a private copy of the tree and runs first those tests of test_X.py that
+execute the mutated line (coverage.py has seen which), the fastest first, then its others, then those of further modules that
+execute the line or start processes, until one fails. Answers are kept in out/mutants/answers.jsonl by the hash of the mutated
+file and its tests: an interrupted run goes on where it stopped, and only what has changed is asked again.
 """
 
 import argparse
@@ -50,7 +50,7 @@ ALSO = {
     "align": ["test_qrpo", "test_readme"],
     "chat": ["test_tokenizer", "test_sample"],
     "checkpoint": ["test_train"],
-    "cpu": ["test_model", "test_speed"],
+    "cpu": ["test_model"],
     "documents": ["test_prepare"],
     "model": ["test_speed"],
     "parallel": ["test_train"],
@@ -96,6 +96,8 @@ def nobody_claims(node, depth):
     """Texts, pictures, type hints, the settings' defaults and what a module prints when it is run by hand."""
     if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
         return True
+    if isinstance(node, ast.Expr):
+        return nobody_claims(node.value, depth + 1)
     if isinstance(node, ast.Call):
         return root_name(node.func) in QUIET or isinstance(node.func, ast.Attribute) and node.func.attr in QUIET
     if isinstance(node, (ast.FunctionDef, ast.With)):
@@ -138,6 +140,8 @@ def edits(tree, source):
         word = b" ".join(found[0].split()).decode() if found else ""
         if word in SWAPS:
             yield *found.span(), SWAPS[word].encode()
+        elif word[:-1] in SWAPS:               # += and the like
+            yield *found.span(), SWAPS[word[:-1]].encode() + b"="
 
     def of(node):
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -268,16 +272,23 @@ class Watch:
 
     def __init__(self, rank=None, seconds={}, coverage=None):
         self.rank, self.known, self.coverage = rank, seconds, coverage
-        self.seconds, self.failed = collections.Counter(), []
+        self.seconds, self.failed, self.forking, self.now = collections.Counter(), [], set(), ""
 
     def pytest_collection_modifyitems(self, items):
         if self.rank:
             items[:] = sorted((i for i in items if i.nodeid in self.known), key=lambda item: self.rank(item.nodeid))
+        self.forking |= {item.nodeid for item in items if "launch" in getattr(item, "fixturenames", ())}
 
     def pytest_runtest_logstart(self, nodeid, location):
         signal.alarm(int(20 + 10 * self.known.get(nodeid, 60)))
+        self.now = nodeid
         if self.coverage:
             self.coverage.switch_context(nodeid)
+
+    def audit(self, event, args):
+        """For sys.addaudithook: which tests start processes, whose lines coverage.py does not see."""
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            self.forking.add(self.now)
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
@@ -341,16 +352,17 @@ def observe(module, tree, out):
     import coverage
     watch = Watch(coverage=coverage.Coverage(data_file=None, config_file=False, source=[tree]))
     watch.coverage.start()
+    sys.addaudithook(watch.audit)
     code = run_tests(tree, [module], watch)
     watch.coverage.stop()
     lines, data = {}, watch.coverage.get_data()
     for path in data.measured_files():
         name = os.path.relpath(path, tree)
         if not name.startswith("tests"):
-            lines[name] = {line: [c for c in who if c] for line, who in data.contexts_by_lineno(path).items()}
+            lines[name] = data.contexts_by_lineno(path)                        # "" is what importing executes
     seen = {name: sha(f"{tree}/{name}") for name in [*lines, module, "tests/conftest.py"] if os.path.exists(f"{tree}/{name}")}
     with open(out, "w", encoding="utf-8") as f:
-        json.dump(dict(seen=seen, seconds=watch.seconds, failed=watch.failed, lines=lines, code=code), f)
+        json.dump(dict(seen=seen, seconds=watch.seconds, failed=watch.failed, forking=list(watch.forking), lines=lines, code=code), f)
     return 0
 
 
@@ -362,13 +374,14 @@ def try_mutant(mutant, tree, modules, observed, out):
         f.write(mutant.source)
     for cached in glob.glob(f"{tree}/**/__pycache__/{stem(path)}.*.pyc", recursive=True):
         os.remove(cached)
-    seconds, covering = {}, set()
-    for record in observed:
-        seconds |= {test: s for test, s in record["seconds"].items() if test not in record["failed"]}
+    seconds, rank = {}, {}
+    for i, record in enumerate(observed):
         lines = record["lines"].get(mutant.file, {})
-        covering |= {test for line in mutant.lines for test in lines.get(str(line), [])}
-    soonest = {module: min((seconds[t] for t in covering if t in seconds and t.startswith(module)), default=1e9) for module in modules}
-    watch = Watch(lambda test: (soonest[test.split("::")[0]], test not in covering, seconds[test]), seconds)
+        covering = {test for line in mutant.lines for test in lines.get(str(line), [])}
+        for test, s in record["seconds"].items():
+            if test not in record["failed"] and (i == 0 or test in covering or test in record["forking"] or "" in covering):
+                seconds[test], rank[test] = s, (i, test not in covering, s)
+    watch = Watch(rank.get, seconds)
     code = run_tests(tree, modules, watch, ["-x"])
     with open(out, "w", encoding="utf-8") as f:
         json.dump(watch.failed, f)
@@ -562,7 +575,7 @@ def main():
     text = table(answers, HARMLESS, len(mutants))
     print(text)
     if args.table:
-        os.makedirs(os.path.dirname(args.table), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.abspath(args.table)), exist_ok=True)
         with open(args.table, "w", encoding="utf-8") as f:
             f.write(text)
 
