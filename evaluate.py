@@ -26,7 +26,7 @@ import convert
 import tokenizer as tokenizers
 from intervals import t_quantile, wilson
 from model import chunk_rows
-from parallel import pick_device
+from parallel import pick_device, pick_dtype
 from sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -369,7 +369,7 @@ def draw_bars(rows, picture, title):
 
 def main():
     place = pick_device(device)
-    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else getattr(torch, dtype))
+    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()

@@ -194,7 +194,7 @@ def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tm
             assert torch.equal(flat(theirs(folder)), found)
         except ValueError:
             if "none" not in seen:
-                with pytest.raises(OSError):
+                with pytest.raises((OSError, ValueError)):
                     theirs(folder)
             seen.append("none")
         convert.save_hf(models["old"], str(folder))
