@@ -95,7 +95,35 @@ def test_the_interval_over_documents_is_the_jackknifes(model, tok):         # an
     alone = [evaluate.text_scores(model, tok, [d])[0] for d in documents]
     bits, sizes = np.array([r["bits_per_byte"] * r["bytes"] for r in alone]), np.array([r["bytes"] for r in alone])
     left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
-    assert row["plus_minus"] == pytest.approx(1.96 * math.sqrt(39 / 40 * ((left_out - left_out.mean()) ** 2).sum()), rel=0.03)
+    assert row["plus_minus"] == pytest.approx(2.02269 * math.sqrt(39 / 40 * ((left_out - left_out.mean()) ** 2).sum()), rel=0.03)    # t(39)
+
+
+def test_two_documents_have_the_interval_of_one_degree_of_freedom(model, tok):
+    """t(1) = 12.7062 as printed in tables; the normal's 1.96 would claim six times too much."""
+    documents = [("x", TEXTS[0]), ("x", TEXTS[1])]
+    bits = [r["bits_per_byte"] * r["bytes"] for r in (evaluate.text_scores(model, tok, [d])[0] for d in documents)]
+    sizes = [len(text.encode()) for _, text in documents]
+    ratio = sum(bits) / sum(sizes)
+    error = math.sqrt(2 * sum((b - ratio * n) ** 2 for b, n in zip(bits, sizes))) / sum(sizes)
+    assert evaluate.text_scores(model, tok, documents)[0]["plus_minus"] == pytest.approx(12.7062 * error, rel=1e-4)
+
+
+def test_the_quantile_of_many_values_goes_over_into_the_normals():
+    """1.95996 (1 + (z^2 + 1) / (4 df)): the first term of the expansion in 1 / df, Abramowitz & Stegun 26.7.5."""
+    from intervals import t_quantile
+    for df in (1_000, 10_000, 10_001, 10**6):
+        assert t_quantile(df) == pytest.approx(1.959964 * (1 + (1.959964**2 + 1) / (4 * df)), rel=2e-4)
+
+
+@pytest.mark.parametrize("values", [[0, 1], [1, 1], [0.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
+def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values):
+    """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr); t(1) = 12.7062, t(2) = 4.30265."""
+    metrics = pytest.importorskip("lm_eval.api.metrics")
+    n, score, stderr = len(values), float(np.mean(values)), metrics.mean_stderr(values)
+    half = {2: 12.7062, 3: 4.30265}[n] * stderr
+    want = evaluate.wilson(sum(values), n) if set(values) <= {0, 1} else (score - half, score + half)
+    assert evaluate.harness_interval(score, stderr, n) == (pytest.approx(want[0], abs=1e-4), pytest.approx(want[1], abs=1e-4))
+    assert evaluate.harness_interval(score, "N/A", n) is None and evaluate.harness_interval(score, 0.0, 1) is None
 
 
 # -----------------------------------------------------------------------------
@@ -150,6 +178,12 @@ def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
 def test_a_generation_task_without_an_answer_is_told(model, tok, answer):
     with pytest.raises(ValueError, match="question 1: no valid answer"):
         evaluate.answer_scores(model, tok, [dict(question="?", answer=answer)], "sums")
+
+
+@pytest.mark.parametrize("choice, says", [("", "adds no token"), ("x" * 97, "97 tokens, more than the model's window of 96")])
+def test_a_choice_that_cannot_be_scored_whole_is_told(tok, choice, says):
+    with pytest.raises(ValueError, match=says):
+        evaluate.pair(tok, "?", choice, 96)
 
 
 # -----------------------------------------------------------------------------
@@ -216,14 +250,17 @@ def test_the_harness_gives_our_model_and_the_exported_one_the_same_numbers(model
         requests = [Instance(request_type=kind, doc={}, arguments=p, idx=0) for p in pairs]
         return getattr(ours, kind)(requests), getattr(published, kind)(requests)
 
-    pairs = [("Question: why?\nAnswer:", " because"), ("Question: why?\nAnswer: ", "because"), ("", "no context"), ("x" * 200, " cut"), ("a", "b")]
-    for (mine, mine_greedy), (want, want_greedy) in zip(*ask("loglikelihood", pairs)):
-        assert mine == pytest.approx(want, rel=1e-5) and mine_greedy == want_greedy
+    pairs = [("Question: why?\nAnswer:", " because"), ("", "no context"), ("x" * 200, " cut"), ("x" * 200 + " \n", "cut"), ("a", "b")]
+    pairs += [("why?" + end, "because") for end in (" ", "\n", "\t", " \n\t ", "\n\n", "\u00a0", "\x0b", "\u3000")]       # whitespace of all kinds
+    pairs += [(" ", "all of it"), ("\n\n", "all of it"), ("x", "y" * 96), ("why?", " a"), ("why?", " a")]
+    for ask_for, (mine, mine_greedy), (want, want_greedy) in zip(pairs, *ask("loglikelihood", pairs)):
+        assert mine == pytest.approx(want, rel=1e-5) and mine_greedy == want_greedy, ask_for
     for mine, want in zip(*ask("loglikelihood_rolling", [(t,) for t in TEXTS], add_bos_token=False)):      # it would put a second <s> in front
         assert mine == pytest.approx(want, rel=1e-5)
-    how = dict(until=["\n"], max_gen_toks=12, do_sample=False)
-    mine, want = ask("generate_until", [(t[:40], how) for t in TEXTS])
-    assert mine == want
+    ways = [dict(until=["\n"], max_gen_toks=12, do_sample=False), dict(until="e", max_new_tokens=9), dict(until=["zz", "a", "e"], max_tokens=20)]
+    for how in ways:
+        mine, want = ask("generate_until", [(t[:40], how) for t in TEXTS])
+        assert mine == want
 
 
 def test_the_harness_runs_a_local_task_file(exported, theirs, tmp_path, monkeypatch):
@@ -240,6 +277,24 @@ def test_the_harness_runs_a_local_task_file(exported, theirs, tmp_path, monkeypa
     want = lm_eval.simple_evaluate(huggingface.HFLM(pretrained=theirs[0], tokenizer=theirs[1], batch_size=4, device="cpu", max_length=96), tasks=["own_quiz"],
                                    task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False))["results"]["own_quiz"]
     assert mine == {k: want[k] for k in ("acc,none", "acc_norm,none")}
+
+
+def test_a_group_of_harness_tasks_is_reported_beside_its_tasks(model, tok, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [dict(question=f"What is {i} + 1?", choices=[str(i), str(i + 1), "many"], answer=i % 3) for i in range(6)]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for name in ("own_quiz", "other_quiz"):
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(file=tmp_path / "quiz.jsonl").replace("own_quiz", name))
+    (tmp_path / "both.yaml").write_text("group: both\ntask:\n  - own_quiz\n  - other_quiz\n"
+                                        "aggregate_metric_list:\n  - metric: acc\n    weight_by_size: true\n")
+    monkeypatch.setattr(evaluate, "harness", "both")
+    monkeypatch.setattr(evaluate, "harness_path", str(tmp_path))
+    monkeypatch.setattr(evaluate, "limit", 4)
+    found = {(r["task"], r["metric"]): r for r in evaluate.run_harness(model, tok)}
+    assert found["both", "acc,none"]["n"] == 8 and found["own_quiz", "acc,none"]["n"] == 4
+    assert found["both", "acc,none"]["score"] == found["own_quiz", "acc,none"]["score"]
+    assert "| both (acc,none) | 8 |" in evaluate.table_md(dict(model="m", texts=[], tasks=list(found.values())))
 
 
 def test_an_unknown_harness_task_is_told(exported, tmp_path):

@@ -321,8 +321,8 @@ USER = dict(role="user", content="hi")
     (dict(messages=[USER], completions=["a", "b"], rewards=[1, float("nan")], ref_rewards=[1] * 6), ["--rewards="], "line 1: rewards"),
     (dict(messages=[USER], completions=["a", "b"]), ["--rewards="], "line 1: no ref_rewards there, and no --rewards"),
     (dict(messages=[USER], completions=["a", "b"], rewards=[1, 1], ref_rewards=[1] * 6), ["--rewards="], "nothing to learn from"),
-    (dict(messages=[USER, dict(role="assistant", content="x")]), [], "line 1: its last message is not the user's"),
-    (dict(messages=[]), [], "line 1: no messages"),
+    (dict(messages=[USER, dict(role="assistant", content="x")]), [], "its last message is not the user's (first in line 1)"),
+    (dict(messages=[]), [], "no messages (first in line 1)"),
     (dict(messages=[USER]), ["--loss=ppo"], "there is qrpo, dpo, rebel, simpo"),
     (dict(messages=[USER]), ["--n_refs=1"], "at least 2 with loo=1"),
     (dict(messages=[USER]), ["--rewards=nowhere.py"], "there is no file nowhere.py"),
@@ -366,9 +366,9 @@ def test_references_of_another_start_model_or_tokenizer_are_refused(aligned, sta
 def test_pass_or_fail_is_warned_about(start, tmp_path):
     (tmp_path / "reward.py").write_text("def reward(prompt, completion):\n    return len(completion) % 4 == 0\n")
     done = align(start, tmp_path / "run", f"--rewards={tmp_path / 'reward.py'}", "--length_norm=False", "--beta=0.1")
-    assert done.returncode == 0 and "warning: " in done.stdout and "--ties=discrete" in done.stdout, done.stderr
+    assert done.returncode == 0 and "% of reference pairs tie" in done.stdout and "--ties=discrete" in done.stdout, done.stderr
     done = align(start, tmp_path / "run2", f"--rewards={tmp_path / 'reward.py'}", "--length_norm=False", "--beta=0.1", "--ties=discrete")
-    assert done.returncode == 0 and "warning" not in done.stdout, done.stderr
+    assert done.returncode == 0 and "reference pairs tie" not in done.stdout, done.stderr
 
 
 def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
@@ -386,6 +386,14 @@ def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
         h = judge.model(torch.tensor([ids])).last_hidden_state[0, -1]
         want = (judge.score.weight @ h).item()
     assert qrpo.load_reward(f"hf:{tmp_path / 'judge'}", "cpu")(row, "yes") == pytest.approx(want, abs=1e-6)
+
+
+def test_a_reward_reads_words_and_no_control_tokens():
+    """As transformers' decode(skip_special_tokens=True): the end, brackets and stray tokens are silent, but <email-pii> is text."""
+    tok = tokenizer.load("byte")
+    said = [tok.special[name] for name in ("<|inner_prefix|>", "<|inner_suffix|>", "<email-pii>", "<|user_start|>", "<|assistant_end|>")]
+    ids = [*said[:1], *tok.encode("hm "), said[1], *tok.encode("12 "), *said[2:]]
+    assert qrpo.words(tok, ids) == "hm 12 <email-pii>"
 
 
 def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_path, monkeypatch):

@@ -98,14 +98,30 @@ def test_the_loss_is_cross_entropy_over_the_learnt_tokens_packed_or_not():
         assert (targets >= 0).sum() == count
 
 
-def test_the_schedule_is_transformers_linear():
+def test_the_schedule_is_transformers_linear_without_its_zeros():
+    """transformers' schedule of one step more begins at 0 and ends at 0; ours is what lies between, so that every step learns."""
     from transformers import get_linear_schedule_with_warmup
     opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    theirs = get_linear_schedule_with_warmup(opt, 3, 30)
+    theirs = get_linear_schedule_with_warmup(opt, 3, 31)
     for step in range(30):
-        assert sft.linear(step, 30, 0.1) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
         opt.step()
         theirs.step()
+        assert sft.linear(step, 30, 0.1) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 100])
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
+def test_no_step_of_any_run_is_without_a_learning_rate_and_one_has_the_peak(steps, warmup):
+    rates = [sft.linear(step, steps, warmup) for step in range(steps)]
+    assert min(rates) > 0 and max(rates) == 1
+
+
+def test_a_run_of_few_steps_is_warned_about_with_a_batch_that_gives_ten():
+    assert sft.too_short("conversations", 5120, 1, 512) == ""
+    assert "200 conversations in batches of 512 make a run of 1 step," in sft.too_short("conversations", 200, 1, 512)
+    for n, epochs, batch in ((200, 1, 512), (17, 3, 6), (3, 1, 512), (1, 1, 1)):
+        advice = dict(re.findall(r"--(batch_size|epochs)=(\d+)", sft.too_short("pairs", n, epochs, batch)))
+        assert -(-int(advice.get("epochs", epochs)) * n // int(advice["batch_size"])) >= 10
 
 
 @pytest.mark.parametrize("size, lr, batch", [("8b", 5e-6, 512), ("70b", 2e-6, 1024)])
@@ -151,7 +167,7 @@ def weights(folder):
 def test_it_learns_and_leaves_both_kinds_of_folder(tuned):
     entries = log(tuned)
     assert {"rank_effective", "rank_pca99", "rank_stable", "dead_units", "preactivation"} <= entries[0].keys() & entries[11].keys() - entries[1].keys()
-    assert [e["step"] for e in entries] == list(range(12)) and entries[0]["lr"] == 0 and entries[-1]["loss"] < entries[0]["loss"] - 0.5
+    assert [e["step"] for e in entries] == list(range(12)) and entries[0]["lr"] == 1.5e-3 and entries[-1]["loss"] < entries[0]["loss"] - 0.5
     ours, theirs = weights(tuned), dict(convert.load_hf(str(tuned / "hf")).named_parameters())
     assert all(torch.equal(ours[n], theirs[n]) for n in ours) and tokenizer.load_for(str(tuned)).name == "byte"
 
