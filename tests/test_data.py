@@ -1,5 +1,8 @@
 """data.py and prepare.py: every window once an epoch, in any order of asking; documents whole; files as promised."""
+import contextlib
+import gc
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +15,7 @@ import torch
 import prepare
 import tokenizer
 from conftest import ROOT, script
-from data import StagedDataset, TokenDataset, permute
+from data import StagedDataset, TokenDataset, begun, permute
 from goldfish import goldfish_mask
 
 
@@ -73,9 +76,15 @@ def test_labels_are_the_next_tokens_and_the_next_documents_begin_has_no_loss(fol
     assert torch.equal(doc[:, 1:] - doc[:, :-1], (idx[:, 1:] == data.bos).long())
 
 
+def read_by_numpy(data):
+    """All tokens of a split, from the files."""
+    files = [s["file"] for source in data.meta["sources"].values() for s in source[data.split]["shards"]]
+    return [t for file in files for t in np.load(os.path.join(data.folder, file), allow_pickle=False).tolist()]
+
+
 def test_a_batch_is_what_a_loop_over_the_tokens_says_wherever_it_begins(folder):
     data = TokenDataset(folder, "train", 32)
-    stream = [t for shard in data.shards for t in shard.tolist()]
+    stream = read_by_numpy(data)
     assert len(data.shards) > 1 and data.dtype == np.uint16
     for first in (0, 7, 1021, 3, 5000, 1024, 10**6):       # forwards, backwards, across the 1,024 samples whose order is known ahead
         idx, targets, keep, doc = data.batch(first, 5)
@@ -344,6 +353,146 @@ def test_join_replaces_what_it_joined_before_and_nothing_else(mixed, folder, tmp
         assert " ".join(TokenDataset(str(both), "train", 16).meta["sources"]) == sources
     done = script("prepare.py", os.path.join(mixed, "report.md"), f"--out={both}", "--tokenizer=byte")
     assert done.returncode == 2 and "meta.json" in done.stderr                    # prepare.py did not write that
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a run may find changed when it goes on: what it has not read yet
+
+
+TABLE = (("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29))
+
+
+def changed(mixed, path, change):
+    """The folder with another meta.json; its shards stay where they are."""
+    path.mkdir()
+    with open(os.path.join(mixed, "meta.json")) as f:
+        meta = json.load(f)
+    for source in meta["sources"].values():
+        for part in source.values():
+            for shard in part["shards"]:
+                shard["file"] = os.path.join(mixed, shard["file"])
+    change(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+    return str(path)
+
+
+def shard(meta, name, split="train"):
+    return meta["sources"][name][split]["shards"][0]
+
+
+def reversed_sources(meta):
+    meta["sources"] = dict(reversed(meta["sources"].items()))
+
+
+NOT_READ = [lambda m: None, lambda m: m["sources"].pop("c"), lambda m: m["sources"].update(d=m["sources"]["a"]), lambda m: m.pop("about"),
+            lambda m: shard(m, "b").update(sha256="other"), reversed_sources]
+READ = [lambda m: shard(m, "a").update(sha256="other"), lambda m: shard(m, "a", "val").update(sha256="other"), lambda m: m.update(tokenizer_hash="other"),
+        lambda m: m["sources"].update(a=m["sources"]["b"]), lambda m: m.update(eos=3), lambda m: m.update(bos=3), lambda m: m.update(vocab_size=321)]
+
+
+@pytest.mark.parametrize("change, same", [(change, same) for same, changes in ((True, NOT_READ), (False, READ)) for change in changes])
+def test_a_run_in_its_first_stage_goes_on_whatever_becomes_of_data_that_it_has_not_read(mixed, tmp_path, change, same):
+    before = StagedDataset(mixed, TABLE, 16, stage="1").fingerprint
+    after = StagedDataset(changed(mixed, tmp_path / "new", change), TABLE, 16, stage="1").fingerprint
+    assert (begun(after, 40) == begun(before, 40)) == same
+
+
+@pytest.mark.parametrize("table, until, same", [
+    ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 40, True), ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=2), 70, 29)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(c=1, b=1), 70, 29)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 30)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 71, 29)), 41, False),
+    ((("1", ("a",), 39, 28), TABLE[1]), 20, False), ((("1", ("a",), 40, 29), TABLE[1]), 20, False), ((("1", ("a", "a"), 40, 28), TABLE[1]), 20, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29), ("3", ("a",), 80, 1)), 70, True)])
+def test_a_row_of_the_table_counts_from_the_sample_on_with_which_its_stage_begins(mixed, table, until, same):
+    before, after = StagedDataset(mixed, TABLE, 16), StagedDataset(mixed, table, 16)
+    assert (begun(after.fingerprint, until) == begun(before.fingerprint, until)) == same
+    first = table[0][2]
+    assert begun(StagedDataset(mixed, table, 16, stage="1").fingerprint, first) == begun(after.fingerprint, first)
+
+
+def test_without_stages_all_of_the_folder_counts_and_the_order_of_its_sources_too(mixed, tmp_path):
+    before = TokenDataset(mixed, "train", 16)
+    plain = lambda meta: hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    assert before.fingerprint == plain(before.meta) == TokenDataset(mixed, "val", 16).fingerprint  # as runs know it that began long ago
+    prints = [begun(TokenDataset(changed(mixed, tmp_path / str(i), change), "train", 16).fingerprint, 1)
+              for i, change in enumerate([*NOT_READ, *READ])]
+    assert len({str(p) for p in prints}) == len(prints)
+    assert TokenDataset(mixed, "train", 16, weights=dict(a=1, b=2)).fingerprint != TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1)).fingerprint
+
+
+def test_a_run_that_stopped_after_its_first_stage_goes_on_when_the_data_of_the_second_have_come(mixed, folder, tmp_path):
+    both, table = tmp_path / "both", tmp_path / "table.py"
+    table.write_text('stages = (("one", ("a",), 80, 28), ("two", {"a": 1, "data": 3}, 160, 29))')
+    train = lambda *args: script("train.py", "configs/tiny.py", table, f"--data={both}", f"--out={tmp_path / 'run'}", "--block_size=16", *args)
+    assert script("data.py", mixed, mixed + "/", f"--join={both}", "--block_size=16").returncode == 0
+    done = train("--stage=one")
+    assert done.returncode == 0, done.stderr
+    assert script("data.py", both, folder, f"--join={both}", "--block_size=16").returncode == 0
+    meta = (both / "meta.json").read_text()
+    for key in ("a", "tokenizer_hash"):
+        other = json.loads(meta)
+        other.update(tokenizer_hash="other") if key != "a" else shard(other, "a").update(sha256="other")
+        (both / "meta.json").write_text(json.dumps(other))
+        done = train("--resume", "--stage=two")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    (both / "meta.json").write_text(meta)
+    done = train("--resume", "--stage=two")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# limits of the system
+
+
+@pytest.fixture(scope="module")
+def shattered(folder, tmp_path_factory):
+    """The documents of `folder` in some 300 shards."""
+    root = tmp_path_factory.mktemp("shattered")
+    done = script("prepare.py", os.path.join(os.path.dirname(folder), "docs.jsonl"), f"--out={root / 'data'}", "--tokenizer=byte", "--shard_tokens=17")
+    assert done.returncode == 0, done.stderr
+    return str(root / "data")
+
+
+@contextlib.contextmanager
+def few_files(more):
+    """At most so many more files than now may be open."""
+    resource = pytest.importorskip("resource")
+    gc.collect()
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = set(range(10_000)) - set(map(int, os.listdir("/dev/fd")))             # the limit is one of their numbers
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(free)[more], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
+def test_more_shards_than_files_may_be_open_give_the_same_batches(folder, shattered):
+    one = TokenDataset(folder, "train", 32)
+    with few_files(150):
+        many = TokenDataset(shattered, "train", 32)
+        assert len(many.shards) > 300 and many.n_windows == one.n_windows
+        for first in (0, 5, one.n_windows):
+            assert all(map(torch.equal, one.batch(first, 40), many.batch(first, 40)))
+
+
+def test_a_limit_of_the_system_sends_nobody_to_prepare_the_data_again(shattered):
+    with few_files(20), pytest.raises(OSError, match="Too many open files.*ulimit -n") as told:
+        TokenDataset(shattered, "train", 32)
+    assert "prepare" not in str(told.value).partition(" cannot be opened")[2]
+
+
+def test_a_shard_that_is_replaced_under_a_run_is_noticed(shattered, tmp_path):
+    copy = shutil.copytree(shattered, tmp_path / "copy")
+    data = TokenDataset(str(copy), "train", 32)
+    data.batch(0, data.n_windows)
+    for file in copy.glob("train_*.npy"):
+        tokens = np.load(file, allow_pickle=False)
+        os.remove(file)
+        np.save(file, tokens[::-1])
+        os.utime(file, ns=(0, 0))
+    with pytest.raises(ValueError, match="is not the file that this run began with"):
+        data.batch(0, data.n_windows)
 
 
 # First step and tokens consumed before it, in billions, rounded down: report Table F.7.

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import documents
+import prepare
 import shards
 import tokenizer
 from conftest import ROOT, script
@@ -182,6 +184,24 @@ def test_other_settings_begin_anew(corpus, tmp_path):
     open(f"{out}.tmp/{shards.LOCK}", "w").close()                                # or the folder would be the user's
     assert "going on" not in run(*args, f"--out={out}").stdout
     assert written(out) == written(root / "out")
+
+
+def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(tmp_path, monkeypatch, capsys):
+    code = shutil.copytree(ROOT, tmp_path / "code", ignore=lambda folder, names: [n for n in names if not n.endswith(".py")])
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(prepare, "ROOT", str(code))
+    monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
+    survey = lambda: prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data")) and "going on" in capsys.readouterr().out
+    assert (survey(), survey()) == (False, True)
+    for name in "prepare pipeline shards documents filters compliance tokenizer".split():
+        with open(code / f"{name}.py", "a") as f:
+            f.write("# changed")
+        assert (survey(), survey()) == (False, True)
+    monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
+    assert (survey(), survey()) == (False, True)
+    os.remove(code / "filters.py")
+    with pytest.raises(FileNotFoundError, match="filters.py"):
+        survey()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
