@@ -298,6 +298,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
         if start:
             f.seek(start - 1)
             f.readline()                                                    # began before
+        first = f.tell()
         while f.tell() < start + PART and (line := f.readline()):
             lines += 1
             bar.update(len(line))
@@ -306,7 +307,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
             row = parsed(line)
             if row is None:
                 f.seek(0)
-                raise odd_line(path, f.read(start).count(b"\n") + lines, line)
+                raise odd_line(path, f.read(first).count(b"\n") + lines, line)
             found = learnable(tok, row, max_length, date)
             if isinstance(found, str):
                 count(bad, found, lines)
