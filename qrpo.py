@@ -21,6 +21,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 
 The steps: n completions per prompt sampled from the start model, scored once, their log-probs under the start model stored (so that no
 second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
+SIGTERM, SIGUSR2, or a file named `stop` in the run folder: a checkpoint after the step it is in, before it leaves.
 
 $ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
 $ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume

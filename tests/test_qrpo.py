@@ -685,6 +685,18 @@ def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, mon
         align.call("other", str(tmp_path / "none"), str(hello))
 
 
+def test_the_demonstration_runs_where_processes_do_not_tell_their_seconds(tmp_path, monkeypatch):
+    """os.wait4 is Unix alone."""
+    import align
+    monkeypatch.setattr(align, "out", str(tmp_path))
+    monkeypatch.delattr(os, "wait4")
+    (tmp_path / "good.py").write_text("print('done')")
+    assert align.call("good", "nowhere", str(tmp_path / "good.py"), "x").keys() == {"args", "wall"}
+    (tmp_path / "bad.py").write_text("raise SystemExit('no')")
+    with pytest.raises(ValueError, match="failed: no"):
+        align.call("bad", "nowhere", str(tmp_path / "bad.py"))
+
+
 def test_the_demonstrations_reward_is_what_its_page_says():
     import align
     assert align.reward("Sum 27, first 4", "4797") == 0 and align.reward("Sum 27, first 4", "45") == -18
