@@ -21,6 +21,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 
 The steps: n completions per prompt sampled from the start model, scored once, their log-probs under the start model stored (so that no
 second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
+SIGTERM, SIGUSR2, or a file named `stop` in the run folder: a checkpoint after the step it is in, before it leaves.
 
 $ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
 $ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
@@ -45,8 +46,8 @@ from tqdm import tqdm
 
 import checkpoint
 import rank
-from configurator import run, settings
 from chat import content_of
+from configurator import run, settings
 from model import at_least_fp32, chunk_rows
 from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
 from references import cached, column, fingerprint, said, same_or_refuse, scored
@@ -518,7 +519,6 @@ def align(ranks, where, b0):
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
     log = open_log(out, start, ranks)
-    names = ("ref", "reward", "q", "length")
     with stop_signals() as stop:                                            # before: what is on disk is not done again
         for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
             batch = [couples[k] for k in items(step, batch_size, len(couples), epochs, seed)]

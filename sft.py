@@ -11,6 +11,8 @@ template leaves that token out after the last answer, so a model trained on its 
                                                                                                          ^^^^^^^^^^^^^^^^^^ loss
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out curve.
+The conversations become ids once, in out/<run>/tokens, four bytes a token, which all processes map. SIGTERM, SIGUSR2, or
+a file named `stop` in the run folder: all processes save after the step that they are in, and leave; --resume goes on.
 
 $ python sft.py --data=conversations.jsonl --show             # the first conversations, what is learnt in green, token by token
 $ python sft.py --init_from=out/laptop --data=conversations.jsonl
@@ -298,6 +300,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
         if start:
             f.seek(start - 1)
             f.readline()                                                    # began before
+        first = f.tell()
         while f.tell() < start + PART and (line := f.readline()):
             lines += 1
             bar.update(len(line))
@@ -306,7 +309,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
             row = parsed(line)
             if row is None:
                 f.seek(0)
-                raise odd_line(path, f.read(start).count(b"\n") + lines, line)
+                raise odd_line(path, f.read(first).count(b"\n") + lines, line)
             found = learnable(tok, row, max_length, date)
             if isinstance(found, str):
                 count(bad, found, lines)
