@@ -468,18 +468,24 @@ def verdict(code, failed):
     return failed[0] if failed else None
 
 
-def ask(mutants, shop, root, store, minutes):
-    """Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun."""
+def ask(mutants, shop, root, store, minutes, trust=False):
+    """
+    Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun. trust: what an earlier state of the
+    tests killed counts as killed, so that only survivors are asked again while tests are written.
+    """
     path, deadline = f"{store}/answers.jsonl", time.monotonic() + 60 * minutes
     known = {}
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             known = {row["key"]: row for row in map(json.loads, f)}
+    killed = {row.get("source"): row for row in known.values() if row["by"]}
     keys = {}
     for m in mutants:
         tests = [f"{root}/{module}" for module in claimants(m.file, root)]
         key = hashlib.sha256(m.source + f"{m.file} {sha(f'{root}/tests/conftest.py', *tests)}".encode()).hexdigest()[:16]
         keys[key] = m
+        if trust and hashed(m) in killed:
+            known.setdefault(key, killed[hashed(m)])
     todo = [key for key in keys if key not in known]
     observed = observations(sorted({module for key in todo for module in claimants(keys[key].file, root)}), shop, root, store)
 
@@ -499,7 +505,7 @@ def ask(mutants, shop, root, store, minutes):
             if by is None:
                 tqdm.write(f"could not be asked: {m.file}:{m.lines[0]} {m.new}\n{log[-1000:]}")
                 continue
-            known[key] = dict(key=key, file=m.file, line=m.lines[0], old=m.old, new=m.new, by=by)
+            known[key] = dict(key=key, source=hashed(m), file=m.file, line=m.lines[0], old=m.old, new=m.new, by=by)
             f.write(json.dumps(known[key]) + "\n")
             f.flush()
             survived += not by
@@ -507,6 +513,10 @@ def ask(mutants, shop, root, store, minutes):
             if not by:
                 tqdm.write(f"survived  {m.file}:{m.lines[0]}  {m.old}  ->  {m.new}")
     return [known[key] | dict(line=m.lines[0]) for key, m in keys.items() if key in known]
+
+
+def hashed(mutant):
+    return hashlib.sha256(mutant.file.encode() + b"\n" + mutant.source).hexdigest()[:16]
 
 
 def table(answers, harmless, planned):
@@ -555,6 +565,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=0, help="begin no mutant after so many minutes; 0: all are asked")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time")
     parser.add_argument("--rate", type=float, default=1.0, help="times as many generated mutants")
+    parser.add_argument("--trust", action="store_true", help="what other tests killed counts as killed: quick while tests are written")
     parser.add_argument("--plan", action="store_true", help="print what would be planted, and stop")
     parser.add_argument("--table", default="", help="write the table to this file as well")
     args = parser.parse_args()
@@ -571,7 +582,7 @@ def main():
     os.makedirs(store, exist_ok=True)
     warm_up()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        answers = ask(mutants, Workshop(folder, ROOT, args.jobs), ROOT, store, args.minutes)
+        answers = ask(mutants, Workshop(folder, ROOT, args.jobs), ROOT, store, args.minutes, args.trust)
     text = table(answers, HARMLESS, len(mutants))
     print(text)
     if args.table:

@@ -174,4 +174,11 @@ MISTAKES = [
 
 # (file, the line as mutants.py prints it, its mutant, why nobody could notice)
 HARMLESS = [
+    ("ademamix.py", 'work.setdefault((int(state["step"]), args[4].dtype, args[0].dtype, args[1].dtype), []).append(args)',
+     'work.setdefault((int(state["step"]), args[4].dtype, args[1].dtype, args[1].dtype), []).append(args)',
+     "torch gives a gradient its parameter's dtype"),
+    ("model.py", "(keys, values), self.layer = self.kv[self.layer], self.layer + 1", "(keys, values), self.layer = self.kv[self.layer], self.layer - 1",
+     "each layer still has a buffer of its own, counted from the other end"),
+    ("model.py", 'if self.start.device.type == "cuda":', 'if self.start.device.type != "cuda":',
+     "a mark for CUDA graphs, which nothing reads on a CPU"),
 ]
