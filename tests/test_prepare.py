@@ -238,7 +238,7 @@ def home(tmp_path):
 
 def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
     before = snapshot(home)
-    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read")
+    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read") | {"file/x": "cannot be written"}
     cases |= {"own/": "thesis.md", "texts/sub": "to be read", "texts/new": "lies in", "texts/new/": "lies in", "": "to be read"}
     for out, says in cases.items():
         for texts in ("texts", "texts/", "link/../texts"):
@@ -301,6 +301,25 @@ def test_one_process_at_a_time_writes_a_folder(home):
         assert done.returncode == 2 and f"another prepare.py is writing there (process {os.getpid()})" in done.stderr
     lock.close()
     run(home / "texts", f"--out={home}/data", "--tokenizer=byte")
+
+
+def test_a_lock_that_its_owner_has_removed_meanwhile_is_none(tmp_path):
+    """Opened before the owner ended and locked after: another process may have made the folder anew, with a lock of its own."""
+    for again in (False, True):
+        with open(tmp_path / "lock", "a+") as lock:
+            os.remove(tmp_path / "lock")
+            if again:
+                (tmp_path / "lock").touch()
+            with pytest.raises(ValueError, match="has just finished there"):
+                shards.hold(lock, "out")
+
+
+@pytest.mark.skipif(not shards.fcntl, reason="no locks on this system")
+def test_a_file_system_without_locks_is_told_and_used(home, monkeypatch):
+    def none(*args):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(shards.fcntl, "flock", none)
+    assert "has no locks (Function not implemented)" in run(home / "texts", f"--out={home}/data", "--tokenizer=byte").stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------
