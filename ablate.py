@@ -1,15 +1,20 @@
 """
 Does it help? A study is a few arms that differ in one choice, trained on the same tokens with several seeds each.
 
-    d_s = bits per byte (arm, seed s) - bits per byte (baseline, seed s)         mean d, sd d, p = P(|t_{n-1}| > |mean d| sqrt(n) / sd d)
+    d_s = bits per byte (arm, seed s) - bits per byte (baseline, seed s)         s = 1 .. n
+
+    mean d +- t sd d / sqrt(n), the 95 % interval of Student's t             p = P(|t_{n-1}| > |mean d| sqrt(n) / sd d)
 
 Runs of one seed share the order of the data and, where shapes agree, the initial weights (model.py seeds each tensor by its name), so
-differences are taken pair by pair. Each arm searches the same learning rates with the first seed and keeps its best: a baseline that is
-tuned less than its rival proves nothing. The floor is always a tenth of the peak. What is asked decides the name of a run's folder, so
-studies share the runs that they have in common, finished runs are skipped, broken ones are resumed. Protocol: report sec. 2.4, Table 3
-(arXiv 2509.14233), which has one run an arm; here the seeds say what a difference is worth.
+differences are taken pair by pair. Each arm searches the same learning rates with seed 0 and keeps its best: a baseline that is tuned
+less than its rival proves nothing, and the seed that chose a rate flatters it, so seed 0 is not among those that are reported. Who
+compares eleven arms finds a small p by chance: beside each p stands Holm's, which holds for all comparisons of a table together.
 
-$ python ablate.py configs/ablations/activations.py --seeds=3             # a study: runs, results.csv, table.md, plot.png
+The floor is always a tenth of the peak. What is asked decides the name of a run's folder, so studies share the runs that they have in
+common, finished runs are skipped, broken ones are resumed. Protocol: report sec. 2.4, Table 3 (arXiv 2509.14233), which has one run an
+arm; here the seeds say what a difference is worth.
+
+$ python ablate.py configs/ablations/activations.py                       # a study: runs, results.csv, table.md, plot.png
 $ python ablate.py configs/ablations/activations.py --report              # tables and pictures again from the committed runs.jsonl
 $ python ablate.py configs/ablations/apertus.py --size=configs/laptop.py  # the same at another size: any config of train.py
 $ python ablate.py --overview                                             # every study in one table and one picture
@@ -31,16 +36,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import configurator
 import plot
+from intervals import p_value, t_quantile
 from schedule import steps_in
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
 arms = {}                                   # name -> overrides of train.py: a dict, or a config file as a string
 baseline = ""                               # the arm that the others are compared with
-lrs = ()                                    # peak learning rates that every arm tries
+lrs = ()                                    # peak learning rates that every arm tries; one: nothing is searched
 question = ""                               # one line
 published = ""                              # what the report, or whoever claims it, found
 reading = ""                                # one paragraph: what our numbers say and do not say
-seeds = 3                                   # runs of each arm at its best learning rate
+seeds = 5                                   # runs of each arm at its best learning rate: seeds 1, 2, ...
 size = "configs/ablations/size_laptop.py"   # a config of train.py: the model and the length of every run
 data = "data/stdlib"                        # what prepare.py wrote
 out = "results/ablations"                   # the study's folder is made in here
@@ -50,6 +56,7 @@ report = False                              # run nothing: write table and pictu
 overview = False                            # run nothing: one table and one picture of all studies in `out`
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
+SEARCH_SEED = 0                             # chooses the learning rates, and is never reported
 COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3", llama="C0", swiglu="C0", adamw="C0", cosine="C0", gelu="C1", relu2="C2")
 
 
@@ -155,64 +162,73 @@ def read_run(folder, arm, lr, seed):
 
 
 def run_study():
-    """Learning rates with the first seed, then the other seeds at each arm's best. Returns the lines of runs.jsonl."""
-    def job(lr, name, seed):
-        argv = arguments(arms[name], lr, seed)
-        return argv, folder_of(check_arguments(argv))
+    """Each arm's learning rate by the search seed, then the reported seeds at it. Returns the lines of runs.jsonl."""
+    def do(asked):
+        """Train each (arm, lr, seed) that is not finished; returns their rows."""
+        jobs = []
+        for name, lr, seed in asked:
+            argv = arguments(arms[name], lr, seed)
+            jobs.append((argv, folder_of(check_arguments(argv))))
+        train_all(jobs)
+        return [read_run(folder, *run) for (_, folder), run in zip(jobs, asked)]
 
-    print(f"{study}: {len(arms)} arms x {len(lrs)} learning rates, seed 1")
-    train_all([job(lr, name, 1) for lr in lrs for name in arms])
-    rows = [read_run(job(lr, name, 1)[1], name, lr, 1) for name in arms for lr in lrs]
-    best = best_lrs(rows)
-    print(f"{study}: best learning rates {best}; seeds 2 to {seeds}")
-    more = [(name, best[name], seed) for seed in range(2, seeds + 1) for name in arms]
-    train_all([job(lr, name, seed) for name, lr, seed in more])
-    return rows + [read_run(job(lr, name, seed)[1], name, lr, seed) for name, lr, seed in more]
+    searched, best = [], dict.fromkeys(arms, lrs[0])
+    if len(lrs) > 1:
+        print(f"{study}: {len(arms)} arms x {len(lrs)} learning rates, seed {SEARCH_SEED}")
+        searched = do([(name, lr, SEARCH_SEED) for lr in lrs for name in arms])
+        best = best_lrs(searched)
+    print(f"{study}: learning rates {best}; seeds 1 to {seeds}")
+    return searched + do([(name, best[name], seed) for seed in range(1, seeds + 1) for name in arms])
 
 
 # -----------------------------------------------------------------------------
 # what the runs say
 
 
-def best_lrs(rows):
-    """{arm: its learning rate of the lowest final validation, with seed 1}."""
-    first = [r for r in rows if r["seed"] == 1]
-    arms_here = dict.fromkeys(r["arm"] for r in rows)
-    return {arm: min((r for r in first if r["arm"] == arm), key=lambda r: r["val_bpb"][-1])["lr"] for arm in arms_here}
+def best_lrs(searched):
+    """{arm: its learning rate of the lowest final validation}, from the runs of the search seed."""
+    best = {}
+    for r in searched:
+        if r["arm"] not in best or r["val_bpb"][-1] < best[r["arm"]]["val_bpb"][-1]:
+            best[r["arm"]] = r
+    return {arm: r["lr"] for arm, r in best.items()}
 
 
-def chosen(rows):
-    """{arm: its runs at its best learning rate, by seed}: what is compared."""
-    best = best_lrs(rows)
-    return {arm: sorted((r for r in rows if (r["arm"], r["lr"]) == (arm, lr)), key=lambda r: r["seed"]) for arm, lr in best.items()}
+def reported(rows):
+    """{arm: its runs by seed}, without those of the search: what is compared."""
+    groups = {}
+    for r in sorted(rows, key=lambda r: r["seed"]):
+        if r["seed"] != SEARCH_SEED:
+            groups.setdefault(r["arm"], []).append(r)
+    return {arm: groups[arm] for arm in dict.fromkeys(r["arm"] for r in rows)}
 
 
-def p_value(t, df):
-    """
-    P(|T| > |t|) of Student's t with a whole number df >= 1 of degrees of freedom, by the finite sums of Abramowitz & Stegun 26.7.3-4.
-    """
-    if df < 1:
-        return math.nan
-    if math.isinf(t):
-        return 0.0
-    angle = math.atan(abs(t) / math.sqrt(df))
-    term, total = 1.0, 0.0
-    for i in range(df // 2):                                                # even: 1 + c^2/2 + 1*3 c^4/(2*4) ...; odd: 1 + 2 c^2/3 ...
-        total += term
-        term *= math.cos(angle) ** 2 * ((2 * i + 1) / (2 * i + 2) if df % 2 == 0 else (2 * i + 2) / (2 * i + 3))
-    inside = total * math.sin(angle) if df % 2 == 0 else 2 / math.pi * (angle + math.sin(angle) * math.cos(angle) * total)
-    return max(0.0, 1 - inside)
+def differences(ours, theirs):
+    """Runs of two arms -> what ours ends above theirs, in bits per byte, one number for each seed that both have."""
+    base = {r["seed"]: r["val_bpb"][-1] for r in theirs}
+    return [r["val_bpb"][-1] - base[r["seed"]] for r in ours if r["seed"] in base]
 
 
 def paired(ours, theirs):
-    """Runs of two arms -> (mean difference, sd, p, n) over the seeds that both have. sd and p are nan for one seed."""
-    base = {r["seed"]: r["val_bpb"][-1] for r in theirs}
-    d = [r["val_bpb"][-1] - base[r["seed"]] for r in ours if r["seed"] in base]
-    if not d:
-        return math.nan, math.nan, math.nan, 0
-    mean, sd = statistics.fmean(d), statistics.stdev(d) if len(d) > 1 else math.nan
-    t = mean * math.sqrt(len(d)) / sd if sd else math.copysign(math.inf, mean) if mean else 0.0
-    return mean, sd, p_value(t, len(d) - 1), len(d)
+    """Runs of two arms -> (mean difference, half of its 95 % interval, p, n). The two in the middle are nan for one seed."""
+    d = differences(ours, theirs)
+    if len(d) < 2:
+        return statistics.fmean(d) if d else math.nan, math.nan, math.nan, len(d)
+    mean, error = statistics.fmean(d), statistics.stdev(d) / math.sqrt(len(d))
+    t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
+    return mean, t_quantile(len(d) - 1) * error, p_value(t, len(d) - 1), len(d)
+
+
+def holm(ps):
+    """
+    The p-values of several comparisons -> the same, adjusted so that the chance of any false one below alpha is alpha (Holm 1979):
+    the i-th smallest of n times n - i + 1, none smaller than the one before it.
+    """
+    adjusted, most = list(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        most = max(most, min(1.0, ps[i] * (len(ps) - rank)))
+        adjusted[i] = most
+    return adjusted
 
 
 def mean_curve(group):
@@ -238,45 +254,77 @@ def summary(rows, baseline):
     hashes = {r["data_hash"] for r in rows}
     if len(hashes) > 1:
         raise ValueError(f"runs on different data ({', '.join(sorted(hashes))}) cannot be compared: run the study again with one --data")
-    groups = chosen(rows)
+    groups = reported(rows)
     if baseline not in groups:
         raise ValueError(f"baseline={baseline!r} is no arm of the runs: there is {', '.join(groups)}")
     base, table = groups[baseline], []
-    tried = {arm: sorted({r["lr"] for r in rows if r["arm"] == arm}) for arm in groups}
     for arm in sorted(groups, key=lambda a: a != baseline):
         group = groups[arm]
         final = [r["val_bpb"][-1] for r in group]
-        mean, sd, p, n = paired(group, base) if arm != baseline else (None, None, None, len(group))
-        lr, edges = group[0]["lr"], (tried[arm][0], tried[arm][-1])
+        rates = sorted({r["lr"] for r in rows if r["arm"] == arm})
+        mean, half, p, n = paired(group, base)
         table.append(dict(
-            arm=arm, lr=lr, lr_at_edge=edges[0] != edges[1] and lr in edges, seeds=n,
-            bpb=statistics.fmean(final), sd=statistics.stdev(final) if len(final) > 1 else math.nan, difference=mean, difference_sd=sd, p=p,
-            tokens_to_baseline=1.0 if arm == baseline else share_of_tokens(mean_curve(group), mean_curve(base)[-1][1]),
-            train_loss=statistics.fmean(r["train_loss"] for r in group), grad_norm=statistics.median(r["grad_norm_median"] for r in group),
-            grad_norm_max=max(r["grad_norm_max"] for r in group), parameters=group[0]["parameters"], steps=group[0]["steps"],
-            tokens=group[0]["tokens"][-1], flops=group[0]["flops"], seconds=statistics.fmean(r["seconds"] for r in group)))
+            arm=arm,
+            lr=group[0]["lr"],
+            lr_at_edge=len(rates) > 1 and group[0]["lr"] in (rates[0], rates[-1]),
+            seeds=n,
+            bpb=statistics.fmean(final),
+            sd=statistics.stdev(final) if len(final) > 1 else math.nan,
+            difference=None if arm == baseline else mean,
+            half_interval=None if arm == baseline else half,
+            p=None if arm == baseline else p,
+            tokens_to_baseline=share_of_tokens(mean_curve(group), mean_curve(base)[-1][1]),
+            train_loss=statistics.fmean(r["train_loss"] for r in group),
+            grad_norm=statistics.median(r["grad_norm_median"] for r in group),
+            grad_norm_max=max(r["grad_norm_max"] for r in group),
+            parameters=group[0]["parameters"],
+            steps=group[0]["steps"],
+            tokens=group[0]["tokens"][-1],
+            flops=group[0]["flops"],
+            seconds=statistics.fmean(r["seconds"] for r in group)))
+    for row, p in zip(table[1:], holm([row["p"] for row in table[1:]])):
+        row["p_holm"] = p
+    table[0].update(tokens_to_baseline=1.0, p_holm=None)
     return table
+
+
+def difference_md(row, p_holm):
+    """A difference to the baseline as text: mean, 95 % interval, p alone and among all comparisons of the table."""
+    if row["seeds"] < 2:
+        return f"{row['difference']:+.4f} (one seed)"
+    return f"{row['difference']:+.4f} ± {row['half_interval']:.4f} (p = {row['p']:.3f}, {p_holm:.3f})"
+
+
+def reach_md(share):
+    return "never" if share is None else f"{share:.0%}"
 
 
 def table_md(rows):
     """The study as Markdown. A pure function of the runs: a test writes it again from the committed ones and compares."""
     table = summary(rows, baseline)
     first, many = table[0], max(r["seeds"] for r in table)
-    tried = ", ".join(f"{lr:g}" for lr in sorted({r["lr"] for r in rows}))
+    rates = sorted({r["lr"] for r in rows if r["seed"] == SEARCH_SEED})
+    search = f"Each arm's learning rate is the best of {', '.join(f'{lr:g}' for lr in rates)} with seed {SEARCH_SEED}, which is not " \
+             "reported (* = at the edge of what was tried)." if rates else "One learning rate for all, not searched."
     lines = [f"# {study}", "", question, "",
              f"{first['parameters'] / 1e6:.2f}M parameters (baseline), {first['steps']} steps of {rows[0]['batch_tokens']:,} tokens = "
-             f"{first['tokens'] / 1e6:.2f}M tokens, {many} seeds. Learning rates tried by every arm with seed 1: {tried} "
-             "(* = the best is at the edge).", "",
-             "| arm | lr | bits/byte, mean ± sd | against the baseline, mean ± sd (p) | tokens to its loss | parameters | train loss "
+             f"{first['tokens'] / 1e6:.2f}M tokens, {many} seeds. {search} Differences are paired by seed: mean ± half of the 95 % "
+             f"interval by Student's t (p, and p by Holm for all {len(table) - 1} comparisons of this table).", "",
+             "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters | train loss "
              "| gradient norm, median (max) | FLOPs | s |",
              "|---|---|---|---|---|---|---|---|---|---|"]
     for r in table:
         lines.append("| " + " | ".join((
-            r["arm"], f"{r['lr']:g}{'*' if r['lr_at_edge'] else ''}", f"{r['bpb']:.4f} ± {r['sd']:.4f}",
-            "baseline" if r["difference"] is None else f"{r['difference']:+.4f} ± {r['difference_sd']:.4f} (p = {r['p']:.3f})",
-            "never" if r["tokens_to_baseline"] is None else f"{r['tokens_to_baseline']:.0%}",
-            f"{r['parameters']:,}", f"{r['train_loss']:.3f}",
-            f"{r['grad_norm']:.2f} ({r['grad_norm_max']:.1f})", f"{r['flops']:.2e}", f"{r['seconds']:.0f}")) + " |")
+            r["arm"],
+            f"{r['lr']:g}{'*' if r['lr_at_edge'] else ''}",
+            f"{r['bpb']:.4f} ± {r['sd']:.4f}",
+            "baseline" if r["difference"] is None else difference_md(r, r["p_holm"]),
+            reach_md(r["tokens_to_baseline"]),
+            f"{r['parameters']:,}",
+            f"{r['train_loss']:.3f}",
+            f"{r['grad_norm']:.2f} ({r['grad_norm_max']:.1f})",
+            f"{r['flops']:.2e}",
+            f"{r['seconds']:.0f}")) + " |")
     lines += ["", f"Published: {published}", "", f"Reading: {reading or 'none written yet.'}", "",
               f"Command: `python ablate.py configs/ablations/{study}.py --seeds={many} --size={rows[0]['size']}`", ""]
     return "\n".join(lines)
@@ -288,7 +336,7 @@ def draw(rows, picture):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = chosen(rows)
+    groups = reported(rows)
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 2))
     for axis, whole in zip(axes, (True, False)):
         ends = []
@@ -350,14 +398,20 @@ def finished_studies():
 
 
 def overview_md():
-    """All studies as one Markdown table, a line for each arm against its baseline: the README's."""
-    lines = ["| study | against | seeds | bits/byte, paired difference ± sd (p) | tokens to the baseline's loss | parameters, tokens |",
+    """All studies as one Markdown table, a line for each arm against its baseline: the README's. p is Holm's, over all lines."""
+    found = [(name, config["baseline"], row) for name, config, rows in finished_studies()
+             for row in summary(rows, config["baseline"])[1:]]
+    lines = ["| study | against | seeds | bits/byte, paired difference ± 95 % interval (p, p by Holm) | tokens to the baseline's loss "
+             "| parameters, tokens |",
              "|---|---|---|---|---|---|"]
-    for name, config, rows in finished_studies():
-        for r in summary(rows, config["baseline"])[1:]:
-            reach = "never" if r["tokens_to_baseline"] is None else f"{r['tokens_to_baseline']:.0%}"
-            lines.append(f"| {name}: {r['arm']} | {config['baseline']} | {r['seeds']} | {r['difference']:+.4f} ± {r['difference_sd']:.4f} "
-                         f"({r['p']:.3f}) | {reach} | {r['parameters'] / 1e6:.2f}M, {r['tokens'] / 1e6:.2f}M |")
+    for (name, base, r), p_holm in zip(found, holm([r["p"] for _, _, r in found])):
+        lines.append("| " + " | ".join((
+            f"{name}: {r['arm']}",
+            base,
+            str(r["seeds"]),
+            difference_md(r, p_holm),
+            reach_md(r["tokens_to_baseline"]),
+            f"{r['parameters'] / 1e6:.2f}M, {r['tokens'] / 1e6:.2f}M")) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -369,33 +423,22 @@ def draw_overview(picture):
 
     lines = []
     for _, config, rows in finished_studies():
-        groups, base = chosen(rows), config["baseline"]
-        reference = {r["seed"]: r["val_bpb"][-1] for r in groups[base]}
-        lines += [(f"{arm} against {base}", [r["val_bpb"][-1] - reference[r["seed"]] for r in group if r["seed"] in reference])
-                  for arm, group in groups.items() if arm != base]
+        groups, base = reported(rows), config["baseline"]
+        lines += [(f"{arm} against {base}", group, groups[base]) for arm, group in groups.items() if arm != base]
     figure, axis = plt.subplots(figsize=(8, 1 + 0.42 * len(lines)), layout="constrained")
-    for y, (label, d) in enumerate(reversed(lines)):
-        mean = statistics.fmean(d)
-        if len(d) > 1:
-            half = t_quantile(len(d) - 1) * statistics.stdev(d) / math.sqrt(len(d))
+    for y, (label, ours, theirs) in enumerate(reversed(lines)):
+        d = differences(ours, theirs)
+        mean, half, _, n = paired(ours, theirs)
+        if n > 1:
             axis.plot([mean - half, mean + half], [y, y], color="grey", linewidth=5, alpha=0.35, solid_capstyle="butt")
         axis.plot(d, [y] * len(d), "o", color="C3" if mean > 0 else "C0", markersize=4)
         axis.plot([mean], [y], "|", color="black", markersize=13)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(lines)), [label for label, _ in reversed(lines)], fontsize=9)
+    axis.set_yticks(range(len(lines)), [label for label, _, _ in reversed(lines)], fontsize=9)
     axis.set_xlabel("bits per byte against the baseline, same seed (left: better than it)\na dot a seed; bar: 95 % interval of the mean", fontsize=9)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, dpi=110)
     plt.close(figure)
-
-
-def t_quantile(df, p=0.05):
-    """t with P(|T| > t) = p, by bisection."""
-    low, high = 0.0, 1000.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle, df) > p else (low, middle)
-    return low
 
 
 def main():

@@ -1,5 +1,5 @@
 """
-Alignment on a laptop, start to end: a small pretrained model -> SFT -> references -> QRPO, DPO, REBEL, SimPO, three seeds each.
+Alignment on a laptop, start to end: a small pretrained model -> SFT -> references -> QRPO, DPO, REBEL, SimPO, five seeds each.
 
 The task has a reward that needs no judge: "Sum 27, first 4" wants digits that add up to 27, the first of them 4; any number of digits.
 
@@ -36,7 +36,7 @@ tuning = "results/align/tuning.json"    # learning rates and betas; made by a ru
 start = ""                      # a pretrained model: run folder, Hugging Face folder or hub name; "" = train configs/align.py first
 tune = False                    # make `tuning` anew, and stop: every beta of GRIDS with every lr, once, measured on the validation prompts
 methods = ""                    # some of GRIDS, with commas; "" = all
-seeds = 3                       # of references, pairs and their order; pretraining and SFT are done once
+seeds = 5                       # of references, pairs and their order; pretraining and SFT are done once
 workers = 2                     # runs at a time, one thread each
 n_conversations = 6000          # of the sloppy teacher
 n_refs = 16                     # samples of the SFT model per prompt
@@ -105,12 +105,12 @@ def call(name, done, script, *args, threads=1):
         with open(log, "w", encoding="utf-8") as f:
             process = subprocess.Popen([sys.executable, os.path.join(root, script), *args], stdout=f, stderr=subprocess.STDOUT,
                                        env=dict(os.environ, OMP_NUM_THREADS=str(threads)))
-            _, status, used = os.wait4(process.pid, 0)
-        if status:
+            seconds = cpu_seconds(process)
+        if process.returncode:
             with open(log, encoding="utf-8", errors="replace") as f:
                 raise ValueError(f"{script} {' '.join(args)} failed: {f.read().strip().splitlines()[-1]} ({log})")
         with open(record, "w", encoding="utf-8") as f:
-            json.dump(dict(args=args, wall=round(time.perf_counter() - began), cpu=round(used.ru_utime + used.ru_stime)), f)
+            json.dump(dict(args=args, wall=round(time.perf_counter() - began), **seconds), f)
     if not os.path.exists(record):
         return {}
     with open(record, encoding="utf-8") as f:
@@ -118,6 +118,16 @@ def call(name, done, script, *args, threads=1):
     if found["args"] != list(args):
         raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): delete it, or name another --out")
     return found
+
+
+def cpu_seconds(process):
+    """Wait for a process -> {"cpu": its seconds on the processor}; {} on Windows, which does not tell."""
+    if not hasattr(os, "wait4"):
+        process.wait()
+        return {}
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return dict(cpu=round(used.ru_utime + used.ru_stime))
 
 
 def pretrain_and_sft():
@@ -168,7 +178,7 @@ def measure(runs, sft, tests, beta):
     """
     import torch
     import convert
-    from qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp
+    from qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp, words
     reference, tok = convert.load_any(sft)
     end = tok.special["<|assistant_end|>"]
     prompts = [tok.chat(question(*t), add_generation_prompt=True)[1] for t in tests]
@@ -178,8 +188,7 @@ def measure(runs, sft, tests, beta):
         asked = [p for p in prompts for _ in range(n)]
         ids = model.generate(asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
         said = [(p, full[len(p):]) for full, p in zip(ids, asked)]
-        words = [tok.decode([i for i in y if i != end]) for _, y in said]
-        scores = [reward(question(*tests[k // n])[-1]["content"], w) for k, w in enumerate(words)]
+        scores = [reward(question(*tests[k // n])[-1]["content"], words(tok, y)) for k, (_, y) in enumerate(said)]
         return said, torch.tensor(scores, dtype=torch.float64).view(-1, n)
 
     @torch.no_grad()

@@ -13,10 +13,12 @@ With several processes each writes, hashes and reads its own part, and any numbe
 `group` is then a gloo group for this file alone (parallel.py); None is one process. Training goes on while a Saver writes.
 """
 
-import fcntl
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import warnings
@@ -39,8 +41,8 @@ def tensors_of(model, optimizer):
 
 def save(folder, step, model, optimizer, info, keep=2, group=None):
     """
-    Write folder/step-N, all or nothing, and delete all but the `keep` newest. info: what else to know, JSON (settings, counters).
-    Returns the path. OSError (disk full, read-only), on every rank alike, leaves what was there untouched and nothing under the new name.
+    Write folder/step-N, all or nothing, and delete all but the `keep` newest (0: delete none). info: what else to know, JSON (settings,
+    counters). Returns the path. OSError (disk full, read-only), on every rank alike, leaves what was there untouched and nothing under the new name.
     """
     return write(folder, step, tensors_of(model, optimizer), info, keep, group)
 
@@ -48,6 +50,7 @@ def save(folder, step, model, optimizer, info, keep=2, group=None):
 def write(folder, step, tensors, info, keep, group):
     """save(), from tensors that hold still."""
     import torch.distributed.checkpoint as dcp                              # a second, which --help need not wait
+    check_keep(keep)
     rank = dist.get_rank(group) if group else 0
     final = os.path.join(folder, f"step-{step:08d}")
     tmp = final + ".tmp"
@@ -70,7 +73,8 @@ def write(folder, step, tensors, info, keep, group):
     def begin():
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
-            os.makedirs(tmp)
+            make_folder(folder)
+            os.mkdir(tmp)
 
     def write_my_part():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(tmp, save_distributed=True), process_group=group, no_dist=group is None)
@@ -83,8 +87,7 @@ def write(folder, step, tensors, info, keep, group):
 
     def publish():
         if rank == 0:
-            write_flushed(os.path.join(tmp, "manifest.json"), sealed(dict(step=step, files=files, **info)))
-            flush(tmp)
+            write_flushed(os.path.join(tmp, "manifest.json"), sealed(dict(step=step, files=files, **info)))     # flushes the names of the shards too
             shutil.rmtree(final, ignore_errors=True)
             os.rename(tmp, final)
             flush(folder)
@@ -94,7 +97,8 @@ def write(folder, step, tensors, info, keep, group):
     files = {file: digest for part in together(hash_my_part) for file, digest in part.items()}
     together(publish)
     if rank == 0:
-        for old in [s for s in steps_in(folder) if s <= step][:-keep]:          # a damaged one of a later step does not count
+        standing = [s for s in steps_in(folder) if s <= step]                  # a damaged one of a later step does not count
+        for old in standing[:-keep] if keep else ():
             shutil.rmtree(os.path.join(folder, f"step-{old:08d}"), ignore_errors=True)
     return final
 
@@ -106,6 +110,7 @@ class Saver:
     """
 
     def __init__(self, folder, keep=2, group=None, patience=3):
+        check_keep(keep)
         self.folder, self.keep, self.group, self.patience = folder, keep, group, patience
         self.thread, self.pending, self.failures = ThreadPoolExecutor(1), None, 0
 
@@ -135,6 +140,12 @@ class Saver:
         self.patience = 1
         self.wait()
         self.thread.shutdown()
+
+
+def check_keep(keep):
+    """ValueError unless the number of checkpoints to keep is 0 (all of them) or more: -1 would delete each as soon as it is written."""
+    if keep < 0:
+        raise ValueError(f"keep_checkpoints={keep}: want how many of the newest to keep, or 0 to keep all of them")
 
 
 def copy_to_cpu(t):
@@ -203,9 +214,11 @@ def read_manifest(path):
     for file in manifest["files"]:
         if file != os.path.basename(file) or file in ("", ".", ".."):
             raise ValueError(f"{path}: manifest.json names {file!r}, which is not a file in this folder")
-    foreign = set(os.listdir(path)) - manifest["files"].keys() - {"manifest.json"}
-    if foreign:                                                                # DCP would read any safetensors file that lies there
-        raise ValueError(f"{path}: {min(foreign)} is not of this checkpoint (the manifest does not name it)")
+    # DCP reads every safetensors file of the folder. Whatever else lies there is never opened, and file systems leave files of their own
+    # (.DS_Store; .nfs0001 for a file that was deleted while another machine had it open): they damage nothing.
+    foreign = [file for file in sorted(os.listdir(path)) if file.endswith(".safetensors") and file not in manifest["files"]]
+    if foreign:
+        raise ValueError(f"{path}: {foreign[0]} is not of this checkpoint (the manifest does not name it): remove that file")
     return manifest
 
 
@@ -230,10 +243,22 @@ def load(path, model, optimizer=None):
     if optimizer is not None:
         for key, entry in saved.items():
             kind, _, name = key.partition("/")
-            if kind != "model":                                                # like its parameter, or a scalar such as the step
-                like = params[name] if tuple(entry.size) == tuple(params[name].shape) else torch.empty(())
-                optimizer.state[params[name]][kind] = flat[key] = torch.empty_like(like, dtype=entry.properties.dtype)
+            if kind != "model":
+                flat[key] = empty_state(optimizer, params[name], entry.size, entry.properties.dtype)
+                optimizer.state[params[name]][kind] = flat[key]
     dcp.load(flat, storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=True)
+
+
+def empty_state(optimizer, param, shape, dtype):
+    """
+    A state to be filled, where the optimizer itself would have made it: like its parameter, or a scalar (the step). torch keeps the step
+    on the CPU, where counting costs no kernel, unless the update reads it on the device: fused and capturable optimizers fail otherwise.
+    """
+    if tuple(shape) == tuple(param.shape):
+        return torch.empty_like(param, dtype=dtype)
+    group = next(group for group in optimizer.param_groups if any(p is param for p in group["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    return torch.empty((), dtype=dtype, device=param.device if on_device else "cpu")
 
 
 def claim(out):
@@ -242,24 +267,55 @@ def claim(out):
     by kill -9, so no lock is ever left behind. ValueError: it cannot be written, or another run is writing there.
     """
     try:
-        os.makedirs(out, exist_ok=True)
+        make_folder(out)
         lock = open(os.path.join(out, ".lock"), "a+", encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): choose another with --out") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        held = not lock_file(lock)
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            lock.close()
+            raise ValueError(f"{out}: its lock cannot be taken ({e.strerror}): try again, or choose another --out") from None
+        print(f"{out}: this file system has no locks ({e.strerror}): make sure yourself that no other run writes there")
+        held = False
+    if held:
         lock.seek(0)
         owner = lock.read().strip()
         lock.close()
-        raise ValueError(f"{out}: another run is writing there ({owner}): stop it (touch {out}/stop) or choose another --out") from None
+        raise ValueError(f"{out}: another run is writing there ({owner}): stop it (touch {out}/stop) or choose another --out")
     lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {os.uname().nodename}")
+    lock.write(f"process {os.getpid()} on {platform.node()}")
     lock.flush()
     for name in os.listdir(os.path.join(out, "ckpt")) if os.path.isdir(os.path.join(out, "ckpt")) else []:
         if re.fullmatch(r"step-\d+\.tmp", name):                               # a save that was killed
             shutil.rmtree(os.path.join(out, "ckpt", name), ignore_errors=True)
     return lock
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)     # Lustre mounted without flock, NFS without lockd
+
+
+def lock_file(file):
+    """
+    Lock an open file for this process: False if another holds it, OSError if it cannot be locked at all. On Windows a lock of msvcrt,
+    since that too goes with its owner, which a file made with O_EXCL would not; far beyond the text, since others cannot read what is locked.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+        os.lseek(file.fileno(), 2**30, os.SEEK_SET)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def steps_in(folder):
@@ -280,14 +336,40 @@ def sha256(path):
 
 
 def write_flushed(path, text):
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
+    """Write a file, all or nothing: a full disk or a power cut leaves the old one. text: a string, or an iterable of lines."""
+    tmp = f"{path}.tmp"
+    try:
+        with open(tmp, "w", encoding="utf-8") as f:
+            f.writelines([text] if isinstance(text, str) else text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.remove(tmp)
+        e.filename, e.filename2 = str(path), None                              # or the line that the user sees would name no file
+        raise
+    flush(os.path.dirname(os.path.abspath(path)))
+
+
+def make_folder(path):
+    """os.makedirs, and each new name flushed into the folder that holds it: a power cut would take it with everything inside."""
+    holders, at = [], os.path.abspath(path)
+    while not os.path.lexists(at):
+        at = os.path.dirname(at)
+        holders.append(at)
+    os.makedirs(path, exist_ok=True)
+    for holder in holders:
+        flush(holder)
 
 
 def flush(path):
     """fsync a file or folder that is written already: a rename may reach the disk before the data it names."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    windows = os.name == "nt"
+    if windows and os.path.isdir(path):                                        # cannot be opened there: NTFS keeps a journal of names
+        return
+    fd = os.open(path, os.O_RDWR if windows else os.O_RDONLY)                  # Windows flushes only what is open for writing
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

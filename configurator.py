@@ -23,6 +23,37 @@ def settings(namespace):
     return {k: v for k, v in namespace.items() if k[0] != "_" and k == k.lower() and type(v) in KINDS}
 
 
+# What other trainers (nanoGPT, transformers, torchtitan) call a setting, and what it is here.
+ALIASES = dict(learning_rate="lr", min_lr="lr_floor", warmup="warmup_samples", decay="decay_samples", warmup_iters="warmup_samples",
+               warmup_steps="warmup_samples", lr_decay_iters="decay_samples", decay_steps="decay_samples", batch="batch_size",
+               bs="batch_size", gradient_accumulation_steps="micro_batch", micro_batch_size="micro_batch", max_norm="grad_clip",
+               clip="grad_clip", out_dir="out", output_dir="out", dataset="data", eval_interval="eval_every", eval_iters="eval_windows",
+               save_every="checkpoint_every", save_interval="checkpoint_every", seq_len="block_size", context="block_size",
+               layers="n_layer", heads="n_head", hidden_size="n_embd", temp="temperature", max_tokens="max_new_tokens")
+LENGTHS = ("steps", "max_steps", "num_steps", "train_steps", "total_steps", "max_iters", "iters", "iterations")
+
+
+def lengths(total):
+    """The three flags of a pretraining run of so many samples: 5 % warm-up, and the last 30 % decay, as in configs/laptop.py."""
+    return f"--total_samples={total} --warmup_samples={total // 20} --decay_samples={3 * total // 10}"
+
+
+def suggestion(key, value, defaults, now):
+    """What the user of an unknown setting may have meant: the rest of a sentence. now: the settings with all that was understood."""
+    if key in LENGTHS and "total_samples" in defaults and "batch_size" in defaults:
+        if type(value) is not int:
+            return "a run's length is counted in samples: total_samples = steps * batch_size"
+        return (f"a run's length is counted in samples: {value} steps of batch_size={now['batch_size']} are "
+                f"{lengths(value * now['batch_size'])}")
+    if key in ("epochs", "num_epochs", "max_epochs") and "total_samples" in defaults and "epochs" not in defaults:
+        return "a run's length is counted in samples: total_samples = epochs * windows of the data, which `python data.py DATA` prints"
+    known = ALIASES.get(key)
+    near = [known] if known in defaults else difflib.get_close_matches(key, defaults, 1, 0.78)
+    words = {word for word in key.split("_") if len(word) > 2}
+    near = near or [name for name in defaults if words & set(name.split("_"))][:3]         # eval: eval_every, eval_windows
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists them"
+
+
 def checked(key, value, default, where):
     """`value` as the kind of `default`: int becomes float, list becomes tuple, a default of None takes anything."""
     if default is None or type(value) is type(default):
@@ -52,8 +83,8 @@ def configure(namespace, argv=None):
 
     def override(key, value, where):
         if key not in defaults:
-            near = difflib.get_close_matches(key, defaults, 1)
-            raise ValueError(f"{where}: there is no setting {key!r}" + (f", did you mean {near[0]!r}?" if near else "; --help lists them"))
+            hint = suggestion(key, value, defaults, settings(namespace))
+            raise ValueError(f"{where}: there is no setting {key!r}{',' if hint.startswith('did') else ';'} {hint}")
         namespace[key] = checked(key, value, defaults[key], where)
 
     flags, rest = [], list(sys.argv[1:] if argv is None else argv)
@@ -63,7 +94,8 @@ def configure(namespace, argv=None):
             print_help(namespace, defaults)
             raise SystemExit(0)
         if arg.startswith("--"):
-            if "=" not in arg and type(defaults.get(arg[2:], True)) is not bool and rest and not rest[0].startswith("--"):
+            takes_value = type(defaults[arg[2:]]) is not bool if arg[2:] in defaults else bool(rest) and not config_file(rest[0])
+            if "=" not in arg and takes_value and rest and not rest[0].startswith("--"):
                 arg += "=" + rest.pop(0)                    # --key value
             flags.append(arg)
             continue
@@ -80,6 +112,7 @@ def configure(namespace, argv=None):
         else:
             have = ", ".join(sorted(f[:-3] for f in os.listdir(os.path.join(ROOT, "configs")) if f.endswith(".py")))
             raise ValueError(f"no config file {arg!r} here or in configs/ (there: {have})")
+    flags.sort(key=lambda arg: arg[2:].partition("=")[0] not in defaults)      # what is unknown last: its hint knows all the rest
     for arg in flags:                                       # after the files, wherever they stood
         key, equals, text = arg[2:].partition("=")          # only the first '=': --start=a=b sets start to 'a=b'
         if type(defaults.get(key)) is str:

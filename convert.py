@@ -9,8 +9,10 @@ refused by name.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
+import math
 import os
 
 import torch
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 import checkpoint
 import structured
 import tokenizer as tokenizers
+from configurator import checked, run
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
@@ -27,36 +30,94 @@ save = ""             # the folder to write as Hugging Face has it
 dtype = "float32"     # of the tensors written: float32 | bfloat16
 merge = False         # write a model with structured feed-forward layers as the dense one that it equals
 
-# What may stand in a config.json besides HF_NAMES and RoPE without changing the logits; any other key must have the value given here.
-NEUTRAL = {"architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id",
-           "pad_token_id", "_name_or_path", "rope_theta", "rope_scaling", "rope_parameters", "head_dim", "output_attentions",
-           "output_hidden_states", "id2label", "label2id", "problem_type", "chunk_size_feed_forward", "return_dict", "tokenizer_class"}
-REQUIRED = dict(hidden_act="xielu", attention_bias=False, attention_dropout=0.0, mlp_bias=False, qk_norm=True, post_norm=False,
-                is_encoder_decoder=False, quantization_config=None)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LIST = ".export.json"  # which files save_hf wrote into a folder: these, and no others, a later export there may replace
+
+# What a config.json may say besides HF_NAMES and RoPE. No logit depends on the first group, whatever stands there.
+FREE = {
+    "architectures", "model_type", "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path",
+    "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed", "tokenizer_class", "model_max_length",
+    "dtype", "torch_dtype", "use_cache", "use_return_dict", "return_dict", "output_attentions", "output_hidden_states",
+    "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type",
+    "finetuning_task", "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
+    "chunk_size_feed_forward", "keys_to_ignore_at_inference", "torchscript", "gradient_checkpointing"}
+# The second group would change the logits or the training: it must say what model.py does. Null asks for nothing.
+REQUIRED = dict(
+    hidden_act="xielu", hidden_activation="xielu", attention_bias=False, mlp_bias=False, qk_norm=True, post_norm=False,
+    attention_dropout=0.0, hidden_dropout=0.0, embd_pdrop=0.0, resid_pdrop=0.0, pretraining_tp=1, is_causal=True,
+    is_decoder=False, is_encoder_decoder=False, add_cross_attention=False, tie_encoder_decoder=False, pruned_heads={},
+    use_sliding_window=False, use_bidirectional_attention=False, partial_rotary_factor=1.0, logit_scale=1.0,
+    rope_traditional=False)
+ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
+LLAMA3 = dict(rope_scaling="factor", rope_original="original_max_position_embeddings", rope_low="low_freq_factor",
+              rope_high="high_freq_factor")                                 # our names: those of RoPE type llama3
 
 
 def config_from_hf(hf):
-    """config.json (dict) -> ApertusConfig. RoPE in either spelling: rope_theta + rope_scaling (transformers 4) or rope_parameters (5)."""
-    if hf.get("model_type") != "apertus":
-        raise ValueError(f"the config is of a {hf.get('model_type')!r} model; this is Apertus only (model_type 'apertus')")
-    rope = {**{"rope_theta": hf.get("rope_theta")}, **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    """
+    config.json (dict) -> ApertusConfig. ValueError, one line, names what model.py does not do.
+
+    Source: transformers' ApertusConfig, 4.56 to 5.23, and the configs of published Apertus models (tests/test_published.py).
+    """
+    kind = hf.get("model_type")
+    if kind != "apertus":
+        raise ValueError(f"the config is of a {kind!r} model; this is Apertus only (model_type 'apertus')")
+    absent = [theirs for ours, theirs in HF_NAMES.items() if hf.get(theirs) is None
+              and ours not in ("n_kv_head", "tie_embeddings", "norm_eps", "init_std")]
+    if absent:
+        raise ValueError(f"config.json does not say {', '.join(absent)}")
     given = {ours: hf[theirs] for ours, theirs in HF_NAMES.items() if hf.get(theirs) is not None}
     given.setdefault("n_kv_head", hf["num_attention_heads"])                # transformers: absent means multi-head
-    theta = rope.pop("rope_theta", None) or 12_000_000.0                    # transformers' default for Apertus
-    if kind == "llama3":
-        names = dict(rope_scaling="factor", rope_original="original_max_position_embeddings", rope_low="low_freq_factor", rope_high="high_freq_factor")
-        given.update({ours: rope.pop(theirs) for ours, theirs in names.items()})
-    elif kind == "default":
-        given["rope_scaling"] = 0.0
-    unknown = {k: v for k, v in hf.items() if k not in NEUTRAL and k not in HF_NAMES.values() and REQUIRED.get(k, "?") != v}
-    unknown.update({f"rope {k}": v for k, v in rope.items()} | ({} if kind in ("llama3", "default") else {"rope_type": kind}))
+    given.update(rope_from_hf(hf))
+    given = {ours: checked(HF_NAMES.get(ours, ours), value, getattr(ApertusConfig, ours), "config.json") for ours, value in given.items()}
+
+    # These three say of a smaller model what other keys say already.
+    usual = dict(head_dim=given["n_embd"] // given["n_head"], output_vocab_size=given["vocab_size"],
+                 layer_types=["full_attention"] * given["n_layer"], **REQUIRED)
+    known = FREE | ROPE | {*HF_NAMES.values()}
+    unknown = {key: value for key, value in hf.items()
+               if key not in known and value is not None and (key not in usual or usual[key] != value)}
     if unknown:
-        raise ValueError(f"config.json asks for what model.py does not do: {', '.join(f'{k}={v!r}' for k, v in unknown.items())}")
-    config = ApertusConfig(rope_theta=float(theta), **given)
-    if hf.get("head_dim", config.head_dim) != config.head_dim:
-        raise ValueError(f"config.json asks for what model.py does not do: head_dim={hf['head_dim']} is not {config.n_embd}/{config.n_head}")
-    return config
+        raise ValueError(f"config.json asks for what model.py does not do: {in_words(unknown)}")
+    return ApertusConfig(**given)
+
+
+def rope_from_hf(hf):
+    """
+    The RoPE settings of a config.json under our names, in either spelling: rope_theta and rope_scaling (transformers 4, where
+    null means plain RoPE), or rope_parameters (5). Both at once must agree. Neither: Apertus' own, theta 12e6 and llama3.
+    """
+    old, new = hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}
+    theta = {} if hf.get("rope_theta") is None else dict(rope_theta=hf["rope_theta"])
+    if not new and "rope_scaling" not in hf:
+        if theta.get("rope_theta", 12e6) != 12e6:
+            raise ValueError(f"config.json has rope_theta={theta['rope_theta']} and neither rope_scaling nor rope_parameters, which "
+                             "transformers 4 and 5 read differently: add \"rope_scaling\": null for plain RoPE")
+        return dict(rope_theta=12e6, rope_scaling=8.0, rope_original=8192, rope_low=1.0, rope_high=4.0)
+    for a, b in (old, new), (theta, new), (theta, old):
+        unlike = {key: (a[key], b[key]) for key in a.keys() & b.keys() if a[key] != b[key]}
+        if unlike:
+            raise ValueError(f"config.json says two things about RoPE: {in_words(unlike)}")
+    rope = {"rope_theta": 12e6, **theta, **old, **new}                      # 12e6: transformers' default for Apertus
+    kind = rope.pop("rope_type", rope.get("type", "default"))
+    if kind not in ("llama3", "default"):
+        raise ValueError(f"config.json asks for what model.py does not do: rope_type={kind!r}")
+    ours = dict(rope_theta=rope.pop("rope_theta"), rope_scaling=0.0)
+    if kind == "llama3":
+        absent = [theirs for theirs in LLAMA3.values() if theirs not in rope]
+        if absent:
+            raise ValueError(f"config.json: RoPE of type llama3 does not say {', '.join(absent)}")
+        ours.update({name: rope.pop(theirs) for name, theirs in LLAMA3.items()})
+    usual = dict(type=kind, partial_rotary_factor=1.0)
+    unknown = {f"rope {key}": value for key, value in rope.items() if value is not None and usual.get(key) != value}
+    if unknown:
+        raise ValueError(f"config.json asks for what model.py does not do: {in_words(unknown)}")
+    return ours
+
+
+def in_words(settings):
+    """{'a': 1} -> 'a=1', a long value cut: a quantization_config fills a screen."""
+    return ", ".join(f"{key}={value!r}"[:120] for key, value in settings.items())
 
 
 def config_to_hf(config, tokenizer=None, dtype="float32"):
@@ -102,8 +163,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
     config_file = os.path.join(folder, "config.json")
     if not os.path.isfile(config_file):
         raise ValueError(f"{folder} has no config.json: want a Hugging Face model folder")
-    with open(config_file, encoding="utf-8") as f:
-        config = config_from_hf(json.load(f))
+    config = config_from_hf(tokenizers.read_json(config_file))
     with torch.device("meta"):
         model = Apertus(config)
     if spread:
@@ -111,9 +171,9 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
     want = dict(model.named_parameters())
     for name, file in tensor_files(folder).items():
         if name.endswith(("act_fn.beta", "act_fn.eps")):                    # buffers of transformers' xIELU; ours are constants
-            value = file.get_tensor(name).item()
-            if abs(value - (XIELU.BETA if name.endswith("beta") else XIELU.EPS)) > 1e-8:
-                raise ValueError(f"{folder}: {name} is {value}, and model.py has {XIELU.BETA} and {XIELU.EPS}")
+            value, want_value = file.get_tensor(name).item(), XIELU.BETA if name.endswith("beta") else XIELU.EPS
+            if not math.isclose(value, want_value, rel_tol=0.02):           # fp16 has -1e-6 as -1.013e-6
+                raise ValueError(f"{folder}: {name} is {value}, and model.py has {want_value}")
             continue
         if name == "lm_head.weight" and config.tie_embeddings:
             continue
@@ -145,12 +205,13 @@ def fill_shard(p, rows):
 
 
 def tensor_files(folder):
-    """{tensor name: open safetensors file} of one file or of shards with an index."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    names = ["model.safetensors"]
-    if os.path.isfile(index):
-        with open(index, encoding="utf-8") as f:
-            names = sorted(set(json.load(f)["weight_map"].values()))
+    """{tensor name: open safetensors file} of one file or of shards with an index; of one file if there are both, as in transformers."""
+    names, index = [WEIGHTS], os.path.join(folder, INDEX)
+    if not os.path.exists(os.path.join(folder, WEIGHTS)) and os.path.isfile(index):
+        weight_map = tokenizers.read_json(index).get("weight_map")
+        names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
+        if not names:
+            raise ValueError(f"{index} has no weight_map: fetch or write it again")
         if any(name != os.path.basename(name) for name in names):
             raise ValueError(f"{index} names files outside of its folder: {names}")
     found = {}
@@ -167,14 +228,15 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     """
     Write a model as transformers reads it: safetensors (shards of 5 GB), config.json, generation_config.json, tokenizer files.
 
-    dtype of the tensors: float32 or bfloat16. merge: structured layers (structured.py) as the dense matrices they equal. ValueError if
-    transformers' Apertus cannot express the model. Source of the layout: transformers 5 (ApertusForCausalLM); its xIELU buffers are
-    written too.
+    dtype of the tensors: float32 or bfloat16. merge: structured layers (structured.py) as the dense matrices they equal. An export
+    replaces an older one (see publish). ValueError if transformers' Apertus cannot express the model, or if the folder holds what no
+    export wrote. Source of the layout: transformers 5 (ApertusForCausalLM); its xIELU buffers are written too.
     """
     if model.config.ffn != "dense" and not merge:
         raise ValueError(f"transformers' Apertus has no ffn={model.config.ffn!r}: --merge writes the dense model that it equals")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype={dtype!r}: an export has float32 or bfloat16")
     hf = config_to_hf(model.config, tokenizer, dtype)
-    os.makedirs(path, exist_ok=True)
     shards, size = [{}], 0
     buffers = {f"model.layers.{i}.mlp.act_fn.{name}": torch.tensor(value) for i in range(model.config.n_layer)
                for name, value in (("beta", XIELU.BETA), ("eps", XIELU.EPS))}
@@ -183,29 +245,88 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         if size and size + tensor.nbytes > shard_bytes:
             shards, size = [*shards, {}], 0
         shards[-1][name], size = tensor, size + tensor.nbytes
-    files = ["model.safetensors"] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(files, shards):
-        save_file(shard, os.path.join(path, file), metadata={"format": "pt"})
+    names = [WEIGHTS] if len(shards) == 1 else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     jsons = {"config.json": hf, "generation_config.json": {k: hf[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in hf}}
     if len(shards) > 1:
         total = sum(t.nbytes for shard in shards for t in shard.values())
-        where = {name: file for file, shard in zip(files, shards) for name in shard}
-        jsons["model.safetensors.index.json"] = dict(metadata=dict(total_size=total), weight_map=where)
+        where = {name: file for file, shard in zip(names, shards) for name in shard}
+        jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=where)
     if tokenizer:
-        jsons.update(tokenizers.hf_files(tokenizer, chat=tokenizer.eos == tokenizer.special.get("<|assistant_end|>")))
-    for file, content in jsons.items():
-        with open(os.path.join(path, file), "w", encoding="utf-8") as f:
-            json.dump(content, f, indent=1, ensure_ascii=False)
+        jsons.update(tokenizers.hf_files(tokenizer))
+    publish(path, dict(zip(names, shards)), jsons)
 
 
-def load_run(folder, device="cpu", spread=None):
-    """The model of a run folder of train.py, from its newest intact checkpoint; (model, Tokenizer). spread: as in load_hf."""
+def publish(path, tensors, jsons):
+    """
+    Write {file: tensors} and {file: JSON} into the folder `path`, in place of what the last export wrote there. No other file is touched.
+
+    All is written under temporary names first. From the moment that the first old file goes until the last new one stands there is no
+    config.json, without which no loader takes the folder: killed at any moment, it holds the old model, the new one, or none.
+    """
+    before, names = written_before(path, [*tensors, *jsons]), {*tensors, *jsons}
+    place = functools.partial(os.path.join, path)
+    try:
+        os.makedirs(path, exist_ok=True)
+        write_list(path, before | names)                   # first, so that what is left behind by a kill counts as ours
+        for file, shard in tensors.items():
+            save_file(shard, place(f"{file}.tmp"), metadata={"format": "pt"})
+            checkpoint.flush(place(f"{file}.tmp"))
+        for file, content in jsons.items():
+            checkpoint.write_flushed(place(f"{file}.tmp"), json.dumps(content, indent=1, ensure_ascii=False))
+    except (OSError, SafetensorError) as e:                # the disk is full, or a file has the folder's name
+        remove(place(f"{file}.tmp") for file in names)
+        raise OSError(f"{path} could not be written ({e}); what was there before is untouched") from None
+    remove([place("config.json")])
+    checkpoint.flush(path)
+    remove(place(file) for file in before - names)
+    remove(place(f"{file}.tmp") for file in before - names)
+    for file in names - {"config.json"}:
+        os.replace(place(f"{file}.tmp"), place(file))
+    write_list(path, names)
+    checkpoint.flush(path)
+    os.replace(place("config.json.tmp"), place("config.json"))
+    checkpoint.flush(path)
+
+
+def written_before(path, names=()):
+    """
+    The names of the files that the last export wrote into `path`. ValueError if a file there that a new one would replace, or that
+    transformers would read beside it, is not among them: a run folder, a downloaded model.
+    """
+    before, listed = set(), os.path.join(path, LIST)
+    if os.path.isfile(listed):
+        before = set(tokenizers.read_json(listed).get("files", []))
+        if any(name != os.path.basename(name) for name in before):
+            raise ValueError(f"{listed} names files outside of its folder")
+    for file in sorted(os.listdir(path)) if os.path.isdir(path) else []:
+        model = file.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"))
+        if file not in before and (model or file in names or file in ALSO_READ):
+            raise ValueError(f"{path} holds {file}, which no export wrote: choose another folder, or move that file away")
+    return before
+
+
+ALSO_READ = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+             "added_tokens.json", "chat_template.jinja", "chat_template.json", "adapter_config.json"}
+
+
+def write_list(path, names):
+    checkpoint.write_flushed(os.path.join(path, f"{LIST}.tmp"), json.dumps(dict(files=sorted(names))))
+    os.replace(os.path.join(path, f"{LIST}.tmp"), os.path.join(path, LIST))
+
+
+def remove(files):
+    for file in files:
+        if os.path.exists(file):
+            os.remove(file)
+
+
+def load_run(folder, device="cpu", dtype=None, spread=None):
+    """The model of a run folder of train.py, from its newest intact checkpoint; (model, Tokenizer). dtype, spread: as in load_hf."""
     path = os.path.join(folder, "config.json")
     if not os.path.isfile(path):
         raise ValueError(f"no run in {folder!r} (no config.json there): train one with `python train.py configs/laptop.py`, or name a "
                          "Hugging Face model")
-    with open(path, encoding="utf-8") as f:
-        config = json.load(f)
+    config = tokenizers.read_json(path)
     found = checkpoint.newest_intact(os.path.join(folder, "ckpt"))
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet: it writes the first after {config['checkpoint_every']} steps")
@@ -217,23 +338,39 @@ def load_run(folder, device="cpu", spread=None):
         spread(model)
     checkpoint.load(found[0], model)
     structured.drop_guides(model)
-    tok = tokenizers.load_for(folder)
+    tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):
-        tok.eos = tok.special["<|assistant_end|>"]                          # of sft.py and qrpo.py: a turn's end ends the text
-    return model, tok
+        tok.eos = tok.id_of("<|assistant_end|>")                            # of sft.py and qrpo.py: a turn's end ends the text
+    return (model if dtype is None else model.to(dtype)), tok
 
 
 def load_any(name, device="cpu", dtype=None, spread=None):
-    """(model, Tokenizer) of a run folder, a Hugging Face folder or a hub name. The published models all have the vocabulary 'apertus'."""
+    """(model, Tokenizer) of a run folder, a Hugging Face folder or a hub name. dtype: None keeps that of the files."""
     if os.path.isdir(os.path.join(name, "ckpt")) or not os.path.exists(os.path.join(name, "config.json")) and name.startswith("out"):
-        return load_run(name, device, spread)
+        return load_run(name, device, dtype, spread)
     folder = local(name)
-    return load_hf(folder, device, dtype, spread=spread), tokenizers.load_hf(folder)
+    tok = tokenizers.load_hf(folder)                                        # 2 s: before the weights, which take minutes
+    model = load_hf(folder, device, dtype, spread=spread)
+    return model, fitting(tok, model, folder)
+
+
+def fitting(tok, model, folder):
+    """
+    The tokenizer, if it is the model's: an embedding has a row for each id, and at most 1,023 more, which pad it to a round number;
+    they have no token and decode to nothing. ValueError otherwise.
+    """
+    ids, rows = tok.vocab_size, model.config.vocab_size
+    if not ids <= rows < ids + 1024:
+        raise ValueError(f"{folder}: the model has {rows} ids and its tokenizer {ids}: they do not belong together")
+    tok.vocab_size = rows
+    return tok
 
 
 def main():
     if not load:
         raise ValueError("say what to read: --load=out/laptop, a Hugging Face folder or a hub name; and --save=FOLDER to write it")
+    if save:
+        written_before(save)                                                # refuses a folder before a large model is read
     model, tokenizer = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
     if save:
@@ -242,5 +379,4 @@ def main():
 
 
 if __name__ == "__main__":
-    from configurator import run
     run(main, globals())

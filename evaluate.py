@@ -9,9 +9,9 @@ $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang       
 $ python evaluate.py quiz.jsonl sums.jsonl --shots=3                                 # tasks: rows of question, choices, answer
 $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # lm-evaluation-harness (pip install lm-eval)
 
-A score without its n, its chance level and its interval says nothing: they are printed beside it (95 %: Wilson's for shares, the ratio
-estimator's over documents for bits per byte). Texts longer than the window are scored in windows that overlap by half, so that every
-token but the first has at least half a window of context. The report evaluates base models by log-likelihood too (sec. 5, table 22).
+A score without its n, its chance level and its interval says nothing: they are printed beside it (95 %: Wilson's for shares, Student's t
+of the ratio estimator over documents for bits per byte). Texts longer than the window are scored in windows that overlap by half, so that
+every token but the first has at least half a window of context. The report evaluates base models by log-likelihood too (sec. 5, table 22).
 """
 
 import json
@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
+from intervals import t_quantile, wilson
 from model import chunk_rows
-from parallel import pick_device
+from parallel import pick_device, pick_dtype
 from sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -97,17 +98,20 @@ def windows_of(ids, T):
 
 def pair(tok, context, continuation, T):
     """
-    Context and continuation -> (ids, first) for token_scores, with BOS. Encoded as one, as lm-evaluation-harness does: spaces at the end of
-    the context belong to the continuation, and a context that is too long loses its beginning.
+    Context and continuation -> (ids, first) for token_scores, with BOS. Encoded as one, as lm-evaluation-harness does: whitespace at the
+    end of the context belongs to the continuation, and a context that is too long loses its beginning. ValueError if nothing is left to
+    score, or the continuation alone is longer than the window.
     """
-    words = context.rstrip(" ") if context.strip(" ") else context
+    words = context.rstrip()
     continuation, context = context[len(words):] + continuation, words
     before = [tok.bos, *tok.encode(context)]
     ids = [tok.bos, *tok.encode(context + continuation)]
     if len(ids) <= len(before):
         raise ValueError(f"the choice {continuation!r} adds no token to its question: nothing to score")
+    if len(ids) - len(before) > T:
+        raise ValueError(f"the choice {continuation[:40]!r}... has {len(ids) - len(before):,} tokens, more than the model's window of {T}")
     cut = max(0, len(ids) - (T + 1))
-    return ids[cut:], max(1, len(before) - cut)
+    return ids[cut:], len(before) - cut
 
 
 # -----------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def validation_documents(folder, tok):
 def text_scores(model, tok, documents):
     """
     documents: list of (group, text). Returns one row a group and one for all: documents, bytes, tokens, bits per byte, half its 95 %
-    interval (documents are the sample: sqrt(n / (n - 1) sum (bits - r bytes)^2) / sum bytes, nan for one document).
+    interval (documents are the sample: t(n - 1) sqrt(n / (n - 1) sum (bits - r bytes)^2) / sum bytes, nan for one document).
     """
     windows, owner = [], []
     for n, (_, text) in enumerate(documents):
@@ -167,17 +171,11 @@ def text_scores(model, tok, documents):
     for group in ["all", *sorted(set(groups))]:
         here = np.full(len(groups), True) if group == "all" else groups == group
         n, r = int(here.sum()), bits[here].sum() / sizes[here].sum()
-        spread = math.sqrt(n / (n - 1) * ((bits[here] - r * sizes[here]) ** 2).sum()) / sizes[here].sum() * 1.96 if n > 1 else math.nan
+        error = math.sqrt(n / (n - 1) * ((bits[here] - r * sizes[here]) ** 2).sum()) / sizes[here].sum() if n > 1 else math.nan
+        spread = t_quantile(n - 1) * error if n > 1 else math.nan
         rows.append(dict(group=str(group), documents=n, bytes=int(sizes[here].sum()), tokens=int(tokens[here].sum()),
                          bits_per_byte=float(r), plus_minus=float(spread)))
     return rows
-
-
-def wilson(right, n, z=1.96):
-    """95 % interval of a share (Wilson 1927): stays inside [0, 1] and is honest at small n, where p +- 1.96 sd is not."""
-    p, w = right / n, 1 + z * z / n
-    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / w
-    return max(0.0, (p + z * z / (2 * n)) / w - half), min(1.0, (p + z * z / (2 * n)) / w + half)
 
 
 def prompt_of(row):
@@ -246,13 +244,14 @@ def answer_scores(model, tok, rows, name):
 def harness_model(model, tok):
     """Our model behind lm-evaluation-harness' own interface (lm_eval.api.model.LM): batched, equal requests scored once."""
     from lm_eval.api.model import LM
+    from lm_eval.models.utils import normalize_gen_kwargs
     T = model.config.block_size
 
     class Harness(LM):
         tokenizer_name = tok.name
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            windows = [([tok.bos, *tok.encode(b)][-(T + 1):], 1) if a == "" else pair(tok, a, b, T) for a, b in (r.args for r in requests)]
+            windows = [pair(tok, *r.args, T) for r in requests]
             once = list(dict.fromkeys((tuple(ids), first) for ids, first in windows))          # equal requests are scored once
             scores = dict(zip(once, token_scores(model, once)))
             return [(-float(nll.sum()), bool(top.all())) for nll, top in (scores[tuple(ids), first] for ids, first in windows)]
@@ -271,12 +270,10 @@ def harness_model(model, tok):
         def generate_until(self, requests, disable_tqdm=False):
             found, groups = [None] * len(requests), {}
             for i, r in enumerate(requests):                                # those with the same stops and length are decoded together
-                how = r.args[1]
-                if how.get("do_sample") and how.get("temperature", 0):
+                how = normalize_gen_kwargs(r.args[1])                       # length and stops have several names
+                if how["do_sample"] and how["temperature"]:
                     raise ValueError("this harness interface decodes greedily; the task asks for sampling")
-                stops = how.get("until") or []
-                how_many = min(how.get("max_gen_toks", 256), T // 2)
-                groups.setdefault((tuple([stops] if isinstance(stops, str) else stops), how_many), []).append(i)
+                groups.setdefault((tuple(how["until"]), min(how["max_gen_toks"], T // 2)), []).append(i)
             for (stops, n), members in groups.items():
                 for i, text in zip(members, continue_texts(model, tok, [requests[i].args[0] for i in members], stops, n)):
                     found[i] = text
@@ -299,9 +296,29 @@ def run_harness(model, tok):
                          "--harness_path=FOLDER takes your own")
     found = lm_eval.simple_evaluate(harness_model(model, tok), tasks=names, num_fewshot=shots or None, limit=limit or None,
                                     task_manager=manager)
-    return [dict(task=task, kind="harness", n=found["n-samples"][task]["effective"], shots=found["n-shot"].get(task), metric=key,
-                 score=value, stderr=result.get(key.replace(",", "_stderr,", 1))) for task, result in found["results"].items()
-            for key, value in result.items() if isinstance(value, float) and "_stderr" not in key]
+    rows = []
+    for task, result in found["results"].items():                           # tasks, and groups of tasks, whose n is the sum of theirs
+        for key, value in result.items():
+            if not isinstance(value, float) or "_stderr" in key:
+                continue
+            stderr = result.get(key.replace(",", "_stderr,", 1))
+            rows.append(dict(task=task, kind="harness", n=result["sample_len"], shots=found["n-shot"].get(task), metric=key, score=value,
+                             stderr=stderr, interval=harness_interval(value, stderr, result["sample_len"])))
+    return rows
+
+
+def harness_interval(score, stderr, n):
+    """
+    95 % interval of a mean that lm-evaluation-harness reports with its standard error; None without one.
+
+    Values that are 0 or 1 have the standard error sqrt(p (1 - p) / (n - 1)) and only they: Wilson's interval. All others: Student's t.
+    """
+    if not isinstance(stderr, float) or n < 2:
+        return None
+    if 0 <= score <= 1 and math.isclose(stderr, math.sqrt(score * (1 - score) / (n - 1)), rel_tol=1e-6, abs_tol=1e-12):
+        return wilson(score * n, n)
+    half = t_quantile(n - 1) * stderr
+    return score - half, score + half
 
 
 # -----------------------------------------------------------------------------
@@ -321,7 +338,7 @@ def table_md(results):
         lines += ["| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|"]
         for r in results["tasks"]:
             if r["kind"] == "harness":
-                bounds = f"± {1.96 * r['stderr']:.3f}" if isinstance(r["stderr"], float) else ""
+                bounds = f"({r['interval'][0]:.3f} to {r['interval'][1]:.3f})" if r["interval"] else ""
                 lines.append(f"| {r['task']} ({r['metric']}) | {r['n']} | {r['shots']} | {r['score']:.3f} {bounds} | | |")
                 continue
             norm = f"{r['score_norm']:.3f} ({r['interval_norm'][0]:.3f} to {r['interval_norm'][1]:.3f})" if "score_norm" in r else ""
@@ -352,7 +369,7 @@ def draw_bars(rows, picture, title):
 
 def main():
     place = pick_device(device)
-    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else getattr(torch, dtype))
+    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()

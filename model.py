@@ -514,7 +514,7 @@ class Apertus(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop=(), generator=None, compile=False):
         """
         Continue token ids by sampling. idx: (B, T), or a list of B id sequences of any lengths.
-        temperature 0 is greedy; top_k, top_p cut the tail; a row ends at an id of `stop` and repeats it until all rows have ended.
+        temperature 0 is greedy; top_k, top_p cut the tail (0 = off); a row ends at an id of `stop` and repeats it until all rows have ended.
         compile: one compiled step of a fixed shape, a CUDA graph on a GPU; pays for long outputs, eager starts at once.
         Returns (B, T + n) for a tensor (prompt included, as nanoGPT does), and a list of B id lists, cut at their stop token, for a list.
         """
@@ -544,14 +544,17 @@ def compiled_step(device):
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """Logits (B, V) -> token ids (B,). temperature 0 takes the largest; top_p keeps the smallest set of tokens with that much probability."""
+    """
+    Logits (B, V) -> token ids (B,). temperature 0 takes the largest; top_k keeps that many tokens, top_p the smallest set with that
+    much probability; None or 0 keeps all.
+    """
     if temperature == 0:
         return logits.argmax(-1)
     logits = at_least_fp32(logits) / temperature
-    if top_k is not None:
+    if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                      # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)
-    if top_p is not None:
+    if top_p:
         value, order = logits.softmax(-1).sort(descending=True)                             # (B, V)
         outside = value.cumsum(-1) - value >= top_p                                         # the mass before it is enough already
         logits = logits.masked_fill(outside.scatter(1, order, outside), -math.inf)

@@ -51,8 +51,11 @@ def pick_dtype(dtype, device):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
     if dtype != "auto":
         return getattr(torch, dtype)
-    cpu_has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if (torch.cuda.is_bf16_supported() if device.startswith("cuda") else device == "cpu" and cpu_has) else torch.float32
+    if device.startswith("cuda"):                                           # T4 and V100 only imitate it, many times slower than fp32
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if has else torch.float32
 
 
 def launched():
@@ -100,6 +103,8 @@ class Ranks:
 
     def place(self, device):
         """The device of this rank: cuda becomes cuda:LOCAL_RANK."""
+        if self.exact and device == "mps":
+            raise ValueError("exact=True adds in fp64, which mps does not have: take --device=cpu, or leave --exact out")
         if self.mode != "none" and device == "mps":
             raise ValueError("device=mps is one GPU for one process: take --parallel=none, or --device=cpu")
         if not self.launched or device != "cuda":
@@ -314,7 +319,8 @@ def stop_signals():
     """
     caught, before = [], {}
     if threading.current_thread() is threading.main_thread():
-        before = {s: signal.signal(s, lambda number, frame: caught.append(number)) for s in (signal.SIGTERM, signal.SIGUSR2)}
+        here = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR2") if hasattr(signal, name)]      # Windows has no SIGUSR2
+        before = {s: signal.signal(s, lambda number, frame: caught.append(number)) for s in here}
     try:
         yield caught
     finally:

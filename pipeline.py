@@ -11,6 +11,7 @@ the order of the input, on the keys that sift computed. So any number of process
 import json
 import multiprocessing
 import os
+import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -213,6 +214,13 @@ _shared = None                                           # what every process ha
 def start(shared):
     global _shared
     _shared = shared
+    threading.Thread(target=leave_with_the_main_process, daemon=True).start()
+
+
+def leave_with_the_main_process():
+    """After a kill -9 of it nobody tells the workers to end: they would wait for the next batch for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def call(work, args):

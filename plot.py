@@ -9,6 +9,7 @@ $ python plot.py --explain=assets out/laptop            # xIELU with the shapes 
 import json
 import math
 import os
+from array import array
 
 paths = []             # run folders
 out = "out/plot.png"   # the picture of runs
@@ -31,13 +32,30 @@ def has_log(folder):
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-def read_log(folder):
-    """The entries of a run's log.jsonl, in order; a last line torn by a kill is left out."""
+def entry_of(line):
+    """A line of log.jsonl as a dict; None for one that a kill, a full disk or a power cut has torn."""
+    try:
+        entry = json.loads(line) if line.endswith("\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
+
+
+def entries(folder):
+    """The entries of a run's log.jsonl, in order and one at a time: 2.6 million steps, as the 8B has, would be gigabytes of dicts."""
     path = os.path.join(folder, "log.jsonl")
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no log.jsonl: give a folder that train.py wrote")
-    with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f if line.endswith("\n")]
+    with open(path, encoding="utf-8", errors="replace") as f:
+        for line in f:
+            entry = entry_of(line)
+            if entry:
+                yield entry
+
+
+def read_log(folder):
+    """All entries of a run's log.jsonl, in order; torn lines are left out."""
+    return list(entries(folder))
 
 
 def pyplot():
@@ -59,6 +77,42 @@ def finish(figure, picture):
 # runs
 
 
+def points(folder, keys):
+    """{key: (x, y)} of a run's log, as arrays, read once; keys that it never has: None. x is in million tokens, for "minutes" in minutes."""
+    found = {key: (array("d"), array("d")) for key in keys}
+    empty = True
+    for entry in entries(folder):
+        empty = False
+        for key, (x, y) in found.items():
+            over, unit = ("seconds", 60) if key == "minutes" else ("tokens", 1e6)
+            value = entry.get("val_bpb" if key == "minutes" else key)
+            if value is not None and over in entry:
+                x.append(entry[over] / unit)
+                y.append(value)
+    if empty:
+        raise ValueError(f"{folder}/log.jsonl has no whole line yet: wait for the run's first step")
+    return {key: (x, y) if x else None for key, (x, y) in found.items()}
+
+
+def thinned(x, y, at_most=2_000):
+    """Neighbours in at most so many groups, as a picture has no more columns: mean x, and least, mean and largest y of each (n,)."""
+    import numpy as np
+    x, y = np.asarray(x), np.asarray(y)
+    begins = np.unique(np.linspace(0, len(y), min(len(y), at_most), endpoint=False).astype(int))
+    sizes = np.diff(begins, append=len(y))
+    least, largest = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
+    return np.add.reduceat(x, begins) / sizes, least, np.add.reduceat(y, begins) / sizes, largest
+
+
+def running_mean(y, width):
+    """The mean of each value and the `width` before it, fewer at the begin."""
+    import numpy as np
+    total = np.cumsum(np.concatenate(([0.0], y)))
+    end = np.arange(1, len(y) + 1)
+    begin = np.maximum(0, end - 1 - width)
+    return (total[end] - total[begin]) / (end - begin)
+
+
 def curves(folders, picture, panels=PANELS):
     """Draw the `panels` of runs (key of the log, title) over tokens; one colour a run."""
     plt = pyplot()
@@ -67,33 +121,40 @@ def curves(folders, picture, panels=PANELS):
     margins = dict(left=0.75 / inches, right=1 - 0.15 / inches, bottom=0.08, top=0.95, wspace=0.2, hspace=0.36)      # "constrained" takes as long again
     figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(inches, 6), gridspec_kw=margins, squeeze=False)
     for n, folder in enumerate(folders):
-        entries = read_log(folder)
-        if not entries:
-            raise ValueError(f"{folder}/log.jsonl has no whole line yet: wait for the run's first step")
+        drawn = points(folder, [key for key, _ in panels])
         for axis, (key, title) in zip(axes.flat, panels):
             axis.set_title(title, fontsize=10)
             axis.set_xlabel("minutes" if key == "minutes" else "million tokens", fontsize=9)
-            if key == "minutes":
-                points = [(e["seconds"] / 60, e["val_bpb"]) for e in entries if e.get("val_bpb") is not None and "seconds" in e]
-            else:
-                points = [(e["tokens"] / 1e6, e[key]) for e in entries if e.get(key) is not None]
-            if not points:
+            if not drawn[key]:
                 continue
-            x, y = zip(*points)
+            x, low, y, high = thinned(*drawn[key])
             if key in ("loss", "tok_s"):                        # every step thin, a running mean of 2 % bold
+                axis.fill_between(x, low, high, color=f"C{n}", alpha=0.15, linewidth=0)
                 axis.plot(x, y, color=f"C{n}", alpha=0.25, linewidth=0.7)
-                width = max(1, len(y) // 50)
-                y = [sum(y[max(0, i - width):i + 1]) / (i - max(0, i - width) + 1) for i in range(len(y))]
+                y = running_mean(y, max(1, len(y) // 50))
             name = os.path.basename(os.path.normpath(folder))
             axis.plot(x, y, color=f"C{n}", linewidth=1.6, marker="." if key in ("val_bpb", "minutes") else None, label=name)
             if key == "val_bpb":
                 at = dict(textcoords="offset points", xytext=(0, 6), ha="right", fontsize=9, color=f"C{n}")
-                axis.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), **at)
+                last = drawn[key][1][-1]
+                axis.annotate(f"{last:.3f}", (x[-1], last), **at)
     for axis in axes.flat:
         axis.grid(alpha=0.2)
     if axes[0, 0].get_legend_handles_labels()[0]:
         axes[0, 0].legend(fontsize=8, frameon=False)
     finish(figure, picture)
+
+
+def read_config(path):
+    """A run's config.json. ValueError, one line, for one that a full disk has cut."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            config = json.load(f)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is damaged: train.py --resume with this run's settings writes it again")
+    return config
 
 
 def comparable(folders):
@@ -105,8 +166,7 @@ def comparable(folders):
     for folder in folders:
         path = os.path.join(folder, "config.json")
         if os.path.isfile(path):
-            with open(path, encoding="utf-8") as f:
-                configs.append((folder, json.load(f)))
+            configs.append((folder, read_config(path)))
     if len({c.get("data_hash") for _, c in configs}) <= 1:
         return PANELS + SPEED
     texts = {}

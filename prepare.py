@@ -43,7 +43,8 @@ from configurator import run, settings
 from documents import batches, check, find, place, sha256, share
 from filters import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
 from pipeline import KINDS, Rules, ordered, scores, sift, sifted
-from shards import Bucket, long_parts, tokenize, write_shard, write_shards    # noqa: F401 (memorize.py takes write_shard from here)
+from shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
+from shards import write_shard      # noqa: F401 (memorize.py takes it from here)
 
 paths = []                          # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; nothing = the standard library
 out = "data/stdlib"                 # the folder to write; default data/stdlib, data/mine when paths are given
@@ -98,18 +99,23 @@ def main():
     global out
     if paths and out == "data/stdlib":
         out = "data/mine"
+    local = inputs() if not paths else find([p for p in paths if not p.startswith("hf://")])
+    named = [path for pattern in [*paths, robots] for path in glob.glob(pattern, recursive=True)]
+    final, tmp, lock = claim(out, [*named, *(path for _, path in local)])
+    out = os.path.normpath(out)
     try:
-        prepare()
+        with lock:
+            prepare(local, final, tmp)
     except OSError as e:
         if e.errno is None:                                # one of ours
             raise
-        raise OSError(f"{e}. {out} is as it was; the same command goes on from {out}.tmp") from None   # a full disk shows in any library
+        raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None   # a full disk shows in any library
 
 
-def prepare():
-    began, half_done = time.time(), out + ".tmp"
-    work = os.path.join(half_done, "work")
-    files = survey(work)
+def prepare(local, final, tmp):
+    began, half_done, work = time.time(), os.path.join(tmp, "data"), os.path.join(tmp, "work")
+    files = survey(local, work, half_done)
+    os.makedirs(half_done, exist_ok=True)
     audit, skipped = reports.Audit(), {}
     rules = read_rules(files, work)
     with gzip.GzipFile(os.path.join(half_done, "removed.jsonl.gz"), "wb", mtime=0) as removed:
@@ -117,7 +123,7 @@ def prepare():
     for why, (n, first) in skipped.items():
         print(f"skipped {n}: {why} (the first: {first})")
     if not len(kept["place"]):
-        shutil.rmtree(half_done)
+        clear(tmp)
         raise ValueError(f"no text left of {paths}: .txt, .md, .py are documents, .jsonl and .parquet need a field {text_field!r}"
                          + (f"; they have {', '.join(audit.columns)}" if audit.columns else "") + explain(audit))
     planted = plant(kept, work)
@@ -132,7 +138,7 @@ def prepare():
     account = reports.build(audit, describe(name, tok, began), files, outputs(meta, tok, kept), describe_robots(rules),
                             dict(scrubbed=pii, in_code=pii_in_code), planted)
     if dry_run:
-        shutil.rmtree(half_done)
+        clear(tmp)
         return print(reports.markdown(account))
     meta["about"] = audit.about()
     write_json(os.path.join(half_done, "meta.json"), meta)
@@ -141,9 +147,7 @@ def prepare():
         f.write(reports.markdown(account))
     reports.picture(account, os.path.join(half_done, "flow.png"))
     reports.verify(half_done)                              # once more, from the files: in = kept + removed, hashes, tokens
-    shutil.rmtree(work)
-    shutil.rmtree(out, ignore_errors=True)
-    os.replace(half_done, out)
+    publish(final, tmp)
     say(meta, account, time.time() - began)
 
 
@@ -160,17 +164,16 @@ def inputs():
     return [(f.replace(os.sep, "/"), os.path.join(root, f)) for f in sorted(found) if not NOT_PROSE & set(f.split(os.sep))]
 
 
-def survey(work):
+def survey(local, work, half_done):
     """
-    The files with their hashes, as documents.check says. A run that was killed left them in work/plan.json; where settings,
-    files and these scripts are still the same its results are used, and otherwise removed.
+    The files with their hashes, as documents.check says; local: those that are here, as (name, path). A run that was killed left them
+    in work/plan.json; where settings, files and these scripts are still the same its results are used, and otherwise removed.
     """
     decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
-    local = inputs() if not paths else find([p for p in paths if not p.startswith("hf://")])   # the hub is asked once: a revision is kept
     stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
     code = [os.path.join(ROOT, f"{f}.py") for f in "prepare pipeline shards documents filters compliance tokenizer".split()]
-    others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:"), *code]
-    key = json.loads(json.dumps([decides, stats, [sha256(p) for p in others if p and os.path.exists(p)]]))
+    others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
+    key = json.loads(json.dumps([decides, stats, BACKEND, [sha256(p) for p in others if os.path.exists(p)], [sha256(p) for p in code]]))
     try:
         with open(os.path.join(work, "plan.json"), encoding="utf-8") as f:
             plan = json.load(f)
@@ -179,7 +182,8 @@ def survey(work):
             return plan["files"]
     except (OSError, ValueError, KeyError):
         pass
-    shutil.rmtree(os.path.dirname(work), ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(half_done, ignore_errors=True)
     tasks = [(name, (name, path, text_field)) for name, path in inputs()]
     many = sum(size for _, _, size, _ in stats) > SMALL or len(tasks) > len(stats)       # a footer on the hub takes a second
     found = ordered(check, (), tasks, processes() if many else 1)

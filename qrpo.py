@@ -21,6 +21,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 
 The steps: n completions per prompt sampled from the start model, scored once, their log-probs under the start model stored (so that no
 second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
+SIGTERM, SIGUSR2, or a file named `stop` in the run folder: a checkpoint after the step it is in, before it leaves.
 
 $ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
 $ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
@@ -45,12 +46,14 @@ from tqdm import tqdm
 
 import checkpoint
 import rank
+from chat import content_of
 from configurator import run, settings
 from model import at_least_fp32, chunk_rows
-from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype
-from references import cached, column, fingerprint, same_or_refuse, scored
-from sft import (build_optimizer, chat_ids_only, claim_folder, collect, describe_run, export, go_on, items, join, linear, open_log,
-                 read_rows, shares, start_model, update)
+from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
+from references import cached, column, fingerprint, said, same_or_refuse, scored
+from sft import (asked_to_stop, build_optimizer, claim_folder, collect, count, describe_run, finish, go_on, items, join,
+                 left_out, linear, normal, numbered_rows, open_log, prompt_ids, shares, start_model, too_short, update, window)
+from tokenizer import IN_TEXT
 
 # -----------------------------------------------------------------------------
 # the run
@@ -64,13 +67,14 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32, and so are sums of log-probs
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py); only to sample, each rank loads the whole model
 seed = 28
+date = "2025-09-02"             # "Current date" where a prompt has no system message, as in SFT; fixed: samples are of one prompt
 # references and pairs
 n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
 use_references = True           # train on the references too (off-policy data), not only on "completions" (offline data)
 loo = 1                         # a reference is not among its own references; 0 = as the released scripts: bias (1 - R_q) / n
 pairs = "random"                # random | best: the best of a prompt against one of quantile <= max(.2, 1/n), as Apertus
 pairs_per_prompt = 1            # 0 = as many as there are
-max_length = 4096               # tokens; what is longer is dropped and counted: half a completion has no log-prob
+max_length = 0                  # tokens; 0 = the model's window. What is longer is dropped and counted: half a completion has no log-prob
 max_new_tokens = 2048           # of a reference
 sample_batch = 64               # completions sampled at once
 # the loss
@@ -85,7 +89,7 @@ gamma = 0.5                     # simpo: the margin, in units of beta
 epochs = 1
 batch_size = 512                # pairs a step
 micro_batch = 4                 # pairs in memory at once
-warmup = 0.1                    # share of the steps; linear up, then linear down to 0
+warmup = 0.1                    # share of the steps; linear up, then linear down to the end
 optimizer = "ademamix"          # ademamix | adamw
 lr = 5e-7
 betas = (0.9, 0.999, 0.999)
@@ -244,15 +248,27 @@ def sequence_logp(model, sequences):
     return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
 
 
+@functools.cache
+def control_ids(tok):
+    return {i for name, i in tok.special.items() if name not in IN_TEXT}
+
+
+def words(tok, ids):
+    """What a completion says, without the control tokens: its end, the brackets of thoughts, and whatever was sampled astray."""
+    return tok.decode([i for i in ids if i not in control_ids(tok)])
+
+
 # -----------------------------------------------------------------------------
 # data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (references.py)
 
 
 def load_reward(spec, device):
     """
-    --rewards -> a function (row, completion text) -> number. FILE.py[:name]: its function reward(prompt, completion), prompt being the last
-    user message; if it takes three arguments, the whole line of the data comes third (a gold answer may stand there).
-    hf:FOLDER: transformers' sequence classifier with one output, read by its own tokenizer's chat template.
+    --rewards -> a function (row, completion text) -> number.
+
+    FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
+    three arguments, the whole line of the data comes third (a gold answer may stand there). hf:FOLDER: transformers'
+    sequence classifier with one output, read by its own tokenizer's chat template. ValueError: what is wrong with it.
     """
     if spec.startswith("hf:"):
         try:
@@ -266,27 +282,83 @@ def load_reward(spec, device):
 
         @torch.no_grad()
         def by_model(row, completion):
-            text = tok.apply_chat_template([*row["messages"], dict(role="assistant", content=completion)], tokenize=False)
+            messages = [*map(normal, row["messages"]), dict(role="assistant", content=completion)]
+            text = tok.apply_chat_template(messages, tokenize=False)
             ids = tok(text, add_special_tokens=False, return_tensors="pt").to(device)            # the template writes <s> itself
             return judge(input_ids=ids.input_ids).logits[0, 0].item()
         return by_model
-    path, _, name = spec.partition(":")
+    path, name = file_and_function(spec)
     if not os.path.isfile(path):
         raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or hf:FOLDER")
-    function = runpy.run_path(path).get(name or "reward")
+    try:
+        function = runpy.run_path(path).get(name)
+    except Exception as e:                                                  # the user's code: anything may come
+        raise ValueError(f"--rewards={spec}: {path} cannot be read ({said(e)})") from None
     if not callable(function):
-        raise ValueError(f"--rewards={spec}: {path} has no function {name or 'reward'}(prompt, completion)")
-    takes_row = len(inspect.signature(function).parameters) > 2
+        raise ValueError(f"--rewards={spec}: {path} has no function {name}(prompt, completion)")
+    takes_row = fits(function, "prompt", "completion", {})
 
     def by_function(row, completion):
-        prompt = next(m["content"] for m in reversed(row["messages"]) if m["role"] == "user")
+        prompt = content_of(normal(next(m for m in reversed(row["messages"]) if m["role"] == "user")))
         return function(prompt, completion, row) if takes_row else function(prompt, completion)
     return by_function
 
 
-def prepare(model, tok, rows, ranks, device):
+def file_and_function(spec):
+    path, _, name = spec.partition(":")
+    return path, name or "reward"
+
+
+def reward_hash(spec):
     """
-    -> candidates: a list for each prompt of dict(ids, reward, q, ref_logp), with prompts (ids) and q_refs (n,) for the discrete Z.
+    Of all that decides the numbers of --rewards: the function's name and its file, or all files of a reward model,
+    wherever they lie (a folder, or what transformers has just taken from the hub).
+    """
+    if not spec:
+        return ""
+    name, folder = "", spec[3:]
+    if not spec.startswith("hf:"):
+        file, name = file_and_function(spec)
+        files = [file]
+    else:
+        if not os.path.isdir(folder):
+            import huggingface_hub
+            folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
+        files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
+    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files if os.path.isfile(file)]
+    return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
+
+
+def fits(function, *arguments):
+    """Can it be called with these? Of one that does not say so (written in C): no."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def prompts_of(tok, path):
+    """[(line, row, ids)] of the prompts that can be used, and {reason: (count, first line)} of the others."""
+    asked, bad = [], {}
+    for line, row in numbered_rows(path):
+        found = prompt_ids(tok, row, date)
+        texts = row.get("completions", [])
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            found = "completions that are not a list of texts"
+        if isinstance(found, str):
+            count(bad, found, line)
+        else:
+            asked.append((line, row, found))
+    if not asked:
+        raise ValueError(f"{path}: {left_out(bad, 0, 'prompts')}" if bad else f"{path} is empty")
+    return asked, bad
+
+
+def prepare(model, tok, asked, score, version, longest, ranks, device):
+    """
+    asked: prompts as prompts_of returns them; score: load_reward's function, or None; version: its reward_hash.
+    -> candidates: a list for each prompt of dict(ids, reward, q, ref_logp), with q_refs (n,) for the discrete Z.
     What cannot be trained on is dropped and counted: unfinished or over-long completions, prompts whose rewards are all alike.
 
     Shards do not sample: they would gather all weights for every token. Each rank loads the whole model for that, and lets it go. 70B is
@@ -295,15 +367,16 @@ def prepare(model, tok, rows, ranks, device):
     end = tok.special["<|assistant_end|>"]
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
-    prompts = [chat_ids_only(tok, row, f"{data}, line {i + 1}") for i, row in enumerate(rows)]
+    lines, rows, prompts = zip(*asked)
 
     # 1. references, sampled from the model that training starts from
-    sampling = rewards or not all("ref_rewards" in row for row in rows)
-    if sampling and not rewards:
-        missing = next(i for i, row in enumerate(rows) if "ref_rewards" not in row)
-        raise ValueError(f"{data}, line {missing + 1}: no ref_rewards there, and no --rewards=FILE.py to score sampled references with")
+    sampling = score or not all("ref_rewards" in row for row in rows)
+    if sampling and not score:
+        line = next(line for line, row, _ in asked if "ref_rewards" not in row)
+        raise ValueError(f"{data}, line {line}: no ref_rewards there, and no --rewards=FILE.py to score sampled references with")
     what = dict(start=fingerprint(model), data=hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest(), tokenizer=tok.hash,
-                n_refs=n_refs, seed=seed, max_new_tokens=max_new_tokens, max_length=max_length, use_references=use_references)
+                date=date, prompts=hashlib.sha256(json.dumps(prompts).encode()).hexdigest(), n_refs=n_refs, seed=seed,
+                max_new_tokens=max_new_tokens, max_length=longest, sample_batch=sample_batch, use_references=use_references)
     same_or_refuse(os.path.join(folder, "settings.json"), what, ranks)
     per_file = max(1, sample_batch // n_refs)
 
@@ -311,29 +384,34 @@ def prepare(model, tok, rows, ranks, device):
 
     def sample(first, last):
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + first)   # of the batch, not of the run: resumes alike
-        asked = [prompts[i] for i in range(first, last) for _ in range(n_refs)]
-        done = whole().generate(asked, max_new_tokens, stop=(end,), generator=generator)          # temperature 1, no cut: pi_ref itself
-        new = [full[len(p):] for full, p in zip(done, asked)]
+        each = [prompts[i] for i in range(first, last) for _ in range(n_refs)]
+        room = max(1, min(max_new_tokens, longest - min(map(len, each))))           # what is longer would be dropped
+        done = whole().generate(each, room, stop=(end,), generator=generator)       # temperature 1, no cut: pi_ref itself
+        new = [full[len(p):] for full, p in zip(done, each)]
         return [new[k:k + n_refs] for k in range(0, len(new), n_refs)]
-    refs = cached(folder, f"samples-{per_file}", len(rows), per_file, sample, ranks) if sampling else [[] for _ in rows]
+
+    where = lambda i: f"{data}, line {lines[i]}: --rewards={rewards if ':' in rewards else rewards + ':reward'}"
+    refs = [[] for _ in rows]
+    if sampling:
+        stage = f"samples-{per_file}"
+        first = cached(folder, stage, min(per_file, len(rows)), per_file, sample, ranks)
+        scored(rows[0], [words(tok, first[0][0])], score, where(0))                 # an error comes before hours of sampling
+        refs = cached(folder, stage, len(rows), per_file, sample, ranks)
     whole.cache_clear()
 
-    # 2. rewards of the references and of the completions in the data, by a function's current text: a repaired one scores anew
+    # 2. rewards of the references and of the completions in the data; by another or a repaired function they are made anew
     given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for row in rows]
-    if rewards:
-        score = load_reward(rewards, device)
-        file = rewards.partition(":")[0]
-        version = hashlib.sha256(open(file, "rb").read() if os.path.isfile(file) else rewards.encode()).hexdigest()[:8]
-        speak = lambda ids: tok.decode([t for t in ids if t != end])
-        where = lambda i: f"{data}, line {i + 1}: --rewards={rewards}"
-        rate = lambda a, b: [[scored(rows[i], map(speak, ys), score, where(i)) for ys in (refs[i], given[i])] for i in range(a, b)]
+    if score:
+        def rate(first, last):
+            return [[scored(rows[i], [words(tok, ids) for ids in ys], score, where(i)) for ys in (refs[i], given[i])]
+                    for i in range(first, last)]
         rated = cached(folder, f"rewards-{version}", len(rows), 64, rate, ranks)
     else:
-        rated = [[column(row, "ref_rewards", n_refs, f"{data}, line {i + 1}"), column(row, "rewards", len(ys), f"{data}, line {i + 1}")]
-                 for i, (row, ys) in enumerate(zip(rows, given))]
+        rated = [[column(row, "ref_rewards", n_refs, f"{data}, line {line}"), column(row, "rewards", len(ys), f"{data}, line {line}")]
+                 for line, row, ys in zip(lines, rows, given)]
 
     # 3. log-probs under the start model of all that may be trained on, once
-    able = lambda p, y: y[-1] == end and len(p) + len(y) <= max_length
+    able = lambda p, y: y[-1] == end and len(p) + len(y) <= longest
     chosen = [(p, y) for i, p in enumerate(prompts) for y in [*(refs[i] if use_references else []), *given[i]] if able(p, y)]
     size, per_file = 2 * micro_batch, 64 * 2 * micro_batch                 # in memory as in training
 
@@ -343,7 +421,8 @@ def prepare(model, tok, rows, ranks, device):
         parts = [sequence_logp(model, chosen[k:min(k + size, last)] or chosen[:1]) for k in many]
         return torch.cat(parts).tolist()[:last - first]
     model.eval()
-    ref_logp = iter(cached(folder, f"logp-{per_file}", len(chosen), per_file, logp, ranks, together=ranks.sharded))
+    stage = f"logp-{str(model.dtype)[6:]}-{per_file}"
+    ref_logp = iter(cached(folder, stage, len(chosen), per_file, logp, ranks, together=ranks.sharded))
     drop_gathered(model)
 
     # 4. quantiles
@@ -359,7 +438,7 @@ def prepare(model, tok, rows, ranks, device):
         constant = len({c["reward"] for c in pool}) < 2
         counts["constant"] += constant
         candidates.append([] if constant else pool)
-    return prompts, candidates, q_refs, [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated], counts
+    return candidates, q_refs, [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated], counts
 
 
 def make_pairs(candidates, n):
@@ -395,92 +474,111 @@ def main():
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
     beta_log_z(1.0, transform)
     b0 = beta or (5.0 if length_norm else BETA[loss])
-    rows = read_rows(data)
+    for _ in numbered_rows(data):                                           # a file that is none is told at once
+        break
     ranks, where = join(parallel, pick_device(device))
-    claim_folder(out, resume, ranks)
+    with claim_folder(out, resume, ranks):
+        align(ranks, where, b0)
+    ranks.leave()
+
+
+def align(ranks, where, b0):
     model, tok = start_model(init_from, where, pick_dtype(dtype, where), ranks)
-    prompts, candidates, q_refs, groups, counts = prepare(model, tok, rows, ranks, where)
+    longest = window(max_length, model)
+    asked, bad = prompts_of(tok, data)
+    prompts = [ids for _, _, ids in asked]
+    score = load_reward(rewards, where) if rewards else None
+    version = checkpoint.everyone(reward_hash(rewards) if ranks.first else "", ranks.files)[0]
+    candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, where)
+    del score                                                               # a reward model leaves the device
     couples = make_pairs(candidates, n_refs)
     if not couples:
-        raise ValueError(f"{data}: no pair of completions with different rewards among {len(rows)} prompts ({counts['constant']} "
-                         f"with constant rewards, {counts['dropped']} completions unfinished or over {max_length} tokens): "
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(prompts)} prompts ({counts['constant']} "
+                         f"with constant rewards, {counts['dropped']} completions unfinished or over {longest} tokens): "
                          "nothing to learn from")
     steps = -(-epochs * len(couples) // batch_size)
     mean_length = float(np.mean([len(candidates[i][k]["ids"]) for i, a, b in couples for k in (a, b)]))
     limit = beta_max if length_norm else 0.0
     tied, mass = tie_report(groups, min(b0 / mean_length, limit or math.inf) if length_norm else b0)
     if ranks.first:
-        print(f"{len(couples)} pairs from {len(rows)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, "
-              f"{counts['dropped']} completions unfinished or over {max_length} tokens; {mean_length:.1f} tokens each, {steps} steps")
+        if bad:
+            print(left_out(bad, len(prompts), "prompts"))
+        print(f"{len(couples)} pairs from {len(prompts)} prompts; left out: {counts['constant']} prompts whose rewards are all alike, "
+              f"{counts['dropped']} completions unfinished or over {longest} tokens; {mean_length:.1f} tokens each, {steps} steps")
+        if warning := too_short("pairs", len(couples), epochs, batch_size):
+            print(warning)
         if loss == "qrpo" and ties == "le" and tied > 0.1:
             print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the "
                   "probability there is: grade the reward more finely, or use --ties=discrete")
 
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
-    config = dict(settings(globals()), tokenizer_hash=tok.hash)
-    same = ("init_from", "data", "seed", "loss", "beta", "length_norm", "batch_size", "optimizer", "epochs", "n_refs")
-    start = go_on(out, model, opt, config, same, ranks) if resume else 0
+    content = hashlib.sha256(json.dumps([row for _, row, _ in asked], sort_keys=True).encode()).hexdigest()
+    config = dict(settings(globals()), max_length=longest, data_hash=content[:16], rewards_hash=version, tokenizer_hash=tok.hash[:16])
+    start = go_on(out, model, opt, config, ranks) if resume else 0
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
     log = open_log(out, start, ranks)
-    names = ("ref", "reward", "q", "length")
-    for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
-        batch = [couples[k] for k in items(step, batch_size, len(couples), epochs, seed)]
-        both = [(p, candidates[p][a], candidates[p][b]) for p, a, b in batch]
-        ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (
-            lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))          # each (pairs, 2)
-        q = TRANSFORMS[transform](q, n_refs - bool(loo))
-        per = length if length_norm else torch.ones_like(length)
-        b = effective_beta(ref, per, b0, limit)
-        log_z = beta_log_z(b, transform)
-        if ties == "discrete":
-            log_z = discrete_beta_log_z(torch.stack([q_refs[p] for p, _, _ in both])[:, None], b)
+    with stop_signals() as stop:                                            # before: what is on disk is not done again
+        for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
+            batch = [couples[k] for k in items(step, batch_size, len(couples), epochs, seed)]
+            both = [(p, candidates[p][a], candidates[p][b]) for p, a, b in batch]
+            ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (
+                lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))          # each (pairs, 2)
+            q = TRANSFORMS[transform](q, n_refs - bool(loo))
+            per = length if length_norm else torch.ones_like(length)
+            b = effective_beta(ref, per, b0, limit)
+            log_z = beta_log_z(b, transform)
+            if ties == "discrete":
+                log_z = discrete_beta_log_z(torch.stack([q_refs[p] for p, _, _ in both])[:, None], b)
 
-        def pair_loss(pi, s=slice(None)):
-            return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=limit, log_z=log_z[s], gamma=gamma, transform=transform)
+            def pair_loss(pi, s=slice(None)):
+                return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=limit, log_z=log_z[s], gamma=gamma, transform=transform)
 
-        # every process takes its micro-batches; gradients and log-probs are summed over all
-        logp = torch.zeros_like(ref)
-        model.train()
-        for k, last in shares(-(-len(both) // micro_batch), ranks):
-            s = slice(k * micro_batch, (k + 1) * micro_batch)
-            mine = both[s]
-            with gradients(model, ranks, last):
-                pi = sequence_logp(model, [(prompts[p], c["ids"]) for p, *pair in mine or both[:1] for c in pair]).view(-1, 2).cpu()
-                (pair_loss(pi, s).sum() / len(both) if mine else pi.sum() * 0).backward()          # an empty one runs along, adds nothing
-            if mine:
-                logp[s] = pi.detach()
-        norm = collect(model, ranks, grad_clip)
-        if ranks.size > 1:
-            everywhere = logp.to(where)                                     # nccl talks between GPUs only
-            dist.all_reduce(everywhere)
-            logp = everywhere.cpu()
-        value, ratio = pair_loss(logp).mean().item(), logp - ref
-        off = (ratio / length).abs().mean()
-        if step == 0 and off > 0.02:
-            raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: they were made with "
-                             f"another dtype or model; delete {references or out + '/references'}/logp-*")
-        rate = lr * linear(step, steps, warmup)
-        update(opt, step, rate, value, norm)
+            # every process takes its micro-batches; gradients and log-probs are summed over all
+            logp = torch.zeros_like(ref)
+            model.train()
+            for k, last in shares(-(-len(both) // micro_batch), ranks):
+                s = slice(k * micro_batch, (k + 1) * micro_batch)
+                mine = both[s]
+                with gradients(model, ranks, last):
+                    pi = sequence_logp(model, [(prompts[p], c["ids"]) for p, *pair in mine or both[:1] for c in pair]).view(-1, 2).cpu()
+                    (pair_loss(pi, s).sum() / len(both) if mine else pi.sum() * 0).backward()          # an empty one runs along, adds nothing
+                if mine:
+                    logp[s] = pi.detach()
+            norm = collect(model, ranks, grad_clip)
+            if ranks.size > 1:
+                everywhere = logp.to(where)                                     # nccl talks between GPUs only
+                dist.all_reduce(everywhere)
+                logp = everywhere.cpu()
+            value, ratio = pair_loss(logp).mean().item(), logp - ref
+            off = (ratio / length).abs().mean()
+            if step == 0 and off > 0.02:
+                raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: they were made with "
+                                 f"another dtype or model; delete {references or out + '/references'}/logp-*")
+            rate = lr * linear(step, steps, warmup)
+            update(opt, step, rate, value, norm)
+            stopping = ranks.add(asked_to_stop(out, stop, ranks))[0]
 
-        # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting them with pi / pi_ref
-        # (normalised: bounded, but its KL cannot exceed the log of the number of samples)
-        w = ratio.flatten().softmax(0)
-        kl = (w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())
-        target = ((q - log_z) / b).flatten()
-        health = {}
-        if rank_every and (step % rank_every == 0 or step + 1 == steps):
-            health = rank.diagnose(model, *padded([(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]], where))
-            drop_gathered(model)
-        log(step=step, loss=value, grad_norm=norm, lr=rate, target=target.mean().item(), log_ratio=ratio.mean().item(),
-            correlation=correlation(target, ratio.flatten()), kl=kl.item(),
-            reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
-            length=length.mean().item(), tokens=int(length.sum()), **health)
-        if step + 1 == steps or checkpoint_every and (step + 1) % checkpoint_every == 0:
-            checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
-    export(out, model, tok, ranks)
-    ranks.leave()
+            # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting them with pi / pi_ref
+            # (normalised: bounded, but its KL cannot exceed the log of the number of samples)
+            w = ratio.flatten().softmax(0)
+            kl = (w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())
+            target = ((q - log_z) / b).flatten()
+            health = {}
+            if rank_every and (step % rank_every == 0 or step + 1 == steps):
+                health = rank.diagnose(model, *padded([(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]], where))
+                drop_gathered(model)
+            log(step=step, loss=value, grad_norm=norm, lr=rate, target=target.mean().item(), log_ratio=ratio.mean().item(),
+                correlation=correlation(target, ratio.flatten()), kl=kl.item(),
+                reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
+                length=length.mean().item(), tokens=int(length.sum()), **health)
+            done = step + 1
+            if done == steps or stopping or checkpoint_every and done % checkpoint_every == 0:
+                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+            if stopping:
+                break
+    finish(out, model, tok, ranks, done, steps)
 
 
 def correlation(x, y):

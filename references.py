@@ -4,8 +4,8 @@ final name, so that a run can be killed anywhere, and runs with the same referen
 
     references/settings.json                what they were made from; another start model, data set or seed is refused
                samples-N-0000000.json       N prompts a file: [[ids, ...] of each]
-               rewards-HASH-0000000.json    HASH: of the reward function's text, so a repaired one scores anew
-               logp-N-0000000.json          N completions a file
+               rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its model's files
+               logp-DTYPE-N-0000000.json    N completions a file
 """
 
 import hashlib
@@ -29,16 +29,24 @@ def fingerprint(model):
 
 
 def same_or_refuse(path, what, ranks):
-    """References made for one start model, data set and seed are not for another: ValueError names the difference."""
-    if os.path.exists(path):
+    """
+    References made for one start model, data set and seed are not for another: ValueError names the difference. One
+    process looks or writes, and tells the others.
+    """
+    problem = ""
+    if ranks.first and os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             have = json.load(f)
         changed = [f"{k} {have.get(k)!r} -> {v!r}" for k, v in what.items() if have.get(k) != v]
         if changed:
-            where = os.path.dirname(path)
-            raise ValueError(f"{where} holds references of other settings: {'; '.join(changed)}. Name another --references or --out")
+            problem = (f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. "
+                       "Name another --references or --out")
     elif ranks.first:
-        checkpoint.write_flushed(path, json.dumps(what, indent=1))
+        checkpoint.write_flushed(path + ".tmp", json.dumps(what, indent=1))
+        os.replace(path + ".tmp", path)                                     # another run that shares the folder may read
+    problem = checkpoint.everyone(problem, ranks.files)[0]
+    if problem:
+        raise ValueError(problem)
 
 
 def cached(folder, stage, total, batch, compute, ranks, together=False):
@@ -53,7 +61,7 @@ def cached(folder, stage, total, batch, compute, ranks, together=False):
         path, first, last = mine[k] if k < len(mine) else files[0]
         entries = compute(first, last)
         if k < len(mine):
-            tmp = f"{path}.{os.getpid()}.tmp"                               # runs that share the folder may do the same at once
+            tmp = f"{path}.{os.urandom(4).hex()}.tmp"                       # runs that share the folder may do the same at once
             checkpoint.write_flushed(tmp, json.dumps(entries))
             os.replace(tmp, path)
     if ranks.size > 1:
@@ -65,6 +73,11 @@ def cached(folder, stage, total, batch, compute, ranks, together=False):
     return entries
 
 
+def said(error):
+    """An exception of the user's code in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def scored(row, texts, score, where):
     """Rewards of completions of a row's prompt, floats. ValueError says where, if the function raises or returns no finite number."""
     values = []
@@ -72,7 +85,7 @@ def scored(row, texts, score, where):
         try:
             values.append(float(score(row, text)))
         except Exception as e:                                              # the user's code: anything may come
-            raise ValueError(f"{where} failed on completion {text[:60]!r} ({type(e).__name__}: {e}). What was sampled is kept: repair it "
+            raise ValueError(f"{where} failed on completion {text[:60]!r} ({said(e)}). What was sampled is kept: repair it "
                              "and --resume") from None
         if not math.isfinite(values[-1]):
             raise ValueError(f"{where} gave {values[-1]} for completion {text[:60]!r}: want a finite number")

@@ -26,8 +26,8 @@ start = ""                   # the text to go on from; FILE:path reads it from a
 num_samples = 1              # continuations; one is streamed, several are made at once
 max_new_tokens = 300         # of a continuation, of an answer
 temperature = 0.8            # 0 = greedy
-top_k = None                 # keep the k likeliest tokens
-top_p = 0.95                 # keep the likeliest tokens up to this probability
+top_k = 0                    # keep the k likeliest tokens; 0 = off
+top_p = 0.95                 # keep the likeliest tokens up to this probability; 0 or 1 = off
 seed = 28
 device = "auto"              # cuda | mps | cpu
 dtype = "auto"               # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
@@ -45,6 +45,9 @@ HELP = """/reset          forget what was said; the system message stays
 
 
 def main():
+    if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1 or num_samples < 1 or max_new_tokens < 1:
+        raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
+                         f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
     place = pick_device(device)
     model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
     if place == "cuda" and dtype == "auto":
@@ -65,14 +68,15 @@ def main():
         with open(start[5:], encoding="utf-8") as f:
             text = f.read()
     prompt = [tok.bos, *tok.encode(text)]
+    stop = {tok.eos, tok.special.get("</s>", tok.eos)}     # of a chat model a turn's end, and a document's end in any case
     if num_samples > 1:
-        for ids in model.generate([prompt] * num_samples, max_new_tokens, stop=(tok.eos,), **how):
-            print(tok.decode([i for i in ids[1:] if i != tok.eos]) + "\n" + "-" * 40)
+        for ids in model.generate([prompt] * num_samples, max_new_tokens, stop=stop, **how):
+            print(tok.decode([i for i in ids[1:] if i not in stop]) + "\n" + "-" * 40)
         return
     print(text, end="", flush=True)
     decode = tok.stream()
-    for token in model.stream([prompt], max_new_tokens, stop=(tok.eos,), **how):
-        if token.item() != tok.eos:
+    for token in model.stream([prompt], max_new_tokens, stop=stop, **how):
+        if token.item() not in stop:
             print(decode(token.item()), end="", flush=True)
     print()
 
@@ -128,7 +132,7 @@ def blocks_of(turn, tok):
 
 def brackets(tok):
     """The ids around thoughts and around calls of tools."""
-    return [tok.special[f"<|{name}|>"] for name in ("inner_prefix", "inner_suffix", "tools_prefix", "tools_suffix")]
+    return [tok.id_of(f"<|{name}|>") for name in ("inner_prefix", "inner_suffix", "tools_prefix", "tools_suffix")]
 
 
 def calls_in(text):
@@ -172,8 +176,8 @@ def ask(sign):
 
 def converse(model, tok, how):
     """Read a line, answer, repeat. The template writes <s>, once; a turn ends on <|assistant_end|>, which it appends if the model did not."""
-    end, called = tok.special["<|assistant_end|>"], tok.special["<|tools_suffix|>"]
-    stop, declared, message = {end, tok.eos, called}, None, system
+    end, called, ended = tok.id_of("<|assistant_end|>"), tok.id_of("<|tools_suffix|>"), tok.id_of("</s>")
+    stop, declared, message = {end, ended, called}, None, system
     if tools:
         with open(tools, encoding="utf-8") as f:
             declared = json.load(f)
@@ -218,10 +222,10 @@ def converse(model, tok, how):
                     break
                 turn.append(output)
                 ids += tok.encode(f"[{output}]")
-            if ids[-1] == tok.eos:
+            if ids[-1] == ended:
                 ids.pop()                                                               # sampled last, so the cache has not read it
             ids += [end] * (ids[-1] != end)
-            blocks = blocks_of([i for i in turn if i not in (end, tok.eos)], tok)
+            blocks = blocks_of([i for i in turn if i not in (end, ended)], tok)
             only_words = all(b["type"] == "response" for b in blocks)
             messages.append(dict(role="assistant", content="".join(b["text"] for b in blocks) if only_words else dict(blocks=blocks)))
 

@@ -11,6 +11,8 @@ template leaves that token out after the last answer, so a model trained on its 
                                                                                                          ^^^^^^^^^^^^^^^^^^ loss
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out curve.
+The conversations become ids once, in out/<run>/tokens, four bytes a token, which all processes map. SIGTERM, SIGUSR2, or
+a file named `stop` in the run folder: all processes save after the step that they are in, and leave; --resume goes on.
 
 $ python sft.py --data=conversations.jsonl --show             # the first conversations, what is learnt in green, token by token
 $ python sft.py --init_from=out/laptop --data=conversations.jsonl
@@ -19,16 +21,21 @@ $ torchrun --nproc_per_node=8 sft.py configs/sft_8b.py --parallel=fsdp       # t
 """
 
 import dataclasses
+import functools
+import hashlib
+import itertools
 import json
 import math
 import os
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+import chat
 import checkpoint
 import convert
 import plot
@@ -37,7 +44,8 @@ import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import permute
-from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm
+from parallel import (Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm,
+                      stop_signals)
 from tokenizer import chat_pieces, control
 
 # -----------------------------------------------------------------------------
@@ -54,13 +62,13 @@ compile = False                 # torch.compile: pays on CUDA with pack (few sha
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" where a conversation has no system message; fixed, so that a run can be repeated
 # layout
-max_length = 4096               # tokens; a longer conversation is dropped and counted, never cut
+max_length = 0                  # tokens; 0 = the model's window. A longer conversation is dropped and counted, never cut
 pack = False                    # False: a conversation a row, padded, as Apertus; True: several in a row, attention stops between them
 # the schedule
 epochs = 1
 batch_size = 512                # conversations a step, packed or not
 micro_batch = 4                 # rows in memory at once
-warmup = 0.03                   # share of the steps; linear up, then linear down to 0
+warmup = 0.03                   # share of the steps; linear up, then linear down to the end
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
 lr = 5e-6
@@ -83,24 +91,50 @@ def is_conversation(row):
     return isinstance(row.get("messages"), list) and all(isinstance(m, dict) for m in row["messages"])
 
 
-def read_rows(path, fits=is_conversation, want="a list `messages` of {role, content}"):
-    """The JSON objects of a .jsonl file, all of which must fit. ValueError names the line that is something else, and what is wanted."""
+CONVERSATION = "a list `messages` of {role, content}"
+
+
+def parsed(line, fits=is_conversation):
+    """The JSON object of a line, or None if it is something else or does not fit."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and fits(row) else None
+
+
+def odd_line(path, n, line, want=CONVERSATION):
+    got = line.decode(errors="replace").strip()[:60]
+    return ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
+
+
+def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
+    """(line, JSON object) of a .jsonl file. ValueError names the line that is something else, and what is wanted."""
     if not os.path.isfile(path):
         raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
-    rows = []
-    with open(path, encoding="utf-8") as f:
+    with open(path, "rb") as f:
         for n, line in enumerate(f, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                rows.append(None)
-            if not isinstance(rows[-1], dict) or not fits(rows[-1]):
-                raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {line.strip()[:60]!r}")
+            if line.strip():
+                row = parsed(line, fits)
+                if row is None:
+                    raise odd_line(path, n, line, want)
+                yield n, row
+
+
+def read_rows(path, fits=is_conversation, want=CONVERSATION):
+    """The JSON objects of a .jsonl file, all of which must fit: ValueError as above, and if there are none."""
+    rows = [row for _, row in numbered_rows(path, fits, want)]
     if not rows:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+def normal(message):
+    """OpenAI's content, a list of text parts, as their text; any other message as it is."""
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+        return {**message, "content": "".join(p["text"] for p in parts)}
+    return message
 
 
 # after whom each may speak
@@ -108,15 +142,15 @@ FOLLOWS = {"user": {"", "system", "assistant"}, "assistant": {"user", "tool"}, "
 
 
 def fault(messages):
-    """Why a conversation cannot be learnt from, or None."""
+    """Why a conversation of normal messages cannot be learnt from, or None."""
     before = ""
     for m in messages:
         role, content = m.get("role"), m.get("content")
-        if before not in FOLLOWS.get(role, ()):
+        if not isinstance(role, str) or before not in FOLLOWS.get(role, ()):
             return "roles out of order"
         if isinstance(content, dict):
             parts = content.get("blocks", content.get("parts", [content]))
-            content = "".join(str(b.get("text", "x")) for b in parts)                           # calls are no text, and count
+            content = "".join(str(b.get("text", "x")) for b in parts)       # calls are no text, and count
         if not (content or "").strip() and not m.get("tool_calls") and role != "system":
             return "an empty turn"
         before = role
@@ -143,26 +177,158 @@ def render(tok, row, date=None):
     return tok.chat_ids(pieces)
 
 
-def usable(tok, rows, max_length, date=None, where=""):
-    """-> [(ids, said)] of the conversations that can be learnt from, and {reason: (count, first line)} of the others."""
-    good, bad = [], {}
-    for n, row in enumerate(tqdm(rows, "tokenizing", unit="conv", disable=len(rows) < 2000, leave=False), 1):
+# What odd content meets on its way to ids: a number where text belongs, a picture, a block without its text, half a
+# surrogate pair. ODD is the reason that is counted.
+ODD_CONTENT = (AttributeError, KeyError, TypeError, ValueError)
+ODD = "content that the chat format has no place for: want text or blocks"
+
+
+def learnable(tok, row, max_length, date=None):
+    """A conversation -> (ids, said), or why it cannot be learnt from (str)."""
+    try:
+        row = {**row, "messages": [normal(m) for m in row["messages"]]}
         why = fault(row["messages"])
-        if not why:
-            try:
-                ids, said = render(tok, row, date)
-            except ValueError as e:
-                why = str(e)
-        if not why and len(ids) > max_length:
-            why = f"more than max_length={max_length} tokens"
-        if why:
-            bad[why] = (bad.get(why, (0, n))[0] + 1, bad.get(why, (0, n))[1])
-        else:
-            good.append((ids, said))
-    if not good:
-        reasons = "; ".join(f"{count} {why} (first in line {n})" for why, (count, n) in bad.items())
-        raise ValueError(f"{where}: none of {len(rows)} conversations can be learnt from: {reasons}")
-    return good, bad
+        ids, said = ([], []) if why else render(tok, row, date)
+    except ODD_CONTENT:
+        return ODD
+    return why or (f"more than max_length={max_length} tokens" if len(ids) > max_length else (ids, said))
+
+
+def prompt_ids(tok, row, date=None):
+    """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it is none (str)."""
+    try:
+        messages = [normal(m) for m in row["messages"]]
+        if not messages:
+            return "no messages"
+        if messages[-1].get("role") != "user":
+            return "its last message is not the user's"
+        why = fault([*messages, dict(role="assistant", content="x")])
+        return why or tok.chat(messages, row.get("tools"), row.get("thinking", False), add_generation_prompt=True, date=date)[1]
+    except ODD_CONTENT:
+        return ODD
+
+
+def count(bad, why, line, times=1):
+    """Add to {reason: (count, first line)}."""
+    had, first = bad.get(why, (0, line))
+    bad[why] = had + times, min(first, line)
+
+
+def left_out(bad, kept, what):
+    """What was left out and why, in one line."""
+    n = sum(times for times, _ in bad.values())
+    reasons = "; ".join(f"{times} {why} (first in line {line})" for why, (times, line) in bad.items())
+    head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
+    return f"{head}: {reasons}"
+
+
+# -----------------------------------------------------------------------------
+# conversations on disk: made into ids once, four bytes a token, and mapped by every process
+
+SAID = np.uint32(1 << 31)               # the top bit of an id: the assistant must produce it itself
+PART = 2**26                            # bytes of text that become one file
+
+
+class Conversations:
+    """
+    conversations[k] -> (ids, said), arrays of one length. parts: what tokenize() returned for each file. Processes share
+    the pages of the files; what each holds itself is 8 bytes a conversation.
+    """
+
+    def __init__(self, parts):
+        self.files = [part["file"] for part in parts]
+        self.ends = [np.cumsum([0, *part["lengths"]]) for part in parts]                # within their file
+        self.first = np.cumsum([0, *(len(part["lengths"]) for part in parts)])          # conversations before each file
+
+        self.tokens = int(sum(ends[-1] for ends in self.ends))
+
+    def __len__(self):
+        return int(self.first[-1])
+
+    def __getitem__(self, k):
+        part = np.searchsorted(self.first, k, "right") - 1
+        begin, end = self.ends[part][k - self.first[part]:][:2]
+        tokens = mapped(self.files[part])[begin:end]
+        return (tokens & ~SAID).astype(np.int64), tokens >= SAID
+
+
+@functools.lru_cache(64)                # files open at a time
+def mapped(file):
+    return np.memmap(file, np.dtype("<u4"), "r")
+
+
+def tokenized(folder, tok, path, max_length, date, ranks):
+    """
+    The conversations of a .jsonl file that can be learnt from, as Conversations; {reason: (count, first line)} of the
+    others; how many tokens are learnt; the file's sha256. ValueError: a line that is none, or nothing to learn from.
+
+    Each process takes its share of the file. For PART bytes of text it leaves folder/KEY-N.ids, and when that is whole
+    KEY-N.json; KEY is a hash of all that decides an id. So a killed run is gone on with, and nothing stale is read.
+    """
+    sha = checkpoint.everyone(checkpoint.sha256(path) if ranks.first else "", ranks.files)[0]
+    key = hashlib.sha256(repr((sha, tok.hash, max_length, date)).encode())
+    for file in (__file__, chat.__file__, tokenizer.__file__):              # the template, and which turns are learnt
+        key.update(checkpoint.sha256(file).encode())
+    os.makedirs(folder, exist_ok=True)
+    size = os.path.getsize(path)
+    names = [os.path.join(folder, f"{key.hexdigest()[:16]}-{n:05d}") for n in range(-(-size // PART))]
+    with tqdm(total=size // ranks.size, desc="tokenizing", unit="B", unit_scale=True, delay=2, leave=False,
+              disable=not ranks.first) as bar:
+        for n in range(ranks.rank, len(names), ranks.size):
+            if not os.path.exists(names[n] + ".json"):
+                tokenize(names[n], tok, path, n * PART, max_length, date, bar)
+    if ranks.size > 1:
+        dist.barrier()
+    parts, bad, lines, learnt = [], {}, 0, 0
+    for name in names:
+        with open(name + ".json", encoding="utf-8") as f:
+            part = json.load(f)
+        for why, (times, line) in part["bad"].items():
+            count(bad, why, lines + line, times)
+        lines, learnt = lines + part["lines"], learnt + part["learnt"]
+        parts.append(dict(part, file=name + ".ids"))
+    conversations = Conversations(parts)
+    if not len(conversations):
+        raise ValueError(f"{path}: {left_out(bad, 0, 'conversations')}" if bad else f"{path} is empty")
+    return conversations, bad, learnt, sha
+
+
+def tokenize(name, tok, path, start, max_length, date, bar):
+    """The conversations in the lines that begin in PART bytes of a file, from `start` on -> name.ids, then name.json."""
+    tokens, lengths, bad, lines = [], [], {}, 0
+    with open(path, "rb") as f:
+        if start:
+            f.seek(start - 1)
+            f.readline()                                                    # began before
+        first = f.tell()
+        while f.tell() < start + PART and (line := f.readline()):
+            lines += 1
+            bar.update(len(line))
+            if not line.strip():
+                continue
+            row = parsed(line)
+            if row is None:
+                f.seek(0)
+                raise odd_line(path, f.read(first).count(b"\n") + lines, line)
+            found = learnable(tok, row, max_length, date)
+            if isinstance(found, str):
+                count(bad, found, lines)
+            else:
+                ids, said = found
+                tokens.append(np.array(ids, np.uint32) | SAID * np.array(said, np.uint32))
+                lengths.append(len(ids))
+    tokens = np.concatenate(tokens) if tokens else np.zeros(0, np.uint32)
+    written(name + ".ids", tokens.astype("<u4").tobytes())
+    written(name + ".json", json.dumps(dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad, lines=lines)).encode())
+
+
+def written(path, content):
+    """A file under its final name, whole or not at all; several processes may write it at once."""
+    tmp = f"{path}.{os.urandom(4).hex()}.tmp"
+    with open(tmp, "wb") as f:
+        f.write(content)
+    checkpoint.flush(tmp)
+    os.replace(tmp, path)
 
 
 def colour(tok, ids, said):
@@ -195,9 +361,10 @@ def tensors(rows, pad):
     for b, row in enumerate(rows):
         t = 0
         for n, (ids, said) in enumerate(row):
-            idx[b, t:t + len(ids)] = torch.tensor(ids)
+            ids, said = torch.as_tensor(ids), torch.as_tensor(said)
+            idx[b, t:t + len(ids)] = ids
             doc[b, t:t + len(ids)] = n
-            learnt = torch.where(torch.tensor(said), torch.tensor(ids), -1)
+            learnt = torch.where(said, ids, -1)
             targets[b, t:t + len(ids) - 1] = learnt[1:]    # position i predicts token i + 1 of the same conversation
             t += len(ids)
     return idx, targets, doc
@@ -242,9 +409,23 @@ def collect(model, ranks, clip):
     return norm
 
 
-def export(out, model, tok, ranks):
-    """out/hf for transformers. Shards are read back from the last checkpoint, whole, by one process."""
-    if ranks.first:
+def asked_to_stop(out, stop, ranks):
+    """Has a signal come, or (the first process looks) a file named `stop` in the run folder?"""
+    return bool(stop) or ranks.first and os.path.exists(os.path.join(out, "stop"))
+
+
+def finish(out, model, tok, ranks, done, steps):
+    """
+    After the last step: out/hf for transformers. Shards are read back from the last checkpoint, whole, by one process.
+    After another, when a signal or `stop` has ended the run: only say so.
+    """
+    if not ranks.first:
+        return
+    if os.path.exists(os.path.join(out, "stop")):
+        os.remove(os.path.join(out, "stop"))                                # or the next start would stop again
+    if done < steps:
+        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
+    else:
         tok.eos = tok.special["<|assistant_end|>"]                          # a chat model's text ends where its turn does
         convert.save_hf(convert.load_run(out)[0] if ranks.sharded else model, os.path.join(out, "hf"), tok)
         print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
@@ -273,29 +454,34 @@ def start_model(name, device, dtype, ranks=None):
 
 
 def claim_folder(out, resume, ranks):
-    """Refuse a run folder that holds a run already, unless it is to be gone on with; the first process looks, before any writes."""
-    if ranks.first and not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
-        raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
-    os.makedirs(out, exist_ok=True)
+    """
+    The lock of the run folder, to be closed at the end; the first process takes it before any of them writes.
+    ValueError: another run is writing there, or the folder holds a run that is not to be gone on with.
+    """
+    lock = nullcontext()
+    if ranks.first:
+        if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
+            raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
+        lock = checkpoint.claim(out)
     if ranks.size > 1:
         dist.barrier()
+    return lock
+
+
+def window(max_length, model):
+    """max_length, or the model's window for 0. ValueError for more than the model has ever seen at once."""
+    limit = model.config.block_size
+    if max_length > limit:
+        raise ValueError(f"max_length={max_length} is beyond the window of the start model, {limit} tokens: "
+                         f"take --max_length={limit}, and what is longer is left out")
+    return max_length or limit
 
 
 def describe_run(out, config, model, tok, ranks):
     """config.json of a run folder: all settings, the model's shape, the vocabulary by name, or as a file beside it if it was trained."""
     if not ranks.first:
         return
-    config = {**config, **dataclasses.asdict(model.config), "chat": True}
-    if tok.hash == tokenizer.load("byte").hash:
-        config["tokenizer"] = "byte"
-    elif tok.n_special == len(tokenizer.SMALL):
-        text = json.dumps({"pattern": tokenizer.PATTERN, "pieces": [tokenizer.base64.b64encode(p).decode() for p in tok.pieces]}, indent=0)
-        checkpoint.write_flushed(os.path.join(out, "tokenizer.json"), text)
-        config["tokenizer"] = "tokenizer.json"
-    elif tok.hash == tokenizer.load("apertus").hash:
-        config["tokenizer"] = "apertus"
-    else:
-        raise ValueError("the start model's tokenizer is neither Apertus' nor one of this project's: its run could not be read again")
+    config = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": tokenizer.keep_for(tok, out)}
     checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
 
 
@@ -309,16 +495,26 @@ def build_optimizer(model, name, lr, betas, alpha, eps, weight_decay, steps):
                     compile=None if can_compile(next(model.parameters()).device) else False)
 
 
-def go_on(out, model, opt, config, same, ranks):
-    """Load the newest intact checkpoint, if its run had the same settings. Returns the step to go on with; 0 if there is none."""
+# Settings that a resumed run may change, because they change no number but by rounding. (data and rewards are compared
+# by the hash of their content, references by their own settings.json.)
+FREE = {"out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack",
+        "rank_every", "checkpoint_every", "keep_checkpoints"}
+
+
+def go_on(out, model, opt, config, ranks):
+    """
+    Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none. ValueError if its run had
+    other settings, FREE ones excepted: names them.
+    """
     found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files)
     if not found:
         return 0
     path, manifest = found
     had = manifest["config"]
-    changed = [f"{k} {had.get(k)!r} -> {config[k]!r}" for k in same if json.dumps(had.get(k)) != json.dumps(config[k])]
+    changed = [f"{k} {had.get(k)!r} -> {config[k]!r}" for k in config
+               if k not in FREE and json.dumps(had.get(k)) != json.dumps(config[k])]
     if changed:
-        raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings, or another --out")
     checkpoint.load(path, model, opt)
     return manifest["step"]
 
@@ -330,7 +526,7 @@ def open_log(out, start, ranks):
     path, kept = os.path.join(out, "log.jsonl"), []
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
-            kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < start]     # a kill may tear the last one
+            kept = [line for line in f if step_of(line) < start]
     checkpoint.write_flushed(path + ".tmp", "".join(kept))
     os.replace(path + ".tmp", path)
     file = open(path, "a", encoding="utf-8")
@@ -339,6 +535,12 @@ def open_log(out, start, ranks):
         file.write(json.dumps(entry) + "\n")
         file.flush()
     return log
+
+
+def step_of(line):
+    """The step of a line of log.jsonl; of a line that a kill or a full disk has torn, infinity."""
+    entry = parsed(line, fits=lambda entry: isinstance(entry.get("step"), int)) if line.endswith("\n") else None
+    return entry["step"] if entry else math.inf
 
 
 def items(step, batch_size, n, epochs, seed):
@@ -359,97 +561,111 @@ def update(opt, step, rate, loss, norm):
 
 
 def linear(step, steps, warmup):
-    """Share of the peak learning rate: linear from 0 over the first `warmup` of the steps, then linear to 0 (transformers' "linear")."""
-    up = math.ceil(warmup * steps)
-    return step / up if step < up else (steps - step) / max(1, steps - up)
+    """
+    Share of the peak learning rate: linear up over the first `warmup` of the steps, then linear down (transformers' "linear").
+
+    The zeros lie just outside the run, at step -1 and at step `steps`: every step learns, also the only one of a run.
+    """
+    up = max(1, math.ceil(warmup * steps))
+    return min((step + 1) / up, (steps - step) / (steps - up + 1))
 
 
-def chat_ids_only(tok, row, where, date=None):
-    """The prompt of a conversation that waits for an answer -> ids, ending in <|assistant_start|>. ValueError names the line."""
-    messages = row["messages"]
-    why = fault([*messages, dict(role="assistant", content="x")])
-    why = "no messages" if not messages else "its last message is not the user's" if messages[-1].get("role") != "user" else why
-    if why:
-        raise ValueError(f"{where}: {why}; want system (if any), then user and assistant in turn, ending with user")
-    try:
-        return tok.chat(messages, row.get("tools"), row.get("thinking", False), add_generation_prompt=True, date=date)[1]
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}") from None
+def too_short(what, n, epochs, batch_size):
+    """A warning if the schedule has fewer than ten steps, with values that give it ten; otherwise an empty string."""
+    steps = -(-epochs * n // batch_size)
+    if steps >= 10:
+        return ""
+    fits = f"--batch_size={epochs * n // 10}" if epochs * n >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
+    return (f"warning: {epochs * n} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
+            f"too short for a warm-up and a decay: try {fits}")
 
 
 # -----------------------------------------------------------------------------
 
 
 def main():
-    rows = read_rows(data)
     if show:
-        return show_conversations(rows)
+        return show_conversations()
+    for _ in numbered_rows(data):                                           # a file that is none is told at once
+        break
     ranks, where = join(parallel, pick_device(device))
-    claim_folder(out, resume, ranks)
+    with claim_folder(out, resume, ranks):
+        tune(ranks, where)
+    ranks.leave()
+
+
+def tune(ranks, where):
     model, tok = start_model(init_from, where, pick_dtype(dtype, where), ranks)
-    conversations, bad = usable(tok, rows, max_length, date, data)
+    longest = window(max_length, model)
+    conversations, bad, learnt, sha = tokenized(os.path.join(out, "tokens"), tok, data, longest, date, ranks)
     n = len(conversations)
     steps = -(-epochs * n // batch_size)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
-    fingerprint = tokenizer.hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-    config = dict(settings(globals()), data_hash=fingerprint)
-    same = ("init_from", "data_hash", "seed", "date", "max_length", "batch_size", "epochs", "optimizer")
-    start = go_on(out, model, opt, config, same, ranks) if resume else 0
+    config = dict(settings(globals()), max_length=longest, data_hash=sha[:16], tokenizer_hash=tok.hash[:16])
+    start = go_on(out, model, opt, config, ranks) if resume else 0
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
     if compile and can_compile(torch.device(where)):
         model.compile_blocks()
     if ranks.first:
-        for why, (count, first) in bad.items():
-            print(f"left out {count} of {len(rows)} conversations: {why} (first in line {first})")
-        learnt = sum(map(sum, (said for _, said in conversations)))
-        print(f"{n} conversations, {sum(len(ids) for ids, _ in conversations):,} tokens, {learnt:,} of them learnt; {steps} steps")
+        if bad:
+            print(left_out(bad, n, "conversations"))
+        print(f"{n} conversations, {conversations.tokens:,} tokens, {learnt:,} of them learnt; {steps} steps")
+        if warning := too_short("conversations", n, epochs, batch_size):
+            print(warning)
     log = open_log(out, start, ranks)
     model.train()
     bar = tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True)
-    for step in bar:
-        began = time.perf_counter()
-        batch = [conversations[k] for k in items(step, batch_size, n, epochs, seed)]
-        n_tokens = sum(sum(said) for _, said in batch)                      # learnt, in the whole step
-        laid = rows_of(batch, pack, max_length)
+    with stop_signals() as stop:                                            # before: what is on disk is not done again
+        for step in bar:
+            began = time.perf_counter()
+            batch = [conversations[k] for k in items(step, batch_size, n, epochs, seed)]
+            n_tokens = int(sum(said.sum() for _, said in batch))            # learnt, in the whole step
+            laid = rows_of(batch, pack, longest)
 
-        # forward and backward; every process takes its micro-batches, and gradients are summed
-        loss, size = torch.zeros(()), 0
-        for k, last in shares(-(-len(laid) // micro_batch), ranks):
-            mine = laid[k * micro_batch:(k + 1) * micro_batch]
-            idx, targets, doc = (t.to(where) for t in tensors(mine or laid[:1], tok.pad))
-            if not mine:
-                targets.fill_(-1)                                           # runs along, adds nothing
-            with gradients(model, ranks, last):
-                _, part = model(idx, targets, doc=doc if pack else None, n_tokens=n_tokens)
-                part.backward()
-            loss, size = loss + part.detach().cpu(), size + idx.numel()
-        norm = collect(model, ranks, grad_clip)
-        loss, rate = ranks.add(loss)[0], lr * linear(step, steps, warmup)
-        update(opt, step, rate, loss, norm)
-        tok_s, health = round(size * ranks.size / (time.perf_counter() - began)), {}
-        if rank_every and (step % rank_every == 0 or step + 1 == steps):
-            idx, targets, doc = (t.to(where) for t in tensors(laid[:4 * micro_batch], tok.pad))
-            health = rank.diagnose(model, idx, targets >= 0, doc if pack else None)
-            drop_gathered(model)
-        log(step=step, tokens=sum(len(ids) for ids, _ in batch), loss=loss, learnt=n_tokens, grad_norm=norm, lr=rate, tok_s=tok_s, **health)
-        bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-        if step + 1 == steps or checkpoint_every and (step + 1) % checkpoint_every == 0:
-            checkpoint.save(os.path.join(out, "ckpt"), step + 1, model, opt, dict(config=config), keep_checkpoints, ranks.files)
-    export(out, model, tok, ranks)
-    ranks.leave()
+            # forward and backward; every process takes its micro-batches, and gradients are summed
+            loss, size = torch.zeros(()), 0
+            for k, last in shares(-(-len(laid) // micro_batch), ranks):
+                mine = laid[k * micro_batch:(k + 1) * micro_batch]
+                idx, targets, doc = (t.to(where) for t in tensors(mine or laid[:1], tok.pad))
+                if not mine:
+                    targets.fill_(-1)                                       # runs along, adds nothing
+                with gradients(model, ranks, last):
+                    _, part = model(idx, targets, doc=doc if pack else None, n_tokens=n_tokens)
+                    part.backward()
+                loss, size = loss + part.detach().cpu(), size + idx.numel()
+            norm = collect(model, ranks, grad_clip)
+            loss, stopping = ranks.add(loss, asked_to_stop(out, stop, ranks))
+            rate = lr * linear(step, steps, warmup)
+            update(opt, step, rate, loss, norm)
+
+            # say what happened
+            tok_s, health = round(size * ranks.size / (time.perf_counter() - began)), {}
+            if rank_every and (step % rank_every == 0 or step + 1 == steps):
+                idx, targets, doc = (t.to(where) for t in tensors(laid[:4 * micro_batch], tok.pad))
+                health = rank.diagnose(model, idx, targets >= 0, doc if pack else None)
+                drop_gathered(model)
+            log(step=step, tokens=sum(len(ids) for ids, _ in batch), loss=loss, learnt=n_tokens, grad_norm=norm, lr=rate,
+                tok_s=tok_s, **health)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            done = step + 1
+            if done == steps or stopping or checkpoint_every and done % checkpoint_every == 0:
+                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+            if stopping:
+                break
+    finish(out, model, tok, ranks, done, steps)
 
 
-def show_conversations(rows):
+def show_conversations():
     """--show: the first three conversations, and why the others among the first would be left out."""
     tok = tokenizer.load_for(init_from) if os.path.isdir(os.path.join(init_from, "ckpt")) else tokenizer.load_hf(convert.local(init_from))
-    for n, row in enumerate(rows[:3], 1):
-        why = fault(row["messages"])
-        if why:
-            print(f"line {n} is left out: {why}")
+    for n, row in itertools.islice(numbered_rows(data), 3):
+        found = learnable(tok, row, math.inf, date)
+        if isinstance(found, str):
+            print(f"line {n} is left out: {found}")
             continue
-        ids, said = render(tok, row, date)
+        ids, said = found
         print(colour(tok, ids, said) + f"\n{sum(said)} of {len(ids)} tokens are learnt (green)\n")
 
 

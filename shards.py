@@ -4,6 +4,7 @@ Documents in the spool of prepare.py -> token shards: 1-D .npy arrays, uint16 wh
     bucket     documents of one stretch of the final order, tokenized by one process: <s> ids </s>, one after the other
     stream     all documents of one source and split, from all buckets in order
     shard      shard_tokens of a stream at most, flushed to disk, its sha256 in meta.json
+    folder     made beside its place as OUT.tmp, whole before it gets its name; nothing is replaced that prepare.py did not write
 
 Arrays describe themselves and are memory-mapped by data.py without a pickle. A bucket's tokens are a file under its final name or
 not there, so that a run which was killed does only what is missing.
@@ -12,10 +13,17 @@ not there, so that a run which was killed does only what is missing.
 import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 
 from documents import sha256
+
+try:
+    import fcntl
+except ImportError:                                      # Windows: two runs in one folder are not told apart there
+    fcntl = None
 
 
 class Bucket:
@@ -145,3 +153,132 @@ def write_shard(path, tokens, n=0, dtype=None):
 def safe(name):
     """A source's name as part of a file name."""
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the folder
+
+
+LOCK = ".prepare.lock"              # marks OUT.tmp as ours
+WRITTEN = {"meta.json", "report.json", "report.md", "removed.jsonl.gz", "flow.png", "tokenizer.json", "probes.json"}   # and shards
+
+
+def claim(out, inputs, joined=False):
+    """
+    Lock a data folder for this process, before anything is written. Returns (final, tmp, lock): the folder itself, without links; the
+    one beside it for work/ and data/, which publish() puts in its place; what to close at the end. The kernel frees the lock of a
+    process that was killed.
+
+    inputs: paths that are read. joined: the folder is data.py's, of --join, and not prepare.py's.
+    ValueError if something would be lost there that we did not write, or if another process writes there.
+    """
+    final = os.path.realpath(out)
+    tmp = final + ".tmp"
+    if lies_in(os.getcwd(), final):
+        raise ValueError(f"{out} is or holds the working directory, and would be replaced by the new data: choose another folder")
+    for folder in {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}:
+        if lies_in(folder, final):
+            raise ValueError(f"{out} is or holds {folder}, which is to be read, and would be replaced: choose another folder")
+    for path in inputs:
+        if os.path.isdir(path) and lies_in(final, path):
+            raise ValueError(f"{out} lies in {path}, which is to be read: choose a folder beside it")
+    if os.path.ismount(final):
+        raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
+    if os.path.lexists(tmp) and (not os.path.isdir(tmp) or os.listdir(tmp) and not os.path.exists(os.path.join(tmp, LOCK))):
+        raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another folder")
+    os.makedirs(tmp, exist_ok=True)
+    lock = locked(os.path.join(tmp, LOCK), out)
+    stranger = not_ours(final, joined)
+    if stranger:
+        clear(tmp)
+        lock.close()
+        raise ValueError(f"{out} holds {stranger}, which is not of a data folder that may be replaced: choose another folder, or an empty one")
+    old = os.path.join(tmp, "old")
+    if os.path.isdir(old) and not os.path.exists(final):                         # killed just as the new data took its place
+        os.rename(old, final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final, tmp, lock
+
+
+def lies_in(path, folder):
+    """Whether a path is this folder or is in it, however the two are spelled."""
+    if not os.path.exists(folder):
+        return False
+    path = Path(os.path.realpath(path))
+    return any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
+
+
+def locked(path, out):
+    """A file that this process alone holds, until it is closed. ValueError: another does."""
+    lock = open(path, "a+", encoding="utf-8")
+    try:
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read()
+        lock.close()
+        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder") from None
+    if not os.path.exists(path) or not os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+        lock.close()                                                             # its owner finished between the two lines above
+        raise ValueError(f"{out}: another prepare.py has just finished there: start again if it is to be done once more")
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lock.close)                           # or it would be held until the last worker is gone
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def not_ours(folder, joined):
+    """The name of something in a folder that prepare.py (or data.py --join) did not write there; None if there is nothing of the kind."""
+    if not os.path.isdir(folder):
+        return os.path.basename(folder) if os.path.lexists(folder) else None
+    entries, own = sorted(os.listdir(folder)), set()
+    try:
+        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+            sources = json.load(f)["sources"].values()
+        if joined:
+            own = {"meta.json", "tokenizer.json"}
+        elif "report.json" in entries:
+            own = WRITTEN | {shard["file"] for source in sources for split in source.values() for shard in split["shards"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):           # no meta.json, or another program's
+        pass
+    return next((name for name in entries if name not in own), None)
+
+
+def publish(final, tmp):
+    """Put tmp/data in the place of `final`, whose old data go only when the new ones stand, and remove tmp."""
+    data, old = os.path.join(tmp, "data"), os.path.join(tmp, "old")
+    for name in os.listdir(data):
+        flush(os.path.join(data, name))
+    flush(data)
+    if os.path.isdir(final):
+        os.rename(final, old)
+    try:
+        os.rename(data, final)
+    except OSError:
+        if os.path.isdir(old):
+            os.rename(old, final)
+        raise
+    flush(os.path.dirname(final))
+    clear(tmp)
+
+
+def clear(tmp):
+    """Remove what a run made in its tmp folder; the lock last, so that a kill in between leaves no folder that nobody owns."""
+    for name in ("work", "data", "old"):
+        shutil.rmtree(os.path.join(tmp, name), ignore_errors=True)
+    try:
+        os.remove(os.path.join(tmp, LOCK))
+        os.rmdir(tmp)
+    except OSError:                                                              # the user has put something there
+        pass
+
+
+def flush(path):
+    """To disk: a rename may reach it before the data that it names."""
+    if os.name == "posix":
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)

@@ -72,19 +72,30 @@ SMALL = padded(NAMED[:4] + IN_TEXT + NAMED[61:], 64)
 class Tokenizer:
     """
     One vocabulary: `.name`, `.vocab_size`, `.n_special`, `.special` (name -> id of a control token), `.bos`, `.eos`,
-    `.pad`, `.pieces` (bytes by rank), and `.hash`: sha256 of all that decides an id, by which data and model know
-    whether they mean the same vocabulary.
+    `.pad`, `.pieces` (bytes by rank), `.ids` (of the pieces), and `.hash`: sha256 of all that decides an id, by which
+    data and model know whether they mean the same vocabulary.
+
+    special: a list of names from id 0 on, or {name: id}. ids: of the pieces, rising; None: directly behind the control
+    tokens. in_text: the control tokens that ordinary text may become. ends: the names of bos, eos and pad.
     """
 
-    def __init__(self, name, pieces, special):
+    def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
+        behind = range(len(special), len(special) + len(pieces))
         self.name, self.pieces, self.n_special = name, pieces, len(special)
-        self.vocab_size = len(special) + len(pieces)
-        self.special = {s: i for i, s in enumerate(special)}
-        self.bos, self.eos, self.pad = (self.special[s] for s in ("<s>", "</s>", "<pad>"))
-        self.hash = hashlib.sha256("\n".join([PATTERN, *special, *(p.hex() for p in pieces)]).encode()).hexdigest()
-        ranks = {piece: i for i, piece in enumerate(pieces, start=len(special))}
+        self.special = dict(zip(special, range(len(special)))) if isinstance(special, list) else special
+        self.ids = behind if ids is None or list(ids) == list(behind) else ids
+        self.in_text = {s for s in in_text if s in self.special}
+        self.vocab_size = 1 + max(max(self.special.values()), max(self.ids))
+        self.bos, self.eos, self.pad = (self.special[s] for s in ends)
+
+        decides = [PATTERN, *self.special, *(p.hex() for p in pieces)]
+        if self.ids is not behind or self.in_text != {s for s in IN_TEXT if s in self.special}:
+            decides += [json.dumps([list(self.special.values()), list(self.ids), sorted(self.in_text)])]
+        self.hash = hashlib.sha256("\n".join(decides).encode()).hexdigest()
+
+        ranks = dict(zip(pieces, self.ids))          # who joins first is decided by the order of the ids, whatever they are
         self._bpe = tiktoken.Encoding(name, pat_str=GROUPED, mergeable_ranks=ranks, special_tokens=self.special)
-        self._encode = functools.partial(self._bpe.encode, allowed_special=set(IN_TEXT), disallowed_special=())
+        self._encode = functools.partial(self._bpe.encode, allowed_special=self.in_text, disallowed_special=())
 
     def encode(self, text):
         """The ids of a text, and of nothing else: no <s>, no </s>. 'apertus': about 8 MB/s on one core."""
@@ -96,17 +107,24 @@ class Tokenizer:
     def encode_array(self, text):
         """The same ids as a numpy array of uint32, without a Python list between: a fifth faster, and 4 bytes an id instead of 36."""
         try:
-            return self._bpe.encode_to_numpy(text, allowed_special=set(IN_TEXT), disallowed_special=())
+            return self._bpe.encode_to_numpy(text, allowed_special=self.in_text, disallowed_special=())
         except ValueError:
             return np.array(self.encode(text), np.uint32)
 
     def decode_bytes(self, ids):
-        """The bytes of a list or array of ids; control tokens give their names. ValueError: an id that is not here."""
+        """
+        The bytes of a list or array of ids; control tokens give their names, an id that the vocabulary leaves free (a
+        padding row of the embedding) gives nothing, as in transformers. ValueError: an id that is not here.
+        """
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)}, but {self.name} has 0 to {self.vocab_size - 1}: "
                              f"use the tokenizer that made them")
-        return self._bpe.decode_bytes(ids)
+        try:
+            return self._bpe.decode_bytes(ids)
+        except KeyError:
+            taken = {*self.special.values(), *self.ids}
+            return self._bpe.decode_bytes([i for i in ids if i in taken])
 
     def decode(self, ids):
         """The text of ids. A character cut in two at either end becomes U+FFFD."""
@@ -116,6 +134,12 @@ class Tokenizer:
         """A function id -> text, to print token by token: it holds back bytes until their character is complete."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda i: utf8.decode(self.decode_bytes([i]))
+
+    def id_of(self, name):
+        """The id of a control token. ValueError, one line, if this vocabulary has none of that name."""
+        if name not in self.special:
+            raise ValueError(f"{self.name}: its vocabulary has no {name}: a conversation needs Apertus' control tokens")
+        return self.special[name]
 
     def chat(self, messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments and errors: see `chat_pieces`."""
@@ -130,19 +154,22 @@ class Tokenizer:
         Neighbouring texts are encoded as one, as the published tokenizer sees them; a token across a border belongs
         to the side where it begins.
         """
-        ids, said, text, owner = [], [], "", []
+        ids, said, text, owner = [], [], "", b""
         for words, control, mine in [*pieces, ("", True, False)]:
             if not control:
-                text, owner = text + words, owner + [mine] * len(words.encode())    # owner: one flag per byte
+                text, owner = text + words, owner + bytes([mine]) * len(words.encode())     # owner: one flag per byte
                 continue
-            at = 0
-            for i in self.encode(text):
-                ids.append(i)
-                said.append(owner[at])
-                at += len(self.decode_bytes([i]))
-            text, owner = "", []
+            new, at = self.encode(text), 0
+            ids += new
+            if len(set(owner)) < 2:                  # nearly always: no need to look at each token
+                said += [any(owner)] * len(new)
+            else:
+                for i in new:
+                    said.append(bool(owner[at]))
+                    at += len(self._bpe.decode_single_token_bytes(i))
+            text, owner = "", b""
             if words:
-                ids.append(self.special[words])
+                ids.append(self.id_of(words))
                 said.append(mine)
         return ids, said
 
@@ -164,7 +191,7 @@ def load(name):
         return Tokenizer(name, tekken()[:int(rest)], SMALL)
     if kind == "bpe" or name.endswith(".json"):
         path = name.removeprefix("bpe:")
-        return Tokenizer(f"bpe:{path}", read_bpe(path), SMALL)
+        return Tokenizer(f"bpe:{path}", **read_bpe(path))
     raise ValueError(f"tokenizer {name!r} does not exist: choose byte, apertus, apertus:K or bpe:FILE.json")
 
 
@@ -173,8 +200,7 @@ def load_for(folder):
     for file in ("meta.json", "config.json"):
         path = os.path.join(folder, file)
         if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                name = json.load(f)["tokenizer"]
+            name = read_json(path)["tokenizer"]
             return load(os.path.join(folder, name) if name.endswith(".json") else name)
     raise ValueError(f"{folder!r} has no meta.json and no config.json: want a folder that prepare.py or train.py wrote")
 
@@ -195,18 +221,52 @@ def read_tekken(file):
     return [binascii.a2b_base64(v["token_bytes"]) for v in vocab[:130_072]]
 
 
-def read_bpe(path):
-    """The pieces in a file of train_bpe. ValueError if it is anything else."""
+def read_json(path):
+    """The object in a JSON file. ValueError, one line, if it is damaged."""
     with open(path, encoding="utf-8") as f:
         try:
             saved = json.load(f)
-            pieces = [base64.b64decode(piece, validate=True) for piece in saved["pieces"]]
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} is not a vocabulary: want the JSON that prepare.py --train_bpe writes") from None
+        except (ValueError, RecursionError) as e:    # RecursionError: a million brackets
+            raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
+    return saved
+
+
+def read_bpe(path):
+    """The arguments of Tokenizer in a file of write_bpe. ValueError if it is anything else."""
+    try:
+        saved = read_json(path)
+        own = dict(special=saved.get("special", SMALL))
+        own.update({key: saved[key] for key in ("ids", "in_text", "ends") if key in saved})
+        own["pieces"] = pieces = [base64.b64decode(piece, validate=True) for piece in saved["pieces"]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not a vocabulary: want the JSON that prepare.py --train_bpe writes") from None
     complete = {bytes([b]) for b in range(256)} <= {*pieces} and len({*pieces}) == len(pieces)
     if saved.get("pattern") != PATTERN or not complete:
         raise ValueError(f"{path} is damaged: want Apertus' pattern, all 256 bytes, no piece twice; train it again")
-    return pieces
+    return own
+
+
+def write_bpe(tokenizer, path):
+    """A vocabulary as one file, whole or not at all: its pieces, and its control tokens and ids where they are its own."""
+    saved = {"pattern": PATTERN, "pieces": [base64.b64encode(piece).decode() for piece in tokenizer.pieces]}
+    if tokenizer.hash != Tokenizer("", tokenizer.pieces, SMALL).hash:
+        name = {i: s for s, i in tokenizer.special.items()}
+        saved.update(special=tokenizer.special, ids=list(tokenizer.ids), in_text=sorted(tokenizer.in_text),
+                     ends=[name[i] for i in (tokenizer.bos, tokenizer.eos, tokenizer.pad)])
+    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
+        json.dump(saved, f, indent=0)
+    os.replace(f"{path}.tmp", path)
+
+
+def keep_for(tokenizer, folder):
+    """The name by which load_for(folder) finds this vocabulary again: its own, or tokenizer.json, which is written there."""
+    for name, size in ("byte", 320), ("apertus", 131072):
+        if tokenizer.vocab_size == size and tokenizer.hash == load(name).hash:
+            return name
+    write_bpe(tokenizer, os.path.join(folder, "tokenizer.json"))
+    return "tokenizer.json"
 
 
 def without_long_runs(text):
@@ -232,10 +292,7 @@ def train_bpe(texts, vocab_size, path):
     parts = (part for text in texts for part in without_long_runs(text))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
     by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
-    pieces = [base64.b64encode(bytes(piece)).decode() for piece, _ in by_rank]
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        json.dump({"pattern": PATTERN, "pieces": pieces}, f, indent=0)
-    os.replace(f"{path}.tmp", path)                                              # whole or not at all
+    write_bpe(Tokenizer(path, [bytes(piece) for piece, _ in by_rank], SMALL), path)
     return load(f"bpe:{path}")
 
 
@@ -248,60 +305,131 @@ def hf_files(tokenizer, chat=False):
     front, as the published tokenizer does; add_special_tokens=False leaves it out. chat: eos is <|assistant_end|>.
 
     transformers turns a control token spelled in a text into that token, unless called with split_special_tokens=True.
-    The merges are rebuilt from the ranks: all pairs of pieces whose union is a piece, by the union's rank (269,443).
     """
     with open(os.path.join(os.path.dirname(__file__), "chat_template.jinja"), encoding="utf-8") as f:
         template = f.read()                                              # chat.py once more, in Jinja
     letter = letters()
     spelled = ["".join(letter[b] for b in piece) for piece in tokenizer.pieces]
+    name = {i: s for s, i in tokenizer.special.items()}
+    bos = name[tokenizer.bos]
+    exact = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = [{"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [{"id": i, "content": s, **exact, "special": s not in tokenizer.in_text}
+                             for s, i in tokenizer.special.items()],
+            "normalizer": None,
+            "pre_tokenizer": PRE_TOKENIZER,
+            "post_processor": {
+                "type": "TemplateProcessing", "single": [first, text], "pair": [first, text, *second],
+                "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {"type": "BPE", "ignore_merges": True, "merges": merges_of(spelled),
+                      "vocab": tokenizer.special | dict(zip(spelled, tokenizer.ids))}},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "padding_side": "left",
+            "bos_token": bos, "eos_token": "<|assistant_end|>" if chat else name[tokenizer.eos],
+            "pad_token": name[tokenizer.pad], "unk_token": "<unk>" if "<unk>" in tokenizer.special else None,
+            "chat_template": template},
+    }
+
+
+PRE_TOKENIZER = {"type": "Sequence", "pretokenizers": [
+    {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}
+
+
+def merges_of(spelled):
+    """
+    The list of merges that a byte-level BPE of these pieces (str, by rank) has in Hugging Face's format: all pairs of
+    pieces whose union is a piece, by the union's rank, then by their own (Apertus: 269,443, in the published order).
+    """
     rank = {s: i for i, s in enumerate(spelled)}
     merges = []
     for s in spelled:
         pairs = [(s[:i], s[i:]) for i in range(1, len(s)) if s[:i] in rank and s[i:] in rank]
         merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
-    exact = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    return {
-        "tokenizer.json": {
-            "version": "1.0",
-            "added_tokens": [{"id": i, "content": s, **exact, "special": s not in IN_TEXT}
-                             for s, i in tokenizer.special.items()],
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
-            "post_processor": {
-                "type": "TemplateProcessing", "single": single,
-                "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [tokenizer.bos], "tokens": ["<s>"]}}},
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {"type": "BPE", "ignore_merges": True, "merges": merges,
-                      "vocab": tokenizer.special | {s: i + tokenizer.n_special for s, i in rank.items()}}},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "padding_side": "left",
-            "bos_token": "<s>", "eos_token": "<|assistant_end|>" if chat else "</s>",
-            "pad_token": "<pad>", "unk_token": "<unk>", "chat_template": template},
-    }
+    return merges
 
 
 def load_hf(folder):
-    """The Tokenizer of a Hugging Face folder, from its tokenizer.json, a byte-level BPE like Apertus': the inverse of hf_files."""
+    """
+    The Tokenizer of a Hugging Face folder, from its tokenizer.json and tokenizer_config.json: the inverse of hf_files.
+
+    Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, for what would
+    give other ids than transformers does: another kind of tokenizer, other merges, an added token that is a word too.
+    """
     path = os.path.join(folder, "tokenizer.json")
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no tokenizer.json: export one with convert.py, or copy it from the model's repository")
-    with open(path, encoding="utf-8") as f:
-        saved = json.load(f)
+    saved, settings = read_json(path), os.path.join(folder, "tokenizer_config.json")
+    settings = read_json(settings) if os.path.isfile(settings) else {}
     byte = {c: bytes([b]) for b, c in letters().items()}
-    special = {token["content"]: token["id"] for token in saved["added_tokens"]}
-    names = sorted(special, key=special.get)
     try:
-        pieces = sorted((i, s) for s, i in saved["model"]["vocab"].items() if s not in special)
-        pieces = [b"".join(byte[c] for c in s) for _, s in pieces]
-        same = saved["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] == PATTERN
-    except (KeyError, TypeError, IndexError):
+        model, added = saved["model"], {token["content"]: token for token in saved["added_tokens"]}
+        id_of = check_ids(path, model["vocab"], added, settings)
+        spelled = sorted(model["vocab"].keys() - added.keys(), key=id_of.get)
+        pieces = [b"".join(byte[c] for c in s) for s in spelled]
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        same = (saved["pre_tokenizer"] == PRE_TOKENIZER and saved.get("normalizer") is None and model["ignore_merges"]
+                and not any(model.get(key) for key in ("dropout", "byte_fallback", "end_of_word_suffix"))
+                and {bytes([b]) for b in range(256)} <= {*pieces})
+    except (KeyError, TypeError, AttributeError):
         same = False
     if not same:
         raise ValueError(f"{path} is not a byte-level BPE that cuts text as Apertus' does")
-    return Tokenizer(folder, pieces, names)
+    if merges != merges_of(spelled):
+        raise ValueError(f"{path}: its merges are not all pairs of its pieces in the order of their ids, as Apertus' are: "
+                         "this program would make other ids of a text")
+    special = {s: id_of[s] for s in sorted(added, key=id_of.get)}
+    # What a file calls not special, a text may become; but not the names that the chat format is made of.
+    in_text = {s for s, token in added.items() if s in IN_TEXT or not token.get("special") and s not in {*SPECIAL}}
+    check_words(path, in_text, added)
+    ends = [named(settings, key, path, added) for key in ("bos_token", "eos_token", "pad_token")]
+    return Tokenizer(folder, pieces, special, [id_of[s] for s in spelled], in_text, ends)
+
+
+def check_ids(path, vocab, added, settings):
+    """
+    {token: id} of a tokenizer.json. What is added but not in the vocabulary is numbered by the library, on from the
+    vocabulary's size; a file that says otherwise, or says it twice, is refused: it has no ids to be honoured.
+    """
+    id_of, behind = dict(vocab), len(vocab)
+    for s, token in added.items():
+        expected = id_of.setdefault(s, behind)
+        behind += expected == behind
+        if token["id"] != expected:
+            raise ValueError(f"{path}: the added token {s!r} has the id {token['id']}, but transformers would number it "
+                             f"{expected}: save the tokenizer again with the version that trained the model")
+    if len(set(id_of.values())) < len(id_of):
+        raise ValueError(f"{path}: two tokens have the same id")
+    for i, token in settings.get("added_tokens_decoder", {}).items():
+        if id_of.get(token["content"]) != int(i):
+            raise ValueError(f"{path}: tokenizer_config.json adds {token['content']!r} as {i}, this file has "
+                             f"{id_of.get(token['content'])} for it: save the tokenizer again")
+    return id_of
+
+
+def check_words(path, in_text, added):
+    """Refuse added tokens of ordinary text which the one regular expression that finds them would not find as transformers does."""
+    for s in sorted(in_text):
+        if any(added[s].get(key) for key in ("single_word", "lstrip", "rstrip")):
+            raise ValueError(f"{path}: the added token {s!r} takes white space with it or wants to stand alone: not done here")
+        other = next((t for t in added if t != s and (t.startswith(s) or s.startswith(t))), None)
+        if other:
+            raise ValueError(f"{path}: the added tokens {s!r} and {other!r} begin alike: which one a text holds is not clear")
+
+
+def named(settings, key, path, added):
+    """The name of bos, eos or pad: tokenizer_config.json says it, as a str or with attributes; else as Apertus has it."""
+    usual = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}[key]
+    name = settings.get(key) or usual
+    name = name["content"] if isinstance(name, dict) else name
+    if name not in added:
+        raise ValueError(f"{path} has no control token {name!r} to be the {key}")
+    return name
 
 
 def letters():

@@ -31,8 +31,8 @@ import plot
 import structured
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
-from configurator import run, settings
-from data import StagedDataset, TokenDataset
+from configurator import lengths, run, settings
+from data import StagedDataset, TokenDataset, begun
 from model import Apertus, ApertusConfig
 from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
@@ -106,10 +106,11 @@ weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
 # what it says on the way
 eval_every = 250                # steps; 0 = at the end only
-eval_windows = 64               # windows of the validation split; 0 = all. The last evaluation takes all
+eval_windows = 64               # windows of the validation split; 0 = all
+last_eval_windows = 4096        # the same at the end: all of a laptop's; of the 8B's 17M tokens, where all would be billions
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
-keep_checkpoints = 2
+keep_checkpoints = 2            # of the newest; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row that may be skipped because loss or gradient is not a number; 0 = stop at the first
@@ -141,6 +142,21 @@ def lr_at(samples):
     raise ValueError(f"schedule={schedule!r}: there is wsd and cosine")
 
 
+def check_settings():
+    """What cannot work is told before anything is read or built: ValueError, one line that says what to type."""
+    checkpoint.check_keep(keep_checkpoints)
+    if loss_average not in ("step", "micro"):
+        raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
+    if total_samples < batch_size:
+        raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
+    if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
+        # Lengths are three settings, so that a stage may end where the schedule does not. Who shortens a run means all of them.
+        steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
+        raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into total_samples={total_samples} "
+                         f"({steps:,} steps): say {lengths(total_samples)}")
+    lr_at(0)
+
+
 # -----------------------------------------------------------------------------
 # the run folder: who may write there, and what it says of the run
 
@@ -167,7 +183,9 @@ def resume_from(model, opt, config, ranks):
     path, manifest = found
     same = [f.name for f in dataclasses.fields(ApertusConfig)]
     same += ["self_guided", "guide_saving", "data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
-    changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if manifest["config"].get(k) != config[k]]
+    samples = samples_at(manifest["step"], batch_size, batch_ramp_at or None)   # a stage that has not begun may get other data
+    before, now = (dict(c, data_hash=begun(c.get("data_hash", ""), samples)) for c in (manifest["config"], config))
+    changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in same if before.get(k) != now[k]]
     if bool(manifest["config"].get("stage")) != bool(stage):
         changed.append(f"stage {manifest['config'].get('stage')!r} -> {stage!r}")
     if changed:
@@ -180,30 +198,39 @@ def resume_from(model, opt, config, ranks):
     return manifest["step"]
 
 
-def cut_log(path, step):
-    """Drop the lines of steps that will be done again, and a last line torn by a kill: every step has one line."""
-    lines = []
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            lines = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < step]
-    checkpoint.write_flushed(path + ".tmp", "".join(lines))
-    os.replace(path + ".tmp", path)
+def cut_log(path, start, validate):
+    """
+    Drop the lines of steps that will be done again, and those that a kill or a full disk has torn: every step has one line. validate: the
+    validation of the last step, start - 1, will be done again too.
+    """
+    if not os.path.exists(path):
+        return
+
+    def kept():
+        with open(path, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                entry = plot.entry_of(line)
+                again = start - 1 if validate and entry and "val_loss" in entry else start
+                if entry and entry["step"] < again:
+                    yield line
+
+    checkpoint.write_flushed(path, kept())
 
 
 def has_summary(tokens):
-    """Whether summary.json tells of a run of so many tokens."""
-    path = os.path.join(out, "summary.json")
-    if not os.path.exists(path):
+    """Whether summary.json tells of a run of so many tokens. One that a full disk has torn tells nothing: it is written again."""
+    try:
+        with open(os.path.join(out, "summary.json"), encoding="utf-8") as f:
+            return json.load(f)["tokens"] >= tokens
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)["tokens"] >= tokens
 
 
-def open_log(config, start):
+def open_log(config, start, validate):
     """Write what the run folder says of itself, and return the function that adds an entry to log.jsonl (and to W&B)."""
     describe_run(config)
     path = os.path.join(out, "log.jsonl")
-    cut_log(path, start)
+    cut_log(path, start, validate)
     wandb = None
     if wandb_log:
         try:
@@ -256,6 +283,7 @@ def main():
     ranks = Ranks(parallel, exact, hsdp_shard)                              # who this process is, of how many; the others are met below
     place = ranks.place(pick_device(device))
     work_dtype = pick_dtype(dtype, place)
+    check_settings()
     goldfish = (goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: name a config that has one, like configs/8b.py")
@@ -268,19 +296,19 @@ def main():
         raise ValueError(f"{data} was made by a tokenizer of {train.meta['vocab_size']} ids ({train.meta['tokenizer']}) and the model has "
                          f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
     rows = ranks.micro_batch(batch_size, micro_batch)
-    if loss_average not in ("step", "micro"):
-        raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
     tok = tokenizer.load_for(data)
     config = dict(settings(globals()), vocab_size=train.meta["vocab_size"], data_hash=train.fingerprint, tokenizer=train.meta["tokenizer"])
     model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
     steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
-    lr_at(0)                                                                # a schedule that does not fit is told before the model is built
-    structured.guided_steps(config)                                         # and so is a guide without a structured layer
+    structured.guided_steps(config)                                         # a guide without a structured layer is told before it is built
     with claim_folder() if ranks.first else nullcontext():
         ranks.join(place, timeout)
         with stop_signals() as stop:
             pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows)
         ranks.leave()
+        if ranks.first:                                                     # last, and alone: no rank waits for a picture
+            plot.curves([out], os.path.join(out, "loss.png"))
+            print(f"the curve: {out}/loss.png")
 
 
 def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows):
@@ -305,13 +333,13 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
                          f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
     peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
-    log = open_log(config, start) if ranks.first else lambda **entry: None
+    log = open_log(config, start, validate=last) if ranks.first else lambda **entry: None
     if ranks.first:
         if compile and not compiled:
             print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
         where = f"{ranks.size} x {place.split(':')[0]}" if ranks.size > 1 else place
         print(f"{model.num_params():,} parameters on {where} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
-              f"data: {train.n_tokens:,} tokens, so {steps * batch_size / train.n_windows:.1f} epochs")
+              f"data: {train.n_tokens:,} tokens, so {samples_at(end, batch_size, ramp) / train.n_windows:.1f} epochs")
     saver = checkpoint.Saver(os.path.join(out, "ckpt"), keep_checkpoints, ranks.files, save_failures)
     # Windows, masks and document ids, off the critical path. In a thread of one OpenMP thread: a second pool would make libgomp count more
     # threads than cores, and those of the training step would sleep at every barrier instead of spinning: 4,500 tokens/s instead of 7,000.
@@ -384,8 +412,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         last = step + 1 == end
         model.eval()                                                        # without guides; nothing else depends on it
-        if last or eval_every and (step + 1) % eval_every == 0:
-            nats = evaluate(model, val, 0 if last else eval_windows, rows, place, ranks)
+        if not last and eval_every and (step + 1) % eval_every == 0:        # the last comes after the last save
+            nats = evaluate(model, val, eval_windows, rows, place, ranks)
             bpb = val.bits_per_byte(nats)
             log(step=step, tokens=samples * block_size, val_loss=nats, val_bpb=bpb, seconds=round(time.perf_counter() - began, 1))
             if ranks.first:
@@ -399,19 +427,21 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         model.train()
         if stopping:
             break
-    if start >= end:
-        samples = samples_at(start, batch_size, ramp)
-        nats = evaluate(model, val, 0, rows, place, ranks)
-        bpb = val.bits_per_byte(nats)
     bar.close()
     loader.shutdown(cancel_futures=True)
-    saver.finish()
-    if ranks.first:                                                         # meanwhile: python plot.py out/run (reads the whole log)
-        plot.curves([out], os.path.join(out, "loss.png"))
+    saver.finish()                                                          # the weights are safe: what follows can be done again
+    if last:
+        done = max(start, end)
+        tokens = samples_at(done, batch_size, ramp) * block_size
+        model.eval()
+        nats = evaluate(model, val, last_eval_windows, rows, place, ranks)
+        bpb = val.bits_per_byte(nats)
+        seconds = time.perf_counter() - began
+        log(step=done - 1, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=round(seconds, 1))
     if ranks.first and last:
-        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(dict(
-            val_bpb=bpb, val_loss=nats, tokens=samples * block_size, seconds=round(time.perf_counter() - began), torch=torch.__version__), indent=1))
-        print(f"{out}: {bpb:.3f} bits per byte of validation text after {time.perf_counter() - began:.0f} s. The curve: {out}/loss.png")
+        summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
+        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
+        print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
     elif ranks.first:
         print(f"{out}: stopped as asked after step {step + 1} of {end}, saved; --resume goes on")
     if ranks.first and os.path.exists(stop_file):

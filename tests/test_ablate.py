@@ -34,22 +34,35 @@ def test_p_values_are_those_of_the_tables(df, t, p):
 def test_a_paired_difference_ignores_what_both_arms_share():                # a seed that is worse by 10 for both says nothing about the arms
     base = [run("a", s, 2.0 + 10 * s) for s in (1, 2, 3)]
     ours = [run("b", s, 2.0 + 10 * s - d) for s, d in ((1, 0.1), (2, 0.2), (3, 0.3))]
-    mean, sd, p, n = ablate.paired(ours, base)
-    assert (mean, sd, n) == (pytest.approx(-0.2), pytest.approx(0.1), 3)
-    t = 0.2 * math.sqrt(3) / 0.1
+    mean, half, p, n = ablate.paired(ours, base)
+    error = 0.1 / math.sqrt(3)                                               # sd 0.1, three seeds
+    assert (mean, half, n) == (pytest.approx(-0.2), pytest.approx(4.302653 * error, rel=1e-6), 3)      # t of the table, two degrees
+    t = 0.2 / error
     assert p == pytest.approx(1 - t / math.sqrt(t * t + 2))                  # the closed form at two degrees of freedom
 
 
+def test_only_seeds_that_both_arms_have_are_paired():
+    assert ablate.differences([run("b", 2, 1.5), run("b", 3, 9.0)], [run("a", 1, 7.0), run("a", 2, 2.0)]) == [-0.5]
+
+
+def test_holms_p_values_are_those_of_the_textbook():
+    """Holm 1979: sorted, times n, n - 1, ... 1, never decreasing; the numbers are R's p.adjust(c(.01, .04, .03, .005), "holm")."""
+    assert ablate.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert ablate.holm([0.5, 0.9]) == [1.0, 1.0]
+
+
 def test_one_seed_has_no_p_value():
-    mean, sd, p, n = ablate.paired([run("b", 1, 1.5)], [run("a", 1, 2.0)])
-    assert mean == -0.5 and math.isnan(sd) and math.isnan(p) and n == 1
+    mean, half, p, n = ablate.paired([run("b", 1, 1.5)], [run("a", 1, 2.0)])
+    assert mean == -0.5 and math.isnan(half) and math.isnan(p) and n == 1
 
 
-def test_each_arm_is_compared_at_its_own_best_learning_rate():
-    rows = [run("a", 1, 2.0, 1e-3), run("a", 1, 1.9, 2e-3), run("a", 1, 2.1, 4e-3), run("b", 1, 1.8, 1e-3), run("b", 1, 1.85, 2e-3), run("b", 1, 3.0, 4e-3)]
-    a, b = ablate.summary(rows, "a")
-    assert (a["lr"], b["lr"]) == (2e-3, 1e-3) and b["difference"] == pytest.approx(-0.1)
-    assert not a["lr_at_edge"] and b["lr_at_edge"]
+def test_each_arm_is_compared_at_its_own_best_rate_and_never_by_the_seed_that_chose_it():
+    """The search seed's 1.0 and 0.5 would make a difference of -0.5; the reported seeds say +0.2."""
+    search = [run("a", 0, 2.0, 1e-3), run("a", 0, 1.0, 2e-3), run("a", 0, 2.1, 4e-3), run("b", 0, 0.5, 1e-3), run("b", 0, 1.85, 2e-3)]
+    assert ablate.best_lrs(search) == {"a": 2e-3, "b": 1e-3}
+    a, b = ablate.summary([*search, run("a", 1, 1.9, 2e-3), run("b", 1, 2.2, 1e-3), run("a", 2, 1.7, 2e-3), run("b", 2, 1.8, 1e-3)], "a")
+    assert (a["lr"], b["lr"]) == (2e-3, 1e-3) and b["difference"] == pytest.approx(0.2) and a["seeds"] == b["seeds"] == 2
+    assert a["bpb"] == pytest.approx(1.8) and not a["lr_at_edge"] and b["lr_at_edge"]
 
 
 def test_tokens_to_the_baselines_loss_are_read_off_the_curve():
@@ -69,7 +82,10 @@ def test_runs_on_different_data_are_not_compared():
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
-    """A study of two arms, one rate, two seeds and 4 steps; train.py runs in this process, which spares four imports of torch."""
+    """
+    A study of two arms, two seeds and 4 steps, with one rate, so that nothing is searched; train.py runs in this process, which spares
+    four imports of torch.
+    """
     root = tmp_path_factory.mktemp("study")
     assert script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={root / 'own'}", "--tokenizer=byte", "--val_share=0.02").returncode == 0
     (root / "size.py").write_text(open(os.path.join(ROOT, "configs", "tiny.py")).read() + "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n")
@@ -111,12 +127,27 @@ def test_runs_of_one_seed_see_the_same_data_and_start_from_the_same_weights(stud
     assert kept[1, True] == kept[1, False] != kept[2, True]                      # the Goldfish mask is that of the same windows
 
 
+def test_a_study_of_several_rates_searches_with_seed_0_and_reports_the_others(study):
+    root, args, calls, _ = study
+    (root / "search.py").write_text((root / "mini.py").read_text().replace('"mini"', '"search"').replace("(3e-3,)", "(3e-3, 1e-7)"))
+    before = len(calls)
+    assert script("ablate.py", root / "search.py", *args).returncode == 0
+    asked = [{flag.split("=")[0]: flag.split("=")[1] for flag in call if "=" in flag} for call in calls[before:]]
+    assert sorted((float(a["--lr"]), a["--seed"]) for a in asked) == [(1e-7, "0")] * 2 + [(3e-3, "0")] * 2     # the others: as in `mini`
+    runs = [json.loads(line) for line in open(root / "results" / "search" / "runs.jsonl")]
+    assert sorted((r["lr"], r["seed"]) for r in runs if r["seed"]) == [(3e-3, 1), (3e-3, 1), (3e-3, 2), (3e-3, 2)]
+    csv_of = {name: (root / "results" / name / "results.csv").read_text() for name in ("mini", "search")}
+    assert csv_of["search"] == csv_of["mini"].replace(",False,", ",True,")   # the same runs; the larger of two rates is at the edge
+    assert "best of 1e-07, 0.003 with seed 0, which is not reported" in (root / "results" / "search" / "table.md").read_text()
+
+
 def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study):
     root, args, calls, _ = study
     before = open(root / "results" / "mini" / "results.csv").read()
-    done, n = script("ablate.py", root / "mini.py", *args), len(calls)
-    assert done.returncode == 0 and n == 4
-    broken = sorted(glob.glob(str(root / "runs" / "*")))[0]
+    n = len(calls)
+    assert script("ablate.py", root / "mini.py", *args).returncode == 0 and len(calls) == n
+    reported = lambda folder: json.load(open(os.path.join(folder, "config.json")))["seed"] == 1
+    broken = next(folder for folder in glob.glob(str(root / "runs" / "*")) if reported(folder))
     lines = open(os.path.join(broken, "log.jsonl")).readlines()
     with open(os.path.join(broken, "log.jsonl"), "w") as f:                   # killed in its third step, before any checkpoint
         f.writelines([*lines[:3], '{"step": 2, "lo'])

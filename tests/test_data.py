@@ -1,7 +1,11 @@
 """data.py and prepare.py: every window once an epoch, in any order of asking; documents whole; files as promised."""
+import contextlib
+import gc
 import gzip
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 
 import numpy as np
@@ -9,8 +13,9 @@ import pytest
 import torch
 
 import prepare
+import tokenizer
 from conftest import ROOT, script
-from data import StagedDataset, TokenDataset, permute
+from data import StagedDataset, TokenDataset, begun, permute
 from goldfish import goldfish_mask
 
 
@@ -71,9 +76,15 @@ def test_labels_are_the_next_tokens_and_the_next_documents_begin_has_no_loss(fol
     assert torch.equal(doc[:, 1:] - doc[:, :-1], (idx[:, 1:] == data.bos).long())
 
 
+def read_by_numpy(data):
+    """All tokens of a split, from the files."""
+    files = [s["file"] for source in data.meta["sources"].values() for s in source[data.split]["shards"]]
+    return [t for file in files for t in np.load(os.path.join(data.folder, file), allow_pickle=False).tolist()]
+
+
 def test_a_batch_is_what_a_loop_over_the_tokens_says_wherever_it_begins(folder):
     data = TokenDataset(folder, "train", 32)
-    stream = [t for shard in data.shards for t in shard.tolist()]
+    stream = read_by_numpy(data)
     assert len(data.shards) > 1 and data.dtype == np.uint16
     for first in (0, 7, 1021, 3, 5000, 1024, 10**6):       # forwards, backwards, across the 1,024 samples whose order is known ahead
         idx, targets, keep, doc = data.batch(first, 5)
@@ -146,13 +157,14 @@ def texts_of(data):
 
 
 def test_what_is_not_text_is_skipped_and_counted(tmp_path):
-    (tmp_path / "good.txt").write_text("good")
-    (tmp_path / "also.md").write_text("also good")
-    (tmp_path / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
-    (tmp_path / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
-    done = script("prepare.py", tmp_path, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "good.txt").write_text("good")
+    (texts / "also.md").write_text("also good")
+    (texts / "latin.txt").write_bytes("Grüezi".encode("latin-1"))
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    (texts / "torn.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
+    (texts / "half.jsonl").write_text('{"text": "fine"}\n{"text": \n{"other": 1}\n')
+    done = script("prepare.py", texts, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
     assert done.returncode == 0, done.stderr
     for line in ("not UTF-8", "binary", "unreadable"):
         assert f"skipped 1: {line}" in done.stdout
@@ -161,8 +173,9 @@ def test_what_is_not_text_is_skipped_and_counted(tmp_path):
 
 
 def test_no_text_at_all_is_one_line(tmp_path):
-    (tmp_path / "binary.txt").write_bytes(b"a\0b")
-    for args, says in (([tmp_path], "no text"), ([tmp_path / "nowhere"], "no such file")):
+    (texts := tmp_path / "texts").mkdir()
+    (texts / "binary.txt").write_bytes(b"a\0b")
+    for args, says in (([texts], "no text"), ([tmp_path / "nowhere"], "no such file")):
         done = script("prepare.py", *args, f"--out={tmp_path / 'out'}", "--tokenizer=byte")
         assert done.returncode == 2 and says in done.stderr and done.stderr.strip().splitlines()[-1].startswith("prepare.py: ")
     assert not (tmp_path / "out").exists()
@@ -175,7 +188,6 @@ def test_no_text_at_all_is_one_line(tmp_path):
     (lambda f: np.save(f, np.array([{"a": 1}], dtype=object), allow_pickle=True), "prepare the data again"),
 ])
 def test_a_damaged_shard_is_refused_before_the_first_step(folder, tmp_path, damage, says):
-    import shutil
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damage(copy / "train_00000.npy")
@@ -184,7 +196,6 @@ def test_a_damaged_shard_is_refused_before_the_first_step(folder, tmp_path, dama
 
 
 def test_a_token_id_beyond_the_vocabulary_names_its_window(folder, tmp_path):
-    import shutil
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     shard = np.load(copy / "train_00000.npy")
@@ -304,8 +315,184 @@ def test_joined_folders_have_the_sources_of_all_and_copy_nothing(mixed, folder, 
     assert data.n_tokens == TokenDataset(mixed, "train", 16).n_tokens + TokenDataset(folder, "train", 16).n_tokens
     other = tmp_path / "other"
     assert script("prepare.py", os.path.join(mixed, "report.md"), f"--out={other}", "--tokenizer=apertus:300").returncode == 0
-    done = script("data.py", mixed, other, f"--join={both}")
-    assert done.returncode == 2 and "the same --tokenizer" in done.stderr
+    before = digest(both)
+    for into in (both, tmp_path / "new"):
+        done = script("data.py", mixed, other, f"--join={into}")
+        assert done.returncode == 2 and "the same --tokenizer" in done.stderr
+    assert digest(both) == before and sorted(os.listdir(tmp_path)) == ["both", "other"]
+
+
+def test_joined_folders_have_the_vocabulary_that_their_ids_are_of(tmp_path):
+    """Trained on the first folder and in it alone: without it nobody could read the joined one."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"the text of {name}, the only text of it. " * 30)
+    for name, vocabulary in (("a", "--train_bpe=330"), ("b", f"--tokenizer={tmp_path / 'a' / 'tokenizer.json'}")):
+        assert script("prepare.py", tmp_path / f"{name}.txt", f"--out={tmp_path / name}", vocabulary).returncode == 0
+    done = script("data.py", tmp_path / "a", tmp_path / "b", f"--join={tmp_path / 'both'}", "--block_size=8")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "both" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
+    data = TokenDataset(str(tmp_path / "both"), "train", 8, sources=["b"])
+    assert tokenizer.load_for(data.folder).decode(data.tokens(1, data.n_tokens - 1).tolist()).startswith("the text of b, the only")
+
+
+def test_join_replaces_what_it_joined_before_and_nothing_else(mixed, folder, tmp_path):
+    own, ours, both = tmp_path / "own", tmp_path / "ours", tmp_path / "both"
+    own.mkdir()
+    (own / "meta.json").write_text("years of work")
+    shutil.copytree(folder, ours)
+    before = digest(own), digest(ours)
+    for into in (own, f"{own}/", ours, ours / "new"):
+        done = script("data.py", mixed, ours, f"--join={into}")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert (digest(own), digest(ours)) == before
+    more = tmp_path / "more"
+    assert script("prepare.py", os.path.join(mixed, "report.md"), f"--out={more}", "--tokenizer=byte").returncode == 0
+    for folders, sources in (((mixed, ours), "a b c data"), ((both, more), "a b c data more"), ((mixed, ours), "a b c data")):
+        done = script("data.py", *folders, f"--join={both}/", "--block_size=16")
+        assert done.returncode == 0, done.stderr
+        assert " ".join(TokenDataset(str(both), "train", 16).meta["sources"]) == sources
+    done = script("prepare.py", os.path.join(mixed, "report.md"), f"--out={both}", "--tokenizer=byte")
+    assert done.returncode == 2 and "meta.json" in done.stderr                    # prepare.py did not write that
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a run may find changed when it goes on: what it has not read yet
+
+
+TABLE = (("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29))
+
+
+def changed(mixed, path, change):
+    """The folder with another meta.json; its shards stay where they are."""
+    path.mkdir()
+    with open(os.path.join(mixed, "meta.json")) as f:
+        meta = json.load(f)
+    for source in meta["sources"].values():
+        for part in source.values():
+            for shard in part["shards"]:
+                shard["file"] = os.path.join(mixed, shard["file"])
+    change(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+    return str(path)
+
+
+def shard(meta, name, split="train"):
+    return meta["sources"][name][split]["shards"][0]
+
+
+def reversed_sources(meta):
+    meta["sources"] = dict(reversed(meta["sources"].items()))
+
+
+NOT_READ = [lambda m: None, lambda m: m["sources"].pop("c"), lambda m: m["sources"].update(d=m["sources"]["a"]), lambda m: m.pop("about"),
+            lambda m: shard(m, "b").update(sha256="other"), reversed_sources]
+READ = [lambda m: shard(m, "a").update(sha256="other"), lambda m: shard(m, "a", "val").update(sha256="other"), lambda m: m.update(tokenizer_hash="other"),
+        lambda m: m["sources"].update(a=m["sources"]["b"]), lambda m: m.update(eos=3), lambda m: m.update(bos=3), lambda m: m.update(vocab_size=321)]
+
+
+@pytest.mark.parametrize("change, same", [(change, same) for same, changes in ((True, NOT_READ), (False, READ)) for change in changes])
+def test_a_run_in_its_first_stage_goes_on_whatever_becomes_of_data_that_it_has_not_read(mixed, tmp_path, change, same):
+    before = StagedDataset(mixed, TABLE, 16, stage="1").fingerprint
+    after = StagedDataset(changed(mixed, tmp_path / "new", change), TABLE, 16, stage="1").fingerprint
+    assert (begun(after, 40) == begun(before, 40)) == same
+
+
+@pytest.mark.parametrize("table, until, same", [
+    ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 40, True), ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=2), 70, 29)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(c=1, b=1), 70, 29)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 30)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 71, 29)), 41, False),
+    ((("1", ("a",), 39, 28), TABLE[1]), 20, False), ((("1", ("a",), 40, 29), TABLE[1]), 20, False), ((("1", ("a", "a"), 40, 28), TABLE[1]), 20, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29), ("3", ("a",), 80, 1)), 70, True)])
+def test_a_row_of_the_table_counts_from_the_sample_on_with_which_its_stage_begins(mixed, table, until, same):
+    before, after = StagedDataset(mixed, TABLE, 16), StagedDataset(mixed, table, 16)
+    assert (begun(after.fingerprint, until) == begun(before.fingerprint, until)) == same
+    first = table[0][2]
+    assert begun(StagedDataset(mixed, table, 16, stage="1").fingerprint, first) == begun(after.fingerprint, first)
+
+
+def test_without_stages_all_of_the_folder_counts_and_the_order_of_its_sources_too(mixed, tmp_path):
+    before = TokenDataset(mixed, "train", 16)
+    plain = lambda meta: hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    assert before.fingerprint == plain(before.meta) == TokenDataset(mixed, "val", 16).fingerprint  # as runs know it that began long ago
+    prints = [begun(TokenDataset(changed(mixed, tmp_path / str(i), change), "train", 16).fingerprint, 1)
+              for i, change in enumerate([*NOT_READ, *READ])]
+    assert len({str(p) for p in prints}) == len(prints)
+    assert TokenDataset(mixed, "train", 16, weights=dict(a=1, b=2)).fingerprint != TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1)).fingerprint
+
+
+def test_a_run_that_stopped_after_its_first_stage_goes_on_when_the_data_of_the_second_have_come(mixed, folder, tmp_path):
+    both, table = tmp_path / "both", tmp_path / "table.py"
+    table.write_text('stages = (("one", ("a",), 80, 28), ("two", {"a": 1, "data": 3}, 160, 29))')
+    train = lambda *args: script("train.py", "configs/tiny.py", table, f"--data={both}", f"--out={tmp_path / 'run'}", "--block_size=16", *args)
+    assert script("data.py", mixed, mixed + "/", f"--join={both}", "--block_size=16").returncode == 0
+    done = train("--stage=one")
+    assert done.returncode == 0, done.stderr
+    assert script("data.py", both, folder, f"--join={both}", "--block_size=16").returncode == 0
+    meta = (both / "meta.json").read_text()
+    for key in ("a", "tokenizer_hash"):
+        other = json.loads(meta)
+        other.update(tokenizer_hash="other") if key != "a" else shard(other, "a").update(sha256="other")
+        (both / "meta.json").write_text(json.dumps(other))
+        done = train("--resume", "--stage=two")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    (both / "meta.json").write_text(meta)
+    done = train("--resume", "--stage=two")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# limits of the system
+
+
+@pytest.fixture(scope="module")
+def shattered(folder, tmp_path_factory):
+    """The documents of `folder` in some 300 shards."""
+    root = tmp_path_factory.mktemp("shattered")
+    done = script("prepare.py", os.path.join(os.path.dirname(folder), "docs.jsonl"), f"--out={root / 'data'}", "--tokenizer=byte", "--shard_tokens=17")
+    assert done.returncode == 0, done.stderr
+    return str(root / "data")
+
+
+@contextlib.contextmanager
+def few_files(more):
+    """At most so many more files than now may be open."""
+    resource = pytest.importorskip("resource")
+    gc.collect()
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = set(range(10_000)) - set(map(int, os.listdir("/dev/fd")))             # the limit is one of their numbers
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(free)[more], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
+def test_more_shards_than_files_may_be_open_give_the_same_batches(folder, shattered):
+    one = TokenDataset(folder, "train", 32)
+    with few_files(150):
+        many = TokenDataset(shattered, "train", 32)
+        assert len(many.shards) > 300 and many.n_windows == one.n_windows
+        for first in (0, 5, one.n_windows):
+            assert all(map(torch.equal, one.batch(first, 40), many.batch(first, 40)))
+
+
+def test_a_limit_of_the_system_sends_nobody_to_prepare_the_data_again(shattered):
+    with few_files(20), pytest.raises(OSError, match="Too many open files.*ulimit -n") as told:
+        TokenDataset(shattered, "train", 32)
+    assert "prepare" not in str(told.value).partition(" cannot be opened")[2]
+
+
+def test_a_shard_that_is_replaced_under_a_run_is_noticed(shattered, tmp_path):
+    copy = shutil.copytree(shattered, tmp_path / "copy")
+    data = TokenDataset(str(copy), "train", 32)
+    data.batch(0, data.n_windows)
+    for file in copy.glob("train_*.npy"):
+        tokens = np.load(file, allow_pickle=False)
+        os.remove(file)
+        np.save(file, tokens[::-1])
+        os.utime(file, ns=(0, 0))
+    with pytest.raises(ValueError, match="is not the file that this run began with"):
+        data.batch(0, data.n_windows)
 
 
 # First step and tokens consumed before it, in billions, rounded down: report Table F.7.

@@ -1,13 +1,19 @@
 """memorize.py: its measures against brute force and closed cases, its data against the stream, the protocol on a model that recites by construction."""
 import difflib
+import glob
 import json
+import math
 import os
 import random
+import subprocess
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 
+import convert
 import memorize
 from conftest import ROOT, script
 from goldfish import goldfish_mask
@@ -172,23 +178,103 @@ def test_the_probes_that_prepare_plants_are_read_and_stand_in_the_data(tmp_path)
     assert all(other.decode(ids) in passages for ids in memorize.read_probes(str(tmp_path / "own" / "probes.json"), other)[2])
 
 
-def test_the_demonstration_runs_from_texts_to_table_and_keeps_the_rows_of_other_seeds(tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")          # half a minute of compiling changes no claim here
-    (tmp_path / "book.txt").write_text(" ".join(f"{random.Random(i).randrange(10**4)} and\n\n" for i in range(4000)))
-    for name, value in dict(paths=[str(tmp_path / "book.txt")], out=str(tmp_path / "out"), runs=str(tmp_path / "runs"), tokenizer="byte", jobs=1,
-                            models="k4", seeds=1, background=3000, n_passages=1, REPETITIONS=(0, 128),
-                            TRAIN=dict(memorize.TRAIN, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=32)).items():
-        monkeypatch.setattr(memorize, name, value)
-    memorize.make_data(str(tmp_path / "runs" / "data-256-s1"), 1, 256, 150)
-    probes = json.load(open(tmp_path / "runs" / "data-256-s1" / "probes.json"))
-    earlier = [dict(model=m, seed=s, kind="validation", val_loss=1.0, val_bpb=1.0, seconds=60, tokens=1) for m, s in (("k4", 0), ("k4", 2), ("k4", 1))]
-    os.makedirs(tmp_path / "out")
-    (tmp_path / "out" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in earlier))
-    memorize.main()
-    rows = memorize.read_rows(tmp_path / "out" / "rows.jsonl")
-    assert rows[0] == earlier[0] and rows[-1] == earlier[1] and earlier[2] not in rows             # measured again: replaced
-    assert {(r["kind"], r["repetitions"]) for r in rows[2:-1]} == {(k, p["repetitions"]) for k in ("greedy", "nucleus", "map", "first49", "forced") for p in probes}
-    assert "| k4 | 3 | 100 |" in (tmp_path / "out" / "table.md").read_text() and os.path.exists(tmp_path / "out" / "maps.png")
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """
+    Two models of two seeds with a learning rate of zero, killed when the third was to be trained, and then the same command again.
+
+    train.py runs in this process, which spares imports of torch. Returns the folder, the two lists of what was trained, and the rows that
+    the killed study left.
+    """
+    root = tmp_path_factory.mktemp("study")
+    words = [str(random.Random(i).randrange(10**4)) for i in range(4000)]
+    (root / "book.txt").write_text(" ".join(word + " and\n\n" for word in words))
+    tiny = dict(memorize.TRAIN, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=32, lr=0.0, lr_floor=0.0, compile=False)
+    settings = dict(paths=[str(root / "book.txt")], out=str(root / "out"), runs=str(root / "runs"), tokenizer="byte", jobs=1,
+                    models="none k4", seeds=2, background=3000, n_passages=1, REPETITIONS=(0, 128), TRAIN=tiny)
+    trained, run = [], subprocess.run
+
+    def in_process(command, **how):
+        if command[0] != sys.executable:                                    # a compiler, or matplotlib that looks for fonts
+            return run(command, **how)
+        trained.append(next(arg for arg in command if arg.startswith("--out=")))
+        if killed_at == len(trained):
+            return types.SimpleNamespace(returncode=137)
+        done = script("train.py", *command[2:])
+        how["stderr"].write(done.stderr)
+        return types.SimpleNamespace(returncode=done.returncode)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", in_process)
+        for name, value in settings.items():
+            patch.setattr(memorize, name, value)
+        killed_at = 3
+        with pytest.raises(ValueError, match="ended with code 137"):
+            memorize.main()
+        before, left = list(trained), memorize.read_rows(root / "out" / "rows.jsonl")
+        trained.clear()
+        killed_at = 0
+        memorize.main()
+        yield root, before, trained, left
+
+
+def final_weights(folder):
+    return {name: value.detach() for name, value in convert.load_run(folder)[0].named_parameters()}
+
+
+def test_a_seed_draws_other_passages_another_order_and_other_weights(study):
+    """At a learning rate of zero the last checkpoint holds the initial weights."""
+    root = study[0]
+    data = [glob.glob(str(root / "runs" / f"data-256-s{seed}-*"))[0] for seed in (11, 12)]
+    passages = [{tuple(p["ids"]) for p in json.load(open(os.path.join(d, "probes.json")))} for d in data]
+    assert passages[0] != passages[1]
+    streams = [np.load(os.path.join(d, "train_00000.npy"), allow_pickle=False)[:2000] for d in data]
+    assert not np.array_equal(*streams)
+    none, other = [final_weights(glob.glob(str(root / "runs" / f"none-s{seed}-*"))[0]) for seed in (11, 12)]
+    drawn = [name for name, value in none.items() if value.ndim == 2]
+    assert len(drawn) == 8 and not any(torch.equal(none[name], other[name]) for name in drawn)
+    k4 = final_weights(glob.glob(str(root / "runs" / "k4-s11-*"))[0])
+    assert all(torch.equal(none[name], k4[name]) for name in none)          # the models of one seed differ in the mask alone
+    steps = [json.load(open(glob.glob(str(root / "runs" / f"none-s{seed}-*" / "config.json"))[0]))["seed"] for seed in (11, 12)]
+    assert steps == [11, 12]                                                # train.py's own order of windows
+
+
+def test_a_killed_study_keeps_what_it_found_and_goes_on(study):
+    root, before, after, left = study
+    found = memorize.read_rows(root / "out" / "rows.jsonl")
+    assert [(r["model"], r["seed"]) for r in found if r["kind"] == "validation"] == [("none", 11), ("none", 12), ("k4", 11), ("k4", 12)]
+    assert {(r["model"], r["seed"]) for r in left} == {("none", 11), ("k4", 11)} and all(row in found for row in left)
+    assert not set(before[:2]) & set(after) and before[2] in after
+
+
+def test_a_study_gives_every_measure_of_every_bucket_and_its_files(study):
+    root = study[0]
+    found = {(r["kind"], r["repetitions"]) for r in memorize.read_rows(root / "out" / "rows.jsonl") if r["kind"] != "validation"}
+    assert found == {(k, b) for k in ("greedy", "nucleus", "map", "first49", "forced") for b in (0, 128, "edited")}
+    assert "| k4 | 2 | 100 |" in (root / "out" / "table.md").read_text() and os.path.exists(root / "out" / "maps.png")
+
+
+def test_another_setting_is_never_taken_for_finished_work(study, monkeypatch):
+    root = study[0]
+    monkeypatch.setattr(memorize, "runs", str(root / "runs"))
+    flags = dict(lr=0.1, seed=11)
+    assert memorize.folder_of("none", 11, flags) == memorize.folder_of("none", 11, dict(seed=11, lr=0.1))
+    assert memorize.folder_of("none", 11, flags) != memorize.folder_of("none", 11, dict(flags, lr=0.2))
+
+
+def test_new_rows_replace_those_of_their_model_and_seed_alone():
+    row = [dict(model=m, seed=s, n=n) for m, s, n in (("k4", 1, 0), ("none", 2, 1), ("k4", 2, 2), ("k4", 1, 3))]
+    assert memorize.merged(row[:3], row[3:]) == [row[1], row[3], row[2]]
+
+
+def test_intervals_are_students_over_the_seeds():
+    """t(4, 95 %) = 2.776 and t(1, 95 %) = 12.706, as printed in tables."""
+    assert memorize.interval([]) == "" and memorize.interval([0.5]) == "0.50"
+    assert memorize.interval([1.0, 2.0], 3) == f"1.500 ± {12.7062 * 0.5:.3f}"
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert memorize.interval(values, 3) == f"3.000 ± {2.776445 * math.sqrt(2.5 / 5):.3f}"
+    ours, theirs = [[dict(seed=s, x=10 * s + d) for s in range(1, 4)] for d in (0.5, 0.25)]
+    assert memorize.paired(ours, theirs[::-1], "x", 3) == "0.250 ± 0.000"   # what a seed does to both says nothing
 
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(COMMITTED, "rows.jsonl")), reason="no committed results")

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import documents
+import prepare
 import shards
 import tokenizer
 from conftest import ROOT, script
@@ -150,13 +151,13 @@ def test_killed_in_the_middle_and_started_again_it_writes_the_same_bytes(corpus,
     root, args = corpus
     out = tmp_path / "out"
     work = f"{out}.tmp/work"
-    first = small_batches(*args, f"--out={out}", "--workers=2", check=False, start_new_session=True)
+    first = small_batches(*args, f"--out={out}", "--workers=2", check=False)
     while first.poll() is None:                                                  # until some batches, or some buckets, are done
         if len(glob.glob(f"{work}/*.npz")) >= 4 if after == 4 else glob.glob(f"{work}/*.tokens"):
             break
         time.sleep(0.002)
-    os.killpg(first.pid, signal.SIGKILL)                                         # the process and its workers
-    first.communicate()
+    first.kill()
+    first.communicate(timeout=30)                                                # the pipes close when the last worker is gone too
     assert not out.exists()
     before = {f: os.stat(f).st_mtime_ns for f in glob.glob(f"{work}/*.npz")}
     assert before
@@ -180,8 +181,126 @@ def test_other_settings_begin_anew(corpus, tmp_path):
     with open(f"{work}/plan.json", "w") as f:
         json.dump(dict(key=["of another run"], files=[]), f)
     np.savez(f"{work}/0.npz", place=np.zeros(3))
+    open(f"{out}.tmp/{shards.LOCK}", "w").close()                                # or the folder would be the user's
     assert "going on" not in run(*args, f"--out={out}").stdout
     assert written(out) == written(root / "out")
+
+
+def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(tmp_path, monkeypatch, capsys):
+    code = shutil.copytree(ROOT, tmp_path / "code", ignore=lambda folder, names: [n for n in names if not n.endswith(".py")])
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(prepare, "ROOT", str(code))
+    monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
+    survey = lambda: prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data")) and "going on" in capsys.readouterr().out
+    assert (survey(), survey()) == (False, True)
+    for name in "prepare pipeline shards documents filters compliance tokenizer".split():
+        with open(code / f"{name}.py", "a") as f:
+            f.write("# changed")
+        assert (survey(), survey()) == (False, True)
+    monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
+    assert (survey(), survey()) == (False, True)
+    os.remove(code / "filters.py")
+    with pytest.raises(FileNotFoundError, match="filters.py"):
+        survey()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# where it goes: nothing is lost there
+
+
+def snapshot(root):
+    """{path: bytes, or where a link points} of all that is there."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        for name in files + folders:
+            path = os.path.join(folder, name)
+            found[path] = os.readlink(path) if os.path.islink(path) else open(path, "rb").read() if os.path.isfile(path) else None
+    return found
+
+
+@pytest.fixture
+def home(tmp_path):
+    """A user's folder: texts to read, notes of their own, a data folder of ours and one with a note in it."""
+    (tmp_path / "texts" / "sub").mkdir(parents=True)
+    (tmp_path / "texts" / "a.txt").write_text("the first text")
+    (tmp_path / "texts" / "sub" / "b.txt").write_text("the second text")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.md").write_text("years of work")
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    (tmp_path / "next.tmp").mkdir()
+    (tmp_path / "next.tmp" / "thesis.md").write_text("years of work")
+    (tmp_path / "file").write_text("not a folder")
+    run(tmp_path / "texts", f"--out={tmp_path / 'data'}", "--tokenizer=byte")
+    run(tmp_path / "texts", f"--out={tmp_path / 'noted'}", "--tokenizer=byte")
+    (tmp_path / "noted" / "notes.txt").write_text("what I found in these data")
+    return tmp_path
+
+
+def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
+    before = snapshot(home)
+    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read")
+    cases |= {"own/": "thesis.md", "texts/sub": "to be read", "texts/new": "lies in", "texts/new/": "lies in", "": "to be read"}
+    for out, says in cases.items():
+        for texts in ("texts", "texts/", "link/../texts"):
+            done = script("prepare.py", home / texts, f"--out={home}/{out}", "--tokenizer=byte")
+            assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, (out, done.stderr)
+            assert snapshot(home) == before, out
+    done = script("prepare.py", home / "texts" / "*.txt", f"--out={home}/texts", "--tokenizer=byte")
+    assert done.returncode == 2 and snapshot(home) == before
+
+
+def test_the_working_directory_is_refused_even_where_it_is_ours(home, monkeypatch):
+    (home / "data" / "empty").mkdir()
+    for here, out in (("data", "."), ("data", ""), ("data/empty", ".."), ("data/empty", "."), ("data", str(home))):
+        monkeypatch.chdir(home / here)
+        with pytest.raises(ValueError, match="is or holds the working directory"):
+            shards.claim(out, [])
+
+
+def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_stays_or_goes(home):
+    (home / "texts" / "c.txt").write_text("the third text")
+    before = snapshot(home)
+    (home / "alias").symlink_to(home / "data")
+    (home / "void").mkdir()
+    for out in ("data", "data/", "alias", "alias/", "own/../data", "fresh", "void", "deep/er/"):
+        run(home / "texts", f"--out={home}/{out}", "--tokenizer=byte")
+        assert sorted(texts_in(home / out)) == ["the first text", "the second text", "the third text"], out
+        assert (home / "alias").is_symlink() and not [name for name in os.listdir(home) if name.endswith(".tmp") and name != "next.tmp"]
+    after = snapshot(home)
+    assert {path for path in before if after.get(path) != before[path]} <= {path for path in before if path.startswith(str(home / "data"))}
+    run(home / "texts", f"--out={home}/data", "--tokenizer=byte", "--dry_run")
+    assert snapshot(home) == after
+
+
+@pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("at", [1, 2])
+def test_the_old_data_stand_until_the_new_ones_do_wherever_it_is_stopped(home, monkeypatch, fails, at):
+    old, (final, tmp, lock) = snapshot(home / "data"), shards.claim(home / "data", [])
+    os.makedirs(os.path.join(tmp, "data"))
+    open(os.path.join(tmp, "data", "meta.json"), "w").close()
+    true, calls = os.rename, []
+
+    def rename(*names):
+        calls.append(names)
+        if len(calls) == at:
+            raise fails
+        true(*names)
+    with monkeypatch.context() as patch, lock, pytest.raises(type(fails)):
+        patch.setattr(shards.os, "rename", rename)
+        shards.publish(final, tmp)
+    if isinstance(fails, OSError):
+        assert snapshot(home / "data") == old
+    shards.claim(home / "data", [])[2].close()                                   # the next run, whatever it will do
+    assert snapshot(home / "data") == old
+
+
+def test_one_process_at_a_time_writes_a_folder(home):
+    lock = shards.claim(f"{home}/data", [])[2]
+    for out in ("data", "data/"):
+        done = script("prepare.py", home / "texts", f"--out={home}/{out}", "--tokenizer=byte")
+        assert done.returncode == 2 and f"another prepare.py is writing there (process {os.getpid()})" in done.stderr
+    lock.close()
+    run(home / "texts", f"--out={home}/data", "--tokenizer=byte")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

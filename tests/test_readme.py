@@ -3,6 +3,7 @@ import glob
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -134,6 +135,50 @@ def test_the_tables_of_results_are_the_committed_ones(place):
     shutil.copy(os.path.join(ROOT, "README.md"), place / "README.md")
     assert records and script("bench.py", *records, f"--readme={place / 'README.md'}").returncode == 0
     assert (place / "README.md").read_text(encoding="utf-8").split("<!-- bench -->\n")[1] == README.split("<!-- bench -->\n")[1]
+
+
+def test_the_table_of_faults_is_the_record_of_those_that_were_done():
+    block = README.split("<!-- faults -->\n")[1]
+    with open(os.path.join(ROOT, "results", "faults", "table.md"), encoding="utf-8") as f:
+        assert f.read().endswith("\n\n" + block)
+    with open(os.path.join(ROOT, "results", "faults", "faults.json"), encoding="utf-8") as f:
+        rows = [row[:4] for fault in json.load(f).values() for row in fault["rows"]]
+    shown = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("| ")][1:]
+    assert sorted(map(str, shown)) == sorted(str([str(cell) for cell in row]) for row in rows)
+    assert f"{sum(row[1] for row in rows):,} faults" in block
+
+
+def on_meta(config):
+    """The model of a config file, without memory for its weights."""
+    import dataclasses
+    import torch
+    from model import Apertus, ApertusConfig
+    found = runpy.run_path(os.path.join(ROOT, "configs", config + ".py"))
+    names = {field.name for field in dataclasses.fields(ApertusConfig)}
+    with torch.device("meta"):
+        return Apertus(ApertusConfig(**{name: value for name, value in found.items() if name in names})), found
+
+
+def test_the_flops_of_the_70b_are_the_reports():
+    """
+    6.74e24 for 15T tokens (arXiv 2509.14233, sec. 6): the products of the forward pass, two operations a multiplication, three times over;
+    of attention all T x T pairs. Counted here layer by layer in whole numbers; the model's own count leaves out the masked half.
+    """
+    L, H, K, D, C, F, V, T = 80, 64, 8, 128, 8192, 43008, 131072, 4096
+    layer = C * H * D + 2 * C * K * D + H * D * C + 2 * C * F               # q, k and v, o, up and down
+    pairs = 2 * T * H * D                                                   # q k^T and p v
+    report = 3 * 2 * (L * (layer + pairs) + V * C)
+    model, config = on_meta("70b")
+    assert model.flops_per_token(T) == report - 6 * L * pairs // 2
+    assert f"{report * config['total_samples'] * T:.2e}" == "6.74e+24" and "6.74e24 FLOPs for the 70B's 15T tokens" in README
+
+
+def test_the_sizes_that_the_readme_names_follow_from_the_configs():
+    model, config = on_meta("8b")
+    assert "downloads 16 GB" in README and round(model.num_params() * 2 / 1e9) == 16                         # bf16
+    assert "a 29 GB table" in README and round(config["total_samples"] * 8 / 1e9) == 29                      # an int64 a window
+    laptop = runpy.run_path(os.path.join(ROOT, "configs", "laptop.py"))
+    assert "1.5M tokens" in README and round(laptop["total_samples"] * laptop["block_size"] / 1e6, 1) == 1.5
 
 
 def test_the_readme_is_short_enough_to_be_read():

@@ -22,3 +22,4 @@ eval_windows = 0               # all, as at the end: curves are compared with fi
 sample_every = 0
 checkpoint_every = 300
 keep_checkpoints = 1
+dtype = "float32"            # on every CPU: auto would take bf16 where there is hardware for it, and studies would mix both
