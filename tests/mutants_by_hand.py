@@ -15,7 +15,6 @@ MISTAKES = [
     ("model.py", "(i >= j) & (doc[b, i] == doc[b, j])", "(doc[b, i] == doc[b, j])", "the document mask on CUDA is not causal"),
     ("model.py", "(i >= j) & (doc[b, i] == doc[b, j])", "(i >= j)", "the document mask on CUDA knows no documents"),
     ("model.py", "token = torch.where(ended, x[:, -1], token)", "token = token", "rows that have ended go on"),
-    ("model.py", "ended |= torch.isin(token, stop)", "ended = torch.isin(token, stop)", "a row that has ended is forgotten"),
     ("model.py", "keep = targets >= 0 if keep is None else keep & (targets >= 0)",
      "keep = torch.ones_like(targets).bool() if keep is None else keep", "targets below 0 have a loss"),
     ("model.py", "z = at_least_fp32(linear(h, w))", "z = linear(h, w)", "logits and their sum in bf16"),
@@ -269,6 +268,34 @@ MISTAKES = [
     ("cpu.py", "(1 + row.diff().nonzero()[:, 0])", "(row.diff().nonzero()[:, 0])", "a border one position early"),
     ("cpu.py", "if max(map(len, cuts)) == 2:", "if min(map(len, cuts)) == 2:", "one row of one document speaks for all"),
     ("cpu.py", "dropout_p=0.0, is_causal=True)", "dropout_p=0.0, is_causal=False)", "the gradient of another attention"),
+    # structured
+    ("structured.py", "for block in model.model.layers[1:]:", "for block in model.model.layers:", "the first layer is structured too"),
+    ("structured.py", "U[:, :len(root)] * root", "U[:, :len(root)]", "singular values in one factor only"),
+    ("structured.py", "return (1 + math.cos(math.pi * step / last)) / 2 if step < last", "return 1 - step / last if step < last", "a linear fade"),
+    ("structured.py", "coin = int.from_bytes(hashlib.blake2b(f\"{seed}/{step}/{micro}/{i}\"", "coin = int.from_bytes(hashlib.blake2b(f\"{seed}/{step}/{micro}\"",
+     "all layers throw one coin"),
+    ("structured.py", "layer.use_guide = not stochastic or coin < a", "layer.use_guide = not stochastic or coin > a", "the coin upside down"),
+    ("structured.py", "if self.guide is None or not self.training:", "if self.guide is None:", "validation is guided"),
+    ("structured.py", "return a * linear(x, self.guide.to(x.dtype)) + (1 - a) *", "return a * linear(x, self.guide.to(x.dtype)) +", "the factors at full weight"),
+    ("structured.py", "optimizer.state.pop(p, None)", "pass", "the optimizer keeps the guides' states"),
+    ("structured.py", "            self.merged = None  ", "            pass  ", "the merged matrix is stale after an update"),
+    ("structured.py", "int(share * steps_in(", "int(steps_in(", "the whole run is guided"),
+    # plan
+    ("plan.py", "* (shards - 1) / shards / speed", "/ speed", "what a GPU has itself travels too"),
+    ("plan.py", "speed = (inside if shards <= node else between)", "speed = (inside if shards < node else between)", "a whole node talks over the network"),
+    ("plan.py", "3 * (per_block(config)", "2 * (per_block(config)", "backward costs as much as forward"),
+    ("plan.py", "room = node_gbs or inside, net_gbs or between, memory * (1 - reserve)", "room = node_gbs or inside, net_gbs or between, memory", "no reserve"),
+    ("plan.py", "held = 20 * parameters / shards", "held = 20 * parameters", "held by all instead of each"),
+    ("plan.py", "max(compute, links)", "min(compute, links)", "the faster of the two decides"),
+    # bench
+    ("bench.py", "names[n % len(names):] + names[:n % len(names)]", "names", "the same contestant always runs first"),
+    ("bench.py", "if not abs(value - values[\"ours\"]) <= tolerance", "if abs(value - values[\"ours\"]) > tolerance", "a NaN agrees"),
+    ("bench.py", "ratio=[float(np.median(s / b))", "ratio=[float(np.median(s) / np.median(b))", "the ratio of medians, which drift decides"),
+    ("bench.py", "(lengths.double() ** 2 / 2).sum()", "(lengths.double() ** 2).sum()", "the masked half counts"),
+    # peers
+    ("peers.py", "m2.mul_(b3).add_(g, alpha=1 - b3)", "m2.mul_(b3).add_(g, alpha=1 - b2)", "the slow average too fast"),
+    ("peers.py", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)", "y = F.scaled_dot_product_attention(q, k, v)", "nanoGPT sees the future"),
+    ("peers.py", "< 1 / k)", "<= 1 / k)", "a tie"),
 ]
 
 # (file, the line as mutants.py prints it, its mutant, why nobody could notice)
@@ -280,4 +307,6 @@ HARMLESS = [
      "each layer still has a buffer of its own, counted from the other end"),
     ("model.py", 'if self.start.device.type == "cuda":', 'if self.start.device.type != "cuda":',
      "a mark for CUDA graphs, which nothing reads on a CPU"),
+    ("model.py", "return (i - self.start[:, None]).clamp(min=0)", "return i.clamp(min=0) + 0 * self.start[:, None]",
+     "RoPE knows distances alone: positions that are all further on give the same attention"),
 ]
