@@ -173,3 +173,14 @@ def test_rows_where_the_numbers_do_not_add_up_are_refused():
     audit.groups["s", "de", ""]["bytes_in"] += 1
     with pytest.raises(ValueError, match="41 bytes in, 30 kept, 10 removed"):
         report.total(audit.groups.values())
+
+
+def test_what_was_removed_has_the_tokens_per_byte_of_what_was_kept_of_its_kind():
+    """Of the same source, language and licence; of all together where nothing of it was kept."""
+    kinds = [dict(report.empty(), tokens=10, bytes_written=100, removed=dict(robots=[1, 200])),
+             dict(report.empty(), tokens=50, bytes_written=100, removed=dict(robots=[1, 200], empty=[1, 0])),
+             dict(report.empty(), removed=dict(robots=[1, 200]))]
+    for kind in kinds:
+        kind["documents_in"], kind["bytes_in"] = len(kind["removed"]), 200
+    report.estimate(kinds)
+    assert [kind["tokens_removed_about"] for kind in kinds] == [dict(robots=20), dict(robots=100, empty=0), dict(robots=60)]
