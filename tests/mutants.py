@@ -53,13 +53,13 @@ ALSO = {
     "cpu": ["test_model"],
     "documents": ["test_prepare"],
     "model": ["test_speed"],
-    "parallel": ["test_train"],
+    "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],
     "pipeline": ["test_prepare"],
     "rank": ["test_qrpo"],
     "references": ["test_qrpo", "test_sft"],
     "shards": ["test_prepare", "test_data"],
-    "train": ["test_parallel"],
+    "train": ["test_parallel", "test_step"],
 }
 COMPILED = {"model.py", "cpu.py", "ademamix.py"}
 
