@@ -50,8 +50,10 @@ ALSO = {
     "align": ["test_qrpo", "test_readme"],
     "chat": ["test_tokenizer", "test_sample"],
     "checkpoint": ["test_train"],
+    "convert": ["test_published"],
     "cpu": ["test_model"],
     "documents": ["test_prepare"],
+    "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "model": ["test_speed"],
     "parallel": ["test_train"],
     "peers": ["test_bench"],
@@ -59,7 +61,8 @@ ALSO = {
     "rank": ["test_qrpo"],
     "references": ["test_qrpo", "test_sft"],
     "shards": ["test_prepare", "test_data"],
-    "train": ["test_parallel"],
+    "tokenizer": ["test_published"],
+    "train": ["test_step", "test_parallel"],
 }
 COMPILED = {"model.py", "cpu.py", "ademamix.py"}
 
