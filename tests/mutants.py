@@ -139,6 +139,7 @@ def fork(work, log):
     code = 99
     try:
         os.setsid()
+        tqdm._instances.clear()                             # or a test's bar would leave a line for the one of this program
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
