@@ -35,7 +35,7 @@ LIST = ".export.json"  # which files save_hf wrote into a folder: these, and no 
 
 # What a config.json may say besides HF_NAMES and RoPE. No logit depends on the first group, whatever stands there.
 FREE = {
-    "architectures", "model_type", "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path",
+    "architectures", "model_type", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path",
     "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed", "tokenizer_class", "model_max_length",
     "dtype", "torch_dtype", "use_cache", "use_return_dict", "return_dict", "output_attentions", "output_hidden_states",
     "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type",

@@ -51,7 +51,7 @@ ALSO = {
     "documents": ["test_prepare"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "model": ["test_speed"],
-    "parallel": ["test_train"],
+    "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],
     "pipeline": ["test_prepare"],
     "rank": ["test_qrpo"],

@@ -102,6 +102,24 @@ def test_documents_stand_in_the_order_of_the_hash_of_their_ids(tmp_path):
     assert texts_in(tmp_path / "out", ["train"]) == sorted((t for t in place if place[t] >= 0.3), key=place.get)
 
 
+def test_of_a_handful_of_documents_the_first_in_the_order_validates(tmp_path):
+    records = rows(5)
+    run(write_jsonl(tmp_path / "docs.jsonl", records), f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--val_share=1e-9")
+    place = {r["text"]: hashlib.sha256(f"docs.jsonl:{r['id']}".encode()).digest() for r in records}
+    assert texts_in(tmp_path / "out", ["val"]) == [min(place, key=place.get)]
+
+
+def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
+    """Each document repeats a word of its own: those that became one token are of the documents that are trained on."""
+    words = {f"w{chr(97 + i)}{chr(122 - i)}qx": i for i in range(20)}
+    write_jsonl(tmp_path / "docs.jsonl", [dict(id=i, text=f"{word} " * 50) for word, i in words.items()])
+    run(tmp_path / "docs.jsonl", f"--out={tmp_path / 'out'}", "--train_bpe=400", "--val_share=0.5")
+    tok = tokenizer.load_for(str(tmp_path / "out"))
+    place = {word: int.from_bytes(hashlib.sha256(f"docs.jsonl:{i}".encode()).digest()[:8], "big") / 2**64 for word, i in words.items()}
+    learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
+    assert 5 < len(learnt) < 15 and learnt == {word for word in words if place[word] >= 0.5}
+
+
 FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
 
 
@@ -238,7 +256,7 @@ def home(tmp_path):
 
 def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
     before = snapshot(home)
-    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read")
+    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read") | {"file/x": "cannot be written"}
     cases |= {"own/": "thesis.md", "texts/sub": "to be read", "texts/new": "lies in", "texts/new/": "lies in", "": "to be read"}
     for out, says in cases.items():
         for texts in ("texts", "texts/", "link/../texts"):
@@ -301,6 +319,25 @@ def test_one_process_at_a_time_writes_a_folder(home):
         assert done.returncode == 2 and f"another prepare.py is writing there (process {os.getpid()})" in done.stderr
     lock.close()
     run(home / "texts", f"--out={home}/data", "--tokenizer=byte")
+
+
+def test_a_lock_that_its_owner_has_removed_meanwhile_is_none(tmp_path):
+    """Opened before the owner ended and locked after: another process may have made the folder anew, with a lock of its own."""
+    for again in (False, True):
+        with open(tmp_path / "lock", "a+") as lock:
+            os.remove(tmp_path / "lock")
+            if again:
+                (tmp_path / "lock").touch()
+            with pytest.raises(ValueError, match="has just finished there"):
+                shards.hold(lock, "out")
+
+
+@pytest.mark.skipif(not shards.fcntl, reason="no locks on this system")
+def test_a_file_system_without_locks_is_told_and_used(home, monkeypatch):
+    def none(*args):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(shards.fcntl, "flock", none)
+    assert "has no locks (Function not implemented)" in run(home / "texts", f"--out={home}/data", "--tokenizer=byte").stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------
