@@ -161,7 +161,7 @@ MISTAKES = [
     ("prepare.py", "train = bucket.stream % 2 == 0", "train = bucket.stream % 2 == 1", "a vocabulary of the validation text"),
     ("prepare.py", "at = int(len(raw) * (1 - val_share))", "at = int(len(raw) * val_share)", "the end of a book is trained on"),
     ("prepare.py", "exact.first(np.array([fingerprint(text) for text in read_prompts(probes)], np.uint64)[:, None])", "pass", "a probe stands in the text as well"),
-    ("prepare.py", "spread = val_share + (1 - val_share) * share(", "spread = share(", "probes among the validation text"),
+    ("prepare.py", "repetitions[n % len(repetitions)]", "repetitions[0]", "every passage as often"),
     ("prepare.py", "if k not in (\"workers\", \"strict\", \"dry_run\")", "if k not in (\"workers\", \"strict\", \"dry_run\", \"pii\")", "goes on with other settings"),
     ("pipeline.py", "scrub = rules.pii and (rules.pii_in_code or doc.get(\"language\") != \"code\")", "scrub = rules.pii", "code is scrubbed"),
     ("pipeline.py", "order = sorted(range(len(texts)), key=places.__getitem__)", "order = range(len(texts))", "the spool in the order of the input"),
@@ -273,4 +273,12 @@ MISTAKES = [
 
 # (file, the line as mutants.py prints it, its mutant, why nobody could notice)
 HARMLESS = [
+    ("compliance.py", "groups, names, in_rules, known = {}, [], False, False", "groups, names, in_rules, known = {}, [], True, False",
+     "the first user-agent line ends a group of nobody"),
+    ("data.py", "return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) > 1 else parts[0]",
+     "return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) >= 1 else parts[0]", "a copy of one part"),
+    ("data.py", 'before = self.h - 1 if self.k and self.scope == "stream" else 0', 'before = self.h if self.k and self.scope == "stream" else 0',
+     "goldfish_mask takes of a longer context what it needs"),
+    ("data.py", 'tokens = np.load(self.path, mmap_mode="r", allow_pickle=False)', 'tokens = np.load(self.path, mmap_mode="r", allow_pickle=True)',
+     "test_safety.py refuses it, and what is mapped is not unpickled"),
 ]
