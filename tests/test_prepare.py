@@ -18,6 +18,7 @@ import documents
 import prepare
 import shards
 import tokenizer
+from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
 from documents import batches, check, find
@@ -215,6 +216,11 @@ def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file
         with open(code / f"{name}.py", "a") as f:
             f.write("# changed")
         assert (survey(), survey()) == (False, True)
+    for name, value in settings(vars(prepare)).items():
+        if name != "paths":
+            other = not value if type(value) is bool else value[:-1] if type(value) is tuple else value + type(value)(1)
+            monkeypatch.setattr(prepare, name, other)
+            assert survey() == (name in ("workers", "strict", "dry_run")), name
     monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
     assert (survey(), survey()) == (False, True)
     os.remove(code / "filters.py")
