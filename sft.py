@@ -527,8 +527,7 @@ def open_log(out, start, ranks):
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             kept = [line for line in f if step_of(line) < start]
-    checkpoint.write_flushed(path + ".tmp", "".join(kept))
-    os.replace(path + ".tmp", path)
+    checkpoint.write_flushed(path, kept)
     file = open(path, "a", encoding="utf-8")
 
     def log(**entry):
@@ -651,7 +650,8 @@ def tune(ranks, where):
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             done = step + 1
             if done == steps or stopping or checkpoint_every and done % checkpoint_every == 0:
-                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints,
+                                ranks.files)
             if stopping:
                 break
     finish(out, model, tok, ranks, done, steps)

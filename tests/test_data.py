@@ -36,6 +36,28 @@ def test_permute_is_a_bijection(n):
     assert sorted(permute(np.arange(n), n, 28, 0)) == list(range(n))
 
 
+def plain_permute(i, n, seed, epoch):
+    """What data.py promises, in Python's own integers: six Feistel rounds with MurmurHash3's finalizer, again until below n."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = i >> half, i % 2**half
+        for r in range(6):
+            x = right ^ int.from_bytes(hashlib.sha256(f"{seed}:{epoch}:{r}".encode()).digest()[:4], "little")
+            x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+            x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+            left, right = right, left ^ (x ^ x >> 16) % 2**half
+        i = left << half | right
+        if i < n:
+            return i
+
+
+@pytest.mark.parametrize("n, seed, epoch", [(1, 0, 0), (2, 28, 0), (999, 28, 0), (4096, 28, 1), (4097, ~28, 5), (3_662_109_375, 2**40, 3)])
+def test_permute_is_the_cipher_that_a_run_began_with(n, seed, epoch):
+    """A run goes on by the number of its samples alone: another order, however good, would show it some texts twice and others never."""
+    numbers = np.random.default_rng(n).integers(0, n, 50)
+    assert permute(numbers, n, seed, epoch).tolist() == [plain_permute(int(i), n, seed, epoch) for i in numbers]
+
+
 def test_permute_has_the_order_of_nothing():               # lag-1 correlation and agreement with another epoch are those of chance
     a, b = permute(np.arange(50_000), 50_000, 1, 0), permute(np.arange(50_000), 50_000, 1, 1)
     assert abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.02 and abs(np.corrcoef(a, b)[0, 1]) < 0.02
@@ -114,6 +136,15 @@ def test_window_scope_keeps_the_first_labels(folder):
     _, _, keep, _ = (data := TokenDataset(folder, "train", 64, goldfish_k=2, goldfish_h=13)).batch(0, 20)
     idx = data.batch(0, 20)[0]
     assert torch.equal(keep[:, :12], (idx != data.eos)[:, :12]) and not keep[:, 12:].all()
+
+
+def test_bits_per_byte_are_over_all_sources_that_are_read(mixed):
+    """Nats of what is predicted, all but each document's begin, over log 2 and the bytes of the text: of both sources together."""
+    data = TokenDataset(mixed, "val", 16, sources=["b", "a"])
+    parts = [data.meta["sources"][name]["val"] for name in "ab"]
+    predicted, size = (sum(p["tokens"] - p["documents"] for p in parts), sum(p["bytes"] for p in parts))
+    assert predicted == size + sum(p["documents"] for p in parts)                                 # bytes, and an end each
+    assert data.bits_per_byte(3.0) == pytest.approx(3.0 / np.log(2) * predicted / size, rel=1e-12)
 
 
 def test_bits_per_byte_of_a_uniform_model_over_bytes(folder):   # every byte costs log2(256) = 8 bits, and each document's end 8 more
@@ -199,11 +230,12 @@ def test_a_token_id_beyond_the_vocabulary_names_its_window(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     shard = np.load(copy / "train_00000.npy")
-    shard[77] = 60_000
-    np.save(copy / "train_00000.npy", shard)
-    data = TokenDataset(str(copy), "train", 32)
-    with pytest.raises(ValueError, match="token id 60000 >= vocab_size 320 in window 2"):
-        data.batch(0, data.n_windows)
+    for token in (320, 60_000):
+        shard[77] = token
+        np.save(copy / "train_00000.npy", shard)
+        data = TokenDataset(str(copy), "train", 32)
+        with pytest.raises(ValueError, match=f"token id {token} >= vocab_size 320 in window 2"):
+            data.batch(0, data.n_windows)
 
 
 def test_windows_longer_than_the_data_and_missing_data_say_what_to_do(folder, tmp_path):
@@ -266,6 +298,21 @@ def test_weights_are_exact_in_every_ten_thousand_samples_and_any_slicing_gives_t
     got = letters(data, 0, 400)
     assert "".join(got) == "".join(letters(data, 0, 100) + letters(data, 100, 1) + letters(data, 101, 299))
     assert abs(got.count("c") - 300) < 4 * (400 * 0.75 * 0.25) ** 0.5                             # spread evenly, as drawn by chance
+
+
+@pytest.mark.parametrize("weights, slots", [(dict(a=1, b=1, c=1), [3334, 3333, 3333]), (dict(a=1, b=2, c=4), [1429, 2857, 5714]),
+                                            (dict(c=0.5, a=0.25), [6667, 3333]), (dict(a=1e4 - 1, b=1), [9999, 1])])
+def test_a_weighted_sample_is_the_one_that_arithmetic_says(mixed, weights, slots):
+    """Slots by largest remainders; a block of 10,000 samples is a permutation of them, and a source goes on where the last block left it."""
+    data, ends, names = TokenDataset(mixed, "train", 16, weights=weights), np.cumsum(slots).tolist(), list(weights)
+    for g in np.random.default_rng(0).integers(0, 10**6, 40).tolist():
+        block, j = divmod(g, 10_000)
+        slot = plain_permute(j, 10_000, ~28, block)
+        source = next(s for s, end in enumerate(ends) if slot < end)
+        n = (data.meta["sources"][names[source]]["train"]["tokens"] - 1) // 16
+        epoch, i = divmod(block * slots[source] + slot - (ends[source] - slots[source]), n)
+        stream, window = data.where(np.array([g]))
+        assert (stream.item(), window.item()) == (source, plain_permute(i, n, 28, epoch))
 
 
 def test_a_weighted_source_shows_all_its_windows_equally_often(mixed):

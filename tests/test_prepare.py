@@ -102,6 +102,24 @@ def test_documents_stand_in_the_order_of_the_hash_of_their_ids(tmp_path):
     assert texts_in(tmp_path / "out", ["train"]) == sorted((t for t in place if place[t] >= 0.3), key=place.get)
 
 
+def test_of_a_handful_of_documents_the_first_in_the_order_validates(tmp_path):
+    records = rows(5)
+    run(write_jsonl(tmp_path / "docs.jsonl", records), f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--val_share=1e-9")
+    place = {r["text"]: hashlib.sha256(f"docs.jsonl:{r['id']}".encode()).digest() for r in records}
+    assert texts_in(tmp_path / "out", ["val"]) == [min(place, key=place.get)]
+
+
+def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
+    """Each document repeats a word of its own: those that became one token are of the documents that are trained on."""
+    words = {f"w{chr(97 + i)}{chr(122 - i)}qx": i for i in range(20)}
+    write_jsonl(tmp_path / "docs.jsonl", [dict(id=i, text=f"{word} " * 50) for word, i in words.items()])
+    run(tmp_path / "docs.jsonl", f"--out={tmp_path / 'out'}", "--train_bpe=400", "--val_share=0.5")
+    tok = tokenizer.load_for(str(tmp_path / "out"))
+    place = {word: int.from_bytes(hashlib.sha256(f"docs.jsonl:{i}".encode()).digest()[:8], "big") / 2**64 for word, i in words.items()}
+    learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
+    assert 5 < len(learnt) < 15 and learnt == {word for word in words if place[word] >= 0.5}
+
+
 FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
 
 

@@ -552,6 +552,16 @@ def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(align
     assert all(torch.equal(a[n], b[n]) for n in a) and log(aligned) == log(tmp_path / "run")
 
 
+def test_sft_and_qrpo_run_where_there_is_no_posix(launch, start, tmp_path):
+    """Windows, as far as it can be had here (tests/faults/launch.py): no fcntl, SIGUSR2, fork, uname."""
+    same = ["--dtype=float32", "--device=cpu", "--batch_size=12", "--rank_every=0"]
+    for script, *args in (("sft.py", f"--data={start / 'chats.jsonl'}"),
+                          ("qrpo.py", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", "--n_refs=3", "--max_new_tokens=30")):
+        out = tmp_path / script
+        codes, text = launch(0, f"--init_from={start / 'model'}", f"--out={out}", *args, *same, script=script, logs=tmp_path / "log", fault="windows")
+        assert codes == [0] and (out / "hf" / "model.safetensors").exists(), text[-3000:]
+
+
 def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(start, tmp_path):
     with checkpoint.claim(str(tmp_path / "run")):
         done = align(start, tmp_path / "run")
@@ -559,13 +569,12 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(start, t
         assert os.listdir(tmp_path / "run") == [".lock"]
 
 
-def test_only_one_process_reads_or_writes_what_references_are_made_from(tmp_path, monkeypatch):
-    """Another would meet a file half written: here it is, and rank 1 does not look. Who writes it does so beside, and renames."""
-    path, write = tmp_path / "settings.json", checkpoint.write_flushed
+def test_only_one_process_reads_what_references_are_made_from(tmp_path):
+    """Another would meet a file half written: here it is, and rank 1 does not look."""
+    path = tmp_path / "settings.json"
     path.write_text('{"start": "ab')
     references.same_or_refuse(str(path), dict(start="abc"), types.SimpleNamespace(first=False, files=None))
     path.unlink()
-    monkeypatch.setattr(checkpoint, "write_flushed", lambda *args: (write(*args), path.exists() and pytest.fail("half a file could be read")))
     references.same_or_refuse(str(path), dict(start="abc"), Ranks())
     assert json.loads(path.read_text()) == dict(start="abc")
     with pytest.raises(ValueError, match="references of other settings: start 'abc' -> 'other'"):
