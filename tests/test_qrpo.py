@@ -194,6 +194,21 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
     keep[0, 0] = True
     with torch.no_grad():
         assert rank.diagnose(model, idx, keep)["dead_units"] == pytest.approx((seen[0][0, 0] <= 0).float().mean().item())
+        assert rank.diagnose(model, idx, keep)["rank_effective"] == pytest.approx(1, abs=1e-5)         # of one token
+        doc = (torch.arange(40) // 13).expand(3, 40)
+        h = model.hidden(idx, doc)
+        assert rank.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(rank.ranks(h.flatten(0, 1))["effective"])
+    assert not model.model.layers[-1].mlp.up_proj._forward_hooks
+
+
+def test_a_start_model_is_known_by_every_one_of_its_weights():
+    model = Apertus(ApertusConfig(**TINY))
+    seen = {references.fingerprint(model)}
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            p.view(-1)[0] += 1
+        seen.add(references.fingerprint(model))
+    assert len(seen) == 1 + len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("size, lr", [("8b", 5e-7), ("70b", 1e-7)])
@@ -367,7 +382,7 @@ def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(start,
 @pytest.fixture
 def small(start, tmp_path, monkeypatch):
     """qrpo.py as a module, with the settings of a small run; its start model, and prompts with a completion of their own."""
-    rows = [dict(messages=[dict(role="system", content="x"), dict(role="user", content=f"say {k}")], completions=["abc"]) for k in range(5)]
+    rows = [dict(messages=[dict(role="system", content="x"), dict(role="user", content=f"say {k}")], completions=["abc", "ab"]) for k in range(5)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, value in dict(out=str(tmp_path / "run"), data=str(tmp_path / "data.jsonl"), n_refs=5, max_new_tokens=9, sample_batch=10).items():
         monkeypatch.setattr(qrpo, name, value)
@@ -390,14 +405,16 @@ def test_candidates_are_finished_completions_with_their_quantile_among_the_other
         r = [score(None, qrpo.words(tok, y)) for y in ids]
         q = [share(r[k], r if not loo else r[:k] + r[k + 1:]) for k in range(5)]
         assert own.tolist() == pytest.approx(q) and group.tolist() == r
-        want = [(y, *rq) for y, *rq in [*zip(ids, r, q), (tok.encode("abc") + [end], 3.0, share(3.0, r))] if y[-1] == end and len(y) <= 8]
-        dropped += 6 - len(want)
+        want = [(y, *rq) for y, *rq in [*zip(ids, r, q), *((tok.encode(text) + [end], len(text), share(len(text), r)) for text in ("abc", "ab"))]
+                if y[-1] == end and len(y) <= 8]
+        dropped += 7 - len(want)
         if len({r for _, r, _ in want}) > 1:
             assert [(c["ids"], c["reward"], c["q"]) for c in found] == [(y, r, pytest.approx(q)) for y, r, q in want]
             assert [c["ref_logp"] for c in found] == pytest.approx([plain.logp(prompt + y)[len(prompt) - 1:].sum().item() for y, _, _ in want], abs=1e-4)
         else:
             assert found == []
     assert len(files) == 3 and counts["dropped"] == dropped > 0 and any(candidates)
+    assert max(len(y) for ids in sampled for y in ids) == 8                   # what would be too long is not sampled to its end
 
 
 def test_pairs_are_disjoint_and_the_better_one_comes_first(monkeypatch):
@@ -406,6 +423,8 @@ def test_pairs_are_disjoint_and_the_better_one_comes_first(monkeypatch):
     found = qrpo.make_pairs(pools, 10)
     assert len(found) == 5 and sorted(k for _, *pair in found for k in pair) == list(range(10))         # none of equal rewards
     assert all(i == 0 and pools[0][a]["reward"] > pools[0][b]["reward"] for i, a, b in found)
+    twice = qrpo.make_pairs(pools[:1] * 2, 10)
+    assert {pair[1:] for pair in twice[:5]} != {pair[1:] for pair in twice[5:]}                        # each prompt has a draw of its own
     monkeypatch.setattr(qrpo, "seed", 29)
     assert qrpo.make_pairs(pools, 10) != found
     monkeypatch.setattr(qrpo, "pairs_per_prompt", 2)
@@ -663,6 +682,81 @@ def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_p
     table = align.table(rows, 0.3)
     assert "| closed form, beta 0.3 | | | 0.737 | 0.36 | | 1 | 0 |" in table and (tmp_path / "align.png").stat().st_size > 1000
     assert table.count("\n") == 6                                             # head, rule, sft, qrpo, dpo, closed form
+
+
+def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypatch):
+    """Against the same samples, drawn and scored here one by one; a qrpo run is held against the formula with its own beta."""
+    import align
+    import numpy as np
+    for name, value in dict(n_refs=4, samples=3, out=str(tmp_path)).items():
+        monkeypatch.setattr(align, name, value)
+    monkeypatch.setattr(align, "reward", lambda prompt, text: -float(len(text) % 5))
+    tests, end, tok = align.tasks()[2][:3], tokenizer.load("byte").special["<|assistant_end|>"], tokenizer.load("byte")
+    convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tok)
+    shutil.copytree(tmp_path / "qrpo-s0", tmp_path / "dpo-s0")
+    rows = align.measure({"qrpo-s0": ("qrpo", 1e-3, 0.5, 0), "dpo-s0": ("dpo", 1e-3, 9.0, 0)}, str(start / "model"), tests, 0.2)
+
+    prompts = [tok.chat(align.question(*t), add_generation_prompt=True)[1] for t in tests]
+
+    def draw(folder, seed, n):
+        asked = [p for p in prompts for _ in range(n)]
+        done = convert.load_any(str(folder))[0].generate(asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
+        return [(p, ids[len(p):]) for p, ids in zip(asked, done)]
+    score = lambda y: -(len(qrpo.words(tok, y)) % 5)
+    plain, ours = Plain(start / "model"), Plain(tmp_path / "qrpo-s0")
+    ratio = lambda p, y: (ours.logp(p + y) - plain.logp(p + y))[len(p) - 1:].sum().item()
+    refs, said = draw(start / "model", 1000, 4), draw(tmp_path / "qrpo-s0", 2000, 3)
+    r, of_refs = [score(y) for _, y in said], [score(y) for _, y in refs]
+    q = [sum(of_refs[j] <= of_refs[k] for j in range(k // 4 * 4, k // 4 * 4 + 4) if j != k) / 3 for k in range(12)]
+    got = [ratio(*pair) for pair in refs]
+    for name, beta in (("qrpo-s0", 0.5), ("dpo-s0", 0.2)):
+        want = [(x - beta * math.log(beta * math.expm1(1 / beta))) / beta for x in q]
+        row, close = rows[name], lambda x: pytest.approx(x, abs=1e-3)
+        assert row["reward"] == close(sum(r) / 9) and row["exact"] == close(r.count(0) / 9) and row["length"] == close(sum(len(y) for _, y in said) / 9)
+        assert row["quantile"] == close(sum(x <= r[k] for k in range(9) for x in of_refs[k // 3 * 4:k // 3 * 4 + 4]) / 36)
+        assert row["kl"] == close(sum(ratio(*pair) for pair in said) / 9) and row["agreement"] == close(np.corrcoef(want, got)[0, 1])
+        assert row["error"] == close(math.sqrt(sum((a - b) ** 2 for a, b in zip(want, got)) / 12))
+
+
+def test_the_demonstrations_teacher_gives_about_the_right_sum():
+    import align
+    import numpy as np
+    rng = np.random.default_rng(0)
+    for total, first in ((49, 1), (10, 9), (27, 4)):
+        said = [align.teacher(rng, total, first) for _ in range(200)]
+        assert all(s.isdecimal() and 4 <= len(s) <= 8 and s[0] == str(first) for s in said)
+        assert abs(sum(sum(map(int, s)) for s in said) / 200 - total) < 4
+
+
+def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path, monkeypatch):
+    """Each loss is tuned on the validation prompts with seed 1000, then reported on the test prompts with seeds 0, 1, ...; spread over them is n - 1."""
+    import align
+    calls, measured = [], []
+    names = dict(out=str(tmp_path), results=str(tmp_path / "results"), tuning=str(tmp_path / "tuning.json"), start="given", methods="qrpo,dpo", n_conversations=5, seeds=3)
+    for name, value in names.items():
+        monkeypatch.setattr(align, name, value)
+
+    def measure(runs, sft, tests, beta):
+        measured.append((set(runs), tests, beta))
+        numbers = dict(exact=0.5, malformed=0, quantile=0.5, kl=1, length=5, agreement=0.5, error=1, points=[])
+        return {name: dict(numbers, reward=-9.0 + 2 * k) for k, name in enumerate(["sft", *runs])}
+    monkeypatch.setattr(align, "measure", measure)
+    monkeypatch.setattr(align, "draw", lambda *args: None)
+    monkeypatch.setattr(align, "call", lambda name, done, script, *args, **how: calls.append((name, script, dict(a.split("=") for a in args if "=" in a))) or {})
+    align.main()
+    (tuned, on, _), (reported, on_test, beta) = measured
+    assert on == align.tasks()[1] and on_test == align.tasks()[2] and len(tuned) == 12
+    assert reported == {f"{m}-s{s}" for m in ("qrpo", "dpo") for s in range(3)}
+    chosen = json.loads((tmp_path / "tuning.json").read_text())["chosen"]
+    assert beta == chosen["qrpo"]["beta"] == 1.0 and chosen["dpo"] == dict(lr=1e-3, beta=3.0)         # the last of each is the best here
+    for name, script, args in calls:
+        if script == "qrpo.py":
+            method, seed = name.split("-")[:2] if name.startswith("tune") else name.split("-s")
+            seed = "1000" if name in tuned else seed
+            assert args["--seed"] == seed and args["--references"] == f"{tmp_path}/references-s{seed}"
+            if name not in tuned:
+                assert (args["--loss"], args["--beta"], args["--lr"]) == (method, str(chosen[method]["beta"]), str(chosen[method]["lr"]))
+    assert "| qrpo | -5.00 ± 2.00 | 50.0% ± 0.0% |" in (tmp_path / "results" / "table.md").read_text()
 
 
 def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monkeypatch):
