@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from ademamix import AdEMAMix
+from faults import suite
 
 
 def linear(seed=0):
@@ -262,6 +263,13 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
 def test_a_written_file_may_come_line_by_line(tmp_path):
     checkpoint.write_flushed(tmp_path / "log", (f"{i}\n" for i in range(3)))
     assert (tmp_path / "log").read_text() == "0\n1\n2\n"
+
+
+def test_a_power_cut_at_any_moment_of_a_save_leaves_every_checkpoint_that_was_promised(tmp_path):
+    """Simulated, tests/faults/suite.py: without any one flush of a file, of its folder or of a new run's folder, some moment loses one."""
+    lab = types.SimpleNamespace(fresh=lambda name: str(tmp_path / name))
+    (_, tried, lost, _), = suite.power_loss(lab)
+    assert tried > 100 and lost == 0
 
 
 def test_new_folders_are_flushed_into_those_that_hold_them(tmp_path, monkeypatch):

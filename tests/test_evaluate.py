@@ -1,4 +1,5 @@
 """evaluate.py: log-likelihoods against transformers and by hand, intervals against closed forms, lm-evaluation-harness against its own model."""
+import copy
 import json
 import math
 import os
@@ -76,6 +77,68 @@ def test_a_text_in_windows_is_scored_as_by_hand(model, tok):
     assert evaluate.text_scores(model, tok, [("de", text)])[0]["bits_per_byte"] == pytest.approx(total / math.log(2) / len(text.encode()), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def narrow():
+    return Apertus(ApertusConfig(block_size=12, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, init_std=0.3), 3).eval()
+
+
+def bits_by_hand(model, ids):
+    """
+    -log2 p of ids[1:], in fp64 and one call of the model a token. Token i sees ids[begin:i] and begin moves by strides of half a window:
+    the first that leaves no more than T tokens between them.
+    """
+    T, model = model.config.block_size, copy.deepcopy(model).double()
+    stride, bits = T - T // 2, []
+    for i in range(1, len(ids)):
+        begin = stride * max(0, math.ceil((i - T) / stride))
+        with torch.no_grad():
+            logp = model(torch.tensor([ids[begin:i]]))[0][0, -1].log_softmax(-1)
+        bits.append(-logp[ids[i]].item() / math.log(2))
+    return bits
+
+
+def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(narrow, tok, monkeypatch):
+    """Batches, windows and documents whose sizes do not divide one another; two languages, and one that is not written in ASCII."""
+    monkeypatch.setattr(evaluate, "batch_tokens", 31)
+    texts = ["a", "Würde", TEXTS[1][:37], TEXTS[0][:12], TEXTS[0][:11], "αξιοπρέπεια", TEXTS[2][:24], TEXTS[0][:13], "b"]
+    documents = [(("x", "y", "z")[i % 3], text) for i, text in enumerate(texts)]
+    rows = {r["group"]: r for r in evaluate.text_scores(narrow, tok, documents)}
+    found = [(group, text, bits_by_hand(narrow, [tok.bos, *tok.encode(text), tok.eos])) for group, text in documents]
+    assert list(rows) == ["all", "x", "y", "z"]
+    for name, row in rows.items():
+        mine = [(text, bits) for group, text, bits in found if name in ("all", group)]
+        size = sum(len(text.encode()) for text, _ in mine)
+        assert row["bits_per_byte"] == pytest.approx(sum(sum(bits) for _, bits in mine) / size, rel=1e-5)
+        assert (row["documents"], row["bytes"], row["tokens"]) == (len(mine), size, sum(len(bits) for _, bits in mine))
+
+
+def test_each_window_gets_its_own_scores_back_and_no_batch_holds_more_than_it_may(narrow, monkeypatch):
+    """Against one call of the model a window, in fp64; batches of 40 tokens, windows of 2 to 13 in no order."""
+    monkeypatch.setattr(evaluate, "batch_tokens", 40)
+    draw = np.random.default_rng(0)
+    windows = [(draw.integers(0, 320, n).tolist(), int(draw.integers(1, n))) for n in draw.integers(2, 14, 40)]
+    sizes, hidden = [], narrow.hidden
+    monkeypatch.setattr(narrow, "hidden", lambda idx: sizes.append(idx.numel()) or hidden(idx))
+    found = evaluate.token_scores(narrow, windows)
+    exact = copy.deepcopy(narrow).double()
+    del exact.hidden                                                        # the copy has a method of its own again
+    for (ids, first), (nll, top) in zip(windows, found, strict=True):
+        with torch.no_grad():
+            logp = exact(torch.tensor([ids[:-1]]))[0][0].log_softmax(-1)[first - 1:]
+        want = torch.tensor(ids[first:])
+        np.testing.assert_allclose(nll, -logp.gather(1, want[:, None])[:, 0], rtol=1e-5)
+        assert top.tolist() == (logp.argmax(-1) == want).tolist()
+    assert len(sizes) > 5 and max(sizes) <= 40
+
+
+def test_the_likeliest_tokens_are_marked(narrow, tok):
+    """What the model itself writes greedily is the likeliest, token by token; with one token exchanged it is not."""
+    ids = narrow.generate([[tok.bos, 70]], 8, temperature=0)[0]
+    assert evaluate.token_scores(narrow, [(ids, 2)])[0][1].all()
+    other = [*ids[:4], (ids[4] + 1) % 320, *ids[5:]]
+    assert not evaluate.token_scores(narrow, [(other, 2)])[0][1][2]
+
+
 def test_padding_in_a_batch_changes_nothing(model, tok):
     windows = [([tok.bos, *tok.encode(t[:n])], 1) for t, n in zip(TEXTS, (5, 60, 90))]
     for one, (nll, top) in zip(windows, evaluate.token_scores(model, windows)):
@@ -148,6 +211,40 @@ def test_choices_are_ranked_by_transformers_log_likelihoods(model, tok, theirs):
     assert found["score_norm"] == sum(a == r["answer"] for a, r in zip(norm, rows)) / 6
 
 
+@pytest.mark.parametrize("answer, want", [(0, 0), (2, 2), ("a", 0), ("C", 2), ("B", 1), ("c3", 2), ("a1", 0)])
+def test_an_answer_is_an_index_a_letter_or_the_choice(answer, want):
+    assert evaluate.answer_of(dict(choices=["a1", "b2", "c3"], answer=answer), "here") == want
+    assert evaluate.answer_of(dict(choices=["B", "A"], answer="A"), "here") == 1        # a choice goes before a letter
+
+
+def test_chance_is_the_mean_over_questions_and_each_score_has_its_own_interval(model, tok, theirs):
+    """Questions of 2 and of 4 choices: chance 3/8. Choices in several scripts: per byte is neither per character nor per token of bytes."""
+    words = ["ja", "gewiss nicht", "οὐδέν", "да", "人", "yes, of course", "né", "x"]
+    rows = [dict(question=f"Frage {i}", choices=[words[(i + j) % 8] for j in range(2 + 2 * (i % 2))], answer=0) for i in range(8)]
+    logp = [[choice_logp(theirs, r["question"] + "\nAnswer:", " " + c) for c in r["choices"]] for r in rows]
+    total = [max(range(len(row)), key=row.__getitem__) for row in logp]
+    norm = [max(range(len(row)), key=lambda j: row[j] / len(r["choices"][j].encode())) for row, r in zip(logp, rows)]
+    for i, r in enumerate(rows):
+        r["answer"] = norm[i] if i < 5 else (norm[i] + 1) % len(r["choices"])
+    right, right_norm = (sum(a == r["answer"] for a, r in zip(chosen, rows)) for chosen in (total, norm))
+    assert right_norm == 5 != right
+    found = evaluate.choice_scores(model, tok, rows, "words")
+    assert found["chance"] == 0.375
+    assert (found["score"], found["interval"]) == (right / 8, evaluate.wilson(right, 8))
+    assert (found["score_norm"], found["interval_norm"]) == (right_norm / 8, evaluate.wilson(right_norm, 8))
+
+
+def test_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
+    monkeypatch.setattr(evaluate, "shots", 2)
+    rows = [dict(question="1 + 1?", choices=["3", "2"], answer="B"), dict(question="2 + 2? ", choices=["4", "5"], answer="4"),
+            dict(question="3 + 3?", choices=["6", "7"], answer=0)]
+    asked, pair = [], evaluate.pair
+    monkeypatch.setattr(evaluate, "pair", lambda tok, context, choice, T: asked.append((context, choice)) or pair(tok, context, choice, T))
+    assert evaluate.choice_scores(model, tok, rows, "x")["n"] == 1
+    context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n3 + 3?\nAnswer:"
+    assert asked == [(context, " 6"), (context, " 7")]
+
+
 def test_shots_stand_solved_before_the_question_and_are_not_asked(model, tok, monkeypatch):
     monkeypatch.setattr(evaluate, "shots", 1)
     rows = [dict(question="1 + 1?", choices=["2", "3"], answer="A"), dict(question="2 + 2?", choices=["5", "4"], answer=1)]
@@ -166,6 +263,64 @@ def test_exact_match_takes_the_first_line_of_the_greedy_answer(model, tok, their
     said = theirs[1].decode(new[:new.index(tok.eos)] if tok.eos in new else new, skip_special_tokens=True).split("\n")[0].strip()
     rows = [dict(question="Say it", answer=["no", said or "?"]), dict(question="Say it", answer="something else")]
     assert evaluate.answer_scores(model, tok, rows, "x")["score"] == (0.5 if said else 0.0)
+
+
+def greedy_by_hand(model, ids, n, eos):
+    new = []
+    for _ in range(n):
+        with torch.no_grad():
+            new.append(model(torch.tensor([[*ids, *new]]))[0][0, -1].argmax().item())
+        if new[-1] == eos:
+            break
+    return new
+
+
+def test_answers_are_the_greedy_tokens_up_to_the_first_stop(model, tok, monkeypatch):
+    """Five contexts in batches of two; one is too long and loses its beginning, so that context and answer fit into the window."""
+    monkeypatch.setattr(evaluate, "batch_tokens", 2 * 96)
+    contexts = ["Say it", "Question: why?\nAnswer:", TEXTS[2][:200], "x", TEXTS[1][:50]]
+    control, whole = {i for name, i in tok.special.items() if name not in tokenizer.IN_TEXT}, []
+    for context in contexts:
+        new = greedy_by_hand(model, [tok.bos, *tok.encode(context)][-(96 - 12):], 12, tok.eos)
+        whole.append(tok.decode([i for i in new if i not in control]))
+    assert len(set(whole)) > 3
+    for stops in (["\n"], [whole[0][3], whole[1][2], whole[4][1]], [], [""]):
+        texts = [text[:min((text.index(s) for s in stops if s and s in text), default=len(text))] for text in whole]
+        assert evaluate.continue_texts(model, tok, contexts, stops, 12) == texts
+
+
+class Sayer(Apertus):
+    """Says what it was told to, after any prompt."""
+
+    def generate(self, prompts, n, temperature, stop):
+        ids = [*self.said[:n]]
+        return [[*prompt, *ids[:next((i + 1 for i, x in enumerate(ids) if x in stop), len(ids))]] for prompt in prompts]
+
+
+@pytest.fixture
+def sayer(model, tok):
+    """sayer(text, ...): a model that says these texts and ids."""
+    def make(*parts):
+        one = Sayer(model.config)
+        one.said = sum((tok.encode(part) if isinstance(part, str) else [part] for part in parts), [])
+        return one
+    return make
+
+
+def test_exact_match_accepts_any_of_the_answers_and_nothing_else(sayer, tok, monkeypatch):
+    rows = [dict(question="?", answer=answer) for answer in (["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"])]
+    found = evaluate.answer_scores(sayer(" 42 \n43"), tok, rows, "sums")
+    assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0) and found["interval"] == evaluate.wilson(4, 7)
+    monkeypatch.setattr(evaluate, "shots", 5)
+    assert evaluate.answer_scores(sayer("a"), tok, rows, "sums")["score"] == 0.5
+    with pytest.raises(ValueError, match="leaves no room for a question"):
+        evaluate.continue_texts(sayer("a"), tok, ["?"], [], 95)
+
+
+def test_what_comes_after_the_end_and_control_tokens_are_no_words(sayer, tok):
+    control = tok.special["<|assistant_start|>"]
+    said = evaluate.continue_texts(sayer("a", control, "b", tok.eos, "c"), tok, ["?"], [], 20)
+    assert said == ["ab"]
 
 
 @pytest.mark.parametrize("answer", [None, 4, -1, "E", "no choice", True, [0]])
@@ -210,6 +365,42 @@ def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
     assert found[0]["documents"] == 1 and 5 < found[0]["bits_per_byte"] < 9    # two steps in: log2(320) = 8.3
 
 
+def test_validation_documents_are_those_of_every_source_each_once(tmp_path, tok):
+    """Three sources of different sizes; what is read back is held against the texts that went in."""
+    texts = {}
+    for source, n in (("one", 7), ("two", 19), ("three", 4)):
+        rows = [dict(source=source, text=f"{source} {i}: " + f"Würde {i * 37} " * (i % 5 + 1)) for i in range(n)]
+        (tmp_path / f"{source}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        texts |= {row["text"].strip(): source for row in rows}
+    done = script("prepare.py", *(tmp_path / f"{name}.jsonl" for name in ("one", "two", "three")), f"--out={tmp_path / 'own'}",
+                  "--tokenizer=byte", "--val_share=0.5", "--source_by=source")
+    assert done.returncode == 0, done.stderr
+    meta = json.load(open(tmp_path / "own" / "meta.json"))
+    assert len(meta["sources"]) == 3
+    for vocabulary in ("byte", "apertus:300"):                              # the model's own; and another, to whose ids the text is translated
+        found = list(evaluate.validation_documents(str(tmp_path / "own"), tokenizer.load(vocabulary)))
+        assert len(set(found)) == len(found) == sum(s["val"]["documents"] for s in meta["sources"].values())
+        for source, text in found:
+            assert texts[text.strip()] == source
+        assert len({source for source, _ in found}) == 3
+
+
+def test_limit_and_groups_of_the_command(exported, tmp_path):
+    rows = [dict(text=t, lang=lang, source=str(i)) for i, (t, lang) in enumerate(zip([*TEXTS, " ", "Ende"], ("en", "fr", "de", "de", "de")))]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.jsonl").write_text(json.dumps(dict(text=TEXTS[0])) + "\n")
+    (tmp_path / "book.txt").write_text(TEXTS[1])
+
+    def groups(*args):
+        files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "book.txt")]
+        done = script("evaluate.py", *files, f"--init_from={exported}", f"--out={tmp_path / 'out'}", *args)
+        assert done.returncode == 0, done.stderr
+        return {r["group"]: r["documents"] for r in json.load(open(tmp_path / "out" / "evaluation.json"))["texts"]}
+
+    assert groups() == {"all": 6, "en": 1, "fr": 1, "de": 2, "b.jsonl": 1, "book.txt": 1}              # a blank text is none
+    assert groups("--by=source", "--limit=2") == {"all": 4, "0": 1, "1": 1, "b.jsonl": 1, "book.txt": 1}
+
+
 @pytest.mark.parametrize("content, says", [("{}", "line 1: want a JSON object with \"text\", or"),
                                            ('{"text": "a"}\nno json', "line 2: want a JSON object"), ("", "is empty")])
 def test_a_file_that_is_neither_text_nor_task_is_told(exported, tmp_path, content, says):
@@ -235,6 +426,7 @@ doc_to_target: answer
 metric_list:
   - metric: acc
   - metric: acc_norm
+  - metric: acc_bytes
 """
 
 
@@ -257,26 +449,35 @@ def test_the_harness_gives_our_model_and_the_exported_one_the_same_numbers(model
         assert mine == pytest.approx(want, rel=1e-5) and mine_greedy == want_greedy, ask_for
     for mine, want in zip(*ask("loglikelihood_rolling", [(t,) for t in TEXTS], add_bos_token=False)):      # it would put a second <s> in front
         assert mine == pytest.approx(want, rel=1e-5)
+    how = dict(until=["zz"])                                                # without a length: what fits into half of the window
+    (mine,) = ours.generate_until([Instance(request_type="generate_until", doc={}, arguments=(TEXTS[0], how), idx=0)])
+    assert mine == evaluate.continue_texts(model, tok, [TEXTS[0]], ["zz"], 48)[0]
+    with pytest.raises(ValueError, match="decodes greedily"):
+        how = dict(do_sample=True, temperature=0.7)
+        ours.generate_until([Instance(request_type="generate_until", doc={}, arguments=("a", how), idx=0)])
     ways = [dict(until=["\n"], max_gen_toks=12, do_sample=False), dict(until="e", max_new_tokens=9), dict(until=["zz", "a", "e"], max_tokens=20)]
     for how in ways:
         mine, want = ask("generate_until", [(t[:40], how) for t in TEXTS])
         assert mine == want
 
 
-def test_the_harness_runs_a_local_task_file(exported, theirs, tmp_path, monkeypatch):
+def test_the_harness_runs_a_local_task_file(model, tok, exported, theirs, tmp_path, monkeypatch):
     lm_eval = pytest.importorskip("lm_eval")
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [dict(question=f"What is {i} + 1?", choices=[str(i), str(i + 1), "many"], answer=i % 3) for i in range(12)]
+    words = ["ja", "gewiss nicht", "οὐδέν ἐστι", "да", "人", "yes, of course", "né"]
+    rows = [dict(question=f"What is {i} + 1?", choices=[words[(i + j) % 7] for j in (0, 1, 3)], answer=i % 3) for i in range(12)]
     (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (tmp_path / "own_quiz.yaml").write_text(TASK.format(file=tmp_path / "quiz.jsonl"))
+    ours = evaluate.choice_scores(model, tok, rows, "quiz")
     done = script("evaluate.py", f"--init_from={exported}", "--harness=own_quiz", f"--harness_path={tmp_path}", f"--out={tmp_path / 'out'}")
     assert done.returncode == 0, done.stderr
     mine = {r["metric"]: r["score"] for r in json.load(open(tmp_path / "out" / "evaluation.json"))["tasks"]}
     from lm_eval.tasks import TaskManager
     want = lm_eval.simple_evaluate(huggingface.HFLM(pretrained=theirs[0], tokenizer=theirs[1], batch_size=4, device="cpu", max_length=96), tasks=["own_quiz"],
                                    task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False))["results"]["own_quiz"]
-    assert mine == {k: want[k] for k in ("acc,none", "acc_norm,none")}
+    assert mine == {k: want[k] for k in ("acc,none", "acc_norm,none", "acc_bytes,none")}
+    assert (ours["score"], ours["score_norm"]) == (want["acc,none"], want["acc_bytes,none"])         # our own scores of the same rows
 
 
 def test_a_group_of_harness_tasks_is_reported_beside_its_tasks(model, tok, tmp_path, monkeypatch):
@@ -291,7 +492,9 @@ def test_a_group_of_harness_tasks_is_reported_beside_its_tasks(model, tok, tmp_p
     monkeypatch.setattr(evaluate, "harness", "both")
     monkeypatch.setattr(evaluate, "harness_path", str(tmp_path))
     monkeypatch.setattr(evaluate, "limit", 4)
+    monkeypatch.setattr(evaluate, "shots", 1)
     found = {(r["task"], r["metric"]): r for r in evaluate.run_harness(model, tok)}
+    assert found["both", "acc,none"]["shots"] == 1                          # as --shots asks
     assert found["both", "acc,none"]["n"] == 8 and found["own_quiz", "acc,none"]["n"] == 4
     assert found["both", "acc,none"]["score"] == found["own_quiz", "acc,none"]["score"]
     assert "| both (acc,none) | 8 |" in evaluate.table_md(dict(model="m", texts=[], tasks=list(found.values())))

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import types
@@ -62,27 +63,55 @@ def test_type_token_ratio_and_common_start():
 
 
 class Reciter(Apertus):
-    """Knows one passage by heart: after BOS + its first tokens it gives the next, whatever the weights say."""
+    """Knows one passage by heart: where BOS and a piece of it are the prompt, it gives what follows, whatever the weights say."""
 
     def learn(self, passage):
         self.passage = passage
         return self
 
     def generate(self, prompts, n, **how):
-        at = prompts.shape[1] - 1
-        return torch.cat((prompts, torch.tensor([self.passage[at:at + n]] * len(prompts))), dim=1)
+        rows = []
+        for bos, *piece in prompts.tolist():
+            ends = [i for i in range(len(piece), len(self.passage)) if bos == 1 and self.passage[i - len(piece):i] == piece]
+            rows.append([bos, *piece, *(self.passage[ends[0]:ends[0] + n] if ends else [0] * n)])
+        return torch.tensor(rows)
+
+
+def tokens(n, seed=0):
+    return np.random.default_rng(seed).integers(64, 320, n).tolist()
+
+
+CONFIG = ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, init_std=0.3)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Reciter(ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, init_std=0.02)).eval()
+    return Reciter(CONFIG).eval()
 
 
-def test_the_protocol_scores_one_for_a_passage_known_by_heart_and_little_for_another(model):
-    known, other = [list(np.random.default_rng(s).integers(64, 320, 60)) for s in (0, 1)]
-    known, other = [int(x) for x in known], [int(x) for x in other]
-    a, b = memorize.recall(model.learn(known), [known, other], 1, 0, 20, 40)
-    assert a["rouge"] == 1 and a["span"] == a["start"] == 40 and b["rouge"] < 0.3 and b["start"] <= 2
+@pytest.mark.parametrize("offset", [0, 7])
+def test_the_protocol_scores_one_for_a_passage_known_by_heart_and_nothing_for_others(model, monkeypatch, offset):
+    """Five passages in batches of two. The reciter answers to BOS and the very tokens from the offset on, and to nothing else."""
+    monkeypatch.setattr(memorize, "batch", 2)
+    passages = [tokens(67, seed) for seed in range(5)]
+    found = memorize.recall(model.learn(passages[3]), passages, 1, offset, 20, 40)
+    assert [r["rouge"] for r in found] == [0, 0, 0, 1, 0] and [r["span"] for r in found] == [r["start"] for r in found] == [0, 0, 0, 40, 0]
+    truth = passages[3][offset + 20:offset + 60]
+    assert found[3]["ttr"] == found[3]["truth_ttr"] == len(set(truth)) / 40 and found[0]["ttr"] == 1 / 40
+
+
+@pytest.mark.parametrize("nucleus", [False, True])
+def test_continuations_are_greedy_or_from_the_nucleus_of_nine_tenths_at_temperature_one(nucleus):
+    """Against the model asked directly; what is compared is the passages' own next tokens."""
+    real, passages = Apertus(CONFIG).eval(), [tokens(40, seed) for seed in range(3)]
+    how = dict(temperature=1.0, top_p=0.9, generator=torch.Generator().manual_seed(5)) if nucleus else dict(temperature=0)
+    new = real.generate(torch.tensor([[1, *p[2:12]] for p in passages]), 20, **how)[:, 11:].tolist()
+    found = memorize.recall(real, passages, 1, 2, 10, 20, nucleus, seed=5)
+    for row, g, p in zip(found, new, passages, strict=True):
+        assert row["ttr"] == len(set(g)) / 20 and row["rouge"] == memorize.rouge_l(g, p[12:32])
+        assert row["start"] == memorize.common_start(g, p[12:32]) and row["span"] == memorize.longest_span(g, p[12:32])
+    again = [memorize.recall(real, passages, 1, 2, 10, 20, nucleus, seed=seed) for seed in (5, 6)]
+    assert again[0] == found and (again[1] != found) == nucleus             # the seed decides samples, and only those
 
 
 @pytest.mark.parametrize("offset, prefix, suffix, says", [(0, 30, 40, "do not fit into the model's window of 64"), (30, 20, 20, "need 70")])
@@ -91,12 +120,27 @@ def test_probes_longer_than_the_context_are_told(model, offset, prefix, suffix, 
         memorize.recall(model, [list(range(64, 132 if says[0] == "d" else 124))], 1, offset, prefix, suffix)
 
 
-def test_teacher_forced_accuracy_counts_each_label_after_the_prefix_once(model):
-    passages = [np.random.default_rng(s).integers(64, 320, 60).tolist() for s in range(3)]
-    right_kept, kept, right_dropped, dropped = memorize.forced(model, passages, 1, 12, (4, 13, "product"))
-    masks = [goldfish_mask(torch.tensor(p), 4, 13)[12:] for p in passages]
-    assert (kept, dropped) == (sum(int(m.sum()) for m in masks), sum(int((~m).sum()) for m in masks)) and kept + dropped == 3 * 48
-    assert 0 <= right_kept <= kept and 0 <= right_dropped <= dropped
+def test_teacher_forced_accuracy_is_that_of_the_model_called_label_by_label():
+    """Passages that the model half knows: its own greedy words with every third token exchanged. The mask is that of the whole passage."""
+    real, prefix, mask = Apertus(CONFIG).eval(), 12, (4, 13, "product")
+    passages, want = [], np.zeros(4, dtype=int)
+    for seed in range(4):
+        p = real.generate([[1, 70 + seed]], 58, temperature=0)[0][1:]
+        p = [x if i % 3 else (x + 17) % 320 for i, x in enumerate(p)]
+        passages.append(p)
+        keep = goldfish_mask(torch.tensor(p), *mask).tolist()
+        for i in range(prefix, len(p)):
+            with torch.no_grad():
+                right = real(torch.tensor([[1, *p[:i]]]))[0][0, -1].argmax().item() == p[i]
+            want += [right and keep[i], keep[i], right and not keep[i], not keep[i]]
+    found = memorize.forced(real, passages, 1, prefix, mask)
+    assert found == want.tolist() and found[1] + found[3] == sum(len(p) - prefix for p in passages)
+    assert 0 < found[0] < found[1] and 0 < found[2] < found[3] and found[0] / found[1] != found[2] / found[3]
+
+
+def test_a_cell_has_means_and_the_worst_and_best_passage():
+    rows = [dict(rouge=r, span=n) for r, n in ((0.25, 1), (1.0, 2), (0.5, 30))]
+    assert memorize.cell(rows, model="m", prefix=5) == dict(model="m", prefix=5, n=3, rouge=0.5833, span=11, rouge_min=0.25, rouge_max=1.0)
 
 
 # -----------------------------------------------------------------------------
@@ -134,6 +178,107 @@ def test_a_repeated_passage_loses_the_same_labels_wherever_it_is_cut(data):     
             assert len({tuple(keep[b + 12:b + 150].tolist()) for b in p["begins"]}) == 1
 
 
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory):
+    """
+    Data of two books whose every paragraph says where it is from, at both window lengths. Returns the second book, and for each length
+    {T: (meta, probes, splits)}, the splits as lists of (begin in the stream, text).
+    """
+    import tokenizer
+    root = tmp_path_factory.mktemp("planted")
+    for book in "ab":
+        # Paragraphs of some 630 characters, two to a document of at least 900, and no two words the same.
+        paragraphs = [" ".join([f"{book}{i:04}", *(f"{book.upper()}{90 * i + j:05}" for j in range(90))]) for i in range(220)]
+        (root / f"{book}.txt").write_text("\n\n".join(paragraphs))
+    tok, found = tokenizer.load("byte"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in dict(paths=[str(root / "a.txt"), str(root / "b.txt")], tokenizer="byte", background=60_000, n_passages=4).items():
+            patch.setattr(memorize, name, value)
+        for T, passage in ((256, 150), (512, 300)):
+            folder = str(root / str(T))
+            memorize.make_data(folder, 7, T, passage)
+            splits = {}
+            for split in ("train", "val"):
+                ids = np.load(os.path.join(folder, f"{split}_00000.npy"), allow_pickle=False)
+                begins = np.flatnonzero(ids == tok.bos).tolist() + [len(ids)]
+                assert all(ids[b - 1] == tok.eos for b in begins[1:])
+                splits[split] = [(a + 1, tok.decode(ids[a + 1:b - 1].tolist())) for a, b in zip(begins, begins[1:])]
+            probes = json.load(open(os.path.join(folder, "probes.json")))
+            found[T] = json.load(open(os.path.join(folder, "meta.json"))), probes, splits
+    return (root / "b.txt").read_text(), found
+
+
+def background_of(probes, documents):
+    copies = {b for p in probes for b in p["begins"]}
+    return [text for begin, text in documents if begin not in copies]
+
+
+@pytest.mark.parametrize("T, n, budget", [(256, 4, 60_000), (512, 3, 42_000)])
+def test_the_background_is_read_once_and_holds_no_passage_and_no_validation(planted, T, n, budget):
+    book, (meta, probes, splits) = planted[0], planted[1][T]
+    assert [p["repetitions"] for p in probes] == [b for b in (0, 1, 4, 16, 64, 128, "edited") for _ in range(n)]
+    train, val = background_of(probes, splits["train"]), [text for _, text in splits["val"]]
+    marks = [re.findall(r"\b[ab]\d{4}(?= )", text.replace("\n", " ")) for text in (*train, *val)]
+    seen = sum(marks, [])
+    assert len(set(seen)) == len(seen) and all(marks)                       # none twice, neither here nor there
+    assert {m[0] for m in seen} == {"a", "b"} and max(m for m in seen) <= "b0132"      # the last 40 % of the last book are the passages'
+    assert sum(len(text.encode()) + 2 for text in train) == pytest.approx(budget, abs=1200)
+    assert [m[0] for m in marks] != sorted(m[0] for m in marks)             # shuffled
+    everything = meta["sources"]["memorize"]
+    for split in ("train", "val"):
+        texts = [text for _, text in splits[split]]
+        assert (everything[split]["documents"], everything[split]["tokens"]) == (len(texts), sum(len(t.encode()) + 2 for t in texts))
+        assert everything[split]["bytes"] == sum(len(text.encode()) for text in texts)
+    import tokenizer
+    places = sorted(book.index(tokenizer.load("byte").decode(p["ids"])) for p in probes)
+    length = 150 if T == 256 else 300
+    assert all(b - a >= length for a, b in zip(places, places[1:]))         # no two passages overlap
+    assert places[0] >= int(0.6 * len(book)) and places[-1] > 0.9 * len(book)
+
+
+def test_copies_are_spread_over_the_stream_and_each_edit_is_a_fresh_one(planted):
+    _, probes, splits = planted[1][256]
+    stream = dict(splits["train"])
+    end = max(stream)
+    for p in (p for p in probes if p["repetitions"] in (128, "edited")):
+        assert sum(b < end / 2 for b in p["begins"]) in range(40, 89) and len(p["begins"]) == 128      # five standard deviations
+    import tokenizer
+    tok = tokenizer.load("byte")
+    shares, places = [], set()
+    for p in probes:
+        text = tok.decode(p["ids"])
+        for b in p["begins"] if p["repetitions"] == "edited" else []:
+            different = tuple(i for i, (x, y) in enumerate(zip(text, stream[b])) if x != y)
+            assert len(stream[b]) == 150
+            shares.append(len(different) / 150)
+            places.add(different)
+    # A token drawn from the passages' book is the same one again in about one case of ten.
+    assert np.mean(shares) == pytest.approx(0.05 * 0.9, abs=0.0035) and len(places) > 0.9 * len(shares)
+
+
+@pytest.mark.parametrize("name, k, h, hash, scope, T", [
+    ("none", 0, 13, "product", None, 256), ("k10", 10, 13, "product", "window", 256), ("k4", 4, 13, "product", "window", 256),
+    ("none-512", 0, 50, "mix", None, 512), ("k50-stream", 50, 50, "mix", "stream", 512), ("k50-window", 50, 50, "mix", "window", 512)])
+def test_the_six_models_are_trained_with_the_masks_that_are_measured(tmp_path, name, k, h, hash, scope, T):
+    """k, h, hash and scope of the docstring; one pass over the data, a tenth or 40 steps of warm-up, three tenths of decay."""
+    (tmp_path / "meta.json").write_text(json.dumps(dict(sources=dict(memorize=dict(train=dict(tokens=2048 * 100 + 5))))))
+    flags, model = memorize.flags_of(name, 13, str(tmp_path)), memorize.MODELS[name]
+    assert (flags["goldfish_k"], flags.get("goldfish_scope"), flags["block_size"]) == (k, scope, T)
+    assert model["mask"] == (k or model["mask"][0], h, hash) and (not k or flags["goldfish_h"] == h)
+    assert not k or flags.get("goldfish_hash", "product") == hash
+    assert flags["batch_size"] * T == 2048 and flags["micro_batch"] == flags["batch_size"]
+    size = flags["batch_size"]
+    assert [flags[f"{key}_samples"] // size for key in ("total", "warmup", "decay")] == [100, 10, 30]
+    assert (flags["seed"], flags["lr"], flags["lr_floor"], flags["optimizer"]) == (13, 3e-3, 3e-5, "adamw")
+    assert h - 1 <= memorize.PREFIX and memorize.PREFIX + model["suffix"] <= model["passage"] < T
+    shape = {name: flags[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim")}
+    with torch.device("meta"):
+        small = Apertus(ApertusConfig(vocab_size=2048, tie_embeddings=False, **shape))
+    assert round(small.num_params() / 1e6, 2) == 1.25
+    (tmp_path / "meta.json").write_text(json.dumps(dict(sources=dict(memorize=dict(train=dict(tokens=2048 * 1000 + 5))))))
+    assert memorize.flags_of(name, 13, str(tmp_path))["warmup_samples"] == 40 * size
+
+
 @pytest.mark.parametrize("args, says", [
     (["--init_from=out/x"], "go together"), (["--models=none k7"], "no small model 'k7'"), (["/nowhere.txt", "--models=none"], "no text in"),
     (["--report", "--out=/nowhere"], "run memorize.py first")])
@@ -154,11 +299,11 @@ def test_the_protocol_runs_on_a_run_folder_with_probes_of_ones_own(tmp_path, dat
     done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={run}", "--total_samples=16", "--warmup_samples=0", "--decay_samples=0", "--dtype=float32", "--checkpoint_every=2")
     assert done.returncode == 0, done.stderr
     probes = [dict(repetitions=p["repetitions"], ids=p["ids"]) for p in json.load(open(os.path.join(data, "probes.json"))) if p["repetitions"] in (0, 128)]
-    (tmp_path / "probes.json").write_text(json.dumps(probes + [dict(repetitions=0, ids=[70] * 150)]))
+    (tmp_path / "probes.json").write_text(json.dumps(probes + [dict(repetitions=0, ids=ids) for ids in ([70] * 150, [*range(64, 84), *[70] * 130])]))
     done = script("memorize.py", f"--init_from={run}", f"--probes={tmp_path / 'probes.json'}", "--prefixes=(10, 20)", "--offsets=(0, 5)", "--suffix=30", "--min_ttr=0.1")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in open(run / "memorize" / "rows.jsonl")]
-    assert len(rows) == 2 * 2 * 2 * 2 and {r["kind"] for r in rows} == {"greedy", "nucleus"} and "1 probes with a type-token ratio" in done.stdout
+    assert len(rows) == 2 * 2 * 2 * 2 and {r["kind"] for r in rows} == {"greedy", "nucleus"} and "2 probes with a type-token ratio" in done.stdout
     assert all(0 <= r["rouge"] <= 1 and r["n"] == 2 for r in rows) and os.path.exists(run / "memorize" / "maps.png")
 
 
@@ -252,6 +397,63 @@ def test_a_study_gives_every_measure_of_every_bucket_and_its_files(study):
     found = {(r["kind"], r["repetitions"]) for r in memorize.read_rows(root / "out" / "rows.jsonl") if r["kind"] != "validation"}
     assert found == {(k, b) for k in ("greedy", "nucleus", "map", "first49", "forced") for b in (0, 128, "edited")}
     assert "| k4 | 2 | 100 |" in (root / "out" / "table.md").read_text() and os.path.exists(root / "out" / "maps.png")
+
+
+def test_what_is_measured_of_a_small_model_is_what_its_checkpoint_says(study):
+    """The rows of k4, seed 11, against its checkpoint asked again, its log, and windows of the stream counted one by one."""
+    root = study[0]
+    folder, data = (glob.glob(str(root / "runs" / f"{name}-s11-*"))[0] for name in ("k4", "data-256"))
+    rows = [r for r in memorize.read_rows(root / "out" / "rows.jsonl") if (r["model"], r["seed"]) == ("k4", 11)]
+    log = [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
+    assert rows[0]["val_loss"] == round(log[-1]["val_loss"], 4) and rows[0]["val_bpb"] == round(log[-1]["val_bpb"], 4)
+    assert rows[0]["tokens"] == log[-1]["tokens"]
+    real, tok = convert.load_run(folder)
+    real.eval()
+    probes = json.load(open(os.path.join(data, "probes.json")))
+    stream = np.load(os.path.join(data, "train_00000.npy"), allow_pickle=False)
+    never_dropped = {w * 256 + 1 + i for w in range((len(stream) - 1) // 256 + 1) for i in range(12)}
+    for bucket in (0, 128, "edited"):
+        mine = [p for p in probes if p["repetitions"] == bucket]
+        ids = [p["ids"] for p in mine]
+        here = {(r["kind"], r.get("prefix")): r for r in rows[1:] if r["repetitions"] == bucket}
+        asked = {("greedy", 50): (50, 100, False), ("nucleus", 50): (50, 100, True), ("first49", 12): (12, 37, False)}
+        asked |= {("map", prefix): (prefix, 50, False) for prefix in (12, 25, 50, 100)}
+        for name, (prefix, suffix, nucleus) in asked.items():
+            found = memorize.recall(real, ids, tok.bos, 0, prefix, suffix, nucleus, 11)
+            assert here[name]["rouge"] == round(np.mean([r["rouge"] for r in found]), 4), name
+            assert (here[name]["suffix"], here[name]["offset"], here[name]["n"]) == (suffix, 0, len(mine))
+        told = here["forced", None]
+        right_kept, kept, right_dropped, dropped = memorize.forced(real, ids, tok.bos, 50, (4, 13, "product"))
+        assert (told["keep"], told["drop"]) == (kept, dropped)
+        assert (told["acc_keep"], told["acc_drop"]) == (round(right_kept / kept, 4), round(right_dropped / dropped, 4))
+        anyway = sum(b + i in never_dropped for p in mine for b in p["begins"] for i in range(50, 150)) / (len(mine) * 100)
+        assert told["trained_anyway"] == round(anyway, 2) and (anyway > 0) == (bucket != 0)
+    free = [r for r in memorize.read_rows(root / "out" / "rows.jsonl") if r["model"] == "none" and r["kind"] == "forced"]
+    assert all(r["trained_anyway"] == 0 for r in free)                      # no mask, nothing dropped
+
+
+def test_the_table_says_what_the_rows_say():
+    """Numbers by hand: two models of two seeds; t(1) = 12.7062."""
+    rows = []
+    for name, base, loss in (("none", 0.8, 3.0), ("k10", 0.2, 3.5)):
+        for seed, more in ((11, 0.0), (12, 0.02 if name == "none" else 0.04)):
+            who = dict(model=name, seed=seed)
+            rows.append(dict(who, kind="validation", val_loss=loss + more, val_bpb=1.0, seconds=60 + 600 * more, tokens=5))
+            for bucket, factor in ((0, 0.5), (128, 1.0), ("edited", 0.9)):
+                at = dict(who, repetitions=bucket)
+                for kind, prefix, suffix, worth in (("greedy", 50, 100, 1.0), ("nucleus", 50, 100, 0.5), ("first49", 12, 37, 0.25)):
+                    rows.append(dict(at, kind=kind, prefix=prefix, suffix=suffix, offset=0, n=8, rouge=(base + more) * factor * worth,
+                                     span=40 * factor, ttr=0.5, truth_ttr=0.75))
+                rows.append(dict(at, kind="forced", acc_keep=0.9, keep=10, acc_drop=base * factor, drop=3, trained_anyway=6 * factor))
+    lines = memorize.table_md(rows).splitlines()
+    half = [12.7062 * d / 2 for d in (0.02, 0.04)]
+    assert f"| none | 2 | 100 | 0.41 ± {half[0] / 2:.2f} | 0.81 ± {half[0]:.2f} | 0.73 ± {half[0] * 0.9:.2f} |" in lines
+    assert f"| k10 | 2 | 37 | 0.03 ± {half[1] / 8:.2f} | 0.06 ± {half[1] / 4:.2f} | 0.05 ± {half[1] * 0.225:.2f} |" in lines
+    (told,) = [line for line in lines if line.startswith("| k10 | 40 ")]
+    assert told == (f"| k10 | 40 ± 0 of 100 | 0.50 ± 0.00 (0.75 ± 0.00) | 0.90 ± 0.00 | 0.20 ± 0.00 (6) | 0.10 ± 0.00 | 6.0 ± 0.0 | "
+                    f"3.520 ± {half[1]:.3f} | 1.2 |")
+    (pair,) = [line for line in lines if " - " in line and line.startswith("|")]
+    assert pair == f"| k10 - none | 2 | -0.59 ± {half[0]:.2f} | -0.53 ± {half[0] * 0.9:.2f} | 0.510 ± {half[0]:.3f} |"
 
 
 def test_another_setting_is_never_taken_for_finished_work(study, monkeypatch):

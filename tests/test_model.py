@@ -300,8 +300,9 @@ def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
 
     h, head = torch.full((4096, 4), 1.0).bfloat16(), torch.zeros(8, 4, requires_grad=True)
     every = torch.arange(4096) % 8                         # of each label as many: dz = 1/8 - (label), which bf16 holds
-    loss, _ = model_file.ChunkedCrossEntropy.apply(h, head, (every * (every < 4)), torch.ones(4096), 8, model_file.chunk_loss)
+    loss, nll = model_file.ChunkedCrossEntropy.apply(h, head, (every * (every < 4)), torch.ones(4096), 8, model_file.chunk_loss)
     loss.backward()
+    assert not nll.requires_grad                           # its gradient is not written: better none than a wrong one
     label_counts = torch.tensor([4096 * 5 / 8, *3 * [512.0], *4 * [0.0]])
     assert torch.equal(head.grad, (512 - label_counts)[:, None].expand(8, 4))      # whole numbers, which fp32 adds exactly
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-import mutants
+import mutate
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCE = b'''"""A file. 1 < 2"""
@@ -24,8 +24,8 @@ def f(a, b: int = 0, *, deep=True):
 
 def lines_after_edits():
     found = {}
-    for start, end, new in mutants.edits(mutants.ast.parse(SOURCE), SOURCE):
-        m = mutants.planted("f.py", SOURCE, start, end, new)
+    for start, end, new in mutate.edits(mutate.ast.parse(SOURCE), SOURCE):
+        m = mutate.planted("f.py", SOURCE, start, end, new)
         found.setdefault(m.lines[0], set()).add(m.new)
         assert m.source.count(b"\n") == SOURCE.count(b"\n")                      # other lines keep their numbers
     return found
@@ -46,14 +46,14 @@ def test_every_kind_of_edit_and_nothing_that_nobody_claims():
 def test_the_choice_is_a_function_of_what_the_lines_say():
     with open(os.path.join(os.path.dirname(HERE), "schedule.py"), "rb") as f:
         source = f.read()
-    one, moved = (mutants.generated("schedule.py", text) for text in (source, b"\n\n# moved\n" + source))
+    one, moved = (mutate.generated("schedule.py", text) for text in (source, b"\n\n# moved\n" + source))
     assert len(one) >= 4 and [(m.old, m.new) for m in one] == [(m.old, m.new) for m in moved]
     assert len({line for m in one for line in m.lines}) == sum(len(m.lines) for m in one)       # one a line
 
 
 def test_a_mistake_by_hand_must_be_found_once():
     mistakes = [("f.py", "a < b", "a > b", ""), ("f.py", "no such text", "", ""), ("f.py", "a, b", "b, a", ""), ("other.py", "x", "y", "")]
-    found, stale = mutants.by_hand("f.py", SOURCE, mistakes)
+    found, stale = mutate.by_hand("f.py", SOURCE, mistakes)
     assert [m.new for m in found] == ["if a > b and not deep:"]
     assert [old for _, old in stale] == ["no such text", "a, b"]
 
@@ -63,7 +63,8 @@ def project(tmp_path_factory):
     """A project whose tests hold one of its two functions; asked once."""
     root = tmp_path_factory.mktemp("project")
     os.mkdir(root / "tests")
-    shutil.copy(os.path.join(HERE, "mutants.py"), root / "tests")
+    for file in ("mutants.py", "mutate.py"):
+        shutil.copy(os.path.join(HERE, file), root / "tests")
     (root / "a.py").write_text("def double(x):\n    return 2 * x\n\n\ndef half(x):\n    while x > 9:\n        x -= 1\n    return x / 2\n")
     (root / "tests" / "conftest.py").write_text("import os, sys\nsys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))\n")
     (root / "tests" / "test_a.py").write_text(
