@@ -600,6 +600,8 @@ HARMLESS = [
      "RoPE knows distances alone: positions that are all further on give the same attention"),
     ("compliance.py", "groups, names, in_rules, known = {}, [], False, False", "groups, names, in_rules, known = {}, [], True, False",
      "the first user-agent line ends a group of nobody"),
+    ("pipeline.py", "order = sorted(range(len(texts)), key=places.__getitem__)", "order = range(len(texts))",
+     "where a text lies in the spool: a bucket then seeks to and fro, and reads the same"),
     ("data.py", "return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) > 1 else parts[0]",
      "return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) >= 1 else parts[0]", "a copy of one part"),
     ("data.py", 'before = self.h - 1 if self.k and self.scope == "stream" else 0', 'before = self.h if self.k and self.scope == "stream" else 0',
