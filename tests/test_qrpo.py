@@ -340,6 +340,19 @@ def plain_loss(kind, lp, ref, r, q, size, beta, beta_max, gamma, log_z):
     return ((r[0] - r[1]) / beta - (g[0] - g[1])) ** 2
 
 
+@torch.no_grad()
+def what_is_watched(batch, logp, beta, beta_max):
+    """The log's numbers of a batch: the policy's own are means over the samples weighted by pi / pi_ref."""
+    ratio = torch.tensor([logp(*c) - ref for pair in batch for c, ref in zip(pair["said"], pair["ref"])])
+    r, b = (torch.tensor(x, dtype=torch.float64) for x in ([r for pair in batch for r in pair["r"]],
+                                                          [min(beta / n, beta_max or math.inf) for pair in batch for n in pair["size"]]))
+    q = torch.tensor([q for pair in batch for q in pair["q"]])
+    target = q / b - torch.tensor([pair["log_z"](b[2 * k + j].item()) for k, pair in enumerate(batch) for j in (0, 1)])
+    w = ratio.exp() / ratio.exp().sum()
+    return dict(log_ratio=ratio.mean().item(), reward=r.mean().item(), reward_policy=(w * r).sum().item(), kl=(w * (w * len(w)).log()).sum().item(),
+                margin=(ratio[::2] - ratio[1::2]).mean().item(), target=target.mean().item(), tokens=sum(len(y) for pair in batch for _, y in pair["said"]))
+
+
 UNIFORM = lambda q, b: math.log(b * math.expm1(1 / b))
 OWN = lambda q, b: math.log(sum(math.exp(x / b) for x in q) / len(q))
 
@@ -374,8 +387,10 @@ def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(start,
         value = sum(plain_loss(kind, [logp(*c) for c in pair["said"]], pair["ref"], pair["r"], pair["q"], pair["size"], beta, beta_max if norm else 0,
                                0.3, pair["log_z"]) for pair in batch) / 2
         value.backward()
+        entry = log(tmp_path / "run")[step]
+        watched = dict(loss=value.item(), **what_is_watched(batch, logp, beta, beta_max if norm else 0))
+        assert {name: entry[name] for name in watched} == pytest.approx(watched, rel=2e-5, abs=2e-5)
         plain.update(step + 1, 2, 1e-2 * (1, 0.5)[step], clip, 1e-2, 0.1, optimizer == "adamw")
-        assert log(tmp_path / "run")[step]["loss"] == pytest.approx(value.item(), rel=2e-5)
     assert plain.distance(convert.load_run(str(tmp_path / "run"))[0]) < 1e-3
 
 
@@ -393,7 +408,8 @@ def small(start, tmp_path, monkeypatch):
 def test_candidates_are_finished_completions_with_their_quantile_among_the_others(small, start, tmp_path, monkeypatch, loo):
     """Counted by hand from the samples on disk; a completion of the data is compared with all references, a reference with the others."""
     monkeypatch.setattr(qrpo, "loo", loo)
-    (model, tok), plain, score = small, Plain(start / "model"), lambda row, text: float(len(text) % 4)
+    (model, tok), plain = small, Plain(start / "model")
+    score = lambda row, text: 1.0 if "say 0" in str(row) else float(len(text) % 4)
     asked, _ = qrpo.prompts_of(tok, qrpo.data)
     longest = len(asked[0][2]) + 8
     candidates, q_refs, groups, counts = qrpo.prepare(model, tok, asked, score, "v", longest, Ranks(), "cpu")
@@ -401,11 +417,11 @@ def test_candidates_are_finished_completions_with_their_quantile_among_the_other
     sampled = sum((json.loads(f.read_text()) for f in files), [])
     end, dropped = tok.special["<|assistant_end|>"], 0
     share = lambda r, among: sum(x <= r for x in among) / len(among)
-    for (_, _, prompt), ids, found, own, group in zip(asked, sampled, candidates, q_refs, groups, strict=True):
-        r = [score(None, qrpo.words(tok, y)) for y in ids]
+    for (_, row, prompt), ids, found, own, group in zip(asked, sampled, candidates, q_refs, groups, strict=True):
+        r = [score(row, qrpo.words(tok, y)) for y in ids]
         q = [share(r[k], r if not loo else r[:k] + r[k + 1:]) for k in range(5)]
         assert own.tolist() == pytest.approx(q) and group.tolist() == r
-        want = [(y, *rq) for y, *rq in [*zip(ids, r, q), *((tok.encode(text) + [end], len(text), share(len(text), r)) for text in ("abc", "ab"))]
+        want = [(y, *rq) for y, *rq in [*zip(ids, r, q), *((tok.encode(text) + [end], score(row, text), share(score(row, text), r)) for text in ("abc", "ab"))]
                 if y[-1] == end and len(y) <= 8]
         dropped += 7 - len(want)
         if len({r for _, r, _ in want}) > 1:
@@ -413,8 +429,30 @@ def test_candidates_are_finished_completions_with_their_quantile_among_the_other
             assert [c["ref_logp"] for c in found] == pytest.approx([plain.logp(prompt + y)[len(prompt) - 1:].sum().item() for y, _, _ in want], abs=1e-4)
         else:
             assert found == []
-    assert len(files) == 3 and counts["dropped"] == dropped > 0 and any(candidates)
+    assert len(files) == 3 and counts["dropped"] == dropped > 0 and any(candidates) and counts["constant"] == candidates.count([]) > 0
     assert max(len(y) for ids in sampled for y in ids) == 8                   # what would be too long is not sampled to its end
+
+
+def test_every_batch_of_samples_and_every_seed_draws_anew(small, tmp_path, monkeypatch):
+    """The same prompt four times, one in a file."""
+    model, tok = small
+    (tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "say 1"}]}\n' * 4)
+    monkeypatch.setattr(qrpo, "sample_batch", 5)
+    drawn = []
+    for seed in (1, 2):
+        monkeypatch.setattr(qrpo, "seed", seed)
+        monkeypatch.setattr(qrpo, "out", str(tmp_path / str(seed)))
+        qrpo.prepare(model, tok, qrpo.prompts_of(tok, qrpo.data)[0], lambda row, text: float(len(text)), "v", 256, Ranks(), "cpu")
+        drawn += [f.read_text() for f in (tmp_path / str(seed) / "references").glob("samples-*.json")]
+    assert len(drawn) == len(set(drawn)) == 8
+
+
+def test_log_probs_that_are_not_the_start_models_are_refused(aligned, start, tmp_path):
+    shutil.copytree(aligned / "references", tmp_path / "references")
+    for file in (tmp_path / "references").glob("logp-*.json"):
+        file.write_text(json.dumps([x - 5 for x in json.loads(file.read_text())]))
+    done = align(start, tmp_path / "run", f"--references={tmp_path / 'references'}")
+    assert done.returncode == 2 and "differs from its own reference log-probs" in done.stderr and not (tmp_path / "run" / "ckpt").exists()
 
 
 def test_pairs_are_disjoint_and_the_better_one_comes_first(monkeypatch):

@@ -62,9 +62,18 @@ def test_all_the_assistant_says_is_learnt_and_nothing_else():
                           dict(type="tool_outputs", outputs=[dict(output="OUTPUT")]), dict(type="response", text="Done.")])
     row = dict(messages=[SYSTEM, user("go"), assistant(blocks)], tools=[dict(name="f", description="a tool")])
     assert learnt(row) == '<|inner_prefix|>hmm<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|><|inner_suffix|>Done.<|assistant_end|>'     # not OUTPUT
-    openai = [user("w?"), dict(role="assistant", content="", tool_calls=[dict(function=dict(name="f", arguments="{}"))]), dict(role="tool", content="OUTPUT"), assistant("ok")]
+    openai = [user("w?"), dict(role="assistant", content="", tool_calls=[dict(function=dict(name="f", arguments="{}"))]), dict(role="tool", content="OUTPUT"), dict(role="tool", content="ANOTHER"), assistant("ok")]
+    assert sft.fault(openai) is None
     assert learnt(dict(messages=openai)) == '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>ok<|assistant_end|>'
     assert learnt(dict(messages=[SYSTEM, user("hi"), assistant("yo"), user("last word")])) == "yo<|assistant_end|>"
+
+
+def test_a_conversation_with_thoughts_says_that_deliberation_is_on():
+    """As chat_pieces is told by thinking=True; a line that says otherwise is believed."""
+    thoughts = [SYSTEM, user("go"), assistant(dict(blocks=[dict(type="thoughts", text="hmm"), dict(type="response", text="Done.")]))]
+    text = lambda row: TOK.decode(sft.render(TOK, row)[0])
+    assert "Deliberation: enabled" in text(dict(messages=thoughts)) and "Deliberation: disabled" in text(dict(messages=thoughts, thinking=False))
+    assert "Deliberation: disabled" in text(dict(messages=[SYSTEM, user("go"), assistant("Done.")]))
 
 
 def test_a_control_token_spelled_by_a_user_stays_text():
@@ -378,6 +387,7 @@ GOOD = dict(messages=[SYSTEM, user("hi"), assistant("ho")])
     ([user("a"), assistant("")], "an empty turn"),
     ([user("a"), dict(role="assistant", content=None)], "an empty turn"),
     ([SYSTEM, user("a")], "no assistant turn"),
+    ([user("a"), assistant("b"), dict(role="tool", content="c")], "ends with a tool's output"),
     ([user("a"), assistant("x" * 500)], "more than max_length=300 tokens"),
     ([user("a"), assistant(dict(blocks=[dict(type="picture")]))], "want text or blocks"),
 ])
@@ -429,6 +439,23 @@ def test_what_cannot_work_is_told_in_one_line(start, tmp_path, row, args, says):
     done = tune(start, tmp_path / "run", broken(tmp_path, row), *args)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("sft.py: ") and says in last, done.stderr
+
+
+@pytest.mark.parametrize("loss, norm", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_a_number_that_is_none_changes_no_weight(loss, norm):
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="step 7: .* Stopped before the update"):
+        sft.update(torch.optim.SGD([p], lr=1.0), 7, 1.0, loss, norm)
+    assert p.tolist() == [1, 1]
+
+
+def test_a_start_model_that_cannot_chat_is_refused(start, tmp_path):
+    shutil.copytree(start / "model", tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|assistant_end|>", "<|something|>"))
+    done = tune(start, tmp_path / "run", f"--init_from={tmp_path / 'model'}")
+    assert done.returncode == 2 and "its tokenizer has no <|assistant_end|>: chat needs Apertus' special tokens" in done.stderr
 
 
 def test_a_run_is_not_overwritten_nor_gone_on_with_by_other_settings(tuned, start):
