@@ -8,8 +8,10 @@ STUDY = activations
 BOOKS =
 KILLS = 500
 RUNS = 20
+MINUTES = 0
+MUTANTS =
 
-.PHONY: train align ablate memorize faults flakes test clean
+.PHONY: train align ablate memorize faults flakes mutants test clean
 
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="class Reader:" --temperature=0.7
@@ -40,6 +42,10 @@ faults: .venv/ready
 # The tests of several processes, RUNS times in a row: stops at the first that fails
 flakes: .venv/ready
 	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
+
+# Does a test fail when the code is wrong? MINUTES=30 stops early, and the next one goes on; MUTANTS="--files=model.py --rate=3"
+mutants: .venv/ready
+	$(PY) tests/mutants.py --minutes=$(MINUTES) --table=results/mutants/table.md $(MUTANTS)
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder

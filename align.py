@@ -105,12 +105,12 @@ def call(name, done, script, *args, threads=1):
         with open(log, "w", encoding="utf-8") as f:
             process = subprocess.Popen([sys.executable, os.path.join(root, script), *args], stdout=f, stderr=subprocess.STDOUT,
                                        env=dict(os.environ, OMP_NUM_THREADS=str(threads)))
-            _, status, used = os.wait4(process.pid, 0)
-        if status:
+            seconds = cpu_seconds(process)
+        if process.returncode:
             with open(log, encoding="utf-8", errors="replace") as f:
                 raise ValueError(f"{script} {' '.join(args)} failed: {f.read().strip().splitlines()[-1]} ({log})")
         with open(record, "w", encoding="utf-8") as f:
-            json.dump(dict(args=args, wall=round(time.perf_counter() - began), cpu=round(used.ru_utime + used.ru_stime)), f)
+            json.dump(dict(args=args, wall=round(time.perf_counter() - began), **seconds), f)
     if not os.path.exists(record):
         return {}
     with open(record, encoding="utf-8") as f:
@@ -118,6 +118,16 @@ def call(name, done, script, *args, threads=1):
     if found["args"] != list(args):
         raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): delete it, or name another --out")
     return found
+
+
+def cpu_seconds(process):
+    """Wait for a process -> {"cpu": its seconds on the processor}; {} on Windows, which does not tell."""
+    if not hasattr(os, "wait4"):
+        process.wait()
+        return {}
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return dict(cpu=round(used.ru_utime + used.ru_stime))
 
 
 def pretrain_and_sft():

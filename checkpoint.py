@@ -97,8 +97,7 @@ def write(folder, step, tensors, info, keep, group):
     files = {file: digest for part in together(hash_my_part) for file, digest in part.items()}
     together(publish)
     if rank == 0:
-        standing = [s for s in steps_in(folder) if s <= step]                  # a damaged one of a later step does not count
-        for old in standing[:-keep] if keep else ():
+        for old in [s for s in steps_in(folder) if s <= step][:-keep]:         # a damaged one of a later step does not count; [:-0]: none
             shutil.rmtree(os.path.join(folder, f"step-{old:08d}"), ignore_errors=True)
     return final
 

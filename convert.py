@@ -35,7 +35,7 @@ LIST = ".export.json"  # which files save_hf wrote into a folder: these, and no 
 
 # What a config.json may say besides HF_NAMES and RoPE. No logit depends on the first group, whatever stands there.
 FREE = {
-    "architectures", "model_type", "auto_map", "custom_pipelines", "trust_remote_code", "_name_or_path", "name_or_path",
+    "architectures", "model_type", "auto_map", "custom_pipelines", "_name_or_path", "name_or_path",
     "_commit_hash", "transformers_version", "unsloth_version", "unsloth_fixed", "tokenizer_class", "model_max_length",
     "dtype", "torch_dtype", "use_cache", "use_return_dict", "return_dict", "output_attentions", "output_hidden_states",
     "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type",
@@ -272,7 +272,7 @@ def publish(path, tensors, jsons):
             save_file(shard, place(f"{file}.tmp"), metadata={"format": "pt"})
             checkpoint.flush(place(f"{file}.tmp"))
         for file, content in jsons.items():
-            checkpoint.write_flushed(place(f"{file}.tmp"), json.dumps(content, indent=1, ensure_ascii=False))
+            write_json(place(f"{file}.tmp"), content)
     except (OSError, SafetensorError) as e:                # the disk is full, or a file has the folder's name
         remove(place(f"{file}.tmp") for file in names)
         raise OSError(f"{path} could not be written ({e}); what was there before is untouched") from None
@@ -310,8 +310,13 @@ ALSO_READ = {"config.json", "generation_config.json", "tokenizer.json", "tokeniz
 
 
 def write_list(path, names):
-    checkpoint.write_flushed(os.path.join(path, f"{LIST}.tmp"), json.dumps(dict(files=sorted(names))))
-    os.replace(os.path.join(path, f"{LIST}.tmp"), os.path.join(path, LIST))
+    checkpoint.write_flushed(os.path.join(path, LIST), json.dumps(dict(files=sorted(names))))
+
+
+def write_json(path, content):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=1, ensure_ascii=False)
+    checkpoint.flush(path)
 
 
 def remove(files):

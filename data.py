@@ -18,10 +18,12 @@ $ python data.py data/stdlib                               # what is in there, a
 $ python data.py data/edu data/german --join=data/both     # several folders of prepare.py as one with all their sources, nothing is copied
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import weakref
 import zipfile
 from bisect import bisect_right
 from itertools import accumulate
@@ -114,13 +116,13 @@ class TokenDataset:
         self.slots, self.ahead = None, (0, (), ())
         if weights is not None:
             self.slots = np.cumsum([0, *mix_weights(weights).values()])        # source s has the slots from slots[s] to slots[s + 1]
-        self.fingerprint = hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()   # shards', vocabulary's
+        self.fingerprint = fingerprint(self.meta, sources or weights, weights)
         for stream, group in zip(self.streams, groups):
             if stream.n_windows < 1:
                 what = "split" if len(groups) == 1 and sources is None else f"split of {' + '.join(group)}"
                 raise ValueError(f"{folder}: the {split} {what} has {stream.n_tokens} tokens, less than one window of "
                                  f"block_size={block_size} + 1: prepare more text or lower block_size")
-        self.dtype = np.result_type(*self.shards)
+        self.dtype = np.result_type(*{shard.dtype for shard in self.shards})
 
     def tokens(self, begin, end, stream=0):
         """stream[begin:end] as int64, across shards; before its begin the stream goes round to its end."""
@@ -189,8 +191,8 @@ class Stream:
     """Shards one after the other as one sequence of tokens, cut into windows of T + 1 that overlap by one."""
 
     def __init__(self, folder, entries, T):
-        self.shards = [open_shard(folder, entry) for entry in entries]
-        self.begins = [0, *accumulate(len(s) for s in self.shards)]        # of each shard in the stream
+        self.shards = [Shard(folder, entry) for entry in entries]
+        self.begins = [0, *accumulate(entry["tokens"] for entry in entries)]   # of each shard in the stream
         self.n_tokens = self.begins[-1]
         self.n_windows = (self.n_tokens - 1) // T
 
@@ -204,10 +206,57 @@ class Stream:
         while at < len(out):
             token = (begin + at) % self.n_tokens
             shard = bisect_right(self.begins, token) - 1
-            piece = self.shards[shard][token - self.begins[shard]:][:len(out) - at]
+            n = min(len(out) - at, self.begins[shard + 1] - token)
+            piece = self.shards[shard].read(token - self.begins[shard], n)
             out[at:at + len(piece)] = piece
             at += len(piece)
         return out
+
+
+MAPS = 128                          # of the 256 (macOS) or 1,024 files that a process may have open; 15T tokens are 150,000 shards
+
+
+class Shard:
+    """
+    A 1-D .npy of uint16 or uint32, held against its line of meta.json when it is opened. The first MAPS of a process stay mapped into
+    memory; of the others a window is read from the file, which takes 10 us longer, so that no number of shards reaches a limit.
+    ValueError: not the shard that meta.json promises. OSError: it cannot be opened.
+    """
+
+    __slots__ = "path", "dtype", "map", "offset", "stamp", "__weakref__"
+    mapped = weakref.WeakSet()
+
+    def __init__(self, folder, entry):
+        self.path = os.path.join(folder, entry["file"])
+        try:
+            tokens = np.load(self.path, mmap_mode="r", allow_pickle=False)
+            self.stamp = self.stamp_of(os.stat(self.path))
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:   # numpy takes what begins like a zip for one
+            if isinstance(e, OSError) and e.errno not in (None, errno.ENOENT):
+                raise OSError(f"{self.path} cannot be opened: {e.strerror}. That says nothing against the data: look at limits "
+                              "(ulimit -n), rights and the disk") from None
+            raise ValueError(f"{self.path}: not a readable token shard ({e}): prepare the data again") from None
+        found = f"{getattr(tokens, 'dtype', 'an archive')}{list(getattr(tokens, 'shape', ()))}"
+        if found not in (f"uint16[{entry['tokens']}]", f"uint32[{entry['tokens']}]"):
+            raise ValueError(f"{self.path}: {found} where meta.json promises {entry['tokens']} tokens: prepare the data again")
+        self.dtype, self.offset, self.map = tokens.dtype, tokens.offset, None
+        if len(Shard.mapped) < MAPS:
+            self.map = np.asarray(tokens)                  # still the mapped file, but a slice of it does not cost 3 us
+            Shard.mapped.add(self)
+
+    def read(self, begin, n):
+        """Tokens begin .. begin + n - 1 of the shard; fewer where the system reads fewer at once."""
+        if self.map is not None:
+            return self.map[begin:begin + n]
+        with open(self.path, "rb", buffering=0) as f:
+            if self.stamp_of(os.fstat(f.fileno())) != self.stamp:
+                raise ValueError(f"{self.path} is not the file that this run began with: --resume looks whether the data are the same")
+            f.seek(self.offset + begin * self.dtype.itemsize)
+            return np.frombuffer(f.read(n * self.dtype.itemsize), self.dtype)
+
+    @staticmethod
+    def stamp_of(stat):
+        return stat.st_mtime_ns, stat.st_size
 
 
 class StagedDataset:
@@ -217,7 +266,7 @@ class StagedDataset:
 
     stages: rows of (name, sources, until in samples, seed), as in configs/8b.py; sources are a list of names (natural proportions)
     or {name: weight}. stop: the number of samples at the end of the stage called `stage`, None if none is named. Beyond the last
-    stage its data go on.
+    stage its data go on. fingerprint: a word for each stage, so that the data of a later one may still change, or come: begun().
     """
 
     def __init__(self, folder, stages, block_size, *goldfish, stage=""):
@@ -233,7 +282,8 @@ class StagedDataset:
                                    **(dict(weights=sources) if isinstance(sources, dict) else dict(sources=sources)))
                       for _, sources, _, seed in stages[:last + 1]]
         self.meta = self.parts[0].meta
-        self.fingerprint = hashlib.sha256(json.dumps([self.parts[0].fingerprint, stages]).encode()).hexdigest()
+        self.fingerprint = " ".join(f"{sha256_of([part.fingerprint, row])}@{begin}"
+                                    for part, row, begin in zip(self.parts, stages, self.begins))
         self.n_tokens, self.n_windows = sum(p.n_tokens for p in self.parts), sum(p.n_windows for p in self.parts)
 
     def batch(self, first, n):
@@ -247,6 +297,29 @@ class StagedDataset:
         return tuple(torch.cat(tensors) for tensors in zip(*parts)) if len(parts) > 1 else parts[0]
 
 
+def fingerprint(meta, sources=None, weights=None):
+    """
+    sha256 of what a run reads, which it must not find changed when it goes on: the vocabulary and, in their order, the sources with
+    their weights. Where sources are named, others may come to the folder and it may move; where none are, all of meta.json counts.
+    """
+    if not sources:
+        names = list(meta["sources"])
+        return sha256_of(meta) if names == sorted(names) else sha256_of([meta, names])      # JSON is sorted: it does not say their order
+    vocabulary = [meta.get(key) for key in ("tokenizer_hash", "vocab_size", "bos", "eos")]
+    shards = lambda name: [[split, shard["tokens"], shard.get("sha256")]
+                           for split, part in meta["sources"][name].items() for shard in part["shards"]]
+    return sha256_of([vocabulary, [[name, weights and weights[name], shards(name)] for name in sources]])
+
+
+def sha256_of(content):
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def begun(fingerprint, samples):
+    """What of a fingerprint counts after so many samples: of a StagedDataset's, HASH@BEGIN of each stage, those that have begun."""
+    return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
+
+
 def read_meta(folder):
     """meta.json of a data folder, or one line that says how to make one."""
     path = os.path.join(folder, "meta.json")
@@ -256,19 +329,6 @@ def read_meta(folder):
         raise ValueError(f"no data in {folder!r} (no meta.json there): make it with `{hint}`")
     with open(path, encoding="utf-8") as f:
         return json.load(f)
-
-
-def open_shard(folder, entry):
-    """Memory-map one shard, a 1-D .npy of uint16 or uint32, and hold it against its line of meta.json."""
-    path = os.path.join(folder, entry["file"])
-    try:
-        shard = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as e:   # numpy takes what begins like a zip for one
-        raise ValueError(f"{path}: not a readable token shard ({e}): prepare the data again") from None
-    if shard.ndim != 1 or shard.dtype not in (np.uint16, np.uint32) or len(shard) != entry["tokens"]:
-        raise ValueError(f"{path}: {shard.dtype}{list(shard.shape)} where meta.json promises {entry['tokens']} tokens: "
-                         "prepare the data again")
-    return np.asarray(shard)                               # still the mapped file, but a slice of it does not cost 3 us
 
 
 def join_folders(folders, folder):

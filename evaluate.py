@@ -26,7 +26,7 @@ import convert
 import tokenizer as tokenizers
 from intervals import t_quantile, wilson
 from model import chunk_rows
-from parallel import pick_device
+from parallel import pick_device, pick_dtype
 from sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -76,7 +76,7 @@ def token_scores(model, windows):
             z = model.lm_head(h_part).float()                               # (rows, V)
             nll.append(z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0])
             top.append(z.argmax(-1) == y)
-        nll, top = torch.cat(nll).double().cpu().numpy(), torch.cat(top).cpu().numpy()
+        nll, top = torch.cat(nll).cpu().double().numpy(), torch.cat(top).cpu().numpy()
         ends = np.cumsum([len(windows[i][0]) - windows[i][1] for i in some])[:-1]
         for i, a, b in zip(some, np.split(nll, ends), np.split(top, ends)):
             found[i] = a, b
@@ -369,7 +369,7 @@ def draw_bars(rows, picture, title):
 
 def main():
     place = pick_device(device)
-    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else getattr(torch, dtype))
+    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
     if place == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()

@@ -234,7 +234,12 @@ def document_mask(doc):
     if doc is None or doc.device.type != "cuda":
         return doc
     B, T = doc.shape
-    return create_block_mask(lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j]), B, None, T, T, device=doc.device)
+    return create_block_mask(causal_in_documents(doc), B, None, T, T, device=doc.device)
+
+
+def causal_in_documents(doc):
+    """flex_attention's way to say it: may position i of row b look at position j?"""
+    return lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j])
 
 
 if torch.cuda.is_available():                              # flex_attention has no backward on CPU, and needs compiling on CUDA
@@ -285,20 +290,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss keeps three copies. Here a chunk of rows
     lives at a time, and its gradient, softmax minus one-hot, is formed at once, in the forward pass: three GEMMs as always, no recompute.
-    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), nll (N,) fp32 without gradient.
+    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), nll (N,) fp32 without gradient. rows: of a chunk;
+    chunk_loss: the function above, or the same, compiled.
     """
 
-    chunk_loss = staticmethod(chunk_loss)                  # or the same, compiled (Apertus.compile_blocks)
-
     @staticmethod
-    def forward(ctx, h, head, targets, weights, rows):
+    def forward(ctx, h, head, targets, weights, rows, chunk_loss):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
         train = any(ctx.needs_input_grad[:2])
         grad_h, grad_head = (torch.empty_like(h), at_least_fp32(torch.zeros_like(head))) if train else (None, None)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
-            nll[s], dz = ChunkedCrossEntropy.chunk_loss(h[s], w, targets[s], weights[s], train)
+            nll[s], dz = chunk_loss(h[s], w, targets[s], weights[s], train)
             if train:
                 grad_h[s] = linear(dz, w.T)                # (rows, C)
                 if dz.dtype == grad_head.dtype and not by_onednn(dz):
@@ -313,7 +317,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         grad_h, grad_head = ctx.saved_tensors
-        return grad_h * grad.to(grad_h.dtype), (grad_head * grad).to(ctx.head_dtype), None, None, None
+        return grad_h * grad.to(grad_h.dtype), (grad_head * grad).to(ctx.head_dtype), None, None, None, None
 
 
 class KVCache:
@@ -381,6 +385,7 @@ class Apertus(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = None                                  # of the activations; None: the parameters' own
+        self.chunk_loss = chunk_loss                       # or the same, compiled (compile_blocks)
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd)),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
@@ -394,7 +399,7 @@ class Apertus(nn.Module):
         self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed=28):
+    def init_weights(self, seed):
         """
         N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by 1/sqrt(2L) of that; gains 1.
         Each parameter has a generator of its own, seeded by (seed, name): its values do not depend on the order of creation, nor on
@@ -417,7 +422,7 @@ class Apertus(nn.Module):
         """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
         for block in self.model.layers:
             block.compile(**how)
-        ChunkedCrossEntropy.chunk_loss = staticmethod(torch.compile(chunk_loss, **how))
+        self.chunk_loss = torch.compile(chunk_loss, **how)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -460,8 +465,8 @@ class Apertus(nn.Module):
         keep = targets >= 0 if keep is None else keep & (targets >= 0)
         n_tokens = keep.sum().clamp(min=1) if n_tokens is None else n_tokens
         weights = (at_least_fp32(keep.to(x.dtype)) / n_tokens).flatten()
-        rows = chunk_rows(self.config.vocab_size, x.device)
-        loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.clamp(min=0).flatten(), weights, rows)
+        targets, rows = targets.clamp(min=0), chunk_rows(self.config.vocab_size, x.device)
+        loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), weights, rows, self.chunk_loss)
         return None, nll.view(targets.shape) if per_token else loss
 
     @torch.no_grad()

@@ -136,7 +136,8 @@ def curves(folders, picture, panels=PANELS):
             axis.plot(x, y, color=f"C{n}", linewidth=1.6, marker="." if key in ("val_bpb", "minutes") else None, label=name)
             if key == "val_bpb":
                 at = dict(textcoords="offset points", xytext=(0, 6), ha="right", fontsize=9, color=f"C{n}")
-                axis.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), **at)
+                last = drawn[key][1][-1]
+                axis.annotate(f"{last:.3f}", (x[-1], last), **at)
     for axis in axes.flat:
         axis.grid(alpha=0.2)
     if axes[0, 0].get_legend_handles_labels()[0]:
@@ -144,28 +145,17 @@ def curves(folders, picture, panels=PANELS):
     finish(figure, picture)
 
 
-def read_config(path):
-    """A run's config.json. ValueError, one line, for one that a full disk has cut."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is damaged: train.py --resume with this run's settings writes it again")
-    return config
-
-
 def comparable(folders):
     """
     Which panels may be drawn for these runs together: all, if they have the same data; bits per byte and what has no unit of text, if the
     same validation text was cut by other tokenizers. ValueError if the texts differ: no number of theirs can be compared.
     """
+    from tokenizer import read_json
     configs = []
     for folder in folders:
         path = os.path.join(folder, "config.json")
         if os.path.isfile(path):
-            configs.append((folder, read_config(path)))
+            configs.append((folder, read_json(path)))
     if len({c.get("data_hash") for _, c in configs}) <= 1:
         return PANELS + SPEED
     texts = {}

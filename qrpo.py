@@ -21,6 +21,7 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 
 The steps: n completions per prompt sampled from the start model, scored once, their log-probs under the start model stored (so that no
 second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
+SIGTERM, SIGUSR2, or a file named `stop` in the run folder: a checkpoint after the step it is in, before it leaves.
 
 $ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
 $ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
@@ -45,8 +46,8 @@ from tqdm import tqdm
 
 import checkpoint
 import rank
-from configurator import run, settings
 from chat import content_of
+from configurator import run, settings
 from model import at_least_fp32, chunk_rows
 from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
 from references import cached, column, fingerprint, said, same_or_refuse, scored
@@ -98,7 +99,7 @@ weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between rank diagnostics (rank.py); 0 = never
 checkpoint_every = 200          # steps; 0 = at the end only
-keep_checkpoints = 2
+keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
 
 BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}                        # the middle of the paper's grids
@@ -473,6 +474,7 @@ def main():
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
     beta_log_z(1.0, transform)
     b0 = beta or (5.0 if length_norm else BETA[loss])
+    checkpoint.check_keep(keep_checkpoints)
     for _ in numbered_rows(data):                                           # a file that is none is told at once
         break
     ranks, where = join(parallel, pick_device(device))
@@ -518,13 +520,13 @@ def align(ranks, where, b0):
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
     log = open_log(out, start, ranks)
-    names = ("ref", "reward", "q", "length")
     with stop_signals() as stop:                                            # before: what is on disk is not done again
-        for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first, dynamic_ncols=True):
+        for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first,
+                         dynamic_ncols=True):
             batch = [couples[k] for k in items(step, batch_size, len(couples), epochs, seed)]
             both = [(p, candidates[p][a], candidates[p][b]) for p, a, b in batch]
-            ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (
-                lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))          # each (pairs, 2)
+            ref, reward, q, length = (torch.tensor([[f(a), f(b)] for _, a, b in both]) for f in (      # each (pairs, 2)
+                lambda c: c["ref_logp"], lambda c: c["reward"], lambda c: c["q"], lambda c: float(len(c["ids"]))))
             q = TRANSFORMS[transform](q, n_refs - bool(loo))
             per = length if length_norm else torch.ones_like(length)
             b = effective_beta(ref, per, b0, limit)
@@ -533,7 +535,8 @@ def align(ranks, where, b0):
                 log_z = discrete_beta_log_z(torch.stack([q_refs[p] for p, _, _ in both])[:, None], b)
 
             def pair_loss(pi, s=slice(None)):
-                return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=limit, log_z=log_z[s], gamma=gamma, transform=transform)
+                return losses[loss](pi, ref[s], reward[s], q[s], per[s], b0, beta_max=limit, log_z=log_z[s], gamma=gamma,
+                                    transform=transform)
 
             # every process takes its micro-batches; gradients and log-probs are summed over all
             logp = torch.zeros_like(ref)
@@ -541,41 +544,46 @@ def align(ranks, where, b0):
             for k, last in shares(-(-len(both) // micro_batch), ranks):
                 s = slice(k * micro_batch, (k + 1) * micro_batch)
                 mine = both[s]
+                texts = [(prompts[p], c["ids"]) for p, *pair in mine or both[:1] for c in pair]
                 with gradients(model, ranks, last):
-                    pi = sequence_logp(model, [(prompts[p], c["ids"]) for p, *pair in mine or both[:1] for c in pair]).view(-1, 2).cpu()
-                    (pair_loss(pi, s).sum() / len(both) if mine else pi.sum() * 0).backward()          # an empty one runs along, adds nothing
+                    pi = sequence_logp(model, texts).view(-1, 2).cpu()
+                    part = pair_loss(pi, s).sum() / len(both) if mine else pi.sum() * 0     # an empty one adds nothing
+                    part.backward()
                 if mine:
                     logp[s] = pi.detach()
             norm = collect(model, ranks, grad_clip)
             if ranks.size > 1:
-                everywhere = logp.to(where)                                     # nccl talks between GPUs only
+                everywhere = logp.to(where)                                 # nccl talks between GPUs only
                 dist.all_reduce(everywhere)
                 logp = everywhere.cpu()
             value, ratio = pair_loss(logp).mean().item(), logp - ref
             off = (ratio / length).abs().mean()
             if step == 0 and off > 0.02:
-                raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: they were made with "
-                                 f"another dtype or model; delete {references or out + '/references'}/logp-*")
+                raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
+                                 "they were made with another dtype or model; delete "
+                                 f"{references or out + '/references'}/logp-*")
             rate = lr * linear(step, steps, warmup)
             update(opt, step, rate, value, norm)
             stopping = ranks.add(asked_to_stop(out, stop, ranks))[0]
 
-            # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting them with pi / pi_ref
-            # (normalised: bounded, but its KL cannot exceed the log of the number of samples)
+            # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting
+            # them with pi / pi_ref (normalised: bounded, but its KL cannot exceed the log of the number of samples)
             w = ratio.flatten().softmax(0)
             kl = (w * ratio.flatten()).sum() - ratio.flatten().logsumexp(0) + math.log(ratio.numel())
             target = ((q - log_z) / b).flatten()
             health = {}
             if rank_every and (step % rank_every == 0 or step + 1 == steps):
-                health = rank.diagnose(model, *padded([(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]], where))
+                texts = [(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]]
+                health = rank.diagnose(model, *padded(texts, where))
                 drop_gathered(model)
             log(step=step, loss=value, grad_norm=norm, lr=rate, target=target.mean().item(), log_ratio=ratio.mean().item(),
-                correlation=correlation(target, ratio.flatten()), kl=kl.item(),
-                reward=reward.mean().item(), reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
+                correlation=correlation(target, ratio.flatten()), kl=kl.item(), reward=reward.mean().item(),
+                reward_policy=(w * reward.flatten()).sum().item(), margin=better_minus_worse(ratio).mean().item(),
                 length=length.mean().item(), tokens=int(length.sum()), **health)
             done = step + 1
             if done == steps or stopping or checkpoint_every and done % checkpoint_every == 0:
-                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints,
+                                ranks.files)
             if stopping:
                 break
     finish(out, model, tok, ranks, done, steps)

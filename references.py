@@ -42,11 +42,17 @@ def same_or_refuse(path, what, ranks):
             problem = (f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. "
                        "Name another --references or --out")
     elif ranks.first:
-        checkpoint.write_flushed(path + ".tmp", json.dumps(what, indent=1))
-        os.replace(path + ".tmp", path)                                     # another run that shares the folder may read
+        written(path, what)
     problem = checkpoint.everyone(problem, ranks.files)[0]
     if problem:
         raise ValueError(problem)
+
+
+def written(path, content):
+    """A JSON file, whole or not at all. Runs that share the folder may write it at once: each under a name of its own."""
+    mine = f"{path}.{os.urandom(4).hex()}"
+    checkpoint.write_flushed(mine, json.dumps(content))
+    os.replace(mine, path)
 
 
 def cached(folder, stage, total, batch, compute, ranks, together=False):
@@ -61,9 +67,7 @@ def cached(folder, stage, total, batch, compute, ranks, together=False):
         path, first, last = mine[k] if k < len(mine) else files[0]
         entries = compute(first, last)
         if k < len(mine):
-            tmp = f"{path}.{os.urandom(4).hex()}.tmp"                       # runs that share the folder may do the same at once
-            checkpoint.write_flushed(tmp, json.dumps(entries))
-            os.replace(tmp, path)
+            written(path, entries)
     if ranks.size > 1:
         dist.barrier()
     entries = []

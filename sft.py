@@ -11,6 +11,8 @@ template leaves that token out after the last answer, so a model trained on its 
                                                                                                          ^^^^^^^^^^^^^^^^^^ loss
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out curve.
+The conversations become ids once, in out/<run>/tokens, four bytes a token, which all processes map. SIGTERM, SIGUSR2, or
+a file named `stop` in the run folder: all processes save after the step that they are in, and leave; --resume goes on.
 
 $ python sft.py --data=conversations.jsonl --show             # the first conversations, what is learnt in green, token by token
 $ python sft.py --init_from=out/laptop --data=conversations.jsonl
@@ -77,7 +79,7 @@ weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between rank diagnostics (rank.py); 0 = never
 checkpoint_every = 500          # steps; 0 = at the end only
-keep_checkpoints = 2
+keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
 
 
@@ -298,6 +300,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
         if start:
             f.seek(start - 1)
             f.readline()                                                    # began before
+        first = f.tell()
         while f.tell() < start + PART and (line := f.readline()):
             lines += 1
             bar.update(len(line))
@@ -306,7 +309,7 @@ def tokenize(name, tok, path, start, max_length, date, bar):
             row = parsed(line)
             if row is None:
                 f.seek(0)
-                raise odd_line(path, f.read(start).count(b"\n") + lines, line)
+                raise odd_line(path, f.read(first).count(b"\n") + lines, line)
             found = learnable(tok, row, max_length, date)
             if isinstance(found, str):
                 count(bad, found, lines)
@@ -524,8 +527,7 @@ def open_log(out, start, ranks):
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             kept = [line for line in f if step_of(line) < start]
-    checkpoint.write_flushed(path + ".tmp", "".join(kept))
-    os.replace(path + ".tmp", path)
+    checkpoint.write_flushed(path, kept)
     file = open(path, "a", encoding="utf-8")
 
     def log(**entry):
@@ -583,6 +585,7 @@ def too_short(what, n, epochs, batch_size):
 def main():
     if show:
         return show_conversations()
+    checkpoint.check_keep(keep_checkpoints)
     for _ in numbered_rows(data):                                           # a file that is none is told at once
         break
     ranks, where = join(parallel, pick_device(device))
@@ -648,7 +651,8 @@ def tune(ranks, where):
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
             done = step + 1
             if done == steps or stopping or checkpoint_every and done % checkpoint_every == 0:
-                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints, ranks.files)
+                checkpoint.save(os.path.join(out, "ckpt"), done, model, opt, dict(config=config), keep_checkpoints,
+                                ranks.files)
             if stopping:
                 break
     finish(out, model, tok, ranks, done, steps)

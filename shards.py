@@ -186,8 +186,12 @@ def claim(out, inputs, joined=False):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and (not os.path.isdir(tmp) or os.listdir(tmp) and not os.path.exists(os.path.join(tmp, LOCK))):
         raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another folder")
-    os.makedirs(tmp, exist_ok=True)
-    lock = locked(os.path.join(tmp, LOCK), out)
+    try:
+        os.makedirs(tmp, exist_ok=True)
+        lock = open(os.path.join(tmp, LOCK), "a+", encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
+    hold(lock, out)
     stranger = not_ours(final, joined)
     if stranger:
         clear(tmp)
@@ -208,9 +212,8 @@ def lies_in(path, folder):
     return any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
 
 
-def locked(path, out):
-    """A file that this process alone holds, until it is closed. ValueError: another does."""
-    lock = open(path, "a+", encoding="utf-8")
+def hold(lock, out):
+    """Lock an open file for this process alone, until it is closed. ValueError: another process has it."""
     try:
         if fcntl:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -219,7 +222,9 @@ def locked(path, out):
         owner = lock.read()
         lock.close()
         raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder") from None
-    if not os.path.exists(path) or not os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+    except OSError as e:                                                         # Lustre and some network disks
+        print(f"{out}: its file system has no locks ({e.strerror}). See to it that no other prepare.py writes there")
+    if not os.path.exists(lock.name) or not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
         lock.close()                                                             # its owner finished between the two lines above
         raise ValueError(f"{out}: another prepare.py has just finished there: start again if it is to be done once more")
     if hasattr(os, "register_at_fork"):
@@ -227,7 +232,6 @@ def locked(path, out):
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
-    return lock
 
 
 def not_ours(folder, joined):

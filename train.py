@@ -32,7 +32,7 @@ import structured
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import lengths, run, settings
-from data import StagedDataset, TokenDataset
+from data import StagedDataset, TokenDataset, begun
 from model import Apertus, ApertusConfig
 from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
@@ -183,7 +183,9 @@ def resume_from(model, opt, config, ranks):
     path, manifest = found
     same = [f.name for f in dataclasses.fields(ApertusConfig)]
     same += ["self_guided", "guide_saving", "data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
-    changed = [f"{k} {manifest['config'].get(k)!r} -> {config[k]!r}" for k in same if manifest["config"].get(k) != config[k]]
+    samples = samples_at(manifest["step"], batch_size, batch_ramp_at or None)   # a stage that has not begun may get other data
+    before, now = (dict(c, data_hash=begun(c.get("data_hash", ""), samples)) for c in (manifest["config"], config))
+    changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in same if before.get(k) != now[k]]
     if bool(manifest["config"].get("stage")) != bool(stage):
         changed.append(f"stage {manifest['config'].get('stage')!r} -> {stage!r}")
     if changed:

@@ -4,253 +4,77 @@ Does the suite notice a mistake? Plant one at a time, run the tests that claim t
 
     $ python tests/mutants.py                                # all of the product: two hours of one core the first time
     $ python tests/mutants.py --files=model.py,train.py      # these; --rate=3 plants three times as many
-    $ python tests/mutants.py --files=model.py --plan        # only lists what would be planted, with the tests
+    $ python tests/mutants.py --files=model.py --plan        # only lists what would be planted
 
 A passing suite says that the code does what the tests ask, and nothing about what they do not ask. A mutant answers that: the
 same program with one small mistake, such as a tired person makes. If a test fails, the mutant is killed. If all pass, it has
 survived, and a user could have received it.
 
-Mutants come from two places. `generated` changes the syntax tree: an operator, a constant, swapped arguments, a statement left
-out, swapped branches. mutants_by_hand.py has the meaningful ones of each file, and HARMLESS there lists survivors that change
-nothing that anyone could notice, with the reason: they are not counted.
+Mutants come from two places. mutate.py changes an operator or a constant, swaps arguments or branches, leaves a statement out.
+mutants_by_hand.py has the meaningful ones of each file, and HARMLESS there lists survivors that change nothing that anyone could
+notice, with the reason: they are not counted.
 
 A run costs seconds because nothing is imported twice: this process has imported torch and transformers, but nothing of the
-project, and is forked for every mutant. The child has a private copy of the tree and runs first the tests that execute the
-mutated line (coverage.py has seen which), the fastest first, then the rest of their modules, until one fails. Answers are
-kept in out/mutants/answers.jsonl by the hash of the mutated file and its tests: an interrupted run goes on where it
-stopped, and only what has changed is asked again.
+project, and is forked for every mutant. The child has a private copy of the tree and runs first those tests of test_X.py that
+execute the mutated line (coverage.py has seen which), the fastest first, then its others, then those of further modules that
+execute the line or start processes, until one fails. Answers are kept in out/mutants/answers.jsonl by the hash of the mutated
+file and its tests: an interrupted run goes on where it stopped, and only what has changed is asked again.
 """
 
 import argparse
-import ast
 import collections
 import contextlib
 import glob
 import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from mutate import CORE, by_hand, generated, stem
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
-SEED = 28
-CORE = {"model", "goldfish", "ademamix", "schedule", "data", "train", "checkpoint", "parallel", "sft", "qrpo", "evaluate"}
-LINES_A_MUTANT = {True: 20, False: 60}         # of the core, of the rest: one generated mutant for so many lines
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
     "align": ["test_qrpo", "test_readme"],
     "chat": ["test_tokenizer", "test_sample"],
     "checkpoint": ["test_train"],
-    "cpu": ["test_model", "test_speed"],
+    "convert": ["test_published"],
+    "cpu": ["test_model"],
     "documents": ["test_prepare"],
+    "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "model": ["test_speed"],
-    "parallel": ["test_train"],
+    "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],
     "pipeline": ["test_prepare"],
     "rank": ["test_qrpo"],
     "references": ["test_qrpo", "test_sft"],
     "shards": ["test_prepare", "test_data"],
-    "train": ["test_parallel"],
+    "tokenizer": ["test_published"],
+    "train": ["test_step", "test_parallel"],
 }
-COMPILED = {"model.py", "cpu.py", "ademamix.py"}
-
-
-# ---- what can go wrong with a line ----
-
-@dataclass
-class Mutant:
-    file: str
-    lines: range        # of the file, from 1
-    old: str            # these lines, their white space joined, without comments: what names a mutant when the file around it changes
-    new: str
-    source: bytes       # the whole file with the mistake
-
-
-SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",
-         "not in": "in", "and": "or", "or": "and", "+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "%": "*", "**": "*",
-         "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "&"}
-OPERATOR = re.compile(rb"not\s+in|is\s+not|\b(?:is|in|and|or)\b|[-+*/%<>=!&|^@]+")
-QUIET = {"print", "tqdm", "bar", "warn", "sleep", "plt", "ax", "axes", "fig", "figure", "isinstance", "getattr", "hasattr", "setattr"}
-SYMMETRIC = {b"min", b"max", b"transpose"}     # their arguments may be swapped
-PICTURE = {"plt", "ax", "axes", "fig", "matplotlib"}
-UNCLAIMED_KEYWORDS = {"device", "desc", "unit", "disable", "file", "flush", "encoding", "help", "label", "color", "non_blocking", "daemon"}
-
-
-def root_name(node):
-    """`a` of a.b[c].d(...), else None."""
-    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def nobody_claims(node, depth):
-    """Texts, pictures, type hints, the settings' defaults and what a module prints when it is run by hand."""
-    if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
-        return True
-    if isinstance(node, ast.Call):
-        return root_name(node.func) in QUIET or isinstance(node.func, ast.Attribute) and node.func.attr in QUIET
-    if isinstance(node, (ast.FunctionDef, ast.With)):
-        return any(isinstance(n, ast.Name) and n.id in PICTURE for n in ast.walk(node))
-    if depth == 1 and isinstance(node, ast.If):
-        return "__main__" in ast.unparse(node.test)
-    if depth == 1 and isinstance(node, ast.Assign):
-        setting = isinstance(node.targets[0], ast.Name) and node.targets[0].id.islower()
-        return setting and isinstance(node.value, (ast.Constant, ast.UnaryOp))
-    return False
-
-
-def claimed(node, depth=0):
-    """The nodes below `node` whose mistakes a test should notice."""
-    if nobody_claims(node, depth):
-        return
-    yield node
-    for name, value in ast.iter_fields(node):
-        if name not in ("annotation", "returns", "decorator_list"):
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    yield from claimed(child, depth + 1)
-
-
-def edits(tree, source):
-    """Every (start, end, new text): replace these bytes of the source and one thing is wrong."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
-
-    def span(node):
-        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-
-    def text(node):
-        return source[slice(*span(node))]
-
-    def other_operator(left, right):
-        start, end = span(left)[1], span(right)[0]
-        found = OPERATOR.search(source, start, end)
-        word = b" ".join(found[0].split()).decode() if found else ""
-        if word in SWAPS:
-            yield *found.span(), SWAPS[word].encode()
-
-    def of(node):
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            yield from other_operator(node.left, node.comparators[0])
-        if isinstance(node, ast.BoolOp):
-            yield from other_operator(*node.values[:2])
-        if isinstance(node, ast.BinOp):
-            texts = (ast.JoinedStr, ast.Constant)
-            if not any(isinstance(x, texts) and not isinstance(getattr(x, "value", 0), (int, float)) for x in (node.left, node.right)):
-                yield from other_operator(node.left, node.right)
-        if isinstance(node, ast.AugAssign):
-            yield from other_operator(node.target, node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
-            yield *span(node), text(node.operand)
-        if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)):
-            yield *span(node), other_constant(node.value)
-        if isinstance(node, ast.Call):
-            yield from other_call(node)
-        if isinstance(node, (ast.If, ast.IfExp, ast.While)) and not isinstance(node.test, ast.Constant):
-            if isinstance(node, ast.IfExp) or node.orelse:
-                yield *span(node.test), b"not (" + text(node.test) + b")"
-        if isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            yield *span(node), b"pass"
-        if isinstance(node, ast.Assign) and not all(isinstance(target, (ast.Name, ast.Tuple)) for target in node.targets):
-            yield *span(node), b"pass"
-
-    def other_call(node):
-        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-            yield *span(node.func), b"max" if node.func.id == "min" else b"min"
-        first, second = (node.args + [None, None])[:2]
-        if second is not None and text(node.func).split(b".")[-1] not in SYMMETRIC and not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
-            between = source[span(first)[1]:span(second)[0]]
-            yield span(first)[0], span(second)[1], text(second) + between + text(first)
-        for keyword in node.keywords:
-            if keyword.arg not in UNCLAIMED_KEYWORDS | {None}:
-                start, end = span(keyword)
-                before = re.search(rb",\s*$", source[:start])
-                after = re.match(rb"\s*,\s*", source[end:])
-                yield (before.start(), end, b"") if before else (start, end + (after.end() if after else 0), b"")
-
-    for node in claimed(tree):
-        if hasattr(node, "lineno"):
-            for start, end, new in of(node):
-                yield start, end, new
-
-
-def other_constant(value):
-    if isinstance(value, bool):
-        return str(not value).encode()
-    if isinstance(value, int):
-        return str({0: 1, 1: 0}.get(value, value + 1)).encode()
-    return repr(value * 2 or 1.0).encode()
-
-
-def planted(file, source, start, end, new):
-    """The Mutant with these bytes of the source replaced."""
-    first = source.rfind(b"\n", 0, start) + 1
-    last = source.find(b"\n", end) % (len(source) + 1)
-    lines = range(source.count(b"\n", 0, start) + 1, source.count(b"\n", 0, end) + 2)
-    changed = source[first:start] + new + source[end:last]
-    old, new_line = (" ".join(re.sub(r"\s\s+#.*", "", x.decode()).split()) for x in (source[first:last], changed))
-    return Mutant(file, lines, old, new_line, source[:start] + new + source[end:])
-
-
-def is_mistake(source, mutated):
-    """Whether it is Python, and another program than before."""
-    try:
-        compile(mutated, "mutant", "exec")
-        return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
-    except SyntaxError:
-        return False
-
-
-def generated(file, source, rate=1.0):
-    """
-    So many mutants of a file: all edits in the order of a hash of what they say, at most one a line. A pure function of the text,
-    and a line that moves or a neighbour that changes alters nothing about the others.
-    """
-    wanted = round(rate * source.count(b"\n") / LINES_A_MUTANT[stem(file) in CORE])
-    found = [planted(file, source, start, end, new) for start, end, new in edits(ast.parse(source), source)]
-    found.sort(key=lambda m: hashlib.sha256(f"{SEED} {m.old} {m.new}".encode()).digest())
-    chosen, taken = [], set()
-    for m in found:
-        if len(chosen) < wanted and not taken & set(m.lines) and is_mistake(source, m.source):
-            chosen.append(m)
-            taken |= set(m.lines)
-    return chosen
-
-
-def by_hand(file, source, mistakes):
-    """The Mutants of (file, old, new, what a tired person got wrong), and the stale ones: `old` must stand there exactly once."""
-    found, stale = [], []
-    for name, old, new, _ in mistakes:
-        if name == file:
-            start = source.find(old.encode())
-            if source.count(old.encode()) == 1:
-                found.append(planted(file, source, start, start + len(old.encode()), new.encode()))
-            else:
-                stale.append((file, old))
-    return found, stale
 
 
 # ---- who would notice ----
-
-def stem(file):
-    return os.path.basename(file).removesuffix(".py")
-
 
 def claimants(file, root):
     """The test modules that claim to hold a file, those that exist."""
     names = [f"test_{stem(file)}", *ALSO.get(stem(file), [])]
     return [f"tests/{name}.py" for name in names if os.path.exists(f"{root}/tests/{name}.py")]
+
+
+def helpers(root):
+    """What any test may use: conftest.py and the modules in tests/ that are no tests."""
+    return sorted(path for path in glob.glob(f"{root}/tests/**/*.py", recursive=True)
+                  if not os.path.basename(path).startswith(("test_", "mutants", "mutate")))
 
 
 def sha(*paths):
@@ -269,16 +93,23 @@ class Watch:
 
     def __init__(self, rank=None, seconds={}, coverage=None):
         self.rank, self.known, self.coverage = rank, seconds, coverage
-        self.seconds, self.failed = collections.Counter(), []
+        self.seconds, self.failed, self.forking, self.now = collections.Counter(), [], set(), ""
 
     def pytest_collection_modifyitems(self, items):
         if self.rank:
             items[:] = sorted((i for i in items if i.nodeid in self.known), key=lambda item: self.rank(item.nodeid))
+        self.forking |= {item.nodeid for item in items if "launch" in getattr(item, "fixturenames", ())}
 
     def pytest_runtest_logstart(self, nodeid, location):
         signal.alarm(int(20 + 10 * self.known.get(nodeid, 60)))
+        self.now = nodeid
         if self.coverage:
             self.coverage.switch_context(nodeid)
+
+    def audit(self, event, args):
+        """For sys.addaudithook: which tests start processes, whose lines coverage.py does not see."""
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            self.forking.add(self.now)
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
@@ -309,6 +140,7 @@ def fork(work, log):
     code = 99
     try:
         os.setsid()
+        tqdm._instances.clear()                             # or a test's bar would leave a line for the one of this program
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
@@ -342,16 +174,17 @@ def observe(module, tree, out):
     import coverage
     watch = Watch(coverage=coverage.Coverage(data_file=None, config_file=False, source=[tree]))
     watch.coverage.start()
+    sys.addaudithook(watch.audit)
     code = run_tests(tree, [module], watch)
     watch.coverage.stop()
     lines, data = {}, watch.coverage.get_data()
     for path in data.measured_files():
         name = os.path.relpath(path, tree)
         if not name.startswith("tests"):
-            lines[name] = {line: [c for c in who if c] for line, who in data.contexts_by_lineno(path).items()}
+            lines[name] = data.contexts_by_lineno(path)                        # "" is what importing executes
     seen = {name: sha(f"{tree}/{name}") for name in [*lines, module, "tests/conftest.py"] if os.path.exists(f"{tree}/{name}")}
     with open(out, "w", encoding="utf-8") as f:
-        json.dump(dict(seen=seen, seconds=watch.seconds, failed=watch.failed, lines=lines, code=code), f)
+        json.dump(dict(seen=seen, seconds=watch.seconds, failed=watch.failed, forking=list(watch.forking), lines=lines, code=code), f)
     return 0
 
 
@@ -363,13 +196,14 @@ def try_mutant(mutant, tree, modules, observed, out):
         f.write(mutant.source)
     for cached in glob.glob(f"{tree}/**/__pycache__/{stem(path)}.*.pyc", recursive=True):
         os.remove(cached)
-    seconds, covering = {}, set()
-    for record in observed:
-        seconds |= {test: s for test, s in record["seconds"].items() if test not in record["failed"]}
+    seconds, rank = {}, {}
+    for i, record in enumerate(observed):
         lines = record["lines"].get(mutant.file, {})
-        covering |= {test for line in mutant.lines for test in lines.get(str(line), [])}
-    soonest = {module: min((seconds[t] for t in covering if t in seconds and t.startswith(module)), default=1e9) for module in modules}
-    watch = Watch(lambda test: (soonest[test.split("::")[0]], test not in covering, seconds[test]), seconds)
+        covering = {test for line in mutant.lines for test in lines.get(str(line), [])}
+        for test, s in record["seconds"].items():
+            if test not in record["failed"] and (i == 0 or test in covering or test in record["forking"] or "" in covering):
+                seconds[test], rank[test] = s, (i, test not in covering, s)
+    watch = Watch(rank.get, seconds)
     code = run_tests(tree, modules, watch, ["-x"])
     with open(out, "w", encoding="utf-8") as f:
         json.dump(watch.failed, f)
@@ -456,18 +290,24 @@ def verdict(code, failed):
     return failed[0] if failed else None
 
 
-def ask(mutants, shop, root, store, minutes):
-    """Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun."""
+def ask(mutants, shop, root, store, minutes, trust=False):
+    """
+    Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun. trust: what an earlier state of the
+    tests killed counts as killed, so that only survivors are asked again while tests are written.
+    """
     path, deadline = f"{store}/answers.jsonl", time.monotonic() + 60 * minutes
     known = {}
     if os.path.exists(path):
         with open(path, encoding="utf-8") as f:
             known = {row["key"]: row for row in map(json.loads, f)}
+    killed = {row.get("source"): row for row in known.values() if row["by"]}
     keys = {}
     for m in mutants:
         tests = [f"{root}/{module}" for module in claimants(m.file, root)]
-        key = hashlib.sha256(m.source + f"{m.file} {sha(f'{root}/tests/conftest.py', *tests)}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(m.source + f"{m.file} {sha(*helpers(root), *tests)}".encode()).hexdigest()[:16]
         keys[key] = m
+        if trust and hashed(m) in killed:
+            known.setdefault(key, killed[hashed(m)])
     todo = [key for key in keys if key not in known]
     observed = observations(sorted({module for key in todo for module in claimants(keys[key].file, root)}), shop, root, store)
 
@@ -487,7 +327,7 @@ def ask(mutants, shop, root, store, minutes):
             if by is None:
                 tqdm.write(f"could not be asked: {m.file}:{m.lines[0]} {m.new}\n{log[-1000:]}")
                 continue
-            known[key] = dict(key=key, file=m.file, line=m.lines[0], old=m.old, new=m.new, by=by)
+            known[key] = dict(key=key, source=hashed(m), file=m.file, line=m.lines[0], old=m.old, new=m.new, by=by)
             f.write(json.dumps(known[key]) + "\n")
             f.flush()
             survived += not by
@@ -495,6 +335,10 @@ def ask(mutants, shop, root, store, minutes):
             if not by:
                 tqdm.write(f"survived  {m.file}:{m.lines[0]}  {m.old}  ->  {m.new}")
     return [known[key] | dict(line=m.lines[0]) for key, m in keys.items() if key in known]
+
+
+def hashed(mutant):
+    return hashlib.sha256(mutant.file.encode() + b"\n" + mutant.source).hexdigest()[:16]
 
 
 def table(answers, harmless, planned):
@@ -543,6 +387,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=0, help="begin no mutant after so many minutes; 0: all are asked")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time")
     parser.add_argument("--rate", type=float, default=1.0, help="times as many generated mutants")
+    parser.add_argument("--trust", action="store_true", help="what other tests killed counts as killed: quick while tests are written")
     parser.add_argument("--plan", action="store_true", help="print what would be planted, and stop")
     parser.add_argument("--table", default="", help="write the table to this file as well")
     args = parser.parse_args()
@@ -559,11 +404,11 @@ def main():
     os.makedirs(store, exist_ok=True)
     warm_up()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        answers = ask(mutants, Workshop(folder, ROOT, args.jobs), ROOT, store, args.minutes)
+        answers = ask(mutants, Workshop(folder, ROOT, args.jobs), ROOT, store, args.minutes, args.trust)
     text = table(answers, HARMLESS, len(mutants))
     print(text)
     if args.table:
-        os.makedirs(os.path.dirname(args.table), exist_ok=True)
+        os.makedirs(os.path.dirname(os.path.abspath(args.table)), exist_ok=True)
         with open(args.table, "w", encoding="utf-8") as f:
             f.write(text)
 

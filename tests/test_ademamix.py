@@ -170,6 +170,21 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
     assert torch.equal(stochastic_bf16(exact.float(), torch.tensor(1, dtype=torch.int32)), exact)
 
 
+def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
+    """What is stored in bf16 is the exact average, rounded with the step's number as the seed."""
+    p = torch.nn.Parameter(torch.zeros(4096))
+    opt = AdEMAMix([p], betas=(0.9, 0.999, 0.99), state_dtype=torch.bfloat16)
+    slow = torch.zeros(4096).bfloat16()
+    for step in (1, 2, 3):
+        p.grad = torch.full((4096,), 1 + 3 / 1024)
+        opt.step()
+        exact = slow + torch.tensor(1 - 0.99) * (p.grad - slow)
+        slow = opt.state[p]["exp_avg_slow"]
+        assert torch.equal(slow, stochastic_bf16(exact, torch.tensor(step, dtype=torch.int32)))
+        assert slow.unique().numel() > 1 and not torch.equal(slow, stochastic_bf16(exact, torch.tensor(0, dtype=torch.int32)))
+        slow = slow.clone()
+
+
 def test_a_slow_average_survives_bf16():  # 1 - 0.9999^20,000 = 0.8647; rounded to nearest it stops at 0.0312
     slow, nearest = torch.zeros(512).bfloat16(), torch.zeros(512).bfloat16()
     for t in range(20_000):

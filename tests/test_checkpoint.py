@@ -1,12 +1,18 @@
 """checkpoint.py, alone in this process: saves behind the training, failures, locks, foreign files. tests/faults does it to whole runs."""
+import errno
+import fcntl
 import os
+import sys
 import threading
+import types
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
+from ademamix import AdEMAMix
+from faults import suite
 
 
 def linear(seed=0):
@@ -125,3 +131,154 @@ def test_a_folder_that_cannot_be_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="cannot be written there .Not a directory"):
         checkpoint.claim(str(tmp_path / "file" / "run"))
+
+
+# -----------------------------------------------------------------------------
+# how many stay
+
+
+def test_a_negative_number_of_checkpoints_to_keep_is_refused_and_deletes_nothing(tmp_path):
+    """-1 deleted each checkpoint as soon as it was written."""
+    model = linear()
+    optimizer = optimizer_of(model)
+    checkpoint.save(str(tmp_path), 1, model, optimizer, {})
+    with pytest.raises(ValueError, match="keep_checkpoints=-1: want how many of the newest to keep, or 0 to keep all"):
+        checkpoint.save(str(tmp_path), 2, model, optimizer, {}, keep=-1)
+    with pytest.raises(ValueError, match="keep_checkpoints=-3"):
+        checkpoint.Saver(str(tmp_path), keep=-3)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.parametrize("keep, stay", [(0, [1, 2, 3, 4]), (1, [4]), (3, [2, 3, 4])])
+def test_so_many_of_the_newest_stay_and_zero_keeps_all(tmp_path, keep, stay):
+    model = linear()
+    optimizer = optimizer_of(model)
+    for step in range(1, 5):
+        checkpoint.save(str(tmp_path), step, model, optimizer, {}, keep=keep)
+    assert checkpoint.steps_in(tmp_path) == stay
+
+
+# -----------------------------------------------------------------------------
+# where a state lies
+
+
+@pytest.mark.parametrize("how", [dict(fused=True), dict(capturable=True), dict(fused=False), dict(foreach=True)])
+def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
+    """
+    Fused and capturable updates read the step on the device. No CUDA ran here: the parameter lies on meta, the one other device that every
+    machine has, and the authority is torch's own load_state_dict, which moves a step that it finds on the CPU.
+    """
+    param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
+    optimizer = torch.optim.AdamW([param], **how)
+    saved = optimizer.state_dict()
+    saved["state"] = {0: dict(step=torch.tensor(4.0), exp_avg=torch.zeros(3, 2), exp_avg_sq=torch.zeros(3, 2))}
+    optimizer.load_state_dict(saved)
+    for name, want in optimizer.state[param].items():
+        got = checkpoint.empty_state(optimizer, param, want.shape, want.dtype)
+        assert (name, got.device, got.shape, got.dtype) == (name, want.device, want.shape, want.dtype)
+
+
+def test_an_optimizer_of_ours_keeps_its_step_on_the_cpu():
+    param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
+    optimizer = AdEMAMix([dict(params=[param])])
+    assert checkpoint.empty_state(optimizer, param, (), torch.float32).device.type == "cpu"
+    assert checkpoint.empty_state(optimizer, param, (3, 2), torch.bfloat16).device.type == "meta"
+
+
+# -----------------------------------------------------------------------------
+# files of others
+
+
+@pytest.mark.parametrize("stray", [".DS_Store", ".nfs000000000123", "notes.txt", "Thumbs.db", ".shard.swp"])
+def test_a_stray_file_does_not_damage_a_checkpoint(tmp_path, stray):
+    model = linear()
+    path = checkpoint.save(str(tmp_path), 1, model, optimizer_of(model), {})
+    with open(os.path.join(path, stray), "wb") as f:
+        f.write(b"\x80\x04 not ours")
+    (tmp_path / stray).write_text("beside the checkpoints")
+    assert torch.equal(loaded(tmp_path)[0].weight, model.weight)
+
+
+@pytest.mark.parametrize("manifest", ["", "[" * 100_000, "[]", '{"manifest": {"step": 1}}', "null", "\0" * 50])
+def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
+    model = linear()
+    path = checkpoint.save(str(tmp_path), 1, model, optimizer_of(model), {})
+    with open(os.path.join(path, "manifest.json"), "w", encoding="utf-8") as f:
+        f.write(manifest)
+    with pytest.raises(ValueError, match="manifest.json is missing, damaged, or not of this project"):
+        checkpoint.verified(path)
+
+
+# -----------------------------------------------------------------------------
+# locks
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
+    """Lustre mounted without flock answers ENOSYS, NFS without lockd ENOLCK: no other run is writing there."""
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    checkpoint.claim(str(tmp_path / "run")).close()
+    assert f"has no locks ({os.strerror(number)})" in capsys.readouterr().out
+
+
+def test_an_error_of_the_lock_is_not_taken_for_another_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(ValueError, match="its lock cannot be taken .Input/output error") as e:
+        checkpoint.claim(str(tmp_path / "run"))
+    assert "another run" not in str(e.value)
+
+
+def test_without_fcntl_the_lock_is_msvcrts(tmp_path, monkeypatch):
+    """Windows: msvcrt.locking refuses with PermissionError what another process holds. Its stand-in grants the first and refuses the second."""
+    asked = []
+
+    def locking(fd, mode, nbytes):
+        asked.append((os.lseek(fd, 0, os.SEEK_CUR), mode, nbytes))
+        if len(asked) == 2:
+            raise PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", types.SimpleNamespace(LK_NBLCK=2, locking=locking))
+    lock = checkpoint.claim(str(tmp_path))
+    with pytest.raises(ValueError, match=f"another run is writing there .process {os.getpid()} on"):
+        checkpoint.claim(str(tmp_path))
+    lock.close()
+    at, mode, nbytes = asked[0]
+    assert (mode, nbytes) == (2, 1) and at > 1_000                           # not on the text, which others read
+
+
+# -----------------------------------------------------------------------------
+# a file is written whole, or not
+
+
+def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
+    """config.json and summary.json were cut: opened for writing, and then there was no space."""
+    path = tmp_path / "config.json"
+    checkpoint.write_flushed(path, "old")
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    with pytest.raises(OSError, match="No space left on device.*config.json"):
+        checkpoint.write_flushed(path, "new and longer")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["config.json"]
+
+
+def test_a_written_file_may_come_line_by_line(tmp_path):
+    checkpoint.write_flushed(tmp_path / "log", (f"{i}\n" for i in range(3)))
+    assert (tmp_path / "log").read_text() == "0\n1\n2\n"
+
+
+def test_a_power_cut_at_any_moment_of_a_save_leaves_every_checkpoint_that_was_promised(tmp_path):
+    """Simulated, tests/faults/suite.py: without any one flush of a file, of its folder or of a new run's folder, some moment loses one."""
+    lab = types.SimpleNamespace(fresh=lambda name: str(tmp_path / name))
+    (_, tried, lost, _), = suite.power_loss(lab)
+    assert tried > 100 and lost == 0
+
+
+def test_new_folders_are_flushed_into_those_that_hold_them(tmp_path, monkeypatch):
+    """A name that was not flushed may be gone after a power cut, with all that lies below."""
+    flushed, true = [], os.fsync
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), true(fd)))
+    checkpoint.claim(str(tmp_path / "out" / "run")).close()
+    assert set(flushed) == {str(tmp_path), str(tmp_path / "out")}
+    flushed.clear()
+    model = linear()
+    checkpoint.save(str(tmp_path / "out" / "run" / "ckpt"), 1, model, optimizer_of(model), {})
+    assert {str(tmp_path / "out" / "run"), str(tmp_path / "out" / "run" / "ckpt")} <= set(flushed)

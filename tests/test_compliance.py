@@ -47,6 +47,11 @@ def test_rfc_9309_example(agent, path, want):
     assert allowed(RFC_5_1, agent, path) is want
 
 
+@pytest.mark.parametrize("url", ["https://a.org", "https://a.org?x", "https://a.org#x", "a.org"])
+def test_a_url_without_a_path_is_the_root(url):            # RFC 3986 sec. 6.2.3
+    assert may_train_on(url, "User-agent: *\nDisallow: /$\nDisallow: /?") == (False, "robots:*:/?" if "?" in url else "robots:*:/$")
+
+
 def test_rfc_9309_longest_match():                       # sec. 5.2
     robots = "User-Agent: foobot\nAllow: /example/page/\nDisallow: /example/page/disallowed.gif\n"
     assert allowed(robots, "foobot", "/example/page/") and not allowed(robots, "foobot", "/example/page/disallowed.gif")
@@ -94,6 +99,7 @@ def test_google_path_table(rule, yes, no):
     ("allow: /$\ndisallow: /", "/", True), ("allow: /$\ndisallow: /", "/page.htm", False),
     ("disallow: /x\nallow: /x/", "/x", False), ("disallow: /x\nallow: /x/", "/x/", True),
     ("disallow:\nallow:", "/x", True),
+    ("disallow:", "/x", True), ("disallow:\ndisallow: /y", "/x", True), ("allow:\ndisallow: /", "/x", False),
     ("disallow: /", "/robots.txt", True)])
 def test_google_precedence(rules, path, want):
     assert allowed("user-agent: FooBot\n" + rules, "FooBot", path) is want
@@ -354,7 +360,8 @@ def test_ibans_of_every_country_by_iso_13616():
 
 
 @pytest.mark.parametrize("text", ["XGB82WEST12345698765432", "GB82WEST123456987654321", "GB82 WEST 1234 5698 7654 33",
-                                  "GB82 WEST 1234 5698 76543 2", "be12 pages of text", "ZZ82WEST12345698765432"])
+                                  "GB82 WEST 1234 5698 76543 2", "be12 pages of text", "ZZ82WEST12345698765432",
+                                  "GB82.WEST.1234.5698.7654.32", "GB82xWESTx1234x5698x7654x32", "GB82  WEST  1234  5698  7654  32"])
 def test_what_only_looks_like_an_iban_stays(text):
     assert scrub_pii(text) == (text, {"email": 0, "ip": 0, "iban": 0})
 
@@ -363,7 +370,8 @@ def test_what_only_looks_like_an_iban_stays(text):
     ("a@b.co a@b.co.uk", "<email-pii> <email-pii>"), ("mailto:john.doe+tag@mail.example.org.", "mailto:<email-pii>."),
     ("<o_neil-99%x@a-b.museum>", "<<email-pii>>"), ("m\u00fcller@gr\u00fcn.de", "<email-pii>"),
     ("\u8054\u7cfbinfo@example.com\u3002", "\u8054\u7cfb<email-pii>\u3002"), ("...x@y.zz...", "...<email-pii>..."),
-    ("user@xn--bcher-kva.xn--p1ai", "<email-pii>"), ("1.2.3.4@host.org", "<email-pii>")])
+    ("user@xn--bcher-kva.xn--p1ai", "<email-pii>"), ("1.2.3.4@host.org", "<email-pii>"),
+    ("\u00d8rsted@s\u00f8.dk", "<email-pii>"), ("2\u00d7a@b.org", "2\u00d7<email-pii>"), ("a\u00f7b@c.org", "a\u00f7<email-pii>")])
 def test_emails(text, clean):
     assert scrub_pii(text) == (clean, {"email": clean.count("<email-pii>"), "ip": 0, "iban": 0})
 
@@ -389,7 +397,7 @@ def test_addresses(text, clean):
     "1.2.3.4a", "x1.2.3.4",
     "01.02.03.04", "1.2.3", "12:30:45", "2024-01-01T12:30:45", "std::vector", "a::b", "::", "x[::2]",
     "00:1A:2B:3C:4D:5E", "1:2:3",
-    "face::cafe", "12::30", "::1", "1:2:3:4:5:6:7:8:9", "gggg::1"])
+    "face::cafe", "12::30", "::1", "1:2:3:4:5:6:7:8:9", "gggg::1", "2001:db8::1x", "2001:db8::1_", "x2001:db8::1"])
 def test_versions_times_and_code_are_no_addresses(text):
     assert scrub_pii(text) == (text, {"email": 0, "ip": 0, "iban": 0})
 

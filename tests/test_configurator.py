@@ -53,6 +53,49 @@ def test_what_cannot_be_used_is_refused_in_one_line(arg, says):
     assert "\n" not in str(e.value)
 
 
+def lengthy(*argv):
+    """As after(), of a script that has the settings of train.py."""
+    import train
+    return configure({**vars(train)}, ["tiny", *argv])
+
+
+@pytest.mark.parametrize("arg, want", [
+    ("--learning_rate=1", "lr"), ("--min_lr=1", "lr_floor"), ("--batch=3", "batch_size"), ("--warmup_steps=3", "warmup_samples"),
+    ("--eval_interval=3", "eval_every"), ("--clip=1", "grad_clip"), ("--out_dir=x", "out"), ("--n_layers=2", "n_layer"),
+    ("--alpha_warm_up=2", "alpha_warmup"), ("--compiled", "compile")])
+def test_the_name_that_others_give_a_setting_proposes_ours(arg, want):
+    with pytest.raises(ValueError, match=f"did you mean '{want}'"):
+        lengthy(arg)
+
+
+def test_a_name_that_shares_a_whole_word_proposes_those_that_have_it():
+    with pytest.raises(ValueError, match="did you mean 'total_samples' or 'warmup_samples' or 'decay_samples'"):
+        lengthy("--samples=3")
+
+
+def test_steps_is_never_taken_for_eps():
+    """They share three letters of five: --steps=20 was answered with 'eps'."""
+    with pytest.raises(ValueError) as e:
+        lengthy("--steps")
+    assert "'eps'" not in str(e.value) and "total_samples = steps * batch_size" in str(e.value)
+
+
+@pytest.mark.parametrize("argv", [["--steps=20"], ["--max_iters", "20"], ["--max_steps=20", "--batch_size=4"], ["--batch_size=4", "--iters=20"]])
+def test_a_number_of_steps_is_answered_with_the_flags_that_make_it(argv):
+    """The batch is that of the whole command line, wherever it stands, and the flags that are proposed can be used as they are."""
+    batch = 4 if "--batch_size=4" in argv else 8
+    with pytest.raises(ValueError, match=f"20 steps of batch_size={batch} are --total_samples={20 * batch} ") as e:
+        lengthy(*argv)
+    flags = str(e.value).split(" are ")[1].split()
+    got = lengthy(*flags, f"--batch_size={batch}")
+    assert got["warmup_samples"] + got["decay_samples"] <= got["total_samples"] == 20 * batch
+
+
+def test_epochs_are_answered_with_what_counts_instead():
+    with pytest.raises(ValueError, match="length is counted in samples: total_samples = epochs . windows of the data"):
+        lengthy("--epochs=3")
+
+
 def test_a_value_may_follow_its_flag_after_a_space():
     got = after("--lr", "3e-4", "--fast", "--name", "b", "--top_k", "-1")
     assert (got["lr"], got["fast"], got["name"], got["top_k"]) == (3e-4, True, "b", -1)

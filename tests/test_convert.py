@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 import tokenizer
-from conftest import ROOT
+from conftest import ROOT, script
 from model import Apertus, ApertusConfig
 
 GOLDEN = os.path.join(ROOT, "tests", "golden", "hf_tiny_a")
@@ -115,3 +115,195 @@ def test_bf16_files_load_as_they_are_and_as_fp32(tmp_path):
     assert convert.load_hf(folder).lm_head.weight.dtype == torch.bfloat16
     model = convert.load_hf(folder, dtype=torch.float32)
     assert model.lm_head.weight.dtype == torch.float32 and model(torch.arange(8)[None])[0].isfinite().all()
+
+
+# --- an export in place of an older one ---------------------------------------------------------------------------------
+
+
+SMALL = ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.1)
+
+
+def ours(folder):
+    return convert.load_hf(str(folder))
+
+
+def theirs(folder):
+    import transformers
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
+
+
+def flat(model):
+    """All parameters in one vector, by name."""
+    return torch.cat([p.detach().flatten() for _, p in sorted(model.named_parameters())])
+
+
+@pytest.mark.parametrize("shards", [(5e9, 5e9), (5e9, 9_000), (9_000, 5e9), (4_000, 9_000), (9_000, 4_000)])
+def test_an_export_over_an_export_is_the_new_one_for_us_and_for_transformers(tmp_path, shards):
+    pytest.importorskip("transformers")
+    tok = tokenizer.load("byte")
+    for seed, size in enumerate(shards):
+        model = Apertus(SMALL, seed=seed)
+        convert.save_hf(model, str(tmp_path / "x"), tok if seed == 0 else None, shard_bytes=size)
+        if seed == 0:
+            (tmp_path / "x" / "README.md").write_text("mine")
+    assert torch.equal(flat(ours(tmp_path / "x")), flat(model)) and torch.equal(flat(theirs(tmp_path / "x")), flat(model))
+    here = set(os.listdir(tmp_path / "x"))
+    convert.save_hf(model, str(tmp_path / "fresh"), shard_bytes=shards[1])
+    assert here - {"README.md"} == set(os.listdir(tmp_path / "fresh"))     # nothing of the old one is left, its tokenizer neither
+    assert (tmp_path / "x" / convert.LIST).read_text() == (tmp_path / "fresh" / convert.LIST).read_text()
+    assert (tmp_path / "x" / "README.md").read_text() == "mine"
+
+
+class Killed(BaseException):
+    pass
+
+
+def export_until(monkeypatch, step, *args, **how):
+    """save_hf, killed before its `step`-th change of the disk. Returns whether it got to its end."""
+    with monkeypatch.context() as patch:
+        left = [step]
+        def counted(real):
+            def change(*args, **kw):
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+                return real(*args, **kw)
+            return change
+        for owner, name in ((convert, "save_file"), (convert, "write_json"), (os, "replace"), (os, "remove")):
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            convert.save_hf(*args, **how)
+        except Killed:
+            return False
+    return True
+
+
+def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tmp_path, monkeypatch):
+    """Both exports have the same file names, so that a mixture would load. transformers says the same, and the next export succeeds."""
+    pytest.importorskip("transformers")
+    models = dict(old=Apertus(SMALL, seed=0), new=Apertus(SMALL, seed=1))
+    convert.save_hf(models["old"], str(tmp_path / "start"), shard_bytes=12_000)
+    seen, done, step = [], False, 0
+    while not done:
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "start", folder)
+        done = export_until(monkeypatch, step, models["new"], str(folder), shard_bytes=12_000)
+        try:
+            found = flat(ours(folder))
+            seen.append(next((name for name, model in models.items() if torch.equal(found, flat(model))), "a mixture"))
+            assert torch.equal(flat(theirs(folder)), found)
+        except ValueError:
+            if "none" not in seen:
+                with pytest.raises((OSError, ValueError)):
+                    theirs(folder)
+            seen.append("none")
+        convert.save_hf(models["old"], str(folder))
+        assert torch.equal(flat(ours(folder)), flat(models["old"])) and {convert.LIST, *LAYOUT} == set(os.listdir(folder))
+        step += 1
+    assert [s for i, s in enumerate(seen) if s != seen[i - 1]] == ["old", "none", "new"] and seen.count("none") > 5
+
+
+LAYOUT = ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):
+    old = Apertus(SMALL, seed=0)
+    convert.save_hf(old, str(tmp_path))
+    before = {f: (tmp_path / f).read_bytes() for f in LAYOUT}
+
+    def full(path, content, write=convert.write_json):
+        if path.endswith("config.json.tmp"):
+            raise OSError(28, "No space left on device")
+        write(path, content)
+    monkeypatch.setattr(convert, "write_json", full)
+    with pytest.raises(OSError, match="No space left on device.*is untouched") as e:
+        convert.save_hf(Apertus(SMALL, seed=1), str(tmp_path))
+    assert "\n" not in str(e.value) and before == {f: (tmp_path / f).read_bytes() for f in LAYOUT}
+    assert not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model-00001-of-00007.safetensors", "chat_template.jinja",
+                                  "pytorch_model.bin", "tokenizer.json", "model.safetensors.index.json", "adapter_config.json"])
+def test_what_no_export_wrote_is_not_replaced_and_not_left_to_mix(tmp_path, file):
+    (tmp_path / file).write_text("of the user")
+    with pytest.raises(ValueError, match=f"holds {file}, which no export wrote"):
+        convert.save_hf(Apertus(SMALL), str(tmp_path), tokenizer.load("byte"))
+    assert os.listdir(tmp_path) == [file] and (tmp_path / file).read_text() == "of the user"
+
+
+def test_a_list_that_points_outside_its_folder_is_refused(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "x" / convert.LIST).write_text(json.dumps(dict(files=["../precious"])))
+    with pytest.raises(ValueError, match="names files outside of its folder"):
+        convert.save_hf(Apertus(SMALL), str(tmp_path / "x"))
+    assert (tmp_path / "precious").exists()
+
+
+def test_a_model_is_saved_over_the_files_that_it_was_loaded_from(tmp_path):
+    """Its tensors are views of those files: written in place, they would change under it."""
+    convert.save_hf(Apertus(SMALL, seed=3), str(tmp_path))
+    model = convert.load_hf(str(tmp_path))
+    want = {n: p.clone() for n, p in model.named_parameters()}
+    convert.save_hf(model, str(tmp_path), shard_bytes=6_000)
+    back = convert.load_hf(str(tmp_path))
+    assert all(torch.equal(p, want[n]) for n, p in [*model.named_parameters(), *back.named_parameters()])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": ' * 50_000])
+def test_a_damaged_config_says_so_in_one_line(tmp_path, content):
+    folder = edited(tmp_path)
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        f.write(content)
+    with pytest.raises(ValueError, match="config.json is damaged") as e:
+        convert.load_hf(folder)
+    assert "\n" not in str(e.value)
+
+
+def test_of_one_file_and_an_index_the_one_file_is_read_as_in_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    a, b = Apertus(SMALL, seed=0), Apertus(SMALL, seed=1)
+    convert.save_hf(a, str(tmp_path / "a"))
+    convert.save_hf(b, str(tmp_path / "b"), shard_bytes=6_000)
+    shutil.copytree(tmp_path / "b", tmp_path / "both")
+    shutil.copy(tmp_path / "a" / "model.safetensors", tmp_path / "both")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert torch.equal(convert.load_hf(str(tmp_path / "both")).lm_head.weight, a.lm_head.weight)
+    assert torch.equal(theirs.lm_head.weight, a.lm_head.weight)
+
+
+def test_xielu_constants_of_other_precisions_are_the_same_and_other_ones_are_refused(tmp_path):
+    folder = edited(tmp_path)
+    tensors = load_file(os.path.join(GOLDEN, "model.safetensors"))
+    for dtype in (torch.float16, torch.bfloat16):
+        save_file({k: v.to(dtype) for k, v in tensors.items()}, os.path.join(folder, "model.safetensors"))
+        convert.load_hf(folder)
+    for name, value in (("beta", 0.52), ("eps", -1e-5), ("eps", 1e-6)):
+        changed = {k: torch.tensor(value) if k.endswith(f"act_fn.{name}") else v for k, v in tensors.items()}
+        save_file(changed, os.path.join(folder, "model.safetensors"))
+        with pytest.raises(ValueError, match=f"act_fn.{name} is "):
+            convert.load_hf(folder)
+
+
+def test_padding_rows_decode_to_nothing_and_a_foreign_tokenizer_is_refused(tmp_path):
+    tok = tokenizer.load("byte")
+    padded = ApertusConfig(**{**vars(SMALL), "vocab_size": 384})
+    convert.save_hf(Apertus(padded), str(tmp_path / "padded"), tok)
+    ours = convert.load_any(str(tmp_path / "padded"))[1]
+    assert ours.vocab_size == 384 and ours.decode([*ours.encode("a"), 320, 383, *ours.encode("b")]) == "ab" and ours.hash == tok.hash
+    with pytest.raises(ValueError, match="0 to 383"):
+        ours.decode([384])
+    for rows in (319 + 1025, 319):
+        config = ApertusConfig(**{**vars(SMALL), "vocab_size": rows})
+        convert.save_hf(Apertus(config), str(tmp_path / str(rows)), tok)
+        with pytest.raises(ValueError, match=f"the model has {rows} ids and its tokenizer 320: they do not belong together"):
+            convert.load_any(str(tmp_path / str(rows)))
+
+
+def test_convert_refuses_a_run_folder_before_it_reads_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = script("convert.py", "--load=out/no-such-run", f"--save={tmp_path}")
+    assert done.returncode == 2 and "holds config.json, which no export wrote" in done.stderr and done.stderr.count("\n") == 1
+    convert.save_hf(Apertus(SMALL), str(tmp_path / "x"), tokenizer.load("byte"))
+    done = script("convert.py", f"--load={tmp_path / 'x'}", f"--save={tmp_path / 'y'}", "--dtype=bf16")
+    assert done.returncode == 2 and done.stderr == "convert.py: dtype='bf16': an export has float32 or bfloat16\n"

@@ -2,7 +2,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import cpu
 from cpu import documents, linear, onednn_linear, segment_attention
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -33,6 +35,27 @@ def test_onednn_takes_any_strides():
 
 
 @onednn
+def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            self.found |= op is torch.ops.apertus.linear.default
+            return op(*args, **(kwargs or {}))
+
+    def by_onednn(rows, dtype):
+        calls = Calls()
+        calls.found = False
+        with calls:
+            linear(numbers(*rows, 8).to(dtype), numbers(3, 8, seed=1).to(dtype))
+        return calls.found
+
+    monkeypatch.setattr(cpu, "ONEDNN", True)               # as on the processors where MKL is slow
+    assert by_onednn((2, 5), torch.float32) and by_onednn((2,), torch.float32)
+    assert not by_onednn((1, 1), torch.float32) and not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
+    monkeypatch.setattr(cpu, "ONEDNN", False)
+    assert not by_onednn((2, 5), torch.float32)
+
+
+@onednn
 def test_torch_finds_the_operators_sound():
     torch.library.opcheck(onednn_linear, (numbers(2, 6, 8).requires_grad_(), numbers(5, 8, seed=1).requires_grad_()))
 
@@ -50,6 +73,8 @@ def test_documents_cover_every_position_once_and_none_crosses_a_border():
         seen[rows, columns] += 1
         assert len(doc[rows, columns].unique()) == 1
     assert (seen == 1).all() and len(documents(doc)) == sum(len(row.unique()) for row in doc)
+    one_and_two = torch.tensor([[7, 7, 7], [0, 0, 1]])     # a row of one document does not speak for the other
+    assert documents(one_and_two) == [(slice(0, 1), slice(0, 3)), (slice(1, 2), slice(0, 2)), (slice(1, 2), slice(2, 3))]
     assert documents(torch.zeros(5, 40)) == [(slice(0, 5), slice(0, 40))]             # one call for all
 
 

@@ -1,5 +1,8 @@
 """data.py and prepare.py: every window once an epoch, in any order of asking; documents whole; files as promised."""
+import contextlib
+import gc
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +15,7 @@ import torch
 import prepare
 import tokenizer
 from conftest import ROOT, script
-from data import StagedDataset, TokenDataset, permute
+from data import StagedDataset, TokenDataset, begun, permute
 from goldfish import goldfish_mask
 
 
@@ -31,6 +34,28 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 65, 199, 1000, 4097])
 def test_permute_is_a_bijection(n):
     assert sorted(permute(np.arange(n), n, 28, 0)) == list(range(n))
+
+
+def plain_permute(i, n, seed, epoch):
+    """What data.py promises, in Python's own integers: six Feistel rounds with MurmurHash3's finalizer, again until below n."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = i >> half, i % 2**half
+        for r in range(6):
+            x = right ^ int.from_bytes(hashlib.sha256(f"{seed}:{epoch}:{r}".encode()).digest()[:4], "little")
+            x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+            x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+            left, right = right, left ^ (x ^ x >> 16) % 2**half
+        i = left << half | right
+        if i < n:
+            return i
+
+
+@pytest.mark.parametrize("n, seed, epoch", [(1, 0, 0), (2, 28, 0), (999, 28, 0), (4096, 28, 1), (4097, ~28, 5), (3_662_109_375, 2**40, 3)])
+def test_permute_is_the_cipher_that_a_run_began_with(n, seed, epoch):
+    """A run goes on by the number of its samples alone: another order, however good, would show it some texts twice and others never."""
+    numbers = np.random.default_rng(n).integers(0, n, 50)
+    assert permute(numbers, n, seed, epoch).tolist() == [plain_permute(int(i), n, seed, epoch) for i in numbers]
 
 
 def test_permute_has_the_order_of_nothing():               # lag-1 correlation and agreement with another epoch are those of chance
@@ -73,9 +98,15 @@ def test_labels_are_the_next_tokens_and_the_next_documents_begin_has_no_loss(fol
     assert torch.equal(doc[:, 1:] - doc[:, :-1], (idx[:, 1:] == data.bos).long())
 
 
+def read_by_numpy(data):
+    """All tokens of a split, from the files."""
+    files = [s["file"] for source in data.meta["sources"].values() for s in source[data.split]["shards"]]
+    return [t for file in files for t in np.load(os.path.join(data.folder, file), allow_pickle=False).tolist()]
+
+
 def test_a_batch_is_what_a_loop_over_the_tokens_says_wherever_it_begins(folder):
     data = TokenDataset(folder, "train", 32)
-    stream = [t for shard in data.shards for t in shard.tolist()]
+    stream = read_by_numpy(data)
     assert len(data.shards) > 1 and data.dtype == np.uint16
     for first in (0, 7, 1021, 3, 5000, 1024, 10**6):       # forwards, backwards, across the 1,024 samples whose order is known ahead
         idx, targets, keep, doc = data.batch(first, 5)
@@ -105,6 +136,15 @@ def test_window_scope_keeps_the_first_labels(folder):
     _, _, keep, _ = (data := TokenDataset(folder, "train", 64, goldfish_k=2, goldfish_h=13)).batch(0, 20)
     idx = data.batch(0, 20)[0]
     assert torch.equal(keep[:, :12], (idx != data.eos)[:, :12]) and not keep[:, 12:].all()
+
+
+def test_bits_per_byte_are_over_all_sources_that_are_read(mixed):
+    """Nats of what is predicted, all but each document's begin, over log 2 and the bytes of the text: of both sources together."""
+    data = TokenDataset(mixed, "val", 16, sources=["b", "a"])
+    parts = [data.meta["sources"][name]["val"] for name in "ab"]
+    predicted, size = (sum(p["tokens"] - p["documents"] for p in parts), sum(p["bytes"] for p in parts))
+    assert predicted == size + sum(p["documents"] for p in parts)                                 # bytes, and an end each
+    assert data.bits_per_byte(3.0) == pytest.approx(3.0 / np.log(2) * predicted / size, rel=1e-12)
 
 
 def test_bits_per_byte_of_a_uniform_model_over_bytes(folder):   # every byte costs log2(256) = 8 bits, and each document's end 8 more
@@ -190,11 +230,12 @@ def test_a_token_id_beyond_the_vocabulary_names_its_window(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     shard = np.load(copy / "train_00000.npy")
-    shard[77] = 60_000
-    np.save(copy / "train_00000.npy", shard)
-    data = TokenDataset(str(copy), "train", 32)
-    with pytest.raises(ValueError, match="token id 60000 >= vocab_size 320 in window 2"):
-        data.batch(0, data.n_windows)
+    for token in (320, 60_000):
+        shard[77] = token
+        np.save(copy / "train_00000.npy", shard)
+        data = TokenDataset(str(copy), "train", 32)
+        with pytest.raises(ValueError, match=f"token id {token} >= vocab_size 320 in window 2"):
+            data.batch(0, data.n_windows)
 
 
 def test_windows_longer_than_the_data_and_missing_data_say_what_to_do(folder, tmp_path):
@@ -257,6 +298,21 @@ def test_weights_are_exact_in_every_ten_thousand_samples_and_any_slicing_gives_t
     got = letters(data, 0, 400)
     assert "".join(got) == "".join(letters(data, 0, 100) + letters(data, 100, 1) + letters(data, 101, 299))
     assert abs(got.count("c") - 300) < 4 * (400 * 0.75 * 0.25) ** 0.5                             # spread evenly, as drawn by chance
+
+
+@pytest.mark.parametrize("weights, slots", [(dict(a=1, b=1, c=1), [3334, 3333, 3333]), (dict(a=1, b=2, c=4), [1429, 2857, 5714]),
+                                            (dict(c=0.5, a=0.25), [6667, 3333]), (dict(a=1e4 - 1, b=1), [9999, 1])])
+def test_a_weighted_sample_is_the_one_that_arithmetic_says(mixed, weights, slots):
+    """Slots by largest remainders; a block of 10,000 samples is a permutation of them, and a source goes on where the last block left it."""
+    data, ends, names = TokenDataset(mixed, "train", 16, weights=weights), np.cumsum(slots).tolist(), list(weights)
+    for g in np.random.default_rng(0).integers(0, 10**6, 40).tolist():
+        block, j = divmod(g, 10_000)
+        slot = plain_permute(j, 10_000, ~28, block)
+        source = next(s for s, end in enumerate(ends) if slot < end)
+        n = (data.meta["sources"][names[source]]["train"]["tokens"] - 1) // 16
+        epoch, i = divmod(block * slots[source] + slot - (ends[source] - slots[source]), n)
+        stream, window = data.where(np.array([g]))
+        assert (stream.item(), window.item()) == (source, plain_permute(i, n, 28, epoch))
 
 
 def test_a_weighted_source_shows_all_its_windows_equally_often(mixed):
@@ -344,6 +400,146 @@ def test_join_replaces_what_it_joined_before_and_nothing_else(mixed, folder, tmp
         assert " ".join(TokenDataset(str(both), "train", 16).meta["sources"]) == sources
     done = script("prepare.py", os.path.join(mixed, "report.md"), f"--out={both}", "--tokenizer=byte")
     assert done.returncode == 2 and "meta.json" in done.stderr                    # prepare.py did not write that
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what a run may find changed when it goes on: what it has not read yet
+
+
+TABLE = (("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29))
+
+
+def changed(mixed, path, change):
+    """The folder with another meta.json; its shards stay where they are."""
+    path.mkdir()
+    with open(os.path.join(mixed, "meta.json")) as f:
+        meta = json.load(f)
+    for source in meta["sources"].values():
+        for part in source.values():
+            for shard in part["shards"]:
+                shard["file"] = os.path.join(mixed, shard["file"])
+    change(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+    return str(path)
+
+
+def shard(meta, name, split="train"):
+    return meta["sources"][name][split]["shards"][0]
+
+
+def reversed_sources(meta):
+    meta["sources"] = dict(reversed(meta["sources"].items()))
+
+
+NOT_READ = [lambda m: None, lambda m: m["sources"].pop("c"), lambda m: m["sources"].update(d=m["sources"]["a"]), lambda m: m.pop("about"),
+            lambda m: shard(m, "b").update(sha256="other"), reversed_sources]
+READ = [lambda m: shard(m, "a").update(sha256="other"), lambda m: shard(m, "a", "val").update(sha256="other"), lambda m: m.update(tokenizer_hash="other"),
+        lambda m: m["sources"].update(a=m["sources"]["b"]), lambda m: m.update(eos=3), lambda m: m.update(bos=3), lambda m: m.update(vocab_size=321)]
+
+
+@pytest.mark.parametrize("change, same", [(change, same) for same, changes in ((True, NOT_READ), (False, READ)) for change in changes])
+def test_a_run_in_its_first_stage_goes_on_whatever_becomes_of_data_that_it_has_not_read(mixed, tmp_path, change, same):
+    before = StagedDataset(mixed, TABLE, 16, stage="1").fingerprint
+    after = StagedDataset(changed(mixed, tmp_path / "new", change), TABLE, 16, stage="1").fingerprint
+    assert (begun(after, 40) == begun(before, 40)) == same
+
+
+@pytest.mark.parametrize("table, until, same", [
+    ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 40, True), ((("1", ("a",), 40, 28), ("2", ("c",), 99, 7)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=2), 70, 29)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(c=1, b=1), 70, 29)), 41, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 30)), 41, False), ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 71, 29)), 41, False),
+    ((("1", ("a",), 39, 28), TABLE[1]), 20, False), ((("1", ("a",), 40, 29), TABLE[1]), 20, False), ((("1", ("a", "a"), 40, 28), TABLE[1]), 20, False),
+    ((("1", ("a",), 40, 28), ("2", dict(b=1, c=1), 70, 29), ("3", ("a",), 80, 1)), 70, True)])
+def test_a_row_of_the_table_counts_from_the_sample_on_with_which_its_stage_begins(mixed, table, until, same):
+    before, after = StagedDataset(mixed, TABLE, 16), StagedDataset(mixed, table, 16)
+    assert (begun(after.fingerprint, until) == begun(before.fingerprint, until)) == same
+    first = table[0][2]
+    assert begun(StagedDataset(mixed, table, 16, stage="1").fingerprint, first) == begun(after.fingerprint, first)
+
+
+def test_without_stages_all_of_the_folder_counts_and_the_order_of_its_sources_too(mixed, tmp_path):
+    before = TokenDataset(mixed, "train", 16)
+    plain = lambda meta: hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+    assert before.fingerprint == plain(before.meta) == TokenDataset(mixed, "val", 16).fingerprint  # as runs know it that began long ago
+    prints = [begun(TokenDataset(changed(mixed, tmp_path / str(i), change), "train", 16).fingerprint, 1)
+              for i, change in enumerate([*NOT_READ, *READ])]
+    assert len({str(p) for p in prints}) == len(prints)
+    assert TokenDataset(mixed, "train", 16, weights=dict(a=1, b=2)).fingerprint != TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1)).fingerprint
+
+
+def test_a_run_that_stopped_after_its_first_stage_goes_on_when_the_data_of_the_second_have_come(mixed, folder, tmp_path):
+    both, table = tmp_path / "both", tmp_path / "table.py"
+    table.write_text('stages = (("one", ("a",), 80, 28), ("two", {"a": 1, "data": 3}, 160, 29))')
+    train = lambda *args: script("train.py", "configs/tiny.py", table, f"--data={both}", f"--out={tmp_path / 'run'}", "--block_size=16", *args)
+    assert script("data.py", mixed, mixed + "/", f"--join={both}", "--block_size=16").returncode == 0
+    done = train("--stage=one")
+    assert done.returncode == 0, done.stderr
+    assert script("data.py", both, folder, f"--join={both}", "--block_size=16").returncode == 0
+    meta = (both / "meta.json").read_text()
+    for key in ("a", "tokenizer_hash"):
+        other = json.loads(meta)
+        other.update(tokenizer_hash="other") if key != "a" else shard(other, "a").update(sha256="other")
+        (both / "meta.json").write_text(json.dumps(other))
+        done = train("--resume", "--stage=two")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    (both / "meta.json").write_text(meta)
+    done = train("--resume", "--stage=two")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# limits of the system
+
+
+@pytest.fixture(scope="module")
+def shattered(folder, tmp_path_factory):
+    """The documents of `folder` in some 300 shards."""
+    root = tmp_path_factory.mktemp("shattered")
+    done = script("prepare.py", os.path.join(os.path.dirname(folder), "docs.jsonl"), f"--out={root / 'data'}", "--tokenizer=byte", "--shard_tokens=17")
+    assert done.returncode == 0, done.stderr
+    return str(root / "data")
+
+
+@contextlib.contextmanager
+def few_files(more):
+    """At most so many more files than now may be open."""
+    resource = pytest.importorskip("resource")
+    gc.collect()
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = set(range(10_000)) - set(map(int, os.listdir("/dev/fd")))             # the limit is one of their numbers
+    resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(free)[more], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
+
+
+def test_more_shards_than_files_may_be_open_give_the_same_batches(folder, shattered):
+    one = TokenDataset(folder, "train", 32)
+    with few_files(150):
+        many = TokenDataset(shattered, "train", 32)
+        assert len(many.shards) > 300 and many.n_windows == one.n_windows
+        for first in (0, 5, one.n_windows):
+            assert all(map(torch.equal, one.batch(first, 40), many.batch(first, 40)))
+
+
+def test_a_limit_of_the_system_sends_nobody_to_prepare_the_data_again(shattered):
+    with few_files(20), pytest.raises(OSError, match="Too many open files.*ulimit -n") as told:
+        TokenDataset(shattered, "train", 32)
+    assert "prepare" not in str(told.value).partition(" cannot be opened")[2]
+
+
+def test_a_shard_that_is_replaced_under_a_run_is_noticed(shattered, tmp_path):
+    copy = shutil.copytree(shattered, tmp_path / "copy")
+    data = TokenDataset(str(copy), "train", 32)
+    data.batch(0, data.n_windows)
+    for file in copy.glob("train_*.npy"):
+        tokens = np.load(file, allow_pickle=False)
+        os.remove(file)
+        np.save(file, tokens[::-1])
+        os.utime(file, ns=(0, 0))
+    with pytest.raises(ValueError, match="is not the file that this run began with"):
+        data.batch(0, data.n_windows)
 
 
 # First step and tokens consumed before it, in billions, rounded down: report Table F.7.

@@ -77,7 +77,10 @@ def test_the_random_rate_is_the_rate_and_a_smaller_one_keeps_a_subset():
     assert abs((us < 0.3135).mean() - 0.3135) < 4 * (0.3135 * 0.6865 / 20_000) ** 0.5
     kept = [{i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=r) is None} for r in (0.095,
                                                                                                            0.3135)]
-    assert kept[0] < kept[1] and kept[1] != {i for i in range(500) if uniform(str(i), seed=1) < 0.3135}
+    assert kept[0] < kept[1]
+    for seed in (42, 1):
+        drawn = {i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=0.3135, seed=seed) is None}
+        assert drawn == {i for i in range(500) if uniform(str(i), seed=seed) < 0.3135} and (drawn == kept[1]) == (seed == 42)
 
 
 def test_exact_duplicates_are_equal_up_to_unicode_form_and_white_space():
@@ -177,6 +180,16 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five():
         assert (check.check(" ".join(map(str, doc))) is not None) == want
         outcomes.add(want)
     assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("runs, want", [([(0, 8), (8, 12)], False), ([(0, 8), (8, 13)], True),          # a run of 4 does not count, one of 5 does
+                                        ([(0, 5), (5, 13)], True), ([(0, 4), (4, 12)], False),          # also before the 8 that were found
+                                        ([(12, 20), (0, 5)], False), ([(0, 9)], False), ([(0, 10)], True)])  # in another order; half
+def test_runs_of_five_count_wherever_they_stand_in_the_order_of_the_prompt(runs, want):
+    prompt = [f"p{i}" for i in range(20)]
+    check = Contamination([" ".join(prompt)], lambda text: [int.from_bytes(word.encode(), "big") for word in text.split()])
+    parts = [" ".join(prompt[a:b]) for a, b in runs]
+    assert (check.check("x1 x2 x3 " + " y1 y2 ".join(parts) + " z1 z2") is not None) == want
 
 
 def test_a_prompt_of_exactly_eight_words_is_found():                            # the official code misses it by one

@@ -147,6 +147,13 @@ def test_different_windows_collide_no_more_often_than_chance(source):
     assert len(np.unique(window_product(permuted, 50))) == 1               # the product sees no order
 
 
+def test_unasked_it_is_what_apertus_trained_with():
+    """k = h = 50 and the product (report, sec. 2.3)."""
+    labels = ids(20_000, seed=4)
+    assert torch.equal(goldfish_mask(labels), goldfish_mask(labels, 50, 50, "product"))
+    assert not torch.equal(goldfish_mask(labels), goldfish_mask(labels, 51, 50)) and not torch.equal(goldfish_mask(labels), goldfish_mask(labels, 50, 51))
+
+
 @pytest.mark.parametrize("hash", ["product", "mix"])
 def test_edges(hash):
     for T in (0, 1, 49):
@@ -181,8 +188,9 @@ def test_command_prints_the_rates_of_a_text(tmp_path, monkeypatch, capsys):
     shown, tok = capsys.readouterr().out, tokenizer.load("byte")
     labels = torch.tensor([tok.bos, *tok.encode(text), tok.eos])
     rates = [f"{1 - goldfish_mask(labels, 3, 50, hash)[49:].float().mean():.2%}" for hash in ("product", "mix")]
-    row = shown.splitlines()[3].split()
-    assert row[:2] == ["3", "50"] and [row[3], row[5]] == rates and "[-" in shown
+    rows = [line.split() for line in shown.splitlines()[3:6]]
+    assert [row[:2] for row in rows] == [["3", "50"], ["4", "50"], ["3", "13"]]
+    assert [rows[0][3], rows[0][5]] == rates and "[-" in shown
 
 
 def test_too_little_text_is_refused(tmp_path, monkeypatch):

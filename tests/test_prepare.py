@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 import documents
+import pipeline
+import prepare
 import shards
 import tokenizer
+from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
 from documents import batches, check, find
@@ -98,6 +102,24 @@ def test_documents_stand_in_the_order_of_the_hash_of_their_ids(tmp_path):
     place = {r["text"]: int.from_bytes(hashlib.sha256(f"docs.jsonl:{r['id']}".encode()).digest()[:8], "big") / 2**64 for r in records}
     assert texts_in(tmp_path / "out", ["val"]) == sorted((t for t in place if place[t] < 0.3), key=place.get)
     assert texts_in(tmp_path / "out", ["train"]) == sorted((t for t in place if place[t] >= 0.3), key=place.get)
+
+
+def test_of_a_handful_of_documents_the_first_in_the_order_validates(tmp_path):
+    records = rows(5)
+    run(write_jsonl(tmp_path / "docs.jsonl", records), f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--val_share=1e-9")
+    place = {r["text"]: hashlib.sha256(f"docs.jsonl:{r['id']}".encode()).digest() for r in records}
+    assert texts_in(tmp_path / "out", ["val"]) == [min(place, key=place.get)]
+
+
+def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
+    """Each document repeats a word of its own: those that became one token are of the documents that are trained on."""
+    words = {f"w{chr(97 + i)}{chr(122 - i)}qx": i for i in range(20)}
+    write_jsonl(tmp_path / "docs.jsonl", [dict(id=i, text=f"{word} " * 50) for word, i in words.items()])
+    run(tmp_path / "docs.jsonl", f"--out={tmp_path / 'out'}", "--train_bpe=400", "--val_share=0.5")
+    tok = tokenizer.load_for(str(tmp_path / "out"))
+    place = {word: int.from_bytes(hashlib.sha256(f"docs.jsonl:{i}".encode()).digest()[:8], "big") / 2**64 for word, i in words.items()}
+    learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
+    assert 5 < len(learnt) < 15 and learnt == {word for word in words if place[word] >= 0.5}
 
 
 FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
@@ -184,6 +206,29 @@ def test_other_settings_begin_anew(corpus, tmp_path):
     assert written(out) == written(root / "out")
 
 
+def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(tmp_path, monkeypatch, capsys):
+    code = shutil.copytree(ROOT, tmp_path / "code", ignore=lambda folder, names: [n for n in names if not n.endswith(".py")])
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(prepare, "ROOT", str(code))
+    monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
+    survey = lambda: prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data")) and "going on" in capsys.readouterr().out
+    assert (survey(), survey()) == (False, True)
+    for name in "prepare pipeline shards documents filters compliance tokenizer".split():
+        with open(code / f"{name}.py", "a") as f:
+            f.write("# changed")
+        assert (survey(), survey()) == (False, True)
+    for name, value in settings(vars(prepare)).items():
+        if name != "paths":
+            other = not value if type(value) is bool else value[:-1] if type(value) is tuple else value + type(value)(1)
+            monkeypatch.setattr(prepare, name, other)
+            assert survey() == (name in ("workers", "strict", "dry_run")), name
+    monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
+    assert (survey(), survey()) == (False, True)
+    os.remove(code / "filters.py")
+    with pytest.raises(FileNotFoundError, match="filters.py"):
+        survey()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # where it goes: nothing is lost there
 
@@ -218,7 +263,7 @@ def home(tmp_path):
 
 def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
     before = snapshot(home)
-    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read")
+    cases = dict(own="thesis.md", link="thesis.md", noted="notes.txt", file="file", next="next.tmp is in the way", texts="to be read") | {"file/x": "cannot be written"}
     cases |= {"own/": "thesis.md", "texts/sub": "to be read", "texts/new": "lies in", "texts/new/": "lies in", "": "to be read"}
     for out, says in cases.items():
         for texts in ("texts", "texts/", "link/../texts"):
@@ -281,6 +326,25 @@ def test_one_process_at_a_time_writes_a_folder(home):
         assert done.returncode == 2 and f"another prepare.py is writing there (process {os.getpid()})" in done.stderr
     lock.close()
     run(home / "texts", f"--out={home}/data", "--tokenizer=byte")
+
+
+def test_a_lock_that_its_owner_has_removed_meanwhile_is_none(tmp_path):
+    """Opened before the owner ended and locked after: another process may have made the folder anew, with a lock of its own."""
+    for again in (False, True):
+        with open(tmp_path / "lock", "a+") as lock:
+            os.remove(tmp_path / "lock")
+            if again:
+                (tmp_path / "lock").touch()
+            with pytest.raises(ValueError, match="has just finished there"):
+                shards.hold(lock, "out")
+
+
+@pytest.mark.skipif(not shards.fcntl, reason="no locks on this system")
+def test_a_file_system_without_locks_is_told_and_used(home, monkeypatch):
+    def none(*args):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(shards.fcntl, "flock", none)
+    assert "has no locks (Function not implemented)" in run(home / "texts", f"--out={home}/data", "--tokenizer=byte").stdout
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -483,6 +547,49 @@ def test_batches_hold_whole_lines_with_their_numbers(tmp_path, size, monkeypatch
             assert i == 0 and first == len(got)
             got += raw.split(b"\n")[:-1] if raw.endswith(b"\n") else raw.split(b"\n")
     assert got == lines and seen == file["bytes"]
+
+
+def test_small_files_share_a_batch_up_to_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BATCH", 100)
+    for i, n in enumerate((30, 30, 30, 30, 70, 101, 99, 1, 1)):
+        (tmp_path / f"{i}.txt").write_bytes(b"x" * n)
+    files = [check(name, path) for name, path in find([str(tmp_path)])]
+    assert [[i for i, _, _ in pieces] for _, pieces, _ in batches(files)] == [[0, 1, 2], [3, 4], [5], [6, 7], [8]]
+
+
+def test_a_row_is_called_by_its_own_id_or_by_its_number_in_the_file(tmp_path):
+    """An id of 0 is one; rows are counted over row groups and over blocks of lines; script and language are joined once."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    records = [dict(text=f"t{i}", language=("deu", "deu_Latn")[i % 2], language_script="Latn") for i in range(7)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet", row_group_size=3)
+    write_jsonl(tmp_path / "j.jsonl", records)
+    write_jsonl(tmp_path / "k.jsonl", [dict(text="a", id=5), dict(text="b", id=0), dict(text="c", id=""), dict(text="d", id=None)])
+    files = [check(name, path) for name, path in find([str(tmp_path)])]
+    docs = [doc for _, pieces, _ in batches(files) for doc in documents.documents(files, pieces)]
+    assert [doc["id"] for doc in docs] == [f"j.jsonl:{i}" for i in range(7)] + [f"k.jsonl:{i}" for i in (5, 0, "", 3)] + [f"p.parquet:{i}" for i in range(7)]
+    assert {doc["language"] for doc in docs if "k.jsonl" not in doc["id"]} == {"deu_Latn"}
+
+
+def test_a_handful_ends_with_the_document_that_fills_it():
+    docs = [dict(text=text and "x" * text) for text in (100, 100, 100, None, 300, 10)]
+    assert [len(some) for some in pipeline.handfuls(iter(docs), size=250)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_few_tasks_are_on_their_way_however_many_there_are(workers):
+    drawn = []
+    tasks = ((n, (n,)) for n in range(100) if not drawn.append(n))
+    results = pipeline.ordered(pow, (2,), tasks, workers)
+    for n in range(40):
+        assert next(results) == (n, 2**n) and len(drawn) <= n + 2 * workers
+    results.close()
+
+
+def test_texts_that_differ_in_an_address_alone_are_two(tmp_path):
+    records = [dict(text=f"Write to {name}@example.org") for name in ("jo", "al", "jo")]
+    run(write_jsonl(tmp_path / "d.jsonl", records), f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    assert texts_in(tmp_path / "out") == ["Write to <email-pii>"] * 2
 
 
 def test_row_groups_larger_than_a_slice_are_cut_by_rows(tmp_path, monkeypatch):

@@ -3,19 +3,26 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import convert
 import qrpo
 import rank
+import references
+import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
 from model import Apertus, ApertusConfig
+from parallel import Ranks
+from plain import Plain
 
 GOLDEN = json.load(open(os.path.join(os.path.dirname(__file__), "golden", "preference_losses.json")))
 
@@ -187,6 +194,21 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
     keep[0, 0] = True
     with torch.no_grad():
         assert rank.diagnose(model, idx, keep)["dead_units"] == pytest.approx((seen[0][0, 0] <= 0).float().mean().item())
+        assert rank.diagnose(model, idx, keep)["rank_effective"] == pytest.approx(1, abs=1e-5)         # of one token
+        doc = (torch.arange(40) // 13).expand(3, 40)
+        h = model.hidden(idx, doc)
+        assert rank.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(rank.ranks(h.flatten(0, 1))["effective"])
+    assert not model.model.layers[-1].mlp.up_proj._forward_hooks
+
+
+def test_a_start_model_is_known_by_every_one_of_its_weights():
+    model = Apertus(ApertusConfig(**TINY))
+    seen = {references.fingerprint(model)}
+    for name, p in model.named_parameters():
+        with torch.no_grad():
+            p.view(-1)[0] += 1
+        seen.add(references.fingerprint(model))
+    assert len(seen) == 1 + len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("size, lr", [("8b", 5e-7), ("70b", 1e-7)])
@@ -299,6 +321,126 @@ def test_an_aligned_model_exported_by_convert_chats_in_transformers_with_its_own
         messages += [dict(role="assistant", content=answer), dict(role="user", content="say 2")]
 
 
+# Two completions a prompt, the better one first, second, first and second; "é" is two tokens of one character; what is
+# better is not what is longer, and each prompt has references of its own.
+COUPLES = [(("good", 2.0), ("bad é", 1.0), [0, 1.5, 1.5, 3]), (("no", -1.0), ("yes, of course", 0.5), [-2, -2, -2, 0]),
+           (("é" * 9, 7.0), ("a", 6.5), [7, 7, 6.9, 1]), (("long and wrong", 0.25), ("ok", 0.75), [0.5, 0.5, 0.5, 0.5])]
+
+
+def plain_loss(kind, lp, ref, r, q, size, beta, beta_max, gamma, log_z):
+    """Of one pair, as the module's docstring has it: (better, worse) of everything; log_z: of beta -> log Z of this prompt."""
+    if kind == "qrpo":
+        b = [min(beta / n, beta_max or math.inf) for n in size]
+        return sum((q[k] - b[k] * log_z(b[k]) - b[k] * (lp[k] - ref[k])) ** 2 for k in (0, 1)) / 2
+    if kind == "simpo":
+        return -F.logsigmoid(beta * (lp[0] / size[0] - lp[1] / size[1] - gamma))
+    g = [(lp[k] - ref[k]) / size[k] for k in (0, 1)]
+    if kind == "dpo":
+        return -F.logsigmoid(beta * (g[0] - g[1]))
+    return ((r[0] - r[1]) / beta - (g[0] - g[1])) ** 2
+
+
+UNIFORM = lambda q, b: math.log(b * math.expm1(1 / b))
+OWN = lambda q, b: math.log(sum(math.exp(x / b) for x in q) / len(q))
+
+
+@pytest.mark.parametrize("kind, beta, norm, beta_max, ties, optimizer, clip", [
+    ("qrpo", 0.3, False, 0.1, "le", "adamw", 1e9), ("qrpo", 2.0, True, 0.25, "le", "ademamix", 0.02), ("qrpo", 0.2, False, 0.0, "discrete", "adamw", 0.5),
+    ("dpo", 0.7, False, 0.1, "le", "adamw", 0.05), ("dpo", 5.0, True, 0.1, "le", "ademamix", 1e9), ("rebel", 0.5, False, 0.1, "le", "adamw", 1e9),
+    ("rebel", 4.0, True, 0.1, "le", "adamw", 0.05), ("simpo", 2.5, True, 0.1, "le", "adamw", 1e9), ("simpo", 0.4, False, 0.1, "le", "adamw", 0.01)])
+def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(start, tmp_path, kind, beta, norm, beta_max, ties, optimizer, clip):
+    """Two steps of two batches of two pairs: the right one is better, lengths are tokens, Z is the prompt's own."""
+    rows = [dict(messages=[dict(role="system", content="x"), dict(role="user", content=f"say {k}")], completions=[text for text, _ in couple],
+                 rewards=[r for _, r in couple], ref_rewards=refs) for k, (*couple, refs) in enumerate(COUPLES)]
+    done = align(start, tmp_path / "run", broken(tmp_path, *rows), "--rewards=", "--n_refs=4", "--batch_size=2", "--micro_batch=1", f"--loss={kind}",
+                 f"--beta={beta}", f"--length_norm={norm}", f"--beta_max={beta_max}", f"--ties={ties}", f"--optimizer={optimizer}", f"--grad_clip={clip}",
+                 "--gamma=0.3", "--lr=1e-2", "--eps=1e-2", "--weight_decay=0.1", "--warmup=0.5", "--betas=(0.9,0.999,0.99)")
+    assert done.returncode == 0, done.stderr
+
+    tok, plain, pairs = tokenizer.load("byte"), Plain(start / "model"), []
+    for row, (*couple, refs) in zip(rows, COUPLES):
+        prompt = tok.chat(row["messages"], add_generation_prompt=True)[1]
+        couple = sorted(couple, key=lambda c: -c[1])                          # the better one first
+        said = [tok.encode(text) + [tok.special["<|assistant_end|>"]] for text, _ in couple]
+        share = lambda r: sum(x <= r for x in refs) / 4
+        own = OWN if ties == "discrete" else UNIFORM
+        pairs.append(dict(said=[(prompt, y) for y in said], r=[r for _, r in couple], q=[share(r) for _, r in couple],
+                          size=[len(y) if norm else 1 for y in said], log_z=lambda b, q=[share(r) for r in refs], own=own: own(q, b)))
+    logp = lambda prompt, y: plain.logp([*prompt, *y])[len(prompt) - 1:].sum()
+    for pair in pairs:
+        pair["ref"] = [logp(*c).item() for c in pair["said"]]
+    for step in (0, 1):
+        batch = [pairs[k] for k in qrpo.items(step, 2, 4, 1, 28)]
+        value = sum(plain_loss(kind, [logp(*c) for c in pair["said"]], pair["ref"], pair["r"], pair["q"], pair["size"], beta, beta_max if norm else 0,
+                               0.3, pair["log_z"]) for pair in batch) / 2
+        value.backward()
+        plain.update(step + 1, 2, 1e-2 * (1, 0.5)[step], clip, 1e-2, 0.1, optimizer == "adamw")
+        assert log(tmp_path / "run")[step]["loss"] == pytest.approx(value.item(), rel=2e-5)
+    assert plain.distance(convert.load_run(str(tmp_path / "run"))[0]) < 1e-3
+
+
+@pytest.fixture
+def small(start, tmp_path, monkeypatch):
+    """qrpo.py as a module, with the settings of a small run; its start model, and prompts with a completion of their own."""
+    rows = [dict(messages=[dict(role="system", content="x"), dict(role="user", content=f"say {k}")], completions=["abc", "ab"]) for k in range(5)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, value in dict(out=str(tmp_path / "run"), data=str(tmp_path / "data.jsonl"), n_refs=5, max_new_tokens=9, sample_batch=10).items():
+        monkeypatch.setattr(qrpo, name, value)
+    return qrpo.start_model(str(start / "model"), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("loo", [0, 1])
+def test_candidates_are_finished_completions_with_their_quantile_among_the_others(small, start, tmp_path, monkeypatch, loo):
+    """Counted by hand from the samples on disk; a completion of the data is compared with all references, a reference with the others."""
+    monkeypatch.setattr(qrpo, "loo", loo)
+    (model, tok), plain, score = small, Plain(start / "model"), lambda row, text: float(len(text) % 4)
+    asked, _ = qrpo.prompts_of(tok, qrpo.data)
+    longest = len(asked[0][2]) + 8
+    candidates, q_refs, groups, counts = qrpo.prepare(model, tok, asked, score, "v", longest, Ranks(), "cpu")
+    files = sorted((tmp_path / "run" / "references").glob("samples-*.json"))
+    sampled = sum((json.loads(f.read_text()) for f in files), [])
+    end, dropped = tok.special["<|assistant_end|>"], 0
+    share = lambda r, among: sum(x <= r for x in among) / len(among)
+    for (_, _, prompt), ids, found, own, group in zip(asked, sampled, candidates, q_refs, groups, strict=True):
+        r = [score(None, qrpo.words(tok, y)) for y in ids]
+        q = [share(r[k], r if not loo else r[:k] + r[k + 1:]) for k in range(5)]
+        assert own.tolist() == pytest.approx(q) and group.tolist() == r
+        want = [(y, *rq) for y, *rq in [*zip(ids, r, q), *((tok.encode(text) + [end], len(text), share(len(text), r)) for text in ("abc", "ab"))]
+                if y[-1] == end and len(y) <= 8]
+        dropped += 7 - len(want)
+        if len({r for _, r, _ in want}) > 1:
+            assert [(c["ids"], c["reward"], c["q"]) for c in found] == [(y, r, pytest.approx(q)) for y, r, q in want]
+            assert [c["ref_logp"] for c in found] == pytest.approx([plain.logp(prompt + y)[len(prompt) - 1:].sum().item() for y, _, _ in want], abs=1e-4)
+        else:
+            assert found == []
+    assert len(files) == 3 and counts["dropped"] == dropped > 0 and any(candidates)
+    assert max(len(y) for ids in sampled for y in ids) == 8                   # what would be too long is not sampled to its end
+
+
+def test_pairs_are_disjoint_and_the_better_one_comes_first(monkeypatch):
+    monkeypatch.setattr(qrpo, "pairs_per_prompt", 0)
+    pools = [[dict(reward=float(k * 7 % 10), q=k / 10) for k in range(10)], [dict(reward=1.0, q=0.5)] * 4, [], [dict(reward=2.0, q=1.0)]]
+    found = qrpo.make_pairs(pools, 10)
+    assert len(found) == 5 and sorted(k for _, *pair in found for k in pair) == list(range(10))         # none of equal rewards
+    assert all(i == 0 and pools[0][a]["reward"] > pools[0][b]["reward"] for i, a, b in found)
+    twice = qrpo.make_pairs(pools[:1] * 2, 10)
+    assert {pair[1:] for pair in twice[:5]} != {pair[1:] for pair in twice[5:]}                        # each prompt has a draw of its own
+    monkeypatch.setattr(qrpo, "seed", 29)
+    assert qrpo.make_pairs(pools, 10) != found
+    monkeypatch.setattr(qrpo, "pairs_per_prompt", 2)
+    assert len(qrpo.make_pairs(pools, 10)) == 2
+
+
+def test_best_pairs_set_the_best_against_the_worst_fifth_or_the_worst_of_a_few(monkeypatch):
+    """Apertus: quantile <= max(.2, 1/n)."""
+    monkeypatch.setattr(qrpo, "pairs", "best")
+    monkeypatch.setattr(qrpo, "pairs_per_prompt", 0)
+    pool = [dict(reward=float(k), q=k / 10) for k in (3, 1, 10, 2, 0, 9)]
+    assert sorted(qrpo.make_pairs([pool], 10)) == [(0, 2, 1), (0, 2, 3), (0, 2, 4)]
+    assert sorted(qrpo.make_pairs([pool], 3)) == [(0, 2, 0), (0, 2, 1), (0, 2, 3), (0, 2, 4)]           # .3 <= 1/3
+    assert qrpo.make_pairs([[dict(reward=1.0, q=0.1)] * 3], 10) == []
+
+
 def test_offline_data_with_rewards_needs_no_sampling(start, tmp_path):
     rows = [dict(messages=[dict(role="user", content=f"q{i}")], completions=["good", "bad", "fair"], rewards=[2, 0, 1], ref_rewards=[0.5, 1.5, 0.1]) for i in range(4)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -325,6 +467,7 @@ USER = dict(role="user", content="hi")
     (dict(messages=[]), [], "no messages (first in line 1)"),
     (dict(messages=[USER]), ["--loss=ppo"], "there is qrpo, dpo, rebel, simpo"),
     (dict(messages=[USER]), ["--n_refs=1"], "at least 2 with loo=1"),
+    (dict(messages=[USER]), ["--max_length=257"], "max_length=257 is beyond the window of the start model, 256 tokens"),
     (dict(messages=[USER]), ["--rewards=nowhere.py"], "there is no file nowhere.py"),
     (dict(messages=[USER]), ["--max_length=10"], "nothing to learn from"),
     ("{", [], "line 1: want a JSON object"),
@@ -347,6 +490,135 @@ def test_a_reward_function_that_fails_names_the_row_and_the_run_goes_on_from_its
     reward.write_text("def reward(prompt, completion):\n    return len(completion) + sum(map(ord, completion)) / 1e4\n")
     done = align(start, tmp_path / "run", f"--rewards={reward}", "--resume")
     assert done.returncode == 0 and samples.stat().st_mtime_ns == before, done.stderr
+
+
+@pytest.mark.parametrize("signature, body, want", [
+    ("prompt, completion", "f'{prompt}|{completion}'", "second|yes"), ("prompt, completion, **kw", "f'{prompt}|{completion}|{kw}'", "second|yes|{}"),
+    ("prompt, completion, row", "row['gold']", 7), ("prompt, completion, row=None", "row['gold']", 7), ("*all", "all[2]['gold']", 7),
+    ("prompt, completion, *, weight=3", "weight", 3)])
+def test_a_reward_function_gets_the_last_question_the_answer_and_the_line_if_it_wants_it(tmp_path, signature, body, want):
+    (tmp_path / "r.py").write_text(f"def judge({signature}):\n    return {body}\n")
+    row = dict(messages=[dict(role="user", content="first"), dict(role="assistant", content="x"),
+                         dict(role="user", content=[dict(type="text", text="sec"), dict(type="text", text="ond")])], gold=7)
+    assert qrpo.load_reward(f"{tmp_path / 'r.py'}:judge", "cpu")(row, "yes") == want
+
+
+def test_a_reward_is_known_by_its_content_and_its_name(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.py").write_text("def one(p, c): return 1\ndef two(p, c): return 2\n")
+        (tmp_path / name / "config.json").write_text("{}")
+    file = tmp_path / "a" / "r.py"
+    hashes = lambda: [qrpo.reward_hash(f"{file}:one"), qrpo.reward_hash(f"{file}:two"), qrpo.reward_hash(f"hf:{tmp_path / 'a'}")]
+    before = hashes()
+    assert len(set(before)) == 3 and before[0] == qrpo.reward_hash(f"{tmp_path / 'b' / 'r.py'}:one") and before[2] == qrpo.reward_hash(f"hf:{tmp_path / 'b'}")
+    file.write_text("def one(p, c): return 2\ndef two(p, c): return 2\n")
+    assert not set(before) & set(hashes()) and qrpo.reward_hash("") == ""
+
+
+def test_scores_of_another_function_of_the_same_file_are_not_reused(start, tmp_path):
+    (tmp_path / "r.py").write_text("def one(p, c):\n    return len(c)\ndef two(p, c):\n    return -len(c)\n")
+    for name in ("one", "two"):
+        done = align(start, tmp_path / name, f"--rewards={tmp_path / 'r.py'}:{name}", f"--references={tmp_path / 'references'}")
+        assert done.returncode == 0, done.stderr
+    scores = [json.loads(f.read_text()) for f in (tmp_path / "references").glob("rewards-*.json")]
+    assert len(scores) == 2 and [[-r for r in refs] for refs, _ in scores[0]] == [refs for refs, _ in scores[1]]
+    assert log(tmp_path / "one")[0]["reward"] > 0 > log(tmp_path / "two")[0]["reward"]
+
+
+def test_a_reward_that_fails_is_told_before_all_is_sampled(start, tmp_path):
+    """With the file, the function and the error, in one line, after the first batch of samples."""
+    (tmp_path / "r.py").write_text("def judge(prompt, completion):\n    raise KeyError('a\\nb')\n")
+    done = align(start, tmp_path / "run", f"--rewards={tmp_path / 'r.py'}:judge", "--sample_batch=6")
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("qrpo.py: ") and f"{tmp_path / 'r.py'}:judge failed on completion" in last and "KeyError: " in last
+    assert len(list((tmp_path / "run" / "references").glob("samples-*"))) == 1
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    done = align(start, tmp_path / "run2", f"--rewards={tmp_path / 'broken.py'}")
+    assert done.returncode == 2 and "broken.py cannot be read (ModuleNotFoundError: " in done.stderr.strip().splitlines()[-1]
+    assert not list((tmp_path / "run2").glob("references/samples-*"))
+
+
+def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(aligned, start):
+    """All of them but where things lie, what they run on, and what is printed and kept; a reward by its content."""
+    folder = sorted((aligned / "ckpt").iterdir())[-1]
+    manifest = checkpoint.read_manifest(folder)
+    model, tok = qrpo.start_model(str(start / "model"), "cpu", torch.float32)
+    opt = qrpo.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12)
+    free = {"out", "data", "rewards", "references", "resume", "device", "parallel", "micro_batch", "rank_every", "checkpoint_every", "keep_checkpoints"}
+    assert {"lr", "warmup", "pairs", "transform", "ties", "loo", "gamma", "beta_max", "rewards_hash", "data_hash", "date"} <= manifest["config"].keys() - free
+    for key in manifest["config"]:
+        other = {**manifest["config"], key: "another"}
+        if key in free:
+            assert qrpo.go_on(aligned, model, opt, other, Ranks()) == manifest["step"]
+        else:
+            with pytest.raises(ValueError, match=f"is of another run: {key} .* -> 'another'"):
+                qrpo.go_on(aligned, model, opt, other, Ranks())
+    (start / "other.py").write_text("def reward(prompt, completion):\n    return len(completion)\n")
+    done = align(start, aligned, "--epochs=2", "--resume", f"--rewards={start / 'other.py'}")
+    assert done.returncode == 2 and "is of another run: rewards_hash" in done.stderr
+
+
+def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(aligned, start, tmp_path, monkeypatch):
+    diagnose = rank.diagnose
+    monkeypatch.setattr(rank, "diagnose", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), diagnose(*args))[1])
+    done = align(start, tmp_path / "run", "--epochs=2")
+    assert done.returncode == 0 and "stopped as asked after step 2 of " in done.stdout and os.listdir(tmp_path / "run" / "ckpt") == ["step-00000002"], done.stderr
+    monkeypatch.undo()
+    done = align(start, tmp_path / "run", "--epochs=2", "--resume")
+    assert done.returncode == 0, done.stderr
+    a, b = weights(aligned), weights(tmp_path / "run")
+    assert all(torch.equal(a[n], b[n]) for n in a) and log(aligned) == log(tmp_path / "run")
+
+
+def test_sft_and_qrpo_run_where_there_is_no_posix(launch, start, tmp_path):
+    """Windows, as far as it can be had here (tests/faults/launch.py): no fcntl, SIGUSR2, fork, uname."""
+    same = ["--dtype=float32", "--device=cpu", "--batch_size=12", "--rank_every=0"]
+    for script, *args in (("sft.py", f"--data={start / 'chats.jsonl'}"),
+                          ("qrpo.py", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", "--n_refs=3", "--max_new_tokens=30")):
+        out = tmp_path / script
+        codes, text = launch(0, f"--init_from={start / 'model'}", f"--out={out}", *args, *same, script=script, logs=tmp_path / "log", fault="windows")
+        assert codes == [0] and (out / "hf" / "model.safetensors").exists(), text[-3000:]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(start, tmp_path):
+    with checkpoint.claim(str(tmp_path / "run")):
+        done = align(start, tmp_path / "run")
+        assert done.returncode == 2 and "another run is writing there" in done.stderr.strip().splitlines()[-1]
+        assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+def test_only_one_process_reads_what_references_are_made_from(tmp_path):
+    """Another would meet a file half written: here it is, and rank 1 does not look."""
+    path = tmp_path / "settings.json"
+    path.write_text('{"start": "ab')
+    references.same_or_refuse(str(path), dict(start="abc"), types.SimpleNamespace(first=False, files=None))
+    path.unlink()
+    references.same_or_refuse(str(path), dict(start="abc"), Ranks())
+    assert json.loads(path.read_text()) == dict(start="abc")
+    with pytest.raises(ValueError, match="references of other settings: start 'abc' -> 'other'"):
+        references.same_or_refuse(str(path), dict(start="other"), Ranks())
+
+
+def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, monkeypatch):
+    """A run over midnight trains on the prompts that it sampled with."""
+    tok, asked = tokenizer.load("byte"), [dict(role="user", content="what day is it?")]
+    listed = [dict(role="user", content=[dict(type="text", text="what day "), dict(type="text", text="is it?")])]
+    odd = dict(messages=listed, completions="no list"), dict(messages=[dict(role="user", content=[dict(type="image_url")])]), dict(messages=listed, completions=[5])
+    broken(tmp_path, dict(messages=asked), *odd, dict(messages=listed))
+    found, bad = qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))
+    want = tok.chat(asked, add_generation_prompt=True, date="2025-09-02")[1]
+    assert [(line, ids) for line, _, ids in found] == [(1, want), (5, want)]
+    assert bad == {"completions that are not a list of texts": (2, 2), sft.ODD: (1, 3)}
+    monkeypatch.setattr(qrpo, "date", "2026-01-31")
+    assert qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))[0][0][2] == tok.chat(asked, add_generation_prompt=True, date="2026-01-31")[1]
+
+
+def test_odd_prompts_are_left_out_and_told_in_one_line(start, tmp_path):
+    good = dict(messages=[dict(role="system", content="x"), dict(role="user", content="say 1")])
+    done = align(start, tmp_path / "run", broken(tmp_path, good, dict(messages=[dict(role="user", content=5)]), good, dict(messages=[])))
+    line = f"left out 2 of 4 prompts: 1 {sft.ODD} (first in line 2); 1 no messages (first in line 4)\n"
+    assert done.returncode == 0 and line in done.stdout, done.stderr
 
 
 def test_references_of_another_start_model_or_tokenizer_are_refused(aligned, start, tmp_path):
@@ -412,6 +684,81 @@ def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_p
     assert table.count("\n") == 6                                             # head, rule, sft, qrpo, dpo, closed form
 
 
+def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypatch):
+    """Against the same samples, drawn and scored here one by one; a qrpo run is held against the formula with its own beta."""
+    import align
+    import numpy as np
+    for name, value in dict(n_refs=4, samples=3, out=str(tmp_path)).items():
+        monkeypatch.setattr(align, name, value)
+    monkeypatch.setattr(align, "reward", lambda prompt, text: -float(len(text) % 5))
+    tests, end, tok = align.tasks()[2][:3], tokenizer.load("byte").special["<|assistant_end|>"], tokenizer.load("byte")
+    convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tok)
+    shutil.copytree(tmp_path / "qrpo-s0", tmp_path / "dpo-s0")
+    rows = align.measure({"qrpo-s0": ("qrpo", 1e-3, 0.5, 0), "dpo-s0": ("dpo", 1e-3, 9.0, 0)}, str(start / "model"), tests, 0.2)
+
+    prompts = [tok.chat(align.question(*t), add_generation_prompt=True)[1] for t in tests]
+
+    def draw(folder, seed, n):
+        asked = [p for p in prompts for _ in range(n)]
+        done = convert.load_any(str(folder))[0].generate(asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
+        return [(p, ids[len(p):]) for p, ids in zip(asked, done)]
+    score = lambda y: -(len(qrpo.words(tok, y)) % 5)
+    plain, ours = Plain(start / "model"), Plain(tmp_path / "qrpo-s0")
+    ratio = lambda p, y: (ours.logp(p + y) - plain.logp(p + y))[len(p) - 1:].sum().item()
+    refs, said = draw(start / "model", 1000, 4), draw(tmp_path / "qrpo-s0", 2000, 3)
+    r, of_refs = [score(y) for _, y in said], [score(y) for _, y in refs]
+    q = [sum(of_refs[j] <= of_refs[k] for j in range(k // 4 * 4, k // 4 * 4 + 4) if j != k) / 3 for k in range(12)]
+    got = [ratio(*pair) for pair in refs]
+    for name, beta in (("qrpo-s0", 0.5), ("dpo-s0", 0.2)):
+        want = [(x - beta * math.log(beta * math.expm1(1 / beta))) / beta for x in q]
+        row, close = rows[name], lambda x: pytest.approx(x, abs=1e-3)
+        assert row["reward"] == close(sum(r) / 9) and row["exact"] == close(r.count(0) / 9) and row["length"] == close(sum(len(y) for _, y in said) / 9)
+        assert row["quantile"] == close(sum(x <= r[k] for k in range(9) for x in of_refs[k // 3 * 4:k // 3 * 4 + 4]) / 36)
+        assert row["kl"] == close(sum(ratio(*pair) for pair in said) / 9) and row["agreement"] == close(np.corrcoef(want, got)[0, 1])
+        assert row["error"] == close(math.sqrt(sum((a - b) ** 2 for a, b in zip(want, got)) / 12))
+
+
+def test_the_demonstrations_teacher_gives_about_the_right_sum():
+    import align
+    import numpy as np
+    rng = np.random.default_rng(0)
+    for total, first in ((49, 1), (10, 9), (27, 4)):
+        said = [align.teacher(rng, total, first) for _ in range(200)]
+        assert all(s.isdecimal() and 4 <= len(s) <= 8 and s[0] == str(first) for s in said)
+        assert abs(sum(sum(map(int, s)) for s in said) / 200 - total) < 4
+
+
+def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path, monkeypatch):
+    """Each loss is tuned on the validation prompts with seed 1000, then reported on the test prompts with seeds 0, 1, ...; spread over them is n - 1."""
+    import align
+    calls, measured = [], []
+    names = dict(out=str(tmp_path), results=str(tmp_path / "results"), tuning=str(tmp_path / "tuning.json"), start="given", methods="qrpo,dpo", n_conversations=5, seeds=3)
+    for name, value in names.items():
+        monkeypatch.setattr(align, name, value)
+
+    def measure(runs, sft, tests, beta):
+        measured.append((set(runs), tests, beta))
+        numbers = dict(exact=0.5, malformed=0, quantile=0.5, kl=1, length=5, agreement=0.5, error=1, points=[])
+        return {name: dict(numbers, reward=-9.0 + 2 * k) for k, name in enumerate(["sft", *runs])}
+    monkeypatch.setattr(align, "measure", measure)
+    monkeypatch.setattr(align, "draw", lambda *args: None)
+    monkeypatch.setattr(align, "call", lambda name, done, script, *args, **how: calls.append((name, script, dict(a.split("=") for a in args if "=" in a))) or {})
+    align.main()
+    (tuned, on, _), (reported, on_test, beta) = measured
+    assert on == align.tasks()[1] and on_test == align.tasks()[2] and len(tuned) == 12
+    assert reported == {f"{m}-s{s}" for m in ("qrpo", "dpo") for s in range(3)}
+    chosen = json.loads((tmp_path / "tuning.json").read_text())["chosen"]
+    assert beta == chosen["qrpo"]["beta"] == 1.0 and chosen["dpo"] == dict(lr=1e-3, beta=3.0)         # the last of each is the best here
+    for name, script, args in calls:
+        if script == "qrpo.py":
+            method, seed = name.split("-")[:2] if name.startswith("tune") else name.split("-s")
+            seed = "1000" if name in tuned else seed
+            assert args["--seed"] == seed and args["--references"] == f"{tmp_path}/references-s{seed}"
+            if name not in tuned:
+                assert (args["--loss"], args["--beta"], args["--lr"]) == (method, str(chosen[method]["beta"]), str(chosen[method]["lr"]))
+    assert "| qrpo | -5.00 ± 2.00 | 50.0% ± 0.0% |" in (tmp_path / "results" / "table.md").read_text()
+
+
 def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monkeypatch):
     import align
     train, validation, test = map(set, align.tasks())
@@ -439,6 +786,18 @@ def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, mon
     hello.write_text("raise ValueError('no way')\n")
     with pytest.raises(ValueError, match="failed: ValueError: no way"):
         align.call("other", str(tmp_path / "none"), str(hello))
+
+
+def test_the_demonstration_runs_where_processes_do_not_tell_their_seconds(tmp_path, monkeypatch):
+    """os.wait4 is Unix alone."""
+    import align
+    monkeypatch.setattr(align, "out", str(tmp_path))
+    monkeypatch.delattr(os, "wait4")
+    (tmp_path / "good.py").write_text("print('done')")
+    assert align.call("good", "nowhere", str(tmp_path / "good.py"), "x").keys() == {"args", "wall"}
+    (tmp_path / "bad.py").write_text("raise SystemExit('no')")
+    with pytest.raises(ValueError, match="failed: no"):
+        align.call("bad", "nowhere", str(tmp_path / "bad.py"))
 
 
 def test_the_demonstrations_reward_is_what_its_page_says():

@@ -173,3 +173,63 @@ def test_rows_where_the_numbers_do_not_add_up_are_refused():
     audit.groups["s", "de", ""]["bytes_in"] += 1
     with pytest.raises(ValueError, match="41 bytes in, 30 kept, 10 removed"):
         report.total(audit.groups.values())
+
+
+def test_what_was_removed_has_the_tokens_per_byte_of_what_was_kept_of_its_kind():
+    """Of the same source, language and licence; of all together where nothing of it was kept."""
+    kinds = [dict(report.empty(), tokens=10, bytes_written=100, removed=dict(robots=[1, 200])),
+             dict(report.empty(), tokens=50, bytes_written=100, removed=dict(robots=[1, 200], empty=[1, 0])),
+             dict(report.empty(), removed=dict(robots=[1, 200]))]
+    for kind in kinds:
+        kind["documents_in"], kind["bytes_in"] = len(kind["removed"]), 200
+    report.estimate(kinds)
+    assert [kind["tokens_removed_about"] for kind in kinds] == [dict(robots=20), dict(robots=100, empty=0), dict(robots=60)]
+
+
+def heard(dates, blocked, hosts=()):
+    outcomes = {"kept:allowed": [3, 30]}
+    return dict(dates=dates, columns=[], robots=dict(outcomes=outcomes, blocked=blocked, agents={"GPTBot": [1, 5]}, hosts=dict(hosts)))
+
+
+def test_the_page_says_what_the_batches_heard(tmp_path):
+    """Every table of report.md, line by line, from numbers that were put in by hand."""
+    audit = report.Audit()
+    hosts = {f"h{i:02}.example": [1, 10 + i] for i in range(30)}
+    audit.hear(heard(["2020-05-01", "2021-05-01"], hosts, dict(a="with", b="without")))
+    audit.hear(heard([None, None], {}, dict(b="without", c="unparsable")))
+    audit.hear(heard(["2019-01-01", "2020-01-01"], {"h03.example": [2, 1000]}))
+    audit.keep(("web", "deu_Latn", "mit"), 2, 3_000_000, 2_900_000, dict(email=1))
+    audit.keep(("web", "deu_Latn", ""), 3, 5_000_000, 5_000_000, dict(email=2, ip=4))
+    audit.remove(("web", "roh_Latn", "cc0"), "robots:GPTBot:/x", 2_000_000, documents=7)
+    for group, tokens in zip(audit.groups.values(), (700_000, 1_250_000, 0)):
+        group["tokens"] = tokens
+    files = [dict(name="a.jsonl", path="in/a.jsonl", bytes=10_000_000, sha256="ab" * 32, problem=None), dict(name="b", path="in/b", bytes=1, sha256=None, problem="binary")]
+    run = dict(out="data/web", command="prepare.py in", tokenizer="apertus")
+    outputs = dict(shards=[dict(file="train_00000.npy", tokens=1_950_000, sha256="cd" * 32)], rule="The rule.", halved=False, bos=1, eos=2)
+    robots = dict(store="r", sha256="ef" * 32, date="2025-01-01", agents=["GPTBot", "*"], missing="allow", only_explicit=False)
+    account = report.build(audit, run, files, outputs, robots, dict(scrubbed=True, in_code=True), None)
+
+    assert account["dates"] == ["2019-01-01", "2021-05-01"]
+    assert account["robots"]["hosts"] == dict(seen=3, with_file=1, without=1, unparsable=1, blocked=30)
+    assert account["robots"]["outcomes"] == {"kept:allowed": [9, 90]} and account["robots"]["removed_by_agent"] == {"GPTBot": [3, 15]}
+    assert account["robots"]["top_blocked_hosts"] == {"h03.example": [3, 1013]} | {f"h{i:02}.example": [1, 10 + i] for i in range(29, 10, -1)}
+    assert account["robots"]["share_of_bytes_removed"] == 0.2
+    assert account["licenses"] == {"": dict(documents=3, bytes=5_000_000, tokens=1_250_000), "cc0": dict(documents=0, bytes=0, tokens=0),
+                                   "mit": dict(documents=2, bytes=3_000_000, tokens=700_000)}
+    tables = [line for line in report.markdown(account).splitlines() if line.startswith("|") and "example" not in line]
+    assert tables == [
+        "|  | documents | of all | MB | tokens |", "|---|---|---|---|---|",
+        "| came in | 12 |  | 10.00 | \u2248 2,443,671 |", f"| robots: {report.REASONS['robots']} | 7 | 58.3 % | 2.00 | \u2248 493,671 |",
+        "| **kept** | **5** | 41.7 % | 8.00 | **1,950,000** |",
+        "| host | documents | MB |", "|---|---|---|",
+        "| source | language | documents in | removed | kept | MB kept | tokens | bytes/token |", "|---|---|---|---|---|---|---|---|",
+        "| web | deu_Latn | 5 | - | 5 | 8.00 | 1,950,000 | 4.05 |", "| web | roh_Latn | 7 | robots 7 | 0 | 0.00 | 0 | 0.00 |",
+        "| licence | documents | MB | tokens |", "|---|---|---|---|",
+        "| not stated | 3 | 5.00 | 1,250,000 |", "| mit | 2 | 3.00 | 700,000 |",
+        "| input | bytes | sha256 |", "|---|---|---|", "| a.jsonl | 10,000,000 | abababababababab |", "| b (binary) | 1 | ? |",
+        "| shard | tokens | sha256 |", "|---|---|---|", "| train_00000.npy | 1,950,000 | cdcdcdcdcdcdcdcd |"]
+    form = "\n".join(report.eu_summary(account))
+    for says in ("1,950,000 tokens of apertus, 0.008 GB", "model training: 2021-05-01", "1 language, by size: deu_Latn.", "2 Data sources: a.jsonl. ",
+                 "robots.txt of 1 hosts", "for 2 agents (GPTBot, *, ...); 7 documents removed. A host without a file was taken as not having opted out.",
+                 "replaced: 3 e-mail addresses, 4 IP addresses, 0 IBANs"):
+        assert says in form, says

@@ -1,9 +1,11 @@
 """sample.py --chat: the same tokens as from scratch, the format of the published template, and what a user may type."""
+import dataclasses
 import json
 
 import pytest
 import torch
 
+import checkpoint
 import convert
 import model as model_file
 import sample
@@ -115,3 +117,54 @@ def test_the_script_chats_and_ends_at_an_empty_line(folder):
     assert done.returncode == 0 and "/system TEXT" in done.stdout, done.stderr
     again = script("sample.py", f"--init_from={folder}", "--chat", "--max_new_tokens=8", "--system=s", stdin="hi\n/help\nand you?\n")
     assert again.stdout == done.stdout
+
+
+# -----------------------------------------------------------------------------
+# flags
+
+
+@pytest.fixture(scope="module")
+def run(model, tmp_path_factory):
+    """A run folder as train.py leaves it: config.json and a checkpoint."""
+    path = tmp_path_factory.mktemp("run")
+    (path / "config.json").write_text(json.dumps(dict(dataclasses.asdict(model.config), tokenizer="byte", checkpoint_every=1)))
+    checkpoint.save(str(path / "ckpt"), 1, model, torch.optim.SGD(model.parameters()), dict(config={}))
+    return str(path)
+
+
+@pytest.mark.parametrize("which", ["run", "folder"])
+def test_dtype_is_that_of_the_weights_for_run_folders_too(which, run, folder, monkeypatch):
+    name, seen = dict(run=run, folder=folder)[which], []
+    for dtype, want in ((None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        assert {p.dtype for p in convert.load_any(name, dtype=dtype)[0].parameters()} == {want}
+    real = model_file.next_logits
+    monkeypatch.setattr(model_file, "next_logits", lambda model, x, cache: (seen.append(cache.kv[0][0].dtype), real(model, x, cache))[1])
+    for flag, want in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
+        done = script("sample.py", f"--init_from={name}", f"--dtype={flag}", "--max_new_tokens=2")
+        assert done.returncode == 0 and seen.pop() == want, done.stderr
+
+
+def test_zero_turns_top_k_and_top_p_off(run):
+    args = [f"--init_from={run}", "--start=def ", "--max_new_tokens=30"]
+    said = [script("sample.py", *args, *flags).stdout for flags in
+            (["--top_k=0", "--top_p=0"], ["--top_k=0", "--top_p=1.0"], ["--top_k=320", "--top_p=0"], ["--top_k=1", "--top_p=0"], ["--temperature=0"])]
+    assert said[0] == said[1] == said[2] and said[3] == said[4] != said[0]
+    assert "0 = off" in script("sample.py", "--help").stdout
+
+
+@pytest.mark.parametrize("flag, says", [
+    ("--dtype=bf16", "dtype='bf16': there is auto, float32 and bfloat16"), ("--top_k=-1", "top_k=-1"), ("--top_p=1.5", "top_p=1.5"),
+    ("--top_p=-0.1", "top_p=-0.1"), ("--temperature=-1", "temperature=-1"), ("--num_samples=0", "num_samples=0"),
+    ("--max_new_tokens=0", "max_new_tokens=0"), ("--top_k=many", "top_k wants int"), ("--top_k=None", "top_k wants int")])
+def test_a_flag_that_cannot_be_is_one_line(run, flag, says):
+    done = script("sample.py", f"--init_from={run}", flag)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["evaluate.py", "sft.py", "qrpo.py", "sample.py"])
+def test_a_dtype_that_does_not_exist_is_one_line_in_every_script(name, folder, tmp_path):
+    row = dict(messages=[dict(role="user", content="a"), dict(role="assistant", content="b")])
+    (tmp_path / "x.jsonl").write_text(json.dumps({**row, "text": "words"}))
+    text = [str(tmp_path / "x.jsonl")] if name == "evaluate.py" else [] if name == "sample.py" else [f"--data={tmp_path / 'x.jsonl'}"]
+    done = script(name, f"--init_from={folder}", "--dtype=bf16", f"--out={tmp_path / 'out'}" if name != "sample.py" else "--start=a", *text)
+    assert done.returncode == 2 and "dtype='bf16': there is auto" in done.stderr and done.stderr.count("\n") == 1

@@ -4,17 +4,22 @@ import math
 import os
 import re
 import shutil
+import signal
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import convert
+import rank
 import sample
 import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
+from parallel import Ranks
+from plain import Plain
 from model import Apertus, ApertusConfig
 
 TINY = dict(block_size=512, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.05)
@@ -172,6 +177,38 @@ def test_it_learns_and_leaves_both_kinds_of_folder(tuned):
     assert all(torch.equal(ours[n], theirs[n]) for n in ours) and tokenizer.load_for(str(tuned)).name == "byte"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "ademamix"])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_a_run_is_the_same_run_written_plainly_in_fp64(start, tmp_path, optimizer, clip):
+    """Three steps over two epochs: batches, loss, clipping, schedule and update. A large eps lets the scale of gradients be seen."""
+    rows = [dict(messages=[SYSTEM, user("q" * (1 + i)), assistant("yes" * (1 + i)), user("and?"), assistant("é")]) for i in range(6)]
+    done = tune(start, tmp_path / "run", broken(tmp_path, *rows), "--batch_size=4", "--epochs=2", "--micro_batch=3", "--lr=1e-2",
+                "--warmup=0.5", f"--optimizer={optimizer}", f"--grad_clip={clip}", "--eps=1e-3", "--weight_decay=0.2")
+    assert done.returncode == 0, done.stderr
+
+    plain = Plain(start / "model")
+    rendered = [sft.render(TOK, row) for row in rows]
+    for step, rate in enumerate((0.5, 1, 0.5)):
+        batch = [rendered[k] for k in sft.items(step, 4, 6, 2, 28)]
+        learnt = sum(sum(said) for _, said in batch)
+        loss = -sum((plain.logp(ids) * torch.tensor(said[1:])).sum() for ids, said in batch) / learnt
+        loss.backward()
+        plain.update(step + 1, 3, 1e-2 * rate, clip, 1e-3, 0.2, optimizer == "adamw")
+        assert log(tmp_path / "run")[step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert plain.distance(convert.load_run(str(tmp_path / "run"))[0]) < 1e-4
+
+
+def test_each_epoch_takes_every_conversation_once_in_an_order_of_its_own():
+    """A step may hold the end of one epoch and the beginning of the next; the last one is what remains."""
+    steps = [sft.items(step, 4, 10, 3, 28).tolist() for step in range(8)]
+    assert list(map(len, steps)) == [4] * 7 + [2]
+    taken = sum(steps, [])
+    epochs = [taken[:10], taken[10:20], taken[20:]]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 3 and list(range(10)) not in epochs
+    assert sft.items(0, 10, 10, 1, 29).tolist() != epochs[0]
+
+
 def test_killed_and_resumed_ends_in_the_same_bits(tuned, start, tmp_path):
     shutil.copytree(tuned, tmp_path / "run")
     for step in ("step-00000008", "step-00000012"):
@@ -182,6 +219,51 @@ def test_killed_and_resumed_ends_in_the_same_bits(tuned, start, tmp_path):
     assert done.returncode == 0, done.stderr
     a, b = weights(tuned), weights(tmp_path / "run")
     assert all(torch.equal(a[n], b[n]) for n in a) and log(tuned) == log(tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", ["signal", "file"])
+def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(tuned, start, tmp_path, monkeypatch, how):
+    out, diagnose = tmp_path / "run", rank.diagnose
+
+    def ask(*args):                                                           # in the middle of the first step
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            (out / "stop").touch()
+        return diagnose(*args)
+    monkeypatch.setattr(rank, "diagnose", ask)
+    done = tune(start, out)
+    assert done.returncode == 0 and "stopped as asked after step 2 of 12, saved; --resume goes on" in done.stdout, done.stderr
+    assert sorted(os.listdir(out / "ckpt")) == ["step-00000002"] and not (out / "stop").exists() and not (out / "hf").exists()
+    monkeypatch.undo()
+    done = tune(start, out, "--resume")
+    assert done.returncode == 0, done.stderr
+    a, b = weights(tuned), weights(out)
+    assert all(torch.equal(a[n], b[n]) for n in a) and log(tuned) == log(out)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(tuned, start, tmp_path):
+    with checkpoint.claim(str(tmp_path / "run")):
+        done = tune(start, tmp_path / "run")
+        assert done.returncode == 2 and done.stderr.strip().startswith("sft.py: ") and "another run is writing there" in done.stderr
+        assert os.listdir(tmp_path / "run") == [".lock"]
+
+
+def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(tuned, start):
+    """All of them but where things lie, what they run on, and what is printed and kept."""
+    config = checkpoint.read_manifest(tuned / "ckpt" / "step-00000012")["config"]
+    model, tok = sft.start_model(str(start / "model"), "cpu", torch.float32)
+    opt = sft.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12)
+    free = {"out", "data", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack", "rank_every",
+            "checkpoint_every", "keep_checkpoints"}
+    assert {"lr", "warmup", "betas", "alpha", "grad_clip", "dtype", "data_hash", "tokenizer_hash", "date"} <= config.keys() - free
+    for key in config:
+        other = {**config, key: "another"}
+        if key in free:
+            assert sft.go_on(tuned, model, opt, other, Ranks()) == 12
+        else:
+            with pytest.raises(ValueError, match=f"is of another run: {key} .* -> 'another'"):
+                sft.go_on(tuned, model, opt, other, Ranks())
 
 
 def test_packing_and_accumulation_do_not_change_the_run(tuned, start, tmp_path):
@@ -197,6 +279,86 @@ def test_a_run_folder_starts_a_run_and_a_trained_vocabulary_goes_along(tuned, st
     convert.save_hf(Apertus(ApertusConfig(**{**TINY, "vocab_size": own.vocab_size})), str(tmp_path / "own"), own)
     assert tune(start, tmp_path / "third", f"--init_from={tmp_path / 'own'}", "--epochs=1").returncode == 0
     assert tokenizer.load_for(str(tmp_path / "third")).pieces == own.pieces
+
+
+# -----------------------------------------------------------------------------
+# conversations on disk
+
+
+def rows_like(n):
+    return [dict(messages=[*[SYSTEM] * (i % 2), user(f"{i}?" * (1 + i % 5)), assistant("é" * (1 + i % 7))]) for i in range(n)]
+
+
+def test_conversations_on_disk_are_what_render_gives_whatever_the_parts(tmp_path, monkeypatch):
+    """Four bytes a token; parts of 300 bytes of text, so that conversations begin before, at and behind their borders."""
+    rows = rows_like(40)
+    rows[7] = rows[31] = dict(messages=[user("?")])
+    (tmp_path / "chats.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    want = [sft.render(TOK, row, "2025-01-01") for row in rows if len(row["messages"]) > 1]
+    for part in (300, len(json.dumps(rows[0])) + 2, 2**26):
+        monkeypatch.setattr(sft, "PART", part)
+        found, bad, learnt, _ = sft.tokenized(str(tmp_path / str(part)), TOK, tmp_path / "chats.jsonl", 512, "2025-01-01", Ranks())
+        assert bad == {"no assistant turn": (2, 15)} and len(found) == 38
+        assert [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(38))] == want
+        assert found.tokens == sum(len(ids) for ids, _ in want) and learnt == sum(sum(said) for _, said in want)
+        sizes = [f.stat().st_size for f in (tmp_path / str(part)).glob("*.ids")]
+        assert sum(sizes) == 4 * found.tokens and (len(sizes) > 10) == (part < 2**20)
+
+
+def test_half_a_part_is_made_again_a_whole_one_is_not_and_a_stale_one_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "PART", 2000)
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows_like(40))))
+
+    def ids(tok=TOK, date="2025-01-01", longest=512):
+        found = sft.tokenized(str(tmp_path / "tokens"), tok, tmp_path / "chats.jsonl", longest, date, Ranks())[0]
+        return [found[k][0].tolist() for k in range(len(found))]
+
+    whole, made = ids(), []
+    first, *others = sorted((tmp_path / "tokens").glob("*.ids"))
+    os.remove(first.with_suffix(".json"))                                     # killed between the two files
+    first.write_bytes(b"half")
+    sft.mapped.cache_clear()
+    tokenize = sft.tokenize
+    monkeypatch.setattr(sft, "tokenize", lambda name, *args: (made.append(name), tokenize(name, *args)))
+    assert ids() == whole and made == [str(first.with_suffix(""))] and len(others) > 1
+    assert ids(date="2026-01-01") != whole
+    assert ids(tokenizer.load("apertus:300")) != whole
+    assert ids(longest=75) == [conversation for conversation in whole if len(conversation) <= 75]
+    (tmp_path / "chats.jsonl").write_text(json.dumps(rows_like(2)[1]))
+    assert ids() == [sft.render(TOK, rows_like(2)[1], "2025-01-01")[0]]
+
+
+def test_a_line_that_is_none_is_named_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft, "PART", 500)
+    (tmp_path / "chats.jsonl").write_text("\n".join([*map(json.dumps, rows_like(20)), "", "[1, 2]"]))
+    with pytest.raises(ValueError, match=r"chats.jsonl, line 22: want a JSON object with .*, got '\[1, 2\]'"):
+        sft.tokenized(str(tmp_path / "tokens"), TOK, tmp_path / "chats.jsonl", 512, None, Ranks())
+
+
+PARTS = """
+import sys
+import sft, tokenizer
+from parallel import orderly_exit
+sft.PART = 300
+with orderly_exit():
+    ranks, _ = sft.join("ddp", "cpu")
+    found, *_ = sft.tokenized(sys.argv[2], tokenizer.load("byte"), sys.argv[1], 512, "2025-01-01", ranks)
+    print(f"rank {ranks.rank}", [found[k][0].tolist() for k in range(len(found))], flush=True)
+    ranks.leave()
+"""
+
+
+def test_two_processes_tokenize_a_share_each_and_both_read_all_of_it(launch, tmp_path):
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows_like(12))))
+    (tmp_path / "parts.py").write_text(PARTS)
+    codes, text = launch(2, tmp_path / "chats.jsonl", tmp_path / "tokens", script=tmp_path / "parts.py", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+    want = [sft.render(TOK, row, "2025-01-01")[0] for row in rows_like(12)]
+    assert f"rank 0 {want}\n" in text and f"rank 1 {want}\n" in text
+
+
+# -----------------------------------------------------------------------------
+# what users have
 
 
 def broken(tmp_path, *rows):
@@ -227,7 +389,33 @@ def test_what_cannot_be_learnt_from_is_left_out_counted_and_named(start, tmp_pat
     assert done.returncode == 2 and "none of 1 conversations can be learnt from: 1" in done.stderr and why in done.stderr
 
 
+def test_openai_content_is_read_as_its_text():
+    parts = lambda *texts: [dict(type="text", text=text) for text in texts]
+    listed = dict(messages=[dict(role="system", content=parts("s")), user(parts("2+", "2?")), assistant(parts("4"))])
+    assert sft.learnable(TOK, listed, 512) == sft.render(TOK, dict(messages=[SYSTEM, user("2+2?"), assistant("4")]))
+
+
+@pytest.mark.parametrize("messages", [
+    [user(5), assistant("c")], [user("a"), assistant(5)], [user(["a"]), assistant("c")], [user({"text": 5}), assistant("c")],
+    [user([dict(type="image_url", image_url="x")]), assistant("c")], [user([dict(type="text")]), assistant("c")],
+    [user("a"), assistant(dict(blocks=5))], [user("a"), assistant(dict(blocks=["x"]))], [user("a"), assistant("half \ud83d a pair")],
+    [user("a"), dict(role="assistant", content="", tool_calls=[5])], [dict(role=[], content="a"), assistant("c")],
+    [dict(role=None), assistant("c")], [user("a"), assistant([dict(type="text", text=None)])]], ids=str)
+def test_odd_content_is_left_out_and_counted_by_its_kind(start, tmp_path, messages):
+    why = sft.learnable(TOK, dict(messages=messages), 512)
+    assert why in (sft.ODD, "roles out of order") and sft.prompt_ids(TOK, dict(messages=[*messages, user("b")])) == why
+
+
+def test_what_is_left_out_is_told_in_one_line_by_kind(start, tmp_path):
+    odd = [user(5), assistant("c")], [user("a")], [user("a"), assistant(dict(blocks=[5]))], [user("a"), assistant(dict(blocks=[6]))]
+    data = broken(tmp_path, GOOD, *(dict(messages=m) for m in odd), dict(messages=[user("a"), assistant("b")], tools=[5]))
+    done = tune(start, tmp_path / "run", data)
+    line = f"left out 5 of 6 conversations: 4 {sft.ODD} (first in line 2); 1 no assistant turn (first in line 3)\n"
+    assert done.returncode == 0 and line in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("row, args, says", [
+    (GOOD, ["--max_length=513"], "max_length=513 is beyond the window of the start model, 512 tokens: take --max_length=512"),
     ("not json", [], "line 1: want a JSON object"),
     ({"text": "x"}, [], "line 1: want a JSON object with a list `messages`"),
     ("", [], "is empty"),
@@ -337,3 +525,9 @@ def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
     ours = convert.load_run(str(tuned))[0].generate(ids, 30, temperature=0, stop=(end,))
     assert theirs.generation_config.eos_token_id == end and math.isfinite(theirs.generation_config.eos_token_id)
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()
+
+
+@pytest.mark.parametrize("name", ["sft.py", "qrpo.py"])
+def test_a_negative_number_of_checkpoints_is_told_before_anything_is_read(tmp_path, name):
+    done = script(name, "--keep_checkpoints=-1", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path / 'run'}")
+    assert done.returncode == 2 and "keep_checkpoints=-1: want how many" in done.stderr and not os.path.exists(tmp_path / "run")

@@ -315,6 +315,149 @@ def test_transformers_makes_our_ids_of_the_whole_vocabulary(apertus, hf_apertus)
         assert hf_apertus.encode(text, add_special_tokens=False, split_special_tokens=True) == apertus.encode(text)
 
 
+# --- vocabularies of others: the stored ids are the ids -------------------------------------------------------
+
+
+@pytest.fixture
+def hf_folder(tmp_path):
+    """A Hugging Face folder of apertus:300, and a function that edits its tokenizer.json."""
+    for file, content in hf_files(load("apertus:300")).items():
+        (tmp_path / file).write_text(json.dumps(content))
+
+    def edit(change, file="tokenizer.json"):
+        saved = json.loads((tmp_path / file).read_text())
+        change(saved)
+        (tmp_path / file).write_text(json.dumps(saved))
+        return str(tmp_path)
+    return tmp_path, edit
+
+
+def same_as_transformers(folder, texts):
+    """The Tokenizer of a folder, whose ids of each text, bytes of each id and ends are those of transformers' own loading."""
+    transformers = pytest.importorskip("transformers")
+    ours, theirs = tokenizer.load_hf(str(folder)), transformers.AutoTokenizer.from_pretrained(str(folder))
+    for text in [*STRINGS, *texts]:
+        ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert ours.encode(text) == ours.encode_array(text).tolist() == ids and ours.decode(ids) == text
+    assert (ours.bos, ours.eos, ours.pad) == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
+    assert ours.special == {s: i for s, i in theirs.get_vocab().items() if s in ours.special}
+    assert {**theirs.get_added_vocab()}.keys() == ours.special.keys()
+    for i in range(ours.vocab_size):
+        assert ours.decode([i]) == theirs.decode([i]), i
+    return ours
+
+
+def test_tokens_that_a_fine_tune_added_keep_every_id(hf_folder, tmp_path):
+    """As users do it: transformers adds a control token and two words, and saves."""
+    transformers = pytest.importorskip("transformers")
+    folder, _ = hf_folder
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    theirs.add_special_tokens(dict(additional_special_tokens=["<|mine|>"], pad_token="<|mypad|>"))
+    theirs.add_tokens(["Gruezi", "mitenand"])
+    theirs.save_pretrained(str(tmp_path / "more"))
+    ours = same_as_transformers(tmp_path / "more", ["Gruezi mitenand", "xGrueziy <|mine|>"])
+    assert ours.encode("Gruezi")[0] >= 364 and ours.encode("<|mine|>")[0] < 364 and ours.vocab_size == 368
+    assert ours.encode("abc") == load("apertus:300").encode("abc") and ours.hash != load("apertus:300").hash
+
+
+@pytest.mark.parametrize("end", ["<|assistant_end|>", {"content": "<|assistant_end|>", "lstrip": False}])
+def test_the_end_is_the_one_that_the_folder_names(hf_folder, end):
+    _, edit = hf_folder
+    folder = edit(lambda c: c.update(eos_token=end), "tokenizer_config.json")
+    ours = same_as_transformers(folder, []) if isinstance(end, str) else tokenizer.load_hf(folder)
+    assert ours.eos == ours.special["<|assistant_end|>"] and ours.hash == load("apertus:300").hash
+
+
+def test_gaps_between_ids_stay_gaps(hf_folder):
+    _, edit = hf_folder
+    shift = lambda saved: saved["model"].update(vocab={s: i + 5 * (i >= 200) for s, i in saved["model"]["vocab"].items()})
+    ours = same_as_transformers(edit(shift), [])
+    assert ours.vocab_size == 369 and ours.decode([199, 200, 204, 205]) == ours.decode([199, 205])
+
+
+def test_a_control_token_between_pieces_keeps_its_id(hf_folder):
+    _, edit = hf_folder
+    def swap(saved):                                   # <|inner_prefix|> moves behind the pieces, all others stay
+        vocab = saved["model"]["vocab"]
+        vocab["<|inner_prefix|>"] = 364
+        next(t for t in saved["added_tokens"] if t["content"] == "<|inner_prefix|>")["id"] = 364
+    assert same_as_transformers(edit(swap), []).special["<|inner_prefix|>"] == 364
+
+
+def test_a_vocabulary_of_others_goes_along_with_a_run(hf_folder, tmp_path):
+    """sft.py keeps it beside config.json: the same ids, the same text tokens, the same ends."""
+    _, edit = hf_folder
+    def more(saved):
+        for i, (name, special) in enumerate([("<|mine|>", True), ("Grüezi", False)], 364):
+            saved["added_tokens"].append({**saved["added_tokens"][0], "id": i, "content": name, "special": special})
+    ours = tokenizer.load_hf(edit(more))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps(dict(tokenizer=tokenizer.keep_for(ours, str(tmp_path / "run")))))
+    back = tokenizer.load_for(str(tmp_path / "run"))
+    assert back.hash == ours.hash and back.special == ours.special and back.encode("Grüezi, x") == ours.encode("Grüezi, x")
+    assert (back.bos, back.eos, back.pad) == (ours.bos, ours.eos, ours.pad)
+
+
+EXACT = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+
+
+def added(**token):
+    return lambda saved: saved["added_tokens"].append({**EXACT, "special": False, **token})
+
+
+@pytest.mark.parametrize("change, says", [
+    (added(id=400, content="far"), "'far' has the id 400, but transformers would number it 364"),
+    (lambda s: added(id=363, content=max(s["model"]["vocab"], key=s["model"]["vocab"].get))(s), "its merges are not all pairs"),
+    (lambda s: s["added_tokens"].__setitem__(5, {**s["added_tokens"][5], "id": 6}), "has the id 6, but"),
+    (lambda s: s["model"]["vocab"].update({"a": 300}), "two tokens have the same id"),
+    (added(id=364, content="word", lstrip=True), "'word' takes white space"),
+    (added(id=364, content="<email-pii>s"), "begin alike"),
+    (lambda s: s["model"]["merges"].reverse(), "its merges are not all pairs"),
+    (lambda s: s["model"]["merges"].pop(), "its merges are not all pairs"),
+    (lambda s: s["model"].update(ignore_merges=False), "is not a byte-level BPE that cuts text"),
+    (lambda s: s.update(normalizer=dict(type="NFC")), "is not a byte-level BPE that cuts text"),
+    (lambda s: s["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "is not a byte-level BPE that cuts text"),
+    (lambda s: s["model"]["vocab"].pop("a"), "is not a byte-level BPE that cuts text"),
+    (lambda s: s.pop("added_tokens"), "is not a byte-level BPE that cuts text")])
+def test_a_folder_whose_ids_could_be_others_is_refused_in_one_line(hf_folder, change, says):
+    _, edit = hf_folder
+    with pytest.raises(ValueError, match=says) as e:
+        tokenizer.load_hf(edit(change))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda c: c.update(added_tokens_decoder={"364": dict(content="<|late|>")}), "adds '<|late|>' as 364, this file has None"),
+    (lambda c: c.update(pad_token="[PAD]"), "no control token '\\[PAD\\]' to be the pad_token")])
+def test_a_tokenizer_config_that_names_other_tokens_is_refused(hf_folder, change, says):
+    _, edit = hf_folder
+    with pytest.raises(ValueError, match=says):
+        tokenizer.load_hf(edit(change, "tokenizer_config.json"))
+
+
+def test_merges_may_be_written_as_pairs_or_as_words(hf_folder):
+    _, edit = hf_folder
+    old = edit(lambda s: s["model"].update(merges=[" ".join(pair) for pair in s["model"]["merges"]]))
+    assert tokenizer.load_hf(old).hash == load("apertus:300").hash
+
+
+def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_ordinary(hf_folder):
+    _, edit = hf_folder
+    ordinary = lambda saved: [token.update(special=False) for token in saved["added_tokens"]]
+    t = tokenizer.load_hf(edit(ordinary))
+    assert min(t.encode(CONTROL)) >= 64 and t.encode("<email-pii>") == [t.special["<email-pii>"]]
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, "\xff"])
+def test_a_damaged_file_says_so_in_one_line(hf_folder, file, content):
+    folder, _ = hf_folder
+    (folder / file).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{file} is damaged") as e:
+        tokenizer.load_hf(str(folder))
+    assert "\n" not in str(e.value)
+
+
 # --- fairness -----------------------------------------------------------------------------------------------
 
 

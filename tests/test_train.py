@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 
+import ablate
 import checkpoint
 import convert
 from ademamix import AdEMAMix
@@ -173,6 +174,118 @@ def test_what_cannot_work_is_told_in_one_line(trained, tmp_path, args, says):
     done = tiny(trained, f"--out={tmp_path / 'run'}", *args)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("train.py: ") and says in last and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--keep_checkpoints=-1"], "keep_checkpoints=-1: want how many of the newest to keep, or 0 to keep all"),
+    (["--total_samples=7"], "total_samples=7 is less than one step of batch_size=8"),
+    (["--total_samples=80", "--decay_samples=100"], "(10 steps): say --total_samples=80 --warmup_samples=4 --decay_samples=24"),
+    (["--steps=10"], "10 steps of batch_size=8 are --total_samples=80 --warmup_samples=4 --decay_samples=24")])
+def test_a_length_that_cannot_be_is_answered_with_what_to_type(trained, tmp_path, args, says):
+    done = tiny(trained, f"--out={tmp_path / 'run'}", *args)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_it_says_to_type_runs(trained, tmp_path):
+    said = tiny(trained, "--total_samples=24", f"--out={tmp_path / 'run'}").stderr
+    done = tiny(trained, *said.split(": say ")[1].split(), f"--out={tmp_path / 'run'}")
+    assert done.returncode == 0 and [e["step"] for e in log(tmp_path / "run") if "loss" in e] == [0, 1, 2], done.stderr
+
+
+def interrupted(split):
+    """TokenDataset.batch, but whoever asks for a batch of this split is interrupted: the run ends there as if it were killed."""
+    true = TokenDataset.batch
+
+    def batch(self, *args):
+        if self.split == split:
+            raise KeyboardInterrupt
+        return true(self, *args)
+    return batch
+
+
+@pytest.mark.parametrize("ramp, samples", [(0, 1_000_000), (500_000, 1_000_000), (999_999, 999_992)])
+def test_epochs_count_the_samples_of_the_batch_ramp(trained, tmp_path, monkeypatch, ramp, samples):
+    """62,500 steps of 8 and 31,250 of 16 are a million samples; 93,750 steps of 8, as it said, were 750,000."""
+    with open(os.path.join(trained[0], "config.json")) as f:
+        windows = TokenDataset(json.load(f)["data"], "train", 64).n_windows
+    monkeypatch.setattr(TokenDataset, "batch", interrupted("train"))         # the line comes before the first step
+    done = tiny(trained, f"--out={tmp_path / 'run'}", "--total_samples=1000000", f"--batch_ramp_at={ramp}")
+    assert done.returncode == 130 and f"so {samples / windows:.1f} epochs" in done.stdout
+
+
+def without_times(entries):
+    return [{k: v for k, v in e.items() if k not in ("tok_s", "seconds")} for e in entries]
+
+
+def test_the_last_save_comes_before_the_last_validation_which_is_made_up_for(trained, tmp_path, monkeypatch):
+    """The 8B's validation takes long, and a stage's end must not be lost to it. Killed there, only the validation is done again."""
+    out = tmp_path / "run"
+    with monkeypatch.context() as m:
+        m.setattr(TokenDataset, "batch", interrupted("val"))
+        assert tiny(trained, f"--out={out}", "--eval_every=0").returncode == 130
+    assert checkpoint.steps_in(out / "ckpt") == [10, 20] and not (out / "summary.json").exists()
+    assert not ablate.finished(out)
+    done = tiny(trained, f"--out={out}", "--eval_every=0", "--resume")
+    assert done.returncode == 0 and ablate.finished(out), done.stderr
+    whole = [e for e in log(trained[0]) if "loss" in e or e["step"] == 19]   # which was also validated after 10 steps
+    assert without_times(log(out)) == without_times(whole)
+    assert json.loads((out / "summary.json").read_text())["val_bpb"] == log(out)[-1]["val_bpb"]
+
+
+@pytest.mark.parametrize("torn", ["", '{"val_bpb": 1', "null", "[]", '{"val_bpb": 2.0}'])
+def test_a_torn_summary_is_written_again_and_the_log_has_one_validation_of_the_last_step(trained, tmp_path, torn):
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    (out / "summary.json").write_text(torn)
+    (out / "config.json").write_text('{"n_la')                               # cut by the same full disk
+    assert not ablate.finished(out)
+    done = tiny(trained, f"--out={out}", "--sample_every=20", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert without_times(log(out)) == without_times(log(trained[0]))
+    both = [json.loads(open(os.path.join(folder, "summary.json")).read()) for folder in (out, trained[0])]
+    assert [{k: v for k, v in s.items() if k != "seconds"} for s in both[:1]] == [{k: v for k, v in s.items() if k != "seconds"} for s in both[1:]]
+    assert json.loads((out / "config.json").read_text())["n_layer"] == 2
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "loss": 5.{"step": 4, "loss": 5.1}\n', "\0\0\0\0\n", "null\n", '{"tokens": 3}\n'])
+def test_a_torn_line_of_the_log_does_not_stop_a_resume(trained, tmp_path, torn):
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    shutil.rmtree(out / "ckpt" / "step-00000020")
+    lines = (out / "log.jsonl").read_text().splitlines(True)
+    (out / "log.jsonl").write_text("".join(lines[:3]) + torn + "".join(lines[3:]))
+    done = tiny(trained, f"--out={out}", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert without_times(log(out)) == without_times(log(trained[0]))
+
+
+def test_the_last_validation_is_bounded(trained, tmp_path, monkeypatch):
+    seen, true = [], TokenDataset.batch
+
+    def batch(self, first, n):
+        if self.split == "val":
+            seen.append((first, n))
+        return true(self, first, n)
+    monkeypatch.setattr(TokenDataset, "batch", batch)
+    args = ["--total_samples=24", "--warmup_samples=0", "--decay_samples=0", "--eval_every=0"]
+    assert tiny(trained, f"--out={tmp_path / 'few'}", *args, "--last_eval_windows=6").returncode == 0
+    assert seen == [(0, 4), (2, 4)]
+    seen.clear()
+    assert tiny(trained, f"--out={tmp_path / 'all'}", *args, "--last_eval_windows=0").returncode == 0
+    with open(os.path.join(trained[0], "config.json")) as f:
+        windows = TokenDataset(json.load(f)["data"], "val", 64).n_windows
+    assert seen[-1] == (windows - 4, 4) and len(seen) == -(-windows // 4)
+
+
+@pytest.mark.parametrize("flag, says", [("--optimizer=adamw", "optimizer 'ademamix' -> 'adamw'"), ("--batch_ramp_at=80", "batch_ramp_at 0 -> 80"),
+                                        ("--batch_size=16", "batch_size 8 -> 16"), ("--seed=3", "seed 28 -> 3"), ("--qk_norm=False", "qk_norm"),
+                                        ("--rope_theta=1e4", "rope_theta"), ("--tie_embeddings", "tie_embeddings"), ("--doc_mask=False", "doc_mask")])
+def test_a_run_is_not_resumed_as_another(trained, flag, says):
+    before = log(trained[0])
+    done = tiny(trained, f"--out={trained[0]}", "--resume", "--total_samples=320", flag)
+    assert done.returncode == 2 and "is of another run" in done.stderr and says in done.stderr and done.stderr.count("\n") == 1
+    assert log(trained[0]) == before
 
 
 def test_a_run_is_not_overwritten_and_a_finished_one_not_gone_on_with(trained):

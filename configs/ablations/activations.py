@@ -3,7 +3,7 @@ study = "activations"
 question = "xIELU, SwiGLU, GELU and ReLU^2 at equal parameters"
 baseline = "xielu"
 arms = dict(xielu={}, swiglu=dict(activation="swiglu"), gelu=dict(activation="gelu"), relu2=dict(activation="relu2"))
-lrs = (1e-3, 2e-3, 4e-3)
+lrs = (5e-4, 1e-3, 2e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: SwiGLU 2.037 -> xIELU 1.997 nats of training loss."
 reading = (
     "Not the published order. ReLU^2 is ahead of xIELU by 0.036 +- 0.003 bits per byte, in three seeds of three, and of the "

@@ -3,7 +3,7 @@ study = "apertus"
 question = "Apertus' recipe against the Llama-style one"
 baseline = "llama"
 arms = dict(llama="configs/ablations/llama.py", apertus={})
-lrs = (1e-3, 2e-3, 4e-3, 8e-3)
+lrs = (5e-4, 1e-3, 2e-3, 4e-3)
 published = "report sec. 2.4, 3B, one run: 1.906 -> 1.843 nats of training loss, the baseline's final loss after 60 to 70 % of its tokens."
 reading = (
     "The sign of the headline holds at this size, for three seeds of three: -0.090 +- 0.014 bits per byte, although "

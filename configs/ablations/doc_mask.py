@@ -3,7 +3,7 @@ study = "doc_mask"
 question = "attention inside documents, or across them"
 baseline = "inside"
 arms = dict(inside={}, across=dict(doc_mask=False))
-lrs = (1e-3, 2e-3, 4e-3)
+lrs = (5e-4, 1e-3, 2e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: 2.037 with and without (and the released code most likely did not mask)."
 reading = (
     "No difference that three seeds could show: +0.001 +- 0.014 bits per byte without the mask, as published. Windows of "

@@ -3,7 +3,7 @@ study = "goldfish"
 question = "what Goldfish costs: none, the published product hash, a mixing hash (k = h = 50)"
 baseline = "none"
 arms = dict(none=dict(goldfish_k=0), product={}, mix=dict(goldfish_hash="mix"))
-lrs = (1e-3, 2e-3, 4e-3)
+lrs = (5e-4, 1e-3, 2e-3)
 published = "no row of its own in the report; Table E.5 finds downstream scores unharmed at 1B to 8B."
 reading = (
     "Forgetting one label in fifty costs nothing that three seeds could show: +0.003 +- 0.011 bits per byte for the "

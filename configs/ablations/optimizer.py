@@ -3,7 +3,7 @@ study = "optimizer"
 question = "AdEMAMix against AdamW"
 baseline = "ademamix"
 arms = dict(ademamix={}, adamw=dict(optimizer="adamw"))
-lrs = (1e-3, 2e-3, 4e-3)
+lrs = (5e-4, 1e-3, 2e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: AdamW 2.037 -> AdEMAMix 2.002 nats of training loss."
 reading = (
     "No difference once both are tuned: -0.004 +- 0.005 bits per byte, the interval of the mean holds 0, and both are best "

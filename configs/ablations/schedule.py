@@ -3,7 +3,7 @@ study = "schedule"
 question = "WSD against cosine"
 baseline = "wsd"
 arms = dict(wsd={}, cosine=dict(schedule="cosine"))
-lrs = (1e-3, 2e-3, 4e-3)
+lrs = (5e-4, 1e-3, 2e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: cosine 2.037 -> WSD 2.033 nats of training loss."
 reading = (
     "WSD is ahead of the cosine by 0.024 +- 0.003 bits per byte, in three seeds of three, both at the best of three rates, "

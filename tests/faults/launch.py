@@ -167,6 +167,43 @@ def slow(seconds):
     parallel.square_norm = lambda *args: (time.sleep(float(seconds)), true(*args))[1]
 
 
+def picture(path):
+    """Nothing wrong: when the picture is drawn, say whether the summary is there and whether other ranks still wait for this one."""
+    import plot
+
+    def curves(folders, *args):
+        import torch.distributed as dist
+        with open(path, "w", encoding="utf-8") as f:
+            json.dump(dict(summary=os.path.exists(os.path.join(folders[0], "summary.json")), waiting=dist.is_initialized()), f)
+    plot.curves = curves
+
+
+def windows():
+    """
+    What Windows has not is not here: modules, signals and functions of POSIX. Its msvcrt is, in so far as a lock needs it. The project's
+    files are imported anew, since they may look for these as they are imported.
+    """
+    import errno
+    import fcntl as posix
+    import types
+
+    import torch.distributed.checkpoint  # noqa: F401  torch knows Windows by sys.platform, and is imported as it is here
+
+    def locking(fd, mode, nbytes):
+        try:
+            posix.lockf(fd, posix.LOCK_EX | posix.LOCK_NB, nbytes, os.lseek(fd, 0, os.SEEK_CUR))
+        except OSError:
+            raise PermissionError(errno.EACCES, "Permission denied") from None
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(ROOT + os.sep) and ".venv" not in module.__file__ and name != "__main__":
+            del sys.modules[name]
+    sys.modules.update(fcntl=None, resource=None, pwd=None, grp=None, termios=None, msvcrt=types.SimpleNamespace(LK_NBLCK=2, locking=locking))
+    for name in ("SIGUSR1", "SIGUSR2", "SIGKILL", "SIGSTOP", "SIGHUP", "SIGQUIT", "SIGALRM", "SIGCHLD", "SIGPIPE", "alarm", "setitimer"):
+        delattr(signal, name)
+    for name in ("fork", "uname", "wait4", "killpg", "getuid", "geteuid", "getpgid", "setsid", "mkfifo", "sched_getaffinity"):
+        delattr(os, name)
+
+
 def clock(path):
     """Nothing wrong: a line a step to a file, of the wall clock, the CPU seconds of all threads, and the seconds spent in Saver.save."""
     import checkpoint
@@ -199,7 +236,7 @@ def child(question, rank, log):
         os.setuid(question["uid"])
     name, _, args = question["fault"].partition(":")
     if name:
-        globals()[name](*args.split(","))
+        globals()[name](*(args.split(",") if args else ()))
     folder, script = os.path.split(os.path.join(ROOT, question["script"]))
     sys.argv, code = [os.path.join(folder, script), *question["args"]], 1
     sys.path.insert(0, folder)

@@ -14,7 +14,8 @@ def lab(launch, tmp_path_factory):
     return suite.Lab(launch, tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("fault, times", [(name, dict(kill=10, flip_bits=1000).get(name, 1)) for name in suite.FAULTS if name != "torchrun"])
+@pytest.mark.parametrize("fault, times", [(name, dict(kill=10, flip_bits=1000).get(name, 1)) for name in suite.FAULTS
+                                          if name not in ("torchrun", "power_loss")])      # the latter: test_checkpoint.py, it needs no run
 def test_fault(lab, fault, times):
     rows = suite.FAULTS[fault](lab, times, **(dict(worlds=(2,)) if fault == "signals" else {}))
     assert rows and all(row[1] > 0 for row in rows)
