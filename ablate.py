@@ -38,6 +38,7 @@ import configurator
 import plot
 from intervals import p_value, t_quantile
 from schedule import steps_in
+from tokenizer import read_json
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
 arms = {}                                   # name -> overrides of train.py: a dict, or a config file as a string
@@ -91,8 +92,10 @@ def finished(folder):
     """Does the log end with the validation of the last step? What was written after it, a checkpoint, a picture, no study needs."""
     if not plot.has_log(folder) or not os.path.isfile(os.path.join(folder, "config.json")):
         return False
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        config = json.load(f)
+    try:
+        config = read_json(os.path.join(folder, "config.json"))
+    except ValueError:                                                      # cut by a full disk: train.py --resume writes it again
+        return False
     last = (plot.read_log(folder) or [{}])[-1]
     return "val_bpb" in last and last["step"] + 1 == steps_in(config["total_samples"], config["batch_size"], config["batch_ramp_at"] or None)
 

@@ -272,7 +272,7 @@ def publish(path, tensors, jsons):
             save_file(shard, place(f"{file}.tmp"), metadata={"format": "pt"})
             checkpoint.flush(place(f"{file}.tmp"))
         for file, content in jsons.items():
-            checkpoint.write_flushed(place(f"{file}.tmp"), json.dumps(content, indent=1, ensure_ascii=False))
+            write_json(place(f"{file}.tmp"), content)
     except (OSError, SafetensorError) as e:                # the disk is full, or a file has the folder's name
         remove(place(f"{file}.tmp") for file in names)
         raise OSError(f"{path} could not be written ({e}); what was there before is untouched") from None
@@ -310,8 +310,13 @@ ALSO_READ = {"config.json", "generation_config.json", "tokenizer.json", "tokeniz
 
 
 def write_list(path, names):
-    checkpoint.write_flushed(os.path.join(path, f"{LIST}.tmp"), json.dumps(dict(files=sorted(names))))
-    os.replace(os.path.join(path, f"{LIST}.tmp"), os.path.join(path, LIST))
+    checkpoint.write_flushed(os.path.join(path, LIST), json.dumps(dict(files=sorted(names))))
+
+
+def write_json(path, content):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(content, f, indent=1, ensure_ascii=False)
+    checkpoint.flush(path)
 
 
 def remove(files):

@@ -36,13 +36,8 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def share(doc_id):
-    """A number in [0, 1) that depends on the id alone: below val_share is validation, and documents stand in its order."""
-    return place(doc_id) / 2**64
-
-
 def place(doc_id):
-    """The same as an integer of 64 bits."""
+    """An integer of 64 bits that depends on the id alone: documents stand in its order, and over 2^64 below val_share is validation."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8], "big")
 
 

@@ -76,7 +76,7 @@ def token_scores(model, windows):
             z = model.lm_head(h_part).float()                               # (rows, V)
             nll.append(z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0])
             top.append(z.argmax(-1) == y)
-        nll, top = torch.cat(nll).double().cpu().numpy(), torch.cat(top).cpu().numpy()
+        nll, top = torch.cat(nll).cpu().double().numpy(), torch.cat(top).cpu().numpy()
         ends = np.cumsum([len(windows[i][0]) - windows[i][1] for i in some])[:-1]
         for i, a, b in zip(some, np.split(nll, ends), np.split(top, ends)):
             found[i] = a, b

@@ -535,8 +535,7 @@ def read_rows(path):
 
 def write_rows(path, rows):
     """Whole or not at all."""
-    write_flushed(path + ".tmp", "".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(path + ".tmp", path)
+    write_flushed(path, (json.dumps(row) + "\n" for row in rows))
 
 
 def merged(kept, rows):

@@ -145,28 +145,17 @@ def curves(folders, picture, panels=PANELS):
     finish(figure, picture)
 
 
-def read_config(path):
-    """A run's config.json. ValueError, one line, for one that a full disk has cut."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            config = json.load(f)
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is damaged: train.py --resume with this run's settings writes it again")
-    return config
-
-
 def comparable(folders):
     """
     Which panels may be drawn for these runs together: all, if they have the same data; bits per byte and what has no unit of text, if the
     same validation text was cut by other tokenizers. ValueError if the texts differ: no number of theirs can be compared.
     """
+    from tokenizer import read_json
     configs = []
     for folder in folders:
         path = os.path.join(folder, "config.json")
         if os.path.isfile(path):
-            configs.append((folder, read_config(path)))
+            configs.append((folder, read_json(path)))
     if len({c.get("data_hash") for _, c in configs}) <= 1:
         return PANELS + SPEED
     texts = {}

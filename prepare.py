@@ -40,7 +40,7 @@ import report as reports
 import tokenizer as tokenizers
 from compliance import AGENTS, blocked_domains, open_robots
 from configurator import run, settings
-from documents import batches, check, find, place, sha256, share
+from documents import batches, check, find, place, sha256
 from filters import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
 from pipeline import KINDS, Rules, ordered, scores, sift, sifted
 from shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
@@ -350,7 +350,7 @@ def fingerprint(text):
 
 
 def plant(kept, work):
-    """Add the passages of --probes to what stays, each as often as its repetitions say, all over the training split."""
+    """Add the passages of --probes to what stays, each as often as its repetitions say: a source of its own, in an order of its own."""
     if not probes:
         return None
     passages = [dict(id=f"probe/{i}", text=text) for i, text in enumerate(read_prompts(probes))]
@@ -361,8 +361,7 @@ def plant(kept, work):
             raw = passage["text"].encode()
             passage["repetitions"] = repetitions[n % len(repetitions)]
             for k in range(passage["repetitions"]):
-                spread = val_share + (1 - val_share) * share(f"{passage['id']}#{k}")
-                added.append((min(int(spread * 2**64), 2**64 - 1), -1, at, len(raw), -1, 2 * source))
+                added.append((place(f"{passage['id']}#{k}"), -1, at, len(raw), -1, 2 * source))
             at += f.write(raw)
     kept["sources"] = [*kept["sources"], "probes"]
     for i, name in enumerate(("place", "batch", "offset", "length", "group", "stream")):

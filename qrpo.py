@@ -99,7 +99,7 @@ weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between rank diagnostics (rank.py); 0 = never
 checkpoint_every = 200          # steps; 0 = at the end only
-keep_checkpoints = 2
+keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
 
 BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}                        # the middle of the paper's grids
@@ -474,6 +474,7 @@ def main():
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
     beta_log_z(1.0, transform)
     b0 = beta or (5.0 if length_norm else BETA[loss])
+    checkpoint.check_keep(keep_checkpoints)
     for _ in numbered_rows(data):                                           # a file that is none is told at once
         break
     ranks, where = join(parallel, pick_device(device))

@@ -79,7 +79,7 @@ weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between rank diagnostics (rank.py); 0 = never
 checkpoint_every = 500          # steps; 0 = at the end only
-keep_checkpoints = 2
+keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
 
 
@@ -582,6 +582,7 @@ def too_short(what, n, epochs, batch_size):
 def main():
     if show:
         return show_conversations()
+    checkpoint.check_keep(keep_checkpoints)
     for _ in numbered_rows(data):                                           # a file that is none is told at once
         break
     ranks, where = join(parallel, pick_device(device))

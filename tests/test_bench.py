@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import bench
+import peers
 from conftest import script
 from model import Apertus, ApertusConfig
 
@@ -83,6 +84,21 @@ def test_who_computes_something_else_does_not_race(tiny, monkeypatch):
     monkeypatch.setattr(bench, "contestant", wrong)
     with pytest.raises(ValueError, match="loss of the first batch: hf has .* they do not compute the same"):
         bench.train()
+
+
+def test_nanogpt_is_causal_and_has_gpt2s_parameters():
+    """12 C^2 a block and two gains, one for the last norm; embeddings of tokens (the head as well) and positions."""
+    torch.manual_seed(0)
+    C, L, V, T = 24, 2, 50, 16
+    model = peers.NanoGPT(ApertusConfig(block_size=T, vocab_size=V, n_layer=L, n_head=3, n_kv_head=3, n_embd=C, ffn_dim=96))
+    assert sum(p.numel() for p in model.parameters()) == L * (12 * C**2 + 2 * C) + C + V * C + T * C
+    idx = torch.arange(10)[None]
+    only_the_fourth = torch.full((1, 10), -100)            # the loss ignores -100
+    only_the_fourth[0, 3] = 7
+    future, past = idx.clone(), idx.clone()
+    future[0, 4:], past[0, 0] = 0, 49
+    loss = model(idx, only_the_fourth)
+    assert torch.equal(model(future, only_the_fourth), loss) and not torch.equal(model(past, only_the_fourth), loss)
 
 
 def test_attended_positions_are_those_that_the_mask_lets_through(tiny):

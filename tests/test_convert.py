@@ -169,7 +169,7 @@ def export_until(monkeypatch, step, *args, **how):
                     raise Killed
                 return real(*args, **kw)
             return change
-        for owner, name in ((convert, "save_file"), (convert.checkpoint, "write_flushed"), (os, "replace"), (os, "remove")):
+        for owner, name in ((convert, "save_file"), (convert, "write_json"), (os, "replace"), (os, "remove")):
             patch.setattr(owner, name, counted(getattr(owner, name)))
         try:
             convert.save_hf(*args, **how)
@@ -211,11 +211,11 @@ def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):
     convert.save_hf(old, str(tmp_path))
     before = {f: (tmp_path / f).read_bytes() for f in LAYOUT}
 
-    def full(path, text, write=convert.checkpoint.write_flushed):
+    def full(path, content, write=convert.write_json):
         if path.endswith("config.json.tmp"):
             raise OSError(28, "No space left on device")
-        write(path, text)
-    monkeypatch.setattr(convert.checkpoint, "write_flushed", full)
+        write(path, content)
+    monkeypatch.setattr(convert, "write_json", full)
     with pytest.raises(OSError, match="No space left on device.*is untouched") as e:
         convert.save_hf(Apertus(SMALL, seed=1), str(tmp_path))
     assert "\n" not in str(e.value) and before == {f: (tmp_path / f).read_bytes() for f in LAYOUT}

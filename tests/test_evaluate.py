@@ -112,13 +112,14 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(narr
         assert (row["documents"], row["bytes"], row["tokens"]) == (len(mine), size, sum(len(bits) for _, bits in mine))
 
 
-def test_each_window_gets_its_own_scores_back_and_no_batch_holds_more_than_it_may(narrow, monkeypatch):
-    """Against one call of the model a window, in fp64; batches of 40 tokens, windows of 2 to 13 in no order."""
-    monkeypatch.setattr(evaluate, "batch_tokens", 40)
+@pytest.mark.parametrize("most", [5, 40])
+def test_each_window_is_scored_once_and_no_batch_holds_more_than_it_may(narrow, monkeypatch, most):
+    """Against one call of the model a window, in fp64; windows of 2 to 13 in no order. One that is longer than a batch goes alone."""
+    monkeypatch.setattr(evaluate, "batch_tokens", most)
     draw = np.random.default_rng(0)
     windows = [(draw.integers(0, 320, n).tolist(), int(draw.integers(1, n))) for n in draw.integers(2, 14, 40)]
     sizes, hidden = [], narrow.hidden
-    monkeypatch.setattr(narrow, "hidden", lambda idx: sizes.append(idx.numel()) or hidden(idx))
+    monkeypatch.setattr(narrow, "hidden", lambda idx: sizes.append(idx.shape) or hidden(idx))
     found = evaluate.token_scores(narrow, windows)
     exact = copy.deepcopy(narrow).double()
     del exact.hidden                                                        # the copy has a method of its own again
@@ -128,7 +129,8 @@ def test_each_window_gets_its_own_scores_back_and_no_batch_holds_more_than_it_ma
         want = torch.tensor(ids[first:])
         np.testing.assert_allclose(nll, -logp.gather(1, want[:, None])[:, 0], rtol=1e-5)
         assert top.tolist() == (logp.argmax(-1) == want).tolist()
-    assert len(sizes) > 5 and max(sizes) <= 40
+    assert sum(rows for rows, _ in sizes) == 40 and all(rows * T <= most or rows == 1 for rows, T in sizes)
+    assert len(sizes) <= 12 or most == 5                                    # and is filled
 
 
 def test_the_likeliest_tokens_are_marked(narrow, tok):
@@ -240,7 +242,8 @@ def test_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
             dict(question="3 + 3?", choices=["6", "7"], answer=0)]
     asked, pair = [], evaluate.pair
     monkeypatch.setattr(evaluate, "pair", lambda tok, context, choice, T: asked.append((context, choice)) or pair(tok, context, choice, T))
-    assert evaluate.choice_scores(model, tok, rows, "x")["n"] == 1
+    found = evaluate.choice_scores(model, tok, rows, "x")
+    assert found["n"] == 1 and found["interval"] == evaluate.wilson(int(found["score"]), 1)
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n3 + 3?\nAnswer:"
     assert asked == [(context, " 6"), (context, " 7")]
 
@@ -356,7 +359,8 @@ def test_one_command_gives_table_json_and_bars(exported, tmp_path):
 
 
 def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
-    assert script("prepare.py", os.path.join(ROOT, "s*.py"), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.2").returncode == 0
+    assert script("prepare.py", os.path.join(ROOT, "s*.py"), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.5").returncode == 0
+    assert sum(s["val"]["documents"] for s in json.load(open(tmp_path / "own" / "meta.json"))["sources"].values()) > 1
     done = script("train.py", "configs/tiny.py", f"--data={tmp_path / 'own'}", f"--out={tmp_path / 'run'}", "--total_samples=16", "--decay_samples=0", "--checkpoint_every=2", "--dtype=float32")
     assert done.returncode == 0, done.stderr
     done = script("evaluate.py", f"--init_from={tmp_path / 'run'}", "--limit=1")
@@ -373,11 +377,11 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path, tok)
         (tmp_path / f"{source}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         texts |= {row["text"].strip(): source for row in rows}
     done = script("prepare.py", *(tmp_path / f"{name}.jsonl" for name in ("one", "two", "three")), f"--out={tmp_path / 'own'}",
-                  "--tokenizer=byte", "--val_share=0.5", "--source_by=source")
+                  "--tokenizer=apertus:400", "--val_share=0.5", "--source_by=source")
     assert done.returncode == 0, done.stderr
     meta = json.load(open(tmp_path / "own" / "meta.json"))
     assert len(meta["sources"]) == 3
-    for vocabulary in ("byte", "apertus:300"):                              # the model's own; and another, to whose ids the text is translated
+    for vocabulary in ("apertus:400", "byte"):                              # the model's own; and another, to whose ids the text is translated
         found = list(evaluate.validation_documents(str(tmp_path / "own"), tokenizer.load(vocabulary)))
         assert len(set(found)) == len(found) == sum(s["val"]["documents"] for s in meta["sources"].values())
         for source, text in found:
@@ -399,6 +403,22 @@ def test_limit_and_groups_of_the_command(exported, tmp_path):
 
     assert groups() == {"all": 6, "en": 1, "fr": 1, "de": 2, "b.jsonl": 1, "book.txt": 1}              # a blank text is none
     assert groups("--by=source", "--limit=2") == {"all": 4, "0": 1, "1": 1, "b.jsonl": 1, "book.txt": 1}
+
+
+def test_the_table_says_what_was_measured():
+    """Numbers by hand."""
+    text = dict(group="de", documents=1234, bytes=9000, tokens=3000, bits_per_byte=1.25, plus_minus=0.5)
+    quiz = dict(task="quiz", kind="choice", n=8, shots=2, score=0.5, interval=(0.25, 0.75), score_norm=0.375, interval_norm=(0.125, 0.625), chance=0.25)
+    sums = dict(task="sums", kind="exact match", n=9, shots=0, score=0.125, interval=(0.0, 0.5), chance=0.0)
+    bleu = dict(task="wmt", kind="harness", n=7, shots=1, metric="bleu,none", score=31.5, stderr=1.0, interval=(29.0, 34.0))
+    alone = dict(bleu, metric="ter,none", stderr="N/A", interval=None)
+    lines = evaluate.table_md(dict(model="out/x", texts=[text], tasks=[quiz, sums, bleu, alone])).splitlines()
+    assert lines == [
+        "# out/x", "", "| text | documents | bytes | bytes/token | bits/byte (95 %) |", "|---|---|---|---|---|", "| de | 1,234 | 9,000 | 3.00 | 1.250 ± 0.500 |", "",
+        "| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|",
+        "| quiz (choice) | 8 | 2 | 0.500 (0.250 to 0.750) | 0.375 (0.125 to 0.625) | 0.250 |",
+        "| sums (exact match) | 9 | 0 | 0.125 (0.000 to 0.500) |  | 0.000 |",
+        "| wmt (bleu,none) | 7 | 1 | 31.500 (29.000 to 34.000) | | |", "| wmt (ter,none) | 7 | 1 | 31.500  | | |"]
 
 
 @pytest.mark.parametrize("content, says", [("{}", "line 1: want a JSON object with \"text\", or"),

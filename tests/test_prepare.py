@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 
 import documents
+import pipeline
 import prepare
 import shards
 import tokenizer
+from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
 from documents import batches, check, find
@@ -215,6 +217,11 @@ def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file
         with open(code / f"{name}.py", "a") as f:
             f.write("# changed")
         assert (survey(), survey()) == (False, True)
+    for name, value in settings(vars(prepare)).items():
+        if name != "paths":
+            other = not value if type(value) is bool else value[:-1] if type(value) is tuple else value + type(value)(1)
+            monkeypatch.setattr(prepare, name, other)
+            assert survey() == (name in ("workers", "strict", "dry_run")), name
     monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
     assert (survey(), survey()) == (False, True)
     os.remove(code / "filters.py")
@@ -540,6 +547,49 @@ def test_batches_hold_whole_lines_with_their_numbers(tmp_path, size, monkeypatch
             assert i == 0 and first == len(got)
             got += raw.split(b"\n")[:-1] if raw.endswith(b"\n") else raw.split(b"\n")
     assert got == lines and seen == file["bytes"]
+
+
+def test_small_files_share_a_batch_up_to_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BATCH", 100)
+    for i, n in enumerate((30, 30, 30, 30, 70, 101, 99, 1, 1)):
+        (tmp_path / f"{i}.txt").write_bytes(b"x" * n)
+    files = [check(name, path) for name, path in find([str(tmp_path)])]
+    assert [[i for i, _, _ in pieces] for _, pieces, _ in batches(files)] == [[0, 1, 2], [3, 4], [5], [6, 7], [8]]
+
+
+def test_a_row_is_called_by_its_own_id_or_by_its_number_in_the_file(tmp_path):
+    """An id of 0 is one; rows are counted over row groups and over blocks of lines; script and language are joined once."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    records = [dict(text=f"t{i}", language=("deu", "deu_Latn")[i % 2], language_script="Latn") for i in range(7)]
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet", row_group_size=3)
+    write_jsonl(tmp_path / "j.jsonl", records)
+    write_jsonl(tmp_path / "k.jsonl", [dict(text="a", id=5), dict(text="b", id=0), dict(text="c", id=""), dict(text="d", id=None)])
+    files = [check(name, path) for name, path in find([str(tmp_path)])]
+    docs = [doc for _, pieces, _ in batches(files) for doc in documents.documents(files, pieces)]
+    assert [doc["id"] for doc in docs] == [f"j.jsonl:{i}" for i in range(7)] + [f"k.jsonl:{i}" for i in (5, 0, "", 3)] + [f"p.parquet:{i}" for i in range(7)]
+    assert {doc["language"] for doc in docs if "k.jsonl" not in doc["id"]} == {"deu_Latn"}
+
+
+def test_a_handful_ends_with_the_document_that_fills_it():
+    docs = [dict(text=text and "x" * text) for text in (100, 100, 100, None, 300, 10)]
+    assert [len(some) for some in pipeline.handfuls(iter(docs), size=250)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_few_tasks_are_on_their_way_however_many_there_are(workers):
+    drawn = []
+    tasks = ((n, (n,)) for n in range(100) if not drawn.append(n))
+    results = pipeline.ordered(pow, (2,), tasks, workers)
+    for n in range(40):
+        assert next(results) == (n, 2**n) and len(drawn) <= n + 2 * workers
+    results.close()
+
+
+def test_texts_that_differ_in_an_address_alone_are_two(tmp_path):
+    records = [dict(text=f"Write to {name}@example.org") for name in ("jo", "al", "jo")]
+    run(write_jsonl(tmp_path / "d.jsonl", records), f"--out={tmp_path / 'out'}", "--tokenizer=byte")
+    assert texts_in(tmp_path / "out") == ["Write to <email-pii>"] * 2
 
 
 def test_row_groups_larger_than_a_slice_are_cut_by_rows(tmp_path, monkeypatch):

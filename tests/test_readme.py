@@ -183,3 +183,13 @@ def test_the_sizes_that_the_readme_names_follow_from_the_configs():
 
 def test_the_readme_is_short_enough_to_be_read():
     assert README.count("\n") <= 250
+
+
+def test_what_is_said_of_recitation_stands_in_the_table_of_results():
+    said = next(part for part in README.split("\n\n") if "results/memorize/table.md" in part)
+    with open(os.path.join(ROOT, "results", "memorize", "table.md"), encoding="utf-8") as f:
+        table = f.read()
+    pairs = re.findall(r"(\d?\.\d+) \+- (\d?\.\d+)", said)
+    assert len(pairs) >= 5
+    for mean, half in pairs:
+        assert f"{float(mean):.2f} ± {float(half):.2f}" in table, (mean, half)

@@ -552,3 +552,9 @@ def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
     ours = convert.load_run(str(tuned))[0].generate(ids, 30, temperature=0, stop=(end,))
     assert theirs.generation_config.eos_token_id == end and math.isfinite(theirs.generation_config.eos_token_id)
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()
+
+
+@pytest.mark.parametrize("name", ["sft.py", "qrpo.py"])
+def test_a_negative_number_of_checkpoints_is_told_before_anything_is_read(tmp_path, name):
+    done = script(name, "--keep_checkpoints=-1", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path / 'run'}")
+    assert done.returncode == 2 and "keep_checkpoints=-1: want how many" in done.stderr and not os.path.exists(tmp_path / "run")

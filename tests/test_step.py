@@ -19,7 +19,8 @@ from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 
 T, BATCH, SAMPLES, SEED = 32, 8, 48, 5
-COMMON = ["configs/tiny.py", "--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1", f"--block_size={T}", f"--seed={SEED}",
+# SwiGLU: the slope of the published xIELU jumps just left of 0, where fp32 and fp64 may fall on different sides
+COMMON = ["configs/tiny.py", "--activation=swiglu", "--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1", f"--block_size={T}", f"--seed={SEED}",
           "--dtype=float32", f"--batch_size={BATCH}", f"--total_samples={SAMPLES}", "--warmup_samples=16", "--decay_samples=16", "--lr=1e-2",
           "--lr_floor=1e-3", "--betas=(0.8,0.95,0.99)", "--alpha=3.0", "--eps=1e-4", "--weight_decay=0.5", "--goldfish_k=3", "--goldfish_h=5",
           "--eval_every=2", "--eval_windows=7", "--last_eval_windows=11", "--checkpoint_every=2", "--keep_checkpoints=0"]

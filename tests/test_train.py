@@ -239,6 +239,7 @@ def test_a_torn_summary_is_written_again_and_the_log_has_one_validation_of_the_l
     shutil.copytree(trained[0], out)
     (out / "summary.json").write_text(torn)
     (out / "config.json").write_text('{"n_la')                               # cut by the same full disk
+    assert not ablate.finished(out)
     done = tiny(trained, f"--out={out}", "--sample_every=20", "--resume")
     assert done.returncode == 0, done.stderr
     assert without_times(log(out)) == without_times(log(trained[0]))
