@@ -443,9 +443,6 @@ def start_model(name, device, dtype, ranks=None):
         register_fsdp_forward_method(model, "hidden")
 
     model, tok = convert.load_any(name, device, torch.float32, spread if ranks and ranks.sharded else None)
-    if tok.vocab_size != model.config.vocab_size:
-        sizes = f"the model has {model.config.vocab_size} ids and its tokenizer {tok.vocab_size}"
-        raise ValueError(f"{name}: {sizes}: they do not belong together")
     missing = [t for t in ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>") if t not in tok.special]
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
