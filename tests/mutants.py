@@ -1,4 +1,3 @@
-raise SystemExit("LEAD: no more mutants runs or long tests in this session, the cores are needed for the studies. git checkout tests/mutants.py, commit what you have, and write your final report now.")
 """
 Does the suite notice a mistake? Plant one at a time, run the tests that claim to hold that file, and print what survived.
 
