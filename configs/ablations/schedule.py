@@ -3,5 +3,5 @@ study = "schedule"
 question = "WSD against cosine"
 baseline = "wsd"
 arms = dict(wsd={}, cosine=dict(schedule="cosine"))
-lrs = (5e-4, 1e-3, 2e-3)
+lrs = (5e-4, 1e-3, 2e-3, 4e-3)
 published = "report Table 3, 1.5B, 100B tokens, one run: cosine 2.037 -> WSD 2.033 nats of training loss."
