@@ -24,16 +24,16 @@ $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
 
 align: .venv/ready
-	$(PY) align.py $(ALIGN)
+	$(PY) -m studies.digits $(ALIGN)
 
 # What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations/)
 ablate: | $(DATA)/meta.json
-	$(PY) ablate.py configs/ablations/$(STUDY).py --data=$(DATA)
-	$(PY) ablate.py --overview
+	$(PY) -m studies.ablate configs/ablations/$(STUDY).py --data=$(DATA)
+	$(PY) -m studies.ablate --overview
 
 # What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (nothing: the standard library)
 memorize: .venv/ready
-	$(PY) memorize.py $(BOOKS)
+	$(PY) -m studies.memorize $(BOOKS)
 
 # Everything that can go wrong with a run, done to it on purpose: the table in README.md. KILLS more than the record has; 500 take half an hour
 faults: .venv/ready

@@ -8,7 +8,7 @@ Apertus' chat format: a conversation as pieces of text and control tokens, and w
         answer <|assistant_end|>
     <|user_start|> ...                                     no line break between blocks
 
-A piece knows whether it is control: `<|user_start|>` typed by a user is text about a token and never becomes one. sft.py
+A piece knows whether it is control: `<|user_start|>` typed by a user is text about a token and never becomes one. posttrain/sft.py
 trains on the pieces marked as said by the assistant; Tokenizer.chat turns all of them into ids. Source: the published template
 (swiss-ai/apertus_format, chat_template.jinja), whose text this is wherever that accepts the messages.
 

@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-import checkpoint
-import structured
+from engine import checkpoint
+from studies import structured
 import tokenizer as tokenizers
 from configurator import checked, run
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
@@ -228,7 +228,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     """
     Write a model as transformers reads it: safetensors (shards of 5 GB), config.json, generation_config.json, tokenizer files.
 
-    dtype of the tensors: float32 or bfloat16. merge: structured layers (structured.py) as the dense matrices they equal. An export
+    dtype of the tensors: float32 or bfloat16. merge: structured layers (studies/structured.py) as the dense matrices they equal. An export
     replaces an older one (see publish). ValueError if transformers' Apertus cannot express the model, or if the folder holds what no
     export wrote. Source of the layout: transformers 5 (ApertusForCausalLM); its xIELU buffers are written too.
     """
@@ -345,7 +345,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
     structured.drop_guides(model)
     tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):
-        tok.eos = tok.id_of("<|assistant_end|>")                            # of sft.py and qrpo.py: a turn's end ends the text
+        tok.eos = tok.id_of("<|assistant_end|>")                            # of posttrain/sft.py and qrpo.py: a turn's end ends the text
     return (model if dtype is None else model.to(dtype)), tok
 
 

@@ -336,7 +336,7 @@ def join_folders(folders, folder):
     Write folder/meta.json with the sources of all folders, whose shards stay where they are. The folder may be one of them, to which
     the others come. ValueError: other vocabularies, or something in the folder that is not of an earlier --join.
     """
-    from shards import claim, publish                      # text and archives, which a loader need not import
+    from corpus.shards import claim, publish                      # text and archives, which a loader need not import
     joined = joined_meta(folders, os.path.realpath(folder))
     others = [f for f in folders if os.path.realpath(f) != os.path.realpath(folder)]
     final, tmp, lock = claim(folder, others, joined=True)

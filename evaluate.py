@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
-from intervals import t_quantile, wilson
+from engine.intervals import t_quantile, wilson
 from model import chunk_rows
-from parallel import pick_device, pick_dtype
-from sft import read_rows
+from engine.parallel import pick_device, pick_dtype
+from posttrain.sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                              # nothing = the validation documents of the run's own data

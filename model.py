@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cpu import at_least_fp32, by_onednn, linear, segment_attention
+from engine.hardware import at_least_fp32, by_onednn, linear, segment_attention
 
 # Letters: B batch, T time, C channels, H query heads, K kv heads, D head dim, V vocab, N = B*T positions.
 
@@ -48,7 +48,7 @@ class ApertusConfig:
     rope_high: float = 4.0
     norm_eps: float = 1e-5
     init_std: float = 0.008944      # 0.02/sqrt(5) for both sizes; too small for a 200-wide model (configs/laptop.py)
-    ffn: str = "dense"              # dense | lowrank | blockdense | blockshuffle: not Apertus (structured.py); the first layer stays dense
+    ffn: str = "dense"              # dense | lowrank | blockdense | blockshuffle: not Apertus (studies/structured.py); the first layer stays dense
     ffn_rank: int = 0               # of lowrank and blockdense
     ffn_blocks: int = 0             # of blockdense and blockshuffle
 
@@ -62,7 +62,7 @@ class ApertusConfig:
         if self.activation not in ("xielu", "swiglu", "gelu", "relu2"):
             raise ValueError(f"activation={self.activation!r} is not one of xielu, swiglu, gelu, relu2")
         if self.ffn != "dense":
-            import structured
+            from studies import structured
             structured.check(self)
 
     @property
@@ -394,7 +394,7 @@ class Apertus(nn.Module):
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.ffn != "dense":
-            import structured
+            from studies import structured
             structured.replace_linears(self)
         self.init_weights(seed)
 
@@ -413,7 +413,7 @@ class Apertus(nn.Module):
             elif p.ndim == 1:
                 p.fill_(1.0)
             elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
-                import structured
+                from studies import structured
                 p.copy_(structured.initial(name, self.config, lambda name, shape: draw(name, shape, self.config, seed)))
             else:
                 p.copy_(draw(name, p.shape, self.config, seed))

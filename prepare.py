@@ -36,15 +36,15 @@ from importlib.metadata import PackageNotFoundError, version
 import numpy as np
 from tqdm import tqdm
 
-import report as reports
+from corpus import audit as reports
 import tokenizer as tokenizers
-from compliance import AGENTS, blocked_domains, open_robots
-from configurator import run, settings
-from documents import batches, check, find, place, sha256
-from filters import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
-from pipeline import KINDS, Rules, ordered, scores, sift, sifted
-from shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
-from shards import write_shard      # noqa: F401 (memorize.py takes it from here)
+from corpus.robots import AGENTS, blocked_domains, open_robots
+from configurator import ROOT, run, settings
+from corpus.readers import batches, check, find, place, sha256
+from corpus.quality import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
+from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
+from corpus.shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
+from corpus.shards import write_shard      # noqa: F401 (studies/memorize.py takes it from here)
 
 paths = []                          # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; nothing = the standard library
 out = "data/stdlib"                 # the folder to write; default data/stdlib, data/mine when paths are given
@@ -58,7 +58,7 @@ source_by = ""                      # a set of shards for each value of this col
 default_language = ""               # of documents that do not say (columns language or lang)
 default_license = ""                # of documents that do not say (column license)
 max_bytes = 0.0                     # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
-# may one train on it (compliance.py)
+# may one train on it (corpus/robots.py)
 robots = ""                         # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
 blocked = ""                        # list of blocked domains
 missing = "allow"                   # a host without robots.txt: allow (Apertus) | deny
@@ -67,7 +67,7 @@ agents_no_star = False              # only opt-outs that name an AI agent, not t
 keep_licenses = ""                  # only these, with commas between
 pii = True                          # replace e-mail and IP addresses and IBANs...
 pii_in_code = False                 # ...in .py files and documents of language "code" too; Apertus left code as it is
-# is it worth it (filters.py)
+# is it worth it (corpus/quality.py)
 keep_languages = ""                 # only these, with commas between
 min_chars = 0                       # of a document
 max_chars = 0                       # 0 = any
@@ -90,7 +90,6 @@ strict = False                      # stop at the first file, line or URL that c
 
 # Left out of the default corpus: tests, and tables of characters and of documentation that would dominate a small validation set.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
-ROOT = os.path.dirname(os.path.abspath(__file__))
 BUCKET = 16 << 20                   # bytes of text that a process tokenizes at once
 BPE_BYTES = 200_000_000             # text that a vocabulary is trained on at most
 
@@ -171,7 +170,8 @@ def survey(local, work, half_done):
     """
     decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
     stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
-    code = [os.path.join(ROOT, f"{f}.py") for f in "prepare pipeline shards documents filters compliance tokenizer".split()]
+    code = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "robots"))]
+    code = [os.path.join(ROOT, file) for file in code]
     others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
     key = json.loads(json.dumps([decides, stats, BACKEND, [sha256(p) for p in others if os.path.exists(p)], [sha256(p) for p in code]]))
     try:

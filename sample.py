@@ -1,5 +1,5 @@
 """
-Generate text, or talk to a model, from a run folder of train.py, sft.py or qrpo.py, a Hugging Face folder, or a hub name.
+Generate text, or talk to a model, from a run folder of train.py, posttrain/sft.py or posttrain/qrpo.py, a Hugging Face folder, or a hub name.
 
 $ python sample.py                                                              # out/laptop goes on from nothing
 $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import convert
-import structured
+from studies import structured
 from model import KVCache, sample_token
-from parallel import pick_device, pick_dtype
+from engine.parallel import pick_device, pick_dtype
 from tokenizer import control, plain
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
@@ -40,7 +40,7 @@ tools = ""                   # a JSON file with a list of tools the model may ca
 HELP = """/reset          forget what was said; the system message stays
 /system TEXT    another system message; forgets what was said
 /thoughts       the thoughts behind the last answer
-/save FILE      append the conversation to FILE, a line that sft.py reads
+/save FILE      append the conversation to FILE, a line that posttrain/sft.py reads
 /help           this"""
 
 

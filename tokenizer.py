@@ -25,7 +25,7 @@ import base64, binascii, codecs, functools, hashlib, importlib.util, json, os, r
 import numpy as np
 import tiktoken
 
-from chat import chat_pieces, control, plain    # noqa: F401 (sample.py and sft.py take them from here)
+from chat import chat_pieces, control, plain    # noqa: F401 (sample.py and posttrain/sft.py take them from here)
 from configurator import run
 
 name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line

@@ -7,7 +7,7 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume       # on eight GPUs, and on any number later (parallel.py)
+$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume       # on eight GPUs, and on any number later (engine/parallel.py)
 
 Everything that decides the run is in out/<run>/: config.json, log.jsonl (a line a step), loss.png, ckpt/. There is no random state
 in the loop: data, masks and schedules are pure functions of the step, so a run that was killed and resumed ends in the same bits.
@@ -26,15 +26,15 @@ from contextlib import nullcontext
 import torch
 from tqdm import tqdm
 
-import checkpoint
-import plot
-import structured
+from engine import checkpoint
+from engine import plot
+from studies import structured
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import lengths, run, settings
 from data import StagedDataset, TokenDataset, begun
 from model import Apertus, ApertusConfig
-from parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
+from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
 
@@ -47,7 +47,7 @@ device = "auto"                 # cuda | mps | cpu; auto takes the first that is
 dtype = "auto"                  # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bf16 where there is hardware
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
-# the processes (parallel.py)
+# the processes (engine/parallel.py)
 parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
 hsdp_shard = 0                  # hsdp: processes that share one copy of the weights; 0 = those of a node
 recompute = "none"              # activations that backward computes again instead of storing: none | selective | full
@@ -74,7 +74,7 @@ rope_low = 1.0
 rope_high = 4.0
 norm_eps = 1e-5
 init_std = 0.008944
-ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle: not Apertus, see structured.py
+ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle: not Apertus, see studies/structured.py
 ffn_rank = 0                    # of lowrank and blockdense
 ffn_blocks = 0                  # of blockdense and blockshuffle
 self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers

@@ -22,32 +22,32 @@ def pytest_collection_finish():
 
 def script(name, *args, stdin="", pictures=False):
     """
-    Run `python NAME ARGS` in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr. loss.png and
+    Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr. loss.png and
     flow.png cost 0.4 s each, more than most runs: who looks at them asks for them.
     """
-    import plot
-    import report
+    from corpus import audit
+    from engine import plot
     out, err, code, before = io.StringIO(), io.StringIO(), 0, (sys.argv, sys.stdin, os.getcwd())
-    drawn = plot.curves, report.picture
+    drawn = plot.curves, audit.picture
     if not pictures:
-        plot.curves = report.picture = lambda *args: None
+        plot.curves = audit.picture = lambda *args: None
     sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_module(name.removesuffix(".py"), run_name="__main__", alter_sys=True)      # run_path would compile the source anew
+            runpy.run_module(name.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)      # run_path would compile the source anew
     except SystemExit as e:
         code = e.code or 0
     finally:
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
-        plot.curves, report.picture = drawn
+        plot.curves, audit.picture = drawn
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 @pytest.fixture(scope="session")
 def launch():
-    """launch(2, *args, script="sft.py", logs=path): a script on two ranks, forked from one warm process (tests/faults/launch.py)."""
+    """launch(2, *args, script="posttrain.sft", logs=path): a script on two ranks, forked from one warm process (tests/faults/launch.py)."""
     from faults.launch import Launcher
     with Launcher() as launcher:
         yield launcher

@@ -43,18 +43,18 @@ ROOT = os.path.dirname(HERE)
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
-    "align": ["test_qrpo", "test_readme"],
+    "digits": ["test_qrpo", "test_readme"],
     "chat": ["test_tokenizer", "test_sample"],
     "checkpoint": ["test_train"],
     "convert": ["test_published"],
-    "cpu": ["test_model"],
-    "documents": ["test_prepare"],
+    "hardware": ["test_model"],
+    "readers": ["test_prepare"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "model": ["test_speed"],
     "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],
-    "pipeline": ["test_prepare"],
-    "rank": ["test_qrpo"],
+    "sift": ["test_prepare"],
+    "collapse": ["test_qrpo"],
     "references": ["test_qrpo", "test_sft"],
     "shards": ["test_prepare", "test_data"],
     "tokenizer": ["test_published"],

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-import ablate
+from studies import ablate
 from conftest import ROOT, script
 
 STUDIES = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(ROOT, "results", "**", "runs.jsonl"), recursive=True))
@@ -103,7 +103,7 @@ def study(tmp_path_factory):
     args = (f"--size={root / 'size.py'}", f"--data={root / 'own'}", f"--out={root / 'results'}", f"--runs={root / 'runs'}", "--seeds=2", "--jobs=1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", in_process)
-        yield root, args, calls, script("ablate.py", root / "mini.py", *args)
+        yield root, args, calls, script("studies.ablate", root / "mini.py", *args)
 
 
 def test_a_study_runs_from_a_config_to_its_three_files(study):
@@ -131,7 +131,7 @@ def test_a_study_of_several_rates_searches_with_seed_0_and_reports_the_others(st
     root, args, calls, _ = study
     (root / "search.py").write_text((root / "mini.py").read_text().replace('"mini"', '"search"').replace("(3e-3,)", "(3e-3, 1e-7)"))
     before = len(calls)
-    assert script("ablate.py", root / "search.py", *args).returncode == 0
+    assert script("studies.ablate", root / "search.py", *args).returncode == 0
     asked = [{flag.split("=")[0]: flag.split("=")[1] for flag in call if "=" in flag} for call in calls[before:]]
     assert sorted((float(a["--lr"]), a["--seed"]) for a in asked) == [(1e-7, "0")] * 2 + [(3e-3, "0")] * 2     # the others: as in `mini`
     runs = [json.loads(line) for line in open(root / "results" / "search" / "runs.jsonl")]
@@ -145,7 +145,7 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
     root, args, calls, _ = study
     before = open(root / "results" / "mini" / "results.csv").read()
     n = len(calls)
-    assert script("ablate.py", root / "mini.py", *args).returncode == 0 and len(calls) == n
+    assert script("studies.ablate", root / "mini.py", *args).returncode == 0 and len(calls) == n
     reported = lambda folder: json.load(open(os.path.join(folder, "config.json")))["seed"] == 1
     broken = next(folder for folder in glob.glob(str(root / "runs" / "*")) if reported(folder))
     lines = open(os.path.join(broken, "log.jsonl")).readlines()
@@ -153,7 +153,7 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
         f.writelines([*lines[:3], '{"step": 2, "lo'])
     for folder in glob.glob(os.path.join(broken, "ckpt", "*")):
         os.rename(folder, folder + ".lost")
-    assert script("ablate.py", root / "mini.py", *args).returncode == 0 and len(calls) == n + 1
+    assert script("studies.ablate", root / "mini.py", *args).returncode == 0 and len(calls) == n + 1
     strip = lambda text: [{k: v for k, v in r.items() if k != "seconds"} for r in csv.DictReader(text.splitlines())]
     assert strip(open(root / "results" / "mini" / "results.csv").read()) == strip(before)         # the same bits again
 
@@ -161,7 +161,7 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
 def test_a_failing_run_stops_the_study_with_its_own_words(study, tmp_path):
     root, args, _, _ = study
     (tmp_path / "bad.py").write_text('study, baseline = "bad", "a"\narms = dict(a={}, b=dict(n_head=3))\nlrs = (3e-3,)\n')
-    done = script("ablate.py", tmp_path / "bad.py", *args)
+    done = script("studies.ablate", tmp_path / "bad.py", *args)
     assert done.returncode == 2 and "not divisible by n_head=3" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -172,7 +172,7 @@ def test_an_override_that_does_not_exist_is_told_before_the_first_run(study, tmp
     _, args, calls, _ = study
     (tmp_path / "bad.py").write_text(f'study, baseline = "bad", "a"\narms = {arms}\nlrs = (3e-3,)\n')
     before = len(calls)
-    done = script("ablate.py", tmp_path / "bad.py", *args)
+    done = script("studies.ablate", tmp_path / "bad.py", *args)
     assert done.returncode == 2 and says in done.stderr and len(calls) == before
 
 
@@ -205,7 +205,7 @@ def test_committed_tables_are_what_the_committed_runs_give(folder, tmp_path):
     name = os.path.basename(folder)
     os.makedirs(tmp_path / name)
     (tmp_path / name / "runs.jsonl").write_bytes(open(os.path.join(folder, "runs.jsonl"), "rb").read())
-    done = script("ablate.py", f"configs/ablations/{name}.py", "--report", f"--out={tmp_path}")
+    done = script("studies.ablate", f"configs/ablations/{name}.py", "--report", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     for file in ("results.csv", "table.md"):
         assert (tmp_path / name / file).read_text() == open(os.path.join(folder, file)).read(), file

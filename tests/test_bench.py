@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import peers
+from tools import bench
+from tools import peers
 from conftest import script
 from model import Apertus, ApertusConfig
 
@@ -26,7 +26,7 @@ def tiny(monkeypatch):
 
 
 def run(tmp_path, *args):
-    done = script("bench.py", *args, "--preset=tiny", "--device=cpu", "--rounds=2", "--warmup=1", f"--out={tmp_path}")
+    done = script("tools.bench", *args, "--preset=tiny", "--device=cpu", "--rounds=2", "--warmup=1", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     with open(next(p for p in tmp_path.iterdir() if p.suffix == ".json")) as f:
         return done, json.load(f)
@@ -62,12 +62,12 @@ def test_a_cold_start_is_a_run_of_train_py_up_to_its_first_step(tmp_path):
     (tmp_path / "text.txt").write_text("".join(f"number {i}\n" for i in range(3000)))
     assert script("prepare.py", tmp_path / "text.txt", f"--out={tmp_path / 'data'}", "--tokenizer=byte", "--val_share=0.2").returncode == 0
     args = ["cold", "--preset=tiny", "--device=cpu", "--rounds=1", "--impls=ours", f"--out={tmp_path}"]
-    done = script("bench.py", *args, f"--data={tmp_path / 'data'}")
+    done = script("tools.bench", *args, f"--data={tmp_path / 'data'}")
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "cold-tiny-float32.json") as f:
         record = json.load(f)
     assert record["clock"] == "wall" and record["rows"]["ours"]["s to the first step"] > 0.1             # importing torch takes longer
-    done = script("bench.py", *args, f"--data={tmp_path / 'nowhere'}")
+    done = script("tools.bench", *args, f"--data={tmp_path / 'nowhere'}")
     assert done.returncode == 2 and "ended before its first step" in done.stderr and "no data in" in done.stderr
 
 
@@ -143,7 +143,7 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
     run(tmp_path, "goldfish")
     path, page = tmp_path / "goldfish-tiny-float32.json", tmp_path / "README.md"
     page.write_text("before\n<!-- bench -->\nold\n<!-- bench -->\nafter\n")
-    done = script("bench.py", path, f"--readme={page}")
+    done = script("tools.bench", path, f"--readme={page}")
     assert done.returncode == 0, done.stderr
     text = page.read_text()
     with open(path) as f:
@@ -151,7 +151,7 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
     assert text.startswith("before\n<!-- bench -->\n") and text.endswith("<!-- bench -->\nafter\n") and "old\n" not in text
     assert record["command"] in text and f"published {record['rows']['published']['ratio'][0]:.2f}x" in text
     page.write_text("no marks")
-    done = script("bench.py", path, f"--readme={page}")
+    done = script("tools.bench", path, f"--readme={page}")
     assert done.returncode == 2 and "want two" in done.stderr
 
 
@@ -162,11 +162,11 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
     (["optim", "--threads=2"], "--threads=1 or --clock=wall"), (["optim", "--rounds=0"], "at least 1"),
     (["train", "--preset=tiny", "--optimizer=sgd"], "there is ademamix and adamw")])
 def test_what_cannot_be_measured_is_told_in_one_line(args, says):
-    done = script("bench.py", *args, "--device=cpu")
+    done = script("tools.bench", *args, "--device=cpu")
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_file_that_is_no_result_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"rows": {}}')
-    done = script("bench.py", tmp_path / "x.json")
-    assert done.returncode == 2 and "is not a result of bench.py" in done.stderr
+    done = script("tools.bench", tmp_path / "x.json")
+    assert done.returncode == 2 and "is not a result of tools/bench.py" in done.stderr

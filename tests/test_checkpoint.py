@@ -1,4 +1,4 @@
-"""checkpoint.py, alone in this process: saves behind the training, failures, locks, foreign files. tests/faults does it to whole runs."""
+"""engine/checkpoint.py, alone in this process: saves behind the training, failures, locks, foreign files. tests/faults does it to whole runs."""
 import errno
 import fcntl
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import checkpoint
+from engine import checkpoint
 from ademamix import AdEMAMix
 from faults import suite
 

@@ -133,7 +133,7 @@ def test_every_config_file_fits_its_script():
             path = os.path.join(folder, file)
             with open(path, encoding="utf-8") as f:
                 study = "\nstudy = " in f.read()
-            name = "ablate" if study else next((name for name in ("sft", "qrpo") if file.startswith(name)), "train")
+            name = "studies.ablate" if study else next((f"posttrain.{name}" for name in ("sft", "qrpo") if file.startswith(name)), "train")
             configure({**vars(importlib.import_module(name))}, [path])
 
 

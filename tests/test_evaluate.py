@@ -175,7 +175,7 @@ def test_two_documents_have_the_interval_of_one_degree_of_freedom(model, tok):
 
 def test_the_quantile_of_many_values_goes_over_into_the_normals():
     """1.95996 (1 + (z^2 + 1) / (4 df)): the first term of the expansion in 1 / df, Abramowitz & Stegun 26.7.5."""
-    from intervals import t_quantile
+    from engine.intervals import t_quantile
     for df in (1_000, 10_000, 10_001, 10**6):
         assert t_quantile(df) == pytest.approx(1.959964 * (1 + (1.959964**2 + 1) / (4 * df)), rel=2e-4)
 
@@ -359,7 +359,7 @@ def test_one_command_gives_table_json_and_bars(exported, tmp_path):
 
 
 def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
-    assert script("prepare.py", os.path.join(ROOT, "s*.py"), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.5").returncode == 0
+    assert script("prepare.py", os.path.join(ROOT, "s*", "*.py"), f"--out={tmp_path / 'own'}", "--tokenizer=byte", "--val_share=0.5").returncode == 0
     assert sum(s["val"]["documents"] for s in json.load(open(tmp_path / "own" / "meta.json"))["sources"].values()) > 1
     done = script("train.py", "configs/tiny.py", f"--data={tmp_path / 'own'}", f"--out={tmp_path / 'run'}", "--total_samples=16", "--decay_samples=0", "--checkpoint_every=2", "--dtype=float32")
     assert done.returncode == 0, done.stderr

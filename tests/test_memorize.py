@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import convert
-import memorize
+from studies import memorize
 from conftest import ROOT, script
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
@@ -281,9 +281,9 @@ def test_the_six_models_are_trained_with_the_masks_that_are_measured(tmp_path, n
 
 @pytest.mark.parametrize("args, says", [
     (["--init_from=out/x"], "go together"), (["--models=none k7"], "no small model 'k7'"), (["/nowhere.txt", "--models=none"], "no text in"),
-    (["--report", "--out=/nowhere"], "run memorize.py first")])
+    (["--report", "--out=/nowhere"], "run studies/memorize.py first")])
 def test_what_cannot_work_is_told_in_one_line(tmp_path, args, says):
-    done = script("memorize.py", f"--out={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}", *args)
+    done = script("studies.memorize", f"--out={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}", *args)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
@@ -300,7 +300,7 @@ def test_the_protocol_runs_on_a_run_folder_with_probes_of_ones_own(tmp_path, dat
     assert done.returncode == 0, done.stderr
     probes = [dict(repetitions=p["repetitions"], ids=p["ids"]) for p in json.load(open(os.path.join(data, "probes.json"))) if p["repetitions"] in (0, 128)]
     (tmp_path / "probes.json").write_text(json.dumps(probes + [dict(repetitions=0, ids=ids) for ids in ([70] * 150, [*range(64, 84), *[70] * 130])]))
-    done = script("memorize.py", f"--init_from={run}", f"--probes={tmp_path / 'probes.json'}", "--prefixes=(10, 20)", "--offsets=(0, 5)", "--suffix=30", "--min_ttr=0.1")
+    done = script("studies.memorize", f"--init_from={run}", f"--probes={tmp_path / 'probes.json'}", "--prefixes=(10, 20)", "--offsets=(0, 5)", "--suffix=30", "--min_ttr=0.1")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in open(run / "memorize" / "rows.jsonl")]
     assert len(rows) == 2 * 2 * 2 * 2 and {r["kind"] for r in rows} == {"greedy", "nucleus"} and "2 probes with a type-token ratio" in done.stdout

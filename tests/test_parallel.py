@@ -1,4 +1,4 @@
-"""parallel.py and train.py on several processes: gloo, the smallest sizes, forked from one warm process (tests/faults/launch.py).
+"""engine/parallel.py and train.py on several processes: gloo, the smallest sizes, forked from one warm process (tests/faults/launch.py).
 
 Many times over, to see whether they ever fail: for i in $(seq 20); do python -m pytest -q tests/test_parallel.py tests/faults || break; done
 """
@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 
-import parallel
+from engine import parallel
 from ademamix import can_compile
 from conftest import script
 from data import TokenDataset

@@ -1,4 +1,4 @@
-"""plan.py against measured memory, against a trace of every layer, and against arithmetic (20 bytes a parameter; two gathers and a reduce)."""
+"""tools/plan.py against measured memory, against a trace of every layer, and against arithmetic (20 bytes a parameter; two gathers and a reduce)."""
 import dataclasses
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import plan
+from tools import plan
 from conftest import ROOT, script
 from model import ApertusConfig
 
@@ -38,7 +38,8 @@ def test_weights_gradients_states_and_traffic_are_the_arithmetic_of_fsdp():
 MEASURE = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
-import torch, parallel
+import torch
+from engine import parallel
 from ademamix import AdEMAMix, param_groups
 from model import Apertus, ApertusConfig
 torch.set_num_threads(1)
@@ -102,9 +103,9 @@ def test_predicted_memory_is_that_of_a_real_step(mode, measured):
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
-    """plan.py as a user runs it, small."""
+    """tools/plan.py as a user runs it, small."""
     def call(*args):
-        return script("plan.py", "configs/tiny.py", f"--picture={tmp_path / 'plan.png'}", *args)
+        return script("tools.plan", "configs/tiny.py", f"--picture={tmp_path / 'plan.png'}", *args)
     return call
 
 

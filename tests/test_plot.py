@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import plot
+from engine import plot
 from ademamix import AdEMAMix
 from conftest import script
 
@@ -51,7 +51,7 @@ def test_a_line_torn_by_a_full_disk_or_a_power_cut_is_left_out_wherever_it_stand
 def test_a_config_cut_by_a_full_disk_is_told_in_one_line(tmp_path):
     folder = run(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text('{"data_ha')
-    done = script("plot.py", folder, f"--out={tmp_path / 'c.png'}")
+    done = script("engine.plot", folder, f"--out={tmp_path / 'c.png'}")
     assert done.returncode == 2 and "config.json is damaged" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -100,7 +100,7 @@ def test_the_number_beside_the_curve_is_the_last_validation(tmp_path, drawn):
 def test_runs_are_compared_in_six_panels(tmp_path):
     folders = [run(tmp_path / n) for n in "ab"]
     assert [key for key, _ in plot.comparable(folders)] == ["loss", "val_bpb", "grad_norm", "lr", "tok_s", "minutes"]
-    done = script("plot.py", *folders, f"--out={tmp_path / 'new' / 'c.png'}")
+    done = script("engine.plot", *folders, f"--out={tmp_path / 'new' / 'c.png'}")
     assert done.returncode == 0 and open(tmp_path / "new" / "c.png", "rb").read(8) == b"\x89PNG\r\n\x1a\n"
 
 
@@ -114,17 +114,17 @@ def test_other_tokenizers_on_the_same_text_leave_only_bits_per_byte(tmp_path, dr
 
 def test_other_validation_text_is_refused(tmp_path):
     folders = [run(tmp_path / n, n, meta(tmp_path / ("data" + n), size)) for n, size in (("a", 100), ("b", 101))]
-    done = script("plot.py", *folders, f"--out={tmp_path / 'c.png'}")
+    done = script("engine.plot", *folders, f"--out={tmp_path / 'c.png'}")
     assert done.returncode == 2 and "validated on different text" in done.stderr and not os.path.exists(tmp_path / "c.png")
     gone = [folders[0], run(tmp_path / "c", "c", tmp_path / "gone")]
-    assert "is not here to see" in script("plot.py", *gone).stderr
+    assert "is not here to see" in script("engine.plot", *gone).stderr
 
 
 @pytest.mark.parametrize("log, says", [(None, "has no log.jsonl"), ("", "no whole line yet"), ('{"step', "no whole line yet")])
 def test_missing_and_half_written_logs_are_told(tmp_path, log, says):
     if log is not None:
         (tmp_path / "log.jsonl").write_text(log)
-    done = script("plot.py", tmp_path, f"--out={tmp_path / 'c.png'}")
+    done = script("engine.plot", tmp_path, f"--out={tmp_path / 'c.png'}")
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
 
 
@@ -181,6 +181,6 @@ def test_the_document_mask_drawn_counts_its_pairs(drawn):                   # n 
 
 def test_all_five_are_written_by_one_command(tmp_path):
     pytest.importorskip("mistral_common")
-    done = script("plot.py", f"--explain={tmp_path}")
+    done = script("engine.plot", f"--explain={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["ademamix.png", "document_mask.png", "goldfish.png", "wsd.png", "xielu.png"]

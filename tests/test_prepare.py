@@ -14,15 +14,15 @@ import time
 import numpy as np
 import pytest
 
-import documents
-import pipeline
+from corpus import readers as documents
+from corpus import sift as pipeline
 import prepare
-import shards
+from corpus import shards
 import tokenizer
 from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
-from documents import batches, check, find
+from corpus.readers import batches, check, find
 
 BYTE = tokenizer.load("byte")
 WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but their all one we can "
@@ -146,7 +146,7 @@ def corpus(tmp_path_factory):
 
 def small_batches(*args, check=True, **more):
     """prepare.py in a process of its own, with batches of 20 kB and buckets of 30 kB instead of 4 and 16 MB."""
-    code = ("import sys, documents, runpy\ndocuments.BATCH = 20_000\n"
+    code = ("from corpus import readers\nreaders.BATCH = 20_000\n"
             "import prepare\nfrom configurator import run\nprepare.BUCKET = 30_000\nrun(prepare.main, vars(prepare))")
     process = subprocess.Popen([sys.executable, "-c", code, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
     if check:
@@ -207,14 +207,18 @@ def test_other_settings_begin_anew(corpus, tmp_path):
 
 
 def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(tmp_path, monkeypatch, capsys):
-    code = shutil.copytree(ROOT, tmp_path / "code", ignore=lambda folder, names: [n for n in names if not n.endswith(".py")])
+    code = tmp_path / "code"
+    shutil.copytree(os.path.join(ROOT, "corpus"), code / "corpus")
+    for name in ("prepare.py", "tokenizer.py"):
+        shutil.copy(os.path.join(ROOT, name), code)
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setattr(prepare, "ROOT", str(code))
     monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
     survey = lambda: prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data")) and "going on" in capsys.readouterr().out
     assert (survey(), survey()) == (False, True)
-    for name in "prepare pipeline shards documents filters compliance tokenizer".split():
-        with open(code / f"{name}.py", "a") as f:
+    names = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "robots"))]
+    for name in names:
+        with open(code / name, "a") as f:
             f.write("# changed")
         assert (survey(), survey()) == (False, True)
     for name, value in settings(vars(prepare)).items():
@@ -224,8 +228,8 @@ def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file
             assert survey() == (name in ("workers", "strict", "dry_run")), name
     monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
     assert (survey(), survey()) == (False, True)
-    os.remove(code / "filters.py")
-    with pytest.raises(FileNotFoundError, match="filters.py"):
+    os.remove(code / "corpus/quality.py")
+    with pytest.raises(FileNotFoundError, match="corpus/quality.py"):
         survey()
 
 

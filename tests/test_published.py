@@ -147,12 +147,12 @@ SHORT = "--batch_size=2 --micro_batch=2 --optimizer=adamw --rank_every=0 --dtype
     (f"sample.py --init_from={NAME} --start=def --max_new_tokens=4 --num_samples=2", "def"),
     ("convert.py --load=swiss-ai/Apertus-8B-2509", "parameters; ApertusConfig(block_size=512, vocab_size=1456"),
     (f"convert.py --load={NAME} --save=OUT/export --dtype=bfloat16", "reads it"),
-    (f"sft.py --init_from={NAME} --data=OUT/chats.jsonl --show", "tokens are learnt"),
-    (f"sft.py --init_from={NAME} --data=OUT/chats.jsonl --out=OUT/sft {SHORT}", "OUT/sft/hf"),
-    (f"qrpo.py --init_from={NAME} --data=OUT/prompts.jsonl --out=OUT/qrpo --use_references=False --n_refs=2 {SHORT}", "OUT/qrpo/hf"),
+    (f"posttrain/sft.py --init_from={NAME} --data=OUT/chats.jsonl --show", "tokens are learnt"),
+    (f"posttrain/sft.py --init_from={NAME} --data=OUT/chats.jsonl --out=OUT/sft {SHORT}", "OUT/sft/hf"),
+    (f"posttrain/qrpo.py --init_from={NAME} --data=OUT/prompts.jsonl --out=OUT/qrpo --use_references=False --n_refs=2 {SHORT}", "OUT/qrpo/hf"),
     (f"evaluate.py OUT/text.txt --init_from={NAME} --out=OUT/evaluation", "text.txt"),
-    (f"memorize.py --init_from={NAME} --probes=OUT/probes.json --prefixes=(10,) --suffix=20 --min_ttr=0.1 --out=OUT/memorize", ""),
-    (f"rank.py --init_from={NAME}", "effective"),
+    (f"studies/memorize.py --init_from={NAME} --probes=OUT/probes.json --prefixes=(10,) --suffix=20 --min_ttr=0.1 --out=OUT/memorize", ""),
+    (f"posttrain/collapse.py --init_from={NAME}", "effective"),
 ], ids=lambda x: x.split(" ")[0])
 def test_every_script_runs_on_the_hub_name(hub, tmp_path, line, says):
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(ROW)] * 4))

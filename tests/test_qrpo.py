@@ -1,4 +1,4 @@
-"""qrpo.py against the published implementations' numbers, closed forms and a policy small enough to enumerate; then as a user runs it."""
+"""posttrain/qrpo.py against the published implementations' numbers, closed forms and a policy small enough to enumerate; then as a user runs it."""
 import json
 import math
 import os
@@ -11,17 +11,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+from engine import checkpoint
 import convert
-import qrpo
-import rank
-import references
-import sft
+from posttrain import qrpo
+from posttrain import collapse as rank
+from posttrain import references
+from posttrain import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
 from model import Apertus, ApertusConfig
-from parallel import Ranks
+from engine.parallel import Ranks
 from plain import Plain
 
 GOLDEN = json.load(open(os.path.join(os.path.dirname(__file__), "golden", "preference_losses.json")))
@@ -230,7 +230,7 @@ def start(tmp_path_factory):
     chats = [dict(messages=[*ask(i % 6), dict(role="assistant", content="ab"[i % 2] * (1 + i % 5))]) for i in range(60)]
     (root / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     (root / "prompts.jsonl").write_text("\n".join(json.dumps(dict(messages=ask(i))) for i in range(6)))
-    done = script("sft.py", f"--init_from={root / 'untrained'}", f"--data={root / 'chats.jsonl'}", f"--out={root / 'sft'}", "--batch_size=12", "--micro_batch=12",
+    done = script("posttrain.sft", f"--init_from={root / 'untrained'}", f"--data={root / 'chats.jsonl'}", f"--out={root / 'sft'}", "--batch_size=12", "--micro_batch=12",
                   "--lr=1e-2", "--epochs=6", "--optimizer=adamw")
     assert done.returncode == 0, done.stderr
     shutil.copytree(root / "sft" / "hf", root / "model")
@@ -239,7 +239,7 @@ def start(tmp_path_factory):
 
 
 def align(start, out, *args, **kw):
-    return script("qrpo.py", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={out}",
+    return script("posttrain.qrpo", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={out}",
                   "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", "--micro_batch=2", "--lr=1e-3", "--pairs_per_prompt=0", "--rank_every=1",
                   "--checkpoint_every=3", "--keep_checkpoints=9", "--dtype=float32", *args, **kw)
 
@@ -296,7 +296,7 @@ def test_two_processes_do_what_one_does(launch, aligned, start, tmp_path, parall
     args = [f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", f"--out={tmp_path / 'two'}",
             "--n_refs=6", "--max_new_tokens=40", "--batch_size=4", f"--micro_batch={2 if parallel == 'ddp' else 4}", "--lr=1e-3", "--pairs_per_prompt=0", "--epochs=2",
             "--rank_every=1", "--checkpoint_every=3", "--device=cpu", "--dtype=float32", "--resume", f"--parallel={parallel}"]
-    codes, text = launch(2, *args, script="qrpo.py", logs=tmp_path / "log")
+    codes, text = launch(2, *args, script="posttrain.qrpo", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6) and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
@@ -396,7 +396,7 @@ def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(start,
 
 @pytest.fixture
 def small(start, tmp_path, monkeypatch):
-    """qrpo.py as a module, with the settings of a small run; its start model, and prompts with a completion of their own."""
+    """posttrain/qrpo.py as a module, with the settings of a small run; its start model, and prompts with a completion of their own."""
     rows = [dict(messages=[dict(role="system", content="x"), dict(role="user", content=f"say {k}")], completions=["abc", "ab"]) for k in range(5)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, value in dict(out=str(tmp_path / "run"), data=str(tmp_path / "data.jsonl"), n_refs=5, max_new_tokens=9, sample_batch=10).items():
@@ -612,8 +612,8 @@ def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(align
 def test_sft_and_qrpo_run_where_there_is_no_posix(launch, start, tmp_path):
     """Windows, as far as it can be had here (tests/faults/launch.py): no fcntl, SIGUSR2, fork, uname."""
     same = ["--dtype=float32", "--device=cpu", "--batch_size=12", "--rank_every=0"]
-    for script, *args in (("sft.py", f"--data={start / 'chats.jsonl'}"),
-                          ("qrpo.py", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", "--n_refs=3", "--max_new_tokens=30")):
+    for script, *args in (("posttrain/sft.py", f"--data={start / 'chats.jsonl'}"),
+                          ("posttrain/qrpo.py", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}", "--n_refs=3", "--max_new_tokens=30")):
         out = tmp_path / script
         codes, text = launch(0, f"--init_from={start / 'model'}", f"--out={out}", *args, *same, script=script, logs=tmp_path / "log", fault="windows")
         assert codes == [0] and (out / "hf" / "model.safetensors").exists(), text[-3000:]
@@ -707,7 +707,7 @@ def test_a_reward_reads_words_and_no_control_tokens():
 
 
 def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_path, monkeypatch):
-    import align
+    from studies import digits as align
     monkeypatch.setattr(align, "n_refs", 3)
     monkeypatch.setattr(align, "out", str(tmp_path))
     convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tokenizer.load("byte"))
@@ -724,7 +724,7 @@ def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_p
 
 def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypatch):
     """Against the same samples, drawn and scored here one by one; a qrpo run is held against the formula with its own beta."""
-    import align
+    from studies import digits as align
     import numpy as np
     for name, value in dict(n_refs=4, samples=3, out=str(tmp_path)).items():
         monkeypatch.setattr(align, name, value)
@@ -757,7 +757,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
 
 
 def test_the_demonstrations_teacher_gives_about_the_right_sum():
-    import align
+    from studies import digits as align
     import numpy as np
     rng = np.random.default_rng(0)
     for total, first in ((49, 1), (10, 9), (27, 4)):
@@ -768,7 +768,7 @@ def test_the_demonstrations_teacher_gives_about_the_right_sum():
 
 def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path, monkeypatch):
     """Each loss is tuned on the validation prompts with seed 1000, then reported on the test prompts with seeds 0, 1, ...; spread over them is n - 1."""
-    import align
+    from studies import digits as align
     calls, measured = [], []
     names = dict(out=str(tmp_path), results=str(tmp_path / "results"), tuning=str(tmp_path / "tuning.json"), start="given", methods="qrpo,dpo", n_conversations=5, seeds=3)
     for name, value in names.items():
@@ -788,7 +788,7 @@ def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path
     chosen = json.loads((tmp_path / "tuning.json").read_text())["chosen"]
     assert beta == chosen["qrpo"]["beta"] == 1.0 and chosen["dpo"] == dict(lr=1e-3, beta=3.0)         # the last of each is the best here
     for name, script, args in calls:
-        if script == "qrpo.py":
+        if script == "posttrain.qrpo":
             method, seed = name.split("-")[:2] if name.startswith("tune") else name.split("-s")
             seed = "1000" if name in tuned else seed
             assert args["--seed"] == seed and args["--references"] == f"{tmp_path}/references-s{seed}"
@@ -798,7 +798,7 @@ def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path
 
 
 def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monkeypatch):
-    import align
+    from studies import digits as align
     train, validation, test = map(set, align.tasks())
     assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
     assert {len(grid) for grid in align.GRIDS.values()} == {3} and set(align.GRIDS) == set(qrpo.losses)
@@ -811,34 +811,36 @@ def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monke
 
 
 def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, monkeypatch):
-    import align
+    from studies import digits as align
     monkeypatch.setattr(align, "out", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = tmp_path / "run" / "done"
     done.parent.mkdir()
     hello = tmp_path / "hello.py"
     hello.write_text(f"import sys\nopen({str(done)!r}, 'a').write(sys.argv[1])\n")
-    assert align.call("run", str(done), str(hello), "x")["args"] == align.call("run", str(done), str(hello), "x")["args"] == ["x"]
+    assert align.call("run", str(done), "hello", "x")["args"] == align.call("run", str(done), "hello", "x")["args"] == ["x"]
     assert done.read_text() == "x"                                            # once
     with pytest.raises(ValueError, match="made with other settings"):
-        align.call("run", str(done), str(hello), "y")
+        align.call("run", str(done), "hello", "y")
     hello.write_text("raise ValueError('no way')\n")
     with pytest.raises(ValueError, match="failed: ValueError: no way"):
-        align.call("other", str(tmp_path / "none"), str(hello))
+        align.call("other", str(tmp_path / "none"), "hello")
 
 
 def test_the_demonstration_runs_where_processes_do_not_tell_their_seconds(tmp_path, monkeypatch):
     """os.wait4 is Unix alone."""
-    import align
+    from studies import digits as align
     monkeypatch.setattr(align, "out", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delattr(os, "wait4")
     (tmp_path / "good.py").write_text("print('done')")
-    assert align.call("good", "nowhere", str(tmp_path / "good.py"), "x").keys() == {"args", "wall"}
+    assert align.call("good", "nowhere", "good", "x").keys() == {"args", "wall"}
     (tmp_path / "bad.py").write_text("raise SystemExit('no')")
     with pytest.raises(ValueError, match="failed: no"):
-        align.call("bad", "nowhere", str(tmp_path / "bad.py"))
+        align.call("bad", "nowhere", "bad")
 
 
 def test_the_demonstrations_reward_is_what_its_page_says():
-    import align
+    from studies import digits as align
     assert align.reward("Sum 27, first 4", "4797") == 0 and align.reward("Sum 27, first 4", "45") == -18
     assert align.reward("Sum 27, first 4", "5499") == align.reward("Sum 27, first 4", "4 x") == align.reward("Sum 27, first 4", "") == -30

@@ -39,6 +39,11 @@ def place(tmp_path_factory):
     return root
 
 
+def script_of(words):
+    """python X.py ... or python -m ROOM.X ... -> X.py or ROOM.X."""
+    return words[2] if words[1] == "-m" else words[1]
+
+
 def small(command, root):
     """The arguments that make a README command small; they stand behind its own."""
     tiny = ["configs/tiny.py", f"--data={root}/data", "--total_samples=32", "--decay_samples=8", "--block_size=256"]
@@ -46,30 +51,30 @@ def small(command, root):
     if "train.py" in command:
         out = f"{root}/run" if command.endswith("laptop.py --resume") else f"{root}/{abs(hash(command))}"
         return [*tiny, *(["--vocab_size=0", "--batch_ramp_at=0"] if "8b.py" in command else []), f"--out={out}", *(["--total_samples=40"] if "--resume" in command else []), *(["--ffn_rank=16"] if "--ffn" in command else [])]
-    script_name = command.split()[1]
+    script_name = script_of(command.split())
     return {"prepare.py": [f"--out={root}/{abs(hash(command))}"],
             "sample.py": [f"--init_from={root}/run", "--max_new_tokens=8", "--dtype=float32"],
             "convert.py": [f"--load={root}/run", f"--save={root}/hf"],
-            "plot.py": [f"--explain={root}"] if "--explain" in command else [f"--out={root}/plot.png"],
-            "plan.py": ["configs/tiny.py", "--vocab_size=320", "--gpus=2", f"--picture={root}/plan.png"],
-            "sft.py": [f"--init_from={root}/run", f"--out={root}/sft", *align],
-            "qrpo.py": [f"--init_from={root}/run", f"--out={root}/qrpo", "--n_refs=2", "--max_new_tokens=8", *align],
-            "ablate.py": ["--report", f"--out={root}/results/ablations"],
+            "engine.plot": [f"--explain={root}"] if "--explain" in command else [f"--out={root}/plot.png"],
+            "tools.plan": ["configs/tiny.py", "--vocab_size=320", "--gpus=2", f"--picture={root}/plan.png"],
+            "posttrain.sft": [f"--init_from={root}/run", f"--out={root}/sft", *align],
+            "posttrain.qrpo": [f"--init_from={root}/run", f"--out={root}/qrpo", "--n_refs=2", "--max_new_tokens=8", *align],
+            "studies.ablate": ["--report", f"--out={root}/results/ablations"],
             "evaluate.py": [f"--init_from={root}/run", "--limit=2", f"--out={root}/evaluate"],
-            "bench.py": ["--preset=tiny", "--impls=hf", "--rounds=2", "--warmup=1", f"--out={root}/bench"]}.get(script_name, [])
+            "tools.bench": ["--preset=tiny", "--impls=hf", "--rounds=2", "--warmup=1", f"--out={root}/bench"]}.get(script_name, [])
 
 
 def small_align(root):
     """Arguments for `make align`: two of its losses, from a model that some seconds of SFT have taught to say digits."""
     import numpy as np
-    import align
+    from studies import digits as align
     rng, rows = np.random.default_rng(0), []
     for _ in range(400):
         total, first = int(rng.integers(10, 50)), int(rng.integers(1, 10))
         rows.append(dict(messages=[*align.question(total, first), dict(role="assistant", content=align.teacher(rng, total, first))]))
     (root / "digits.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     (root / "tuning.json").write_text(json.dumps(dict(chosen={"qrpo": dict(lr=1e-3, beta=0.3), "dpo": dict(lr=3e-4, beta=1.0)})), encoding="utf-8")
-    done = script("sft.py", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
+    done = script("posttrain.sft", f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits", "--batch_size=32", "--micro_batch=32",
                   "--lr=1e-2", "--optimizer=adamw", "--epochs=2")
     assert done.returncode == 0, done.stderr
     return (f"--start={root}/digits --methods=qrpo,dpo --seeds=1 --n_conversations=128 --n_refs=3 --test_prompts=160 --samples=1 "
@@ -92,7 +97,7 @@ def made(words, root):
 def test_command(command, place, monkeypatch):
     """It runs, and nothing of it goes outside the test's own folder."""
     words = shlex.split(command)
-    if "bench.py" in words or words[0] == "torchrun":      # compiling changes no claim here: test_parallel.py does it, and `make train`
+    if "tools.bench" in words or words[0] == "torchrun":      # compiling changes no claim here: test_parallel.py does it, and `make train`
         monkeypatch.setenv("CXX", "no-such-compiler")
     mine = {"notes.md": os.path.join(ROOT, "README.md"), "book.jsonl.gz": f"{place}/my_texts/1.txt", "my_texts/": f"{place}/my_texts/",
             "pages.jsonl": f"{place}/pages.jsonl", "data/stdlib": f"{place}/data", **dict.fromkeys(("out/laptop", "out/swiglu", "out/adamw"), f"{place}/run"),
@@ -107,9 +112,10 @@ def test_command(command, place, monkeypatch):
             shutil.copytree(os.path.join(ROOT, "results"), place / "results")
         done = made(words, place)
     elif words[0] == "python":
-        if "ablate.py" in words and not os.path.isdir(place / "results"):
+        if "studies.ablate" in words and not os.path.isdir(place / "results"):
             shutil.copytree(os.path.join(ROOT, "results"), place / "results")
-        done = script(words[1], *words[2:], *small(command, place), pictures=True)
+        name = script_of(words)
+        done = script(name, *words[words.index(name) + 1:], *small(command, place), pictures=True)
     elif words[0] == "torchrun":
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *words[1:], *small(command, place)], cwd=ROOT, capture_output=True, text=True,
                               env=dict(os.environ, OMP_NUM_THREADS="1"))
@@ -133,7 +139,7 @@ def test_the_tables_of_results_are_the_committed_ones(place):
             assert README.split(f"<!-- {name} -->\n")[1] == f.read()
     records = sorted(glob.glob(os.path.join(ROOT, "records", "*", "*.json")))
     shutil.copy(os.path.join(ROOT, "README.md"), place / "README.md")
-    assert records and script("bench.py", *records, f"--readme={place / 'README.md'}").returncode == 0
+    assert records and script("tools.bench", *records, f"--readme={place / 'README.md'}").returncode == 0
     assert (place / "README.md").read_text(encoding="utf-8").split("<!-- bench -->\n")[1] == README.split("<!-- bench -->\n")[1]
 
 

@@ -65,7 +65,7 @@ def test_a_file_is_read_wherever_it_lies(tmp_path):
         (tmp_path / file).write_text("")
     (tmp_path / "venv" / "pyvenv.cfg").write_text("")
     assert python_files(str(tmp_path)) == sorted(there)
-    assert {"train.py", "checkpoint.py", os.path.join("configs", "ablations", "goldfish.py")} <= set(FILES)
+    assert {"train.py", os.path.join("engine", "checkpoint.py"), os.path.join("configs", "ablations", "goldfish.py")} <= set(FILES)
 
 
 @pytest.mark.parametrize("bad", ["import pickle", "from dill import loads", "torch.load(f)", "from torch import load", "x = eval", "exec(s)",

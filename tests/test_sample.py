@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-import checkpoint
+from engine import checkpoint
 import convert
 import model as model_file
 import sample
-import sft
+from posttrain import sft
 import tokenizer
 from conftest import script
 from model import Apertus, ApertusConfig, KVCache
@@ -75,7 +75,7 @@ def test_a_turn_ends_on_its_end_token_and_thoughts_are_folded(monkeypatch, capsy
 
 
 def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, capsys, model, tmp_path):
-    """Thoughts, a tool call in the middle of them, its output, the answer: what /save writes is what sft.py learns from."""
+    """Thoughts, a tool call in the middle of them, its output, the answer: what /save writes is what posttrain/sft.py learns from."""
     weather = [dict(name="get_weather", description="Look up", parameters=dict(type="object", properties=dict(city=dict(type="string"))))]
     (tmp_path / "tools.json").write_text(json.dumps(weather))
     calls = '[{"get_weather": {"city": "Bern"}}]'
@@ -161,7 +161,7 @@ def test_a_flag_that_cannot_be_is_one_line(run, flag, says):
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["evaluate.py", "sft.py", "qrpo.py", "sample.py"])
+@pytest.mark.parametrize("name", ["evaluate.py", "posttrain/sft.py", "posttrain/qrpo.py", "sample.py"])
 def test_a_dtype_that_does_not_exist_is_one_line_in_every_script(name, folder, tmp_path):
     row = dict(messages=[dict(role="user", content="a"), dict(role="assistant", content="b")])
     (tmp_path / "x.jsonl").write_text(json.dumps({**row, "text": "words"}))

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+from engine import checkpoint
 import convert
-import rank
+from posttrain import collapse as rank
 import sample
-import sft
+from posttrain import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
-from parallel import Ranks
+from engine.parallel import Ranks
 from plain import Plain
 from model import Apertus, ApertusConfig
 
@@ -82,7 +82,7 @@ def test_a_control_token_spelled_by_a_user_stays_text():
 
 
 def test_show_colours_what_is_learnt_green_token_by_token(start):
-    done = script("sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", "--show")
+    done = script("posttrain.sft", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", "--show")
     assert done.returncode == 0, done.stderr
     first = done.stdout.split("\n")[0]
     green = "".join(re.findall(r"\x1b\[32m(.*?)\x1b\[0m", first))
@@ -159,7 +159,7 @@ def start(tmp_path_factory):
 
 
 def tune(start, out, *args):
-    return script("sft.py", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
+    return script("posttrain.sft", f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
                   "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--keep_checkpoints=9", "--dtype=float32", *args)
 
 
@@ -346,8 +346,9 @@ def test_a_line_that_is_none_is_named_wherever_it_stands(tmp_path, monkeypatch):
 
 PARTS = """
 import sys
-import sft, tokenizer
-from parallel import orderly_exit
+import tokenizer
+from posttrain import sft
+from engine.parallel import orderly_exit
 sft.PART = 300
 with orderly_exit():
     ranks, _ = sft.join("ddp", "cpu")
@@ -477,7 +478,7 @@ def test_two_processes_do_what_one_does(launch, tuned, start, tmp_path, parallel
             shutil.rmtree(tmp_path / "two" / "ckpt" / step)
     args = [f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={tmp_path / 'two'}", "--batch_size=6", "--micro_batch=2", "--lr=3e-3",
             "--epochs=4", "--warmup=0.1", "--checkpoint_every=4", "--device=cpu", "--dtype=float32", "--resume", f"--parallel={parallel}"]
-    codes, text = launch(2, *args, script="sft.py", logs=tmp_path / "log")
+    codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     assert [e["loss"] for e in log(tmp_path / "two")] == pytest.approx([e["loss"] for e in log(tuned)], abs=2e-5)
 
@@ -496,8 +497,9 @@ PROBE = """
 import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-import convert, sft
-from parallel import orderly_exit
+import convert
+from posttrain import sft
+from engine.parallel import orderly_exit
 
 class Largest(TorchDispatchMode):
     numbers, files = 0, set()
@@ -554,7 +556,7 @@ def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()
 
 
-@pytest.mark.parametrize("name", ["sft.py", "qrpo.py"])
+@pytest.mark.parametrize("name", ["posttrain/sft.py", "posttrain/qrpo.py"])
 def test_a_negative_number_of_checkpoints_is_told_before_anything_is_read(tmp_path, name):
     done = script(name, "--keep_checkpoints=-1", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path / 'run'}")
     assert done.returncode == 2 and "keep_checkpoints=-1: want how many" in done.stderr and not os.path.exists(tmp_path / "run")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
+from engine import checkpoint
 import convert
 from conftest import script
 from data import TokenDataset

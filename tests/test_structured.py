@@ -1,4 +1,4 @@
-"""structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and transformers."""
+"""studies/structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and transformers."""
 import json
 import os
 import shutil
@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 
-import checkpoint
+from engine import checkpoint
 import convert
-import structured
+from studies import structured
 import train
 from ademamix import AdEMAMix, param_groups
 from conftest import ROOT, script
 from model import Apertus, ApertusConfig
-from structured import StructuredLinear
+from studies.structured import StructuredLinear
 
 SMALL = dict(block_size=16, vocab_size=320, n_layer=3, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.1)
 FORMS = [("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)]
@@ -94,7 +94,7 @@ def test_the_sixteen_published_cells_are_reproduced():
         assert millions is None or round(ffn / 1e6) == millions
         cells += 1 + (millions is not None)
     assert cells == 16
-    assert script("structured.py").stdout.count("\n") == 10
+    assert script("studies.structured").stdout.count("\n") == 10
 
 
 @form
@@ -411,7 +411,7 @@ def test_export_refuses_and_with_merge_transformers_gives_the_same_logits(kind, 
 def guided(tmp_path_factory):
     """A run of 8 steps, guided for 4 with saving, and the flags that made it."""
     root = tmp_path_factory.mktemp("guided")
-    texts = [os.path.join(ROOT, name) for name in ("schedule.py", "plot.py")]
+    texts = [os.path.join(ROOT, name) for name in ("schedule.py", "engine/plot.py")]
     done = script("prepare.py", *texts, f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.5")
     assert done.returncode == 0, done.stderr
     flags = ["configs/tiny.py", f"--data={root / 'data'}", "--dtype=float32", "--total_samples=64", "--warmup_samples=8",

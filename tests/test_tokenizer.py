@@ -385,7 +385,7 @@ def test_a_control_token_between_pieces_keeps_its_id(hf_folder):
 
 
 def test_a_vocabulary_of_others_goes_along_with_a_run(hf_folder, tmp_path):
-    """sft.py keeps it beside config.json: the same ids, the same text tokens, the same ends."""
+    """posttrain/sft.py keeps it beside config.json: the same ids, the same text tokens, the same ends."""
     _, edit = hf_folder
     def more(saved):
         for i, (name, special) in enumerate([("<|mine|>", True), ("Grüezi", False)], 364):

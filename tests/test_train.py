@@ -1,4 +1,4 @@
-"""train.py, checkpoint.py, sample.py as a user runs them: whole processes, at the size of configs/tiny.py."""
+"""train.py, engine/checkpoint.py, sample.py as a user runs them: whole processes, at the size of configs/tiny.py."""
 import json
 import math
 import os
@@ -11,8 +11,8 @@ import types
 import pytest
 import torch
 
-import ablate
-import checkpoint
+from studies import ablate
+from engine import checkpoint
 import convert
 from ademamix import AdEMAMix
 from conftest import ROOT, script

@@ -103,7 +103,7 @@ class Trial:
 
 def sha_of(run):
     """sha256 of all weights of a run folder's newest checkpoint, by name: (hash, step). Two equal hashes are two equal models."""
-    import checkpoint
+    from engine import checkpoint
     import torch
     import convert
     model, _ = convert.load_run(str(run))
@@ -131,7 +131,7 @@ def losses(run):
 def no_number(rank, step, value):
     """The loss of `rank` is `value` from `step` on, for one step."""
     import model
-    import parallel
+    from engine import parallel
     true_norm, calls = parallel.square_norm, [0]
 
     def forward(self, idx, targets=None, *args, true=model.Apertus.forward, **kwargs):
@@ -148,7 +148,7 @@ def small_disk(limit):
     """No file may grow beyond so many bytes, from the first step on: the kernel refuses the write, as on a full disk."""
     import resource
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    import checkpoint
+    from engine import checkpoint
     true = checkpoint.write
 
     def write(*args):
@@ -162,14 +162,14 @@ def small_disk(limit):
 
 def slow(seconds):
     """Every step takes longer."""
-    import parallel
+    from engine import parallel
     true = parallel.square_norm
     parallel.square_norm = lambda *args: (time.sleep(float(seconds)), true(*args))[1]
 
 
 def picture(path):
     """Nothing wrong: when the picture is drawn, say whether the summary is there and whether other ranks still wait for this one."""
-    import plot
+    from engine import plot
 
     def curves(folders, *args):
         import torch.distributed as dist
@@ -206,8 +206,8 @@ def windows():
 
 def clock(path):
     """Nothing wrong: a line a step to a file, of the wall clock, the CPU seconds of all threads, and the seconds spent in Saver.save."""
-    import checkpoint
-    import parallel
+    from engine import checkpoint
+    from engine import parallel
     file, blocked = open(path, "w", buffering=1), [0.0]
     true_norm, true_save = parallel.square_norm, checkpoint.Saver.save
 
@@ -237,11 +237,12 @@ def child(question, rank, log):
     name, _, args = question["fault"].partition(":")
     if name:
         globals()[name](*(args.split(",") if args else ()))
-    folder, script = os.path.split(os.path.join(ROOT, question["script"]))
-    sys.argv, code = [os.path.join(folder, script), *question["args"]], 1
+    folder, script = os.path.split(question["script"]) if os.path.isabs(question["script"]) else (ROOT, question["script"])
+    script = script.removesuffix(".py").replace("/", ".")
+    sys.argv, code = [os.path.join(folder, script.replace(".", "/") + ".py"), *question["args"]], 1
     sys.path.insert(0, folder)
     try:
-        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)       # run_path would compile the source anew
+        runpy.run_module(script, run_name="__main__", alter_sys=True)       # run_path would compile the source anew
         code = 0
     except SystemExit as e:
         code = e.code or 0
@@ -257,8 +258,10 @@ def serve():
     sys.path[:0] = [ROOT, os.path.dirname(HERE)]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import ademamix, checkpoint, parallel, plot, report, torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
-    plot.curves = report.picture = lambda *args: None                            # nobody looks at these
+    import ademamix, torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
+    from corpus import audit
+    from engine import checkpoint, parallel, plot      # noqa: F401
+    plot.curves = audit.picture = lambda *args: None                            # nobody looks at these
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()                 # a child that looks for garbage would look through, and so copy, all that was imported: 15 % of a short run

@@ -174,7 +174,7 @@ def flip(path, at):
 
 def flip_bits(lab, times, seed=0):
     """Any single bit of any file of a checkpoint."""
-    import checkpoint
+    from engine import checkpoint
     run, draw, missed = prepared(lab), random.Random(seed), 0
     newest = os.path.join(run, "ckpt", "step-00000020")
     checkpoint.verified(newest)
@@ -313,7 +313,7 @@ def power_loss(lab, times=1):
     The disk after a power cut at every moment of a run's first three saves, its folder made before them. What a save() that returned has
     promised must be there, whole: the checkpoint of that step, or of a later one.
     """
-    import checkpoint
+    from engine import checkpoint
     import torch
     base, states = lab.fresh("power"), lab.fresh("power-states")
     os.makedirs(base)
@@ -508,7 +508,7 @@ class Marker:
 
 def malicious(lab, times=1):
     """Files that would run code, or read outside of their folder, behind hashes that hold."""
-    import checkpoint
+    from engine import checkpoint
     import torch
     mark, tried = os.path.join(lab.folder, "executed"), 0
     header = lambda text: len(text).to_bytes(8, "little") + text

@@ -10,8 +10,14 @@ prepare.py fills an Audit and writes report.json (all numbers), report.md (for p
 and removed.jsonl.gz (id, URL, reason of each document that is not there; never its text). The last section of report.md is the
 text for the boxes of the EU's public summary of training content: see eu_summary.
 
-$ python report.py data/mine                # the invariants once more, from the files: counts, hashes of the shards
+$ python -m corpus.audit data/mine                # the invariants once more, from the files: counts, hashes of the shards
 """
+
+import sys
+
+if not __package__:
+    print("audit.py: start it from the project's root, python -m corpus.audit", file=sys.stderr)
+    sys.exit(2)
 
 import gzip
 import hashlib

@@ -23,10 +23,16 @@ The steps: n completions per prompt sampled from the start model, scored once, t
 second model is held); then a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on.
 SIGTERM, SIGUSR2, or a file named `stop` in the run folder: a checkpoint after the step it is in, before it leaves.
 
-$ python qrpo.py --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
-$ python qrpo.py configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
-$ torchrun --nproc_per_node=8 qrpo.py configs/qrpo_8b.py --parallel=fsdp                     # the same numbers on more processes
+$ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py            # def reward(prompt, completion): return float
+$ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
+$ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp                     # the same numbers on more processes
 """
+
+import sys
+
+if not __package__:
+    print("qrpo.py: start it from the project's root, python -m posttrain.qrpo", file=sys.stderr)
+    sys.exit(2)
 
 import functools
 import hashlib
@@ -44,14 +50,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-import checkpoint
-import rank
+from engine import checkpoint
+from posttrain import collapse as rank
 from chat import content_of
 from configurator import run, settings
 from model import at_least_fp32, chunk_rows
-from parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
-from references import cached, column, fingerprint, said, same_or_refuse, scored
-from sft import (asked_to_stop, build_optimizer, claim_folder, collect, count, describe_run, finish, go_on, items, join,
+from engine.parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
+from posttrain.references import cached, column, fingerprint, said, same_or_refuse, scored
+from posttrain.sft import (asked_to_stop, build_optimizer, claim_folder, collect, count, describe_run, finish, go_on, items, join,
                  left_out, linear, normal, numbered_rows, open_log, prompt_ids, shares, start_model, too_short, update, window)
 from tokenizer import IN_TEXT
 
@@ -65,7 +71,7 @@ references = ""                 # folder of sampled and scored references, to sh
 resume = False
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32, and so are sums of log-probs
-parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py); only to sample, each rank loads the whole model
+parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (engine/parallel.py); only to sample, each rank loads the whole model
 seed = 28
 date = "2025-09-02"             # "Current date" where a prompt has no system message, as in SFT; fixed: samples are of one prompt
 # references and pairs
@@ -97,7 +103,7 @@ alpha = 8.0                     # it and beta3 warm up over the whole run
 eps = 1e-8
 weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
-rank_every = 50                 # steps between rank diagnostics (rank.py); 0 = never
+rank_every = 50                 # steps between rank diagnostics (posttrain/collapse.py); 0 = never
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
@@ -259,7 +265,7 @@ def words(tok, ids):
 
 
 # -----------------------------------------------------------------------------
-# data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (references.py)
+# data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (posttrain/references.py)
 
 
 def load_reward(spec, device):

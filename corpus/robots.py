@@ -13,11 +13,17 @@ Personal data. E-mail, IP and IBAN become <email-pii>, <ip-pii>, <iban-pii>: thr
 38, 36). Every search starts at what is rare in prose (@, dots between digits, two colons, two digits) and looks at a
 bounded window around it, so the time is linear in the text, whatever the text is.
 
-$ python compliance.py https://example.com/a --robots=robots.txt     # who may read it, and the rule that says so
-$ python compliance.py https://example.com/a --robots=store.jsonl.gz --missing=deny
-$ python compliance.py page.txt docs.jsonl                           # what would be scrubbed from them
-$ echo "mail me: a@b.org" | python compliance.py --scrub             # the text without it
+$ python -m corpus.robots https://example.com/a --robots=robots.txt     # who may read it, and the rule that says so
+$ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
+$ python -m corpus.robots page.txt docs.jsonl                           # what would be scrubbed from them
+$ echo "mail me: a@b.org" | python -m corpus.robots --scrub             # the text without it
 """
+
+import sys
+
+if not __package__:
+    print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
+    sys.exit(2)
 
 import io
 import ipaddress
@@ -502,7 +508,6 @@ def _show_file(path):
 
 def main():
     import argparse
-    import sys
     parser = argparse.ArgumentParser(description="May one train on a URL; what would be scrubbed from a file.")
     parser.add_argument("inputs", nargs="*", help="URLs (with --robots) and text files")
     parser.add_argument("--robots", help="a robots.txt, or a store: folder, .jsonl(.gz/.zst), .parquet")
@@ -524,7 +529,7 @@ def main():
         if not args.scrub and not args.inputs:
             parser.print_help()
     except (ValueError, OSError) as e:
-        parser.exit(2, f"compliance.py: {e}\n")
+        parser.exit(2, f"robots.py: {e}\n")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ Beside it the longest common contiguous span, the type-token ratio (a model that
 accuracy on the labels that Goldfish kept and dropped: reciting stops, knowing does not. Unseen passages (0 repetitions) are the baseline.
 Protocol: Apertus report (arXiv 2509.14233) sec. 5.4, app. E: prefixes of 50 to 5,000 tokens, 500 tokens of suffix, BOS before the prompt.
 
-$ python memorize.py speeches.jsonl shakespeare.txt austen.txt      # trains small models with and without Goldfish and tests them
-$ python memorize.py --init_from=out/mine --probes=data/mine/probes.json    # the protocol on any model, probes as prepare.py writes them
-$ python memorize.py --report                                       # table and pictures again from rows.jsonl
+$ python -m studies.memorize speeches.jsonl shakespeare.txt austen.txt      # trains small models with and without Goldfish and tests them
+$ python -m studies.memorize --init_from=out/mine --probes=data/mine/probes.json    # the protocol on any model, probes as prepare.py writes them
+$ python -m studies.memorize --report                                       # table and pictures again from rows.jsonl
 
 The small models. 1.25M parameters, windows of 256: passages of 150 tokens out of the last 40 % of the last text, everything else as
 background that is read once. Two things differ from Apertus' scale. A suffix of 100 tokens has only two labels that
@@ -24,6 +24,12 @@ What is asked is in the names of the folders under `runs`. A study that was kill
 neither trained nor tested again, and the rows so far are in rows.jsonl after every model.
 """
 
+import sys
+
+if not __package__:
+    print("memorize.py: start it from the project's root, python -m studies.memorize", file=sys.stderr)
+    sys.exit(2)
+
 import glob
 import gzip
 import hashlib
@@ -33,15 +39,15 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import sysconfig
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import write_flushed
-from intervals import t_quantile
+from configurator import ROOT
+from engine.checkpoint import write_flushed
+from engine.intervals import t_quantile
 
 paths = []                        # texts for the small models (.txt .md .py .jsonl), probes from the last; nothing = the standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # which of the small models below
@@ -62,7 +68,6 @@ out = ""                          # folder of rows.jsonl, table.md, pictures; ""
 runs = "out/memorize"             # data and run folders of the small models
 report = False                    # run nothing: write table and pictures from rows.jsonl
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 REPETITIONS = (0, 1, 4, 16, 64, 128)
 WANT = 'a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}'
 EDIT = 0.05                       # of the tokens of a near-duplicate are another token, fresh in every copy
@@ -358,7 +363,7 @@ def train_small(folder, flags):
 def test_small(name, seed, folder, data):
     """All that is measured of one small model. Returns rows."""
     import convert
-    import plot
+    from engine import plot
     m = MODELS[name]
     model, tok = convert.load_run(folder)
     model.eval()
@@ -549,7 +554,7 @@ def merged(kept, rows):
 def write_report(folder):
     path = os.path.join(folder, "rows.jsonl")
     if not os.path.isfile(path):
-        raise ValueError(f"no {path}: run memorize.py first, without --report")
+        raise ValueError(f"no {path}: run studies/memorize.py first, without --report")
     rows = read_rows(path)
     text = table_md(rows)
     with open(os.path.join(folder, "table.md"), "w", encoding="utf-8") as f:

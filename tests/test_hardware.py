@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cpu
-from cpu import documents, linear, onednn_linear, segment_attention
+from engine import hardware
+from engine.hardware import documents, linear, onednn_linear, segment_attention
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -48,10 +48,10 @@ def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
             linear(numbers(*rows, 8).to(dtype), numbers(3, 8, seed=1).to(dtype))
         return calls.found
 
-    monkeypatch.setattr(cpu, "ONEDNN", True)               # as on the processors where MKL is slow
+    monkeypatch.setattr(hardware, "ONEDNN", True)               # as on the processors where MKL is slow
     assert by_onednn((2, 5), torch.float32) and by_onednn((2,), torch.float32)
     assert not by_onednn((1, 1), torch.float32) and not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
-    monkeypatch.setattr(cpu, "ONEDNN", False)
+    monkeypatch.setattr(hardware, "ONEDNN", False)
     assert not by_onednn((2, 5), torch.float32)
 
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-import report
+from corpus import audit as report
 from conftest import script
 
 SECRET = "Confidential passage that no audit may repeat."
@@ -107,7 +107,7 @@ def damaged(folder, tmp_path, how):
     copy = tmp_path / "copy"
     shutil.copytree(folder[0], copy)
     how(copy)
-    return script("report.py", copy)
+    return script("corpus.audit", copy)
 
 
 def one_more_removed(copy):
@@ -135,7 +135,7 @@ def other_row(copy):
 
 
 def test_the_check_passes_on_what_was_written(folder):
-    done = script("report.py", folder[0])
+    done = script("corpus.audit", folder[0])
     assert done.returncode == 0 and "all hashes as written" in done.stdout
 
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-import compliance
-from compliance import AGENTS, blocked_domains, host_key, may_train_on, open_robots, scrub_pii, verdict
+from corpus import robots as compliance
+from corpus.robots import AGENTS, blocked_domains, host_key, may_train_on, open_robots, scrub_pii, verdict
 
 ROBOTS_2019 = "../shared/data/robots_2019_top10k.jsonl.gz"
 

@@ -1,10 +1,16 @@
 """
 Pictures: of runs, from their log.jsonl, and of the five ideas, from the code that does them.
 
-$ python plot.py out/a out/b --out=compare.png          # loss, bits per byte, gradient norm, learning rate, speed of any runs
-$ python plot.py --explain=assets                       # xIELU, the Goldfish mask, WSD, AdEMAMix's two memories, the document mask
-$ python plot.py --explain=assets out/laptop            # xIELU with the shapes that this run's layers have learnt
+$ python -m engine.plot out/a out/b --out=compare.png          # loss, bits per byte, gradient norm, learning rate, speed of any runs
+$ python -m engine.plot --explain=assets                       # xIELU, the Goldfish mask, WSD, AdEMAMix's two memories, the document mask
+$ python -m engine.plot --explain=assets out/laptop            # xIELU with the shapes that this run's layers have learnt
 """
+
+import sys
+
+if not __package__:
+    print("plot.py: start it from the project's root, python -m engine.plot", file=sys.stderr)
+    sys.exit(2)
 
 import json
 import math
@@ -338,7 +344,7 @@ def main():
         print(f"wrote {explain}/xielu.png, goldfish.png, wsd.png, ademamix.png and document_mask.png")
         return
     if not paths:
-        raise ValueError("name one or more run folders: python plot.py out/laptop; or --explain=FOLDER")
+        raise ValueError("name one or more run folders: python -m engine.plot out/laptop; or --explain=FOLDER")
     panels = comparable(paths)
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     curves(paths, out, panels)

@@ -1,5 +1,5 @@
 """
-What qrpo.py knows of its reference model, on disk: samples, their rewards, their log-probs. Each batch is a file, written whole under its
+What posttrain/qrpo.py knows of its reference model, on disk: samples, their rewards, their log-probs. Each batch is a file, written whole under its
 final name, so that a run can be killed anywhere, and runs with the same references share them; what exists is not done again. JSON alone.
 
     references/settings.json                what they were made from; another start model, data set or seed is refused
@@ -16,7 +16,7 @@ import os
 import torch.distributed as dist
 from tqdm import tqdm
 
-import checkpoint
+from engine import checkpoint
 
 
 def fingerprint(model):

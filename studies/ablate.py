@@ -14,11 +14,17 @@ The floor is always a tenth of the peak. What is asked decides the name of a run
 common, finished runs are skipped, broken ones are resumed. Protocol: report sec. 2.4, Table 3 (arXiv 2509.14233), which has one run an
 arm; here the seeds say what a difference is worth.
 
-$ python ablate.py configs/ablations/activations.py                       # a study: runs, results.csv, table.md, plot.png
-$ python ablate.py configs/ablations/activations.py --report              # tables and pictures again from the committed runs.jsonl
-$ python ablate.py configs/ablations/apertus.py --size=configs/laptop.py  # the same at another size: any config of train.py
-$ python ablate.py --overview                                             # every study in one table and one picture
+$ python -m studies.ablate configs/ablations/activations.py                       # a study: runs, results.csv, table.md, plot.png
+$ python -m studies.ablate configs/ablations/activations.py --report              # tables and pictures again from the committed runs.jsonl
+$ python -m studies.ablate configs/ablations/apertus.py --size=configs/laptop.py  # the same at another size: any config of train.py
+$ python -m studies.ablate --overview                                             # every study in one table and one picture
 """
+
+import sys
+
+if not __package__:
+    print("ablate.py: start it from the project's root, python -m studies.ablate", file=sys.stderr)
+    sys.exit(2)
 
 import csv
 import glob
@@ -30,13 +36,13 @@ import queue
 import runpy
 import statistics
 import subprocess
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import configurator
-import plot
-from intervals import p_value, t_quantile
+from configurator import ROOT
+from engine import plot
+from engine.intervals import p_value, t_quantile
 from schedule import steps_in
 from tokenizer import read_json
 
@@ -56,7 +62,6 @@ jobs = 0                                    # runs at a time; 0 = one a GPU, or 
 report = False                              # run nothing: write table and pictures from runs.jsonl
 overview = False                            # run nothing: one table and one picture of all studies in `out`
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
 SEARCH_SEED = 0                             # chooses the learning rates, and is never reported
 COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3", llama="C0", swiglu="C0", adamw="C0", cosine="C0", gelu="C1", relu2="C2")
 
@@ -329,7 +334,7 @@ def table_md(rows):
             f"{r['flops']:.2e}",
             f"{r['seconds']:.0f}")) + " |")
     lines += ["", f"Published: {published}", "", f"Reading: {reading or 'none written yet.'}", "",
-              f"Command: `python ablate.py configs/ablations/{study}.py --seeds={many} --size={rows[0]['size']}`", ""]
+              f"Command: `python -m studies.ablate configs/ablations/{study}.py --seeds={many} --size={rows[0]['size']}`", ""]
     return "\n".join(lines)
 
 
@@ -396,7 +401,7 @@ def finished_studies():
             rows = [json.loads(line) for line in f]
         found.append((name, runpy.run_path(os.path.join(ROOT, "configs", "ablations", name + ".py")), rows))
     if not found:
-        raise ValueError(f"no studies in {out}: run one first, python ablate.py configs/ablations/activations.py")
+        raise ValueError(f"no studies in {out}: run one first, python -m studies.ablate configs/ablations/activations.py")
     return found
 
 
@@ -454,7 +459,7 @@ def main():
         return
     if not study or baseline not in arms or len(arms) < 2:
         have = ", ".join(sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "configs", "ablations", "*.py"))))
-        raise ValueError(f"name a study, as in python ablate.py configs/ablations/activations.py (there: {have}); "
+        raise ValueError(f"name a study, as in python -m studies.ablate configs/ablations/activations.py (there: {have}); "
                          "it sets study, arms and a baseline among them")
     folder = os.path.join(out, study)
     if not report:

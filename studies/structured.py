@@ -15,14 +15,20 @@ reverse), so a dense guide W, born as their product, does the work at first and 
 
 Pre-merge: where decoding is bound by latency (a GPU, small matrices) one matrix beats two, so below a measured number of tokens merge()
 is used. Where it is bound by reading weights the factors stay ahead: on one CPU thread 0.9 to 2.0 times as fast as dense at width 1024, 1.3 to 2.4
-at 2048, 1.5 to 2.9 at 4096 (bench.py ffn).
+at 2048, 1.5 to 2.9 at 4096 (tools/bench.py ffn).
 Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024) and 2407.09835; code: CLAIRE-Labo/StructuredFFN.
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
-$ python structured.py                                  # the published table, counted again
-$ python bench.py ffn                                   # where it pays on this machine, widths 512 to 2048; --widths=(4096,)
+$ python -m studies.structured                                  # the published table, counted again
+$ python -m tools.bench ffn                                   # where it pays on this machine, widths 512 to 2048; --widths=(4096,)
 $ python convert.py --load=out/run --save=out/hf --merge
 """
+
+import sys
+
+if not __package__:
+    print("structured.py: start it from the project's root, python -m studies.structured", file=sys.stderr)
+    sys.exit(2)
 
 import hashlib
 import math
@@ -32,7 +38,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cpu import linear
+from engine.hardware import linear
 
 # Letters: N inputs, M outputs, R rank, B blocks, K = min(N, M) / B.
 

@@ -9,14 +9,20 @@ a round, with a 95 % interval by bootstrap. A GEMM and a bandwidth probe run in 
 this machine could do at that moment. The head counts as FLOPs, the embedding does not, causal attention counts once, a recompute or a
 masked pair never (PaLM, arXiv 2204.02311, app. B). The clock on a CPU is the process's own time on one thread: others' load stays out.
 
-$ python bench.py train --preset=cpu            # a training step against Hugging Face, eager and compiled
-$ python bench.py train --preset=packed         # the same on documents of 100 tokens, masked
-$ python bench.py optim                         # AdEMAMix against AdamW (fused), a per-tensor loop, and the memory's bandwidth
-$ python bench.py goldfish | loader | tokenize | prepare | decode | memory
-$ python bench.py cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
-$ python bench.py ffn                           # structured feed-forward layers (structured.py) against dense ones, by width
-$ python bench.py records/*/*.json              # committed results again, as the README's table
+$ python -m tools.bench train --preset=cpu            # a training step against Hugging Face, eager and compiled
+$ python -m tools.bench train --preset=packed         # the same on documents of 100 tokens, masked
+$ python -m tools.bench optim                         # AdEMAMix against AdamW (fused), a per-tensor loop, and the memory's bandwidth
+$ python -m tools.bench goldfish | loader | tokenize | prepare | decode | memory
+$ python -m tools.bench cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
+$ python -m tools.bench ffn                           # structured feed-forward layers (studies/structured.py) against dense ones, by width
+$ python -m tools.bench records/*/*.json              # committed results again, as the README's table
 """
+
+import sys
+
+if not __package__:
+    print("bench.py: start it from the project's root, python -m tools.bench", file=sys.stderr)
+    sys.exit(2)
 
 import copy
 import dataclasses
@@ -30,7 +36,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -41,12 +46,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix, can_compile, param_groups
-from cpu import linear
+from configurator import ROOT
+from engine.hardware import linear
 from data import TokenDataset
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, Linear
-from parallel import keep_freed_memory
-from peers import NanoGPT, hugging_face, loop_ademamix, published_mask
+from engine.parallel import keep_freed_memory
+from tools.peers import NanoGPT, hugging_face, loop_ademamix, published_mask
 
 paths = []              # a mode (train optim goldfish loader tokenize prepare decode memory cold ffn), or results (*.json) to print as a table
 preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
@@ -470,7 +476,7 @@ def prepare():
     prepare.py from start to end, one process, on 120 MB of pages (this Python's and its packages' sources): with every filter on, nearly all
     of them passing, and with none. MB of the text that is kept.
     """
-    here, size, files = os.path.dirname(os.path.abspath(__file__)), 120e6 if preset != "tiny" else 2e5, []
+    size, files = 120e6 if preset != "tiny" else 2e5, []
     for kind in ("stdlib", "purelib"):
         files += sorted(glob.iglob(os.path.join(sysconfig.get_path(kind), "**", "*.py"), recursive=True))
     with tempfile.TemporaryDirectory() as folder:
@@ -495,7 +501,7 @@ def prepare():
 
         def run(n, name, flags):
             before = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            done = subprocess.run([sys.executable, os.path.join(here, "prepare.py"), at("pages.jsonl"), f"--out={at('out')}", "--workers=1",
+            done = subprocess.run([sys.executable, os.path.join(ROOT, "prepare.py"), at("pages.jsonl"), f"--out={at('out')}", "--workers=1",
                                    "--tokenizer=apertus" if preset != "tiny" else "--tokenizer=byte", *flags], capture_output=True, text=True)
             after = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
             if done.returncode:
@@ -557,7 +563,7 @@ def memory():
     for name in tqdm(names, desc="memory", leave=False, dynamic_ncols=True):
         with tempfile.TemporaryDirectory() as folder:
             arguments = [f"--{k}={globals()[k]}" for k in ("preset", "device", "dtype", "threads", "seed")]
-            command = [sys.executable, os.path.abspath(__file__), "memory", f"--impls=only {name}", f"--out={folder}", *arguments]
+            command = [sys.executable, "-m", "tools.bench", "memory", f"--impls=only {name}", f"--out={folder}", *arguments]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise ValueError(f"{name} did not finish (exit code {done.returncode}): {done.stderr.strip().splitlines()[-1:]}")
@@ -628,12 +634,12 @@ def cold():
     before but torch's headers (8 s of g++, once a machine); and with two and four times the layers: blocks share one compilation.
     """
     global clock
-    clock, here = "wall", os.path.dirname(os.path.abspath(__file__))
+    clock = "wall"
     config, depth = ("laptop", 4) if preset != "tiny" else ("tiny", 2)
 
     def first_step(compile, layers):
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, os.path.join(here, "train.py"), f"configs/{config}.py", f"--data={data}", f"--out={folder}/run",
+            command = [sys.executable, os.path.join(ROOT, "train.py"), f"configs/{config}.py", f"--data={data}", f"--out={folder}/run",
                        f"--device={place()}", f"--compile={compile}", f"--n_layer={layers}"]
             environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache", OMP_NUM_THREADS=str(threads or os.cpu_count()))
             log, began = os.path.join(folder, "run", "log.jsonl"), time.perf_counter()
@@ -661,10 +667,10 @@ def cold():
 
 def ffn():
     """
-    One MLP's two matrices, C -> 4 C -> C, dense and in each form of structured.py, eager: forward and backward of 512 tokens, and one
+    One MLP's two matrices, C -> 4 C -> C, dense and in each form of studies/structured.py, eager: forward and backward of 512 tokens, and one
     token through so many copies (256 MB or 100) that the weights come from memory, as in a whole model; seconds are those of one copy.
     """
-    from structured import StructuredLinear, forms
+    from studies.structured import StructuredLinear, forms
     rows, best = {}, ""
     for C in widths if preset != "tiny" else (48,):
         x = torch.randn(512 if preset != "tiny" else 8, C, device=place(), dtype=work_dtype(), requires_grad=True)
@@ -727,10 +733,10 @@ def circumstances():
             cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), cpu)
 
     def git(*args):
-        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
     return dict(date=time.strftime("%Y-%m-%d"),
-                command="python bench.py " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
+                command="python -m tools.bench " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
                 cpu=f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
                 gpu=torch.cuda.get_device_name() if place() == "cuda" else None, threads=torch.get_num_threads(),
                 clock="cpu" if clock == "cpu" or clock == "auto" and place() == "cpu" else "wall", load=os.getloadavg()[0],
@@ -826,7 +832,7 @@ def show(files):
             print(f"\n{path}: `{records[-1]['command']}`, {records[-1]['gpu'] or records[-1]['cpu']}\n")
             print("\n".join(table(records[-1])))
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is not a result of bench.py: want the JSON that `python bench.py train` writes") from None
+            raise ValueError(f"{path} is not a result of tools/bench.py: want the JSON that `python -m tools.bench train` writes") from None
     print("\n" + summary(records))
     if readme:
         mark = "<!-- bench -->\n"
@@ -843,7 +849,7 @@ def main():
         return show(paths)
     if len(paths) != 1 or paths[0] not in MODES:
         raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(MODES)}, or results (*.json): "
-                         "python bench.py train --preset=cpu")
+                         "python -m tools.bench train --preset=cpu")
     if clock not in ("auto", "cpu", "wall"):
         raise ValueError(f"clock={clock!r}: there is auto, cpu and wall")
     if rounds < 1:

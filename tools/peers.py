@@ -1,7 +1,7 @@
 """
-What bench.py races against: transformers' Apertus with our weights, nanoGPT's model, AdEMAMix tensor by tensor, the published Goldfish mask.
+What tools/bench.py races against: transformers' Apertus with our weights, nanoGPT's model, AdEMAMix tensor by tensor, the published Goldfish mask.
 
-What people would otherwise run: nothing here is tuned by us, and bench.py first checks that it computes the same.
+What people would otherwise run: nothing here is tuned by us, and tools/bench.py first checks that it computes the same.
 """
 
 import functools

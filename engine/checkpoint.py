@@ -10,7 +10,7 @@ newest checkpoint whose hashes hold is the one that is used. And nothing here ca
 .metadata is one, and torch.load of an untrusted file runs code).
 
 With several processes each writes, hashes and reads its own part, and any number of processes can read what any other number wrote.
-`group` is then a gloo group for this file alone (parallel.py); None is one process. Training goes on while a Saver writes.
+`group` is then a gloo group for this file alone (engine/parallel.py); None is one process. Training goes on while a Saver writes.
 """
 
 import contextlib

@@ -14,16 +14,21 @@ completions, KL to the reference in nats (log pi - log ref over the policy's own
 log pi/ref against the target that QRPO's formula sets for them: correlation ("agreement") and root mean square difference ("distance",
 nats). QRPO predicts where log-ratios land; the others only which of two is larger. What came out: results/align/notes.md.
 
-$ make align                                    # or python align.py: minutes on two cores; goes on where it was stopped
-$ python align.py --tune                        # choose learning rates and betas anew
+$ make align                                    # or python -m studies.digits: minutes on two cores; goes on where it was stopped
+$ python -m studies.digits --tune                        # choose learning rates and betas anew
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
+
+import sys
+
+if not __package__:
+    print("digits.py: start it from the project's root, python -m studies.digits", file=sys.stderr)
+    sys.exit(2)
 
 import json
 import os
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,7 +58,7 @@ LRS = (3e-4, 1e-3)
 
 
 def reward(prompt, completion):
-    """The graded reward; qrpo.py calls it by --rewards=align.py."""
+    """The graded reward; posttrain/qrpo.py calls it by --rewards=studies/digits.py."""
     total, first = map(int, re.findall(r"\d+", prompt))
     if not re.fullmatch(r"[0-9]+", completion) or completion[0] != str(first):
         return -30.0
@@ -101,9 +106,9 @@ def call(name, done, script, *args, threads=1):
     """
     log, record = (os.path.join(out, f"{name}.{kind}") for kind in ("txt", "json"))
     if not os.path.exists(done):
-        began, root = time.perf_counter(), os.path.dirname(os.path.abspath(__file__))
+        began = time.perf_counter()
         with open(log, "w", encoding="utf-8") as f:
-            process = subprocess.Popen([sys.executable, os.path.join(root, script), *args], stdout=f, stderr=subprocess.STDOUT,
+            process = subprocess.Popen([sys.executable, "-m", script, *args], stdout=f, stderr=subprocess.STDOUT,
                                        env=dict(os.environ, OMP_NUM_THREADS=str(threads)))
             seconds = cpu_seconds(process)
         if process.returncode:
@@ -135,23 +140,23 @@ def pretrain_and_sft():
     sft, pretrained, calls = os.path.join(out, "sft"), start or os.path.join(out, "pretrained"), {}
     if not start:
         calls["prepare"] = call("prepare", "data/align/meta.json", "prepare.py", "--out=data/align", "--tokenizer=apertus:1024")
-        calls["pretrained"] = call("pretrained", os.path.join(pretrained, "summary.json"), "train.py", "configs/align.py",
+        calls["pretrained"] = call("pretrained", os.path.join(pretrained, "summary.json"), "train", "configs/align.py",
                                    f"--out={pretrained}", "--resume", threads=workers)
-    calls["sft"] = call("sft", os.path.join(sft, "hf", "config.json"), "sft.py", f"--init_from={pretrained}",
+    calls["sft"] = call("sft", os.path.join(sft, "hf", "config.json"), "posttrain.sft", f"--init_from={pretrained}",
                         f"--data={out}/conversations.jsonl", f"--out={sft}", "--resume", "--epochs=2", "--batch_size=64",
                         "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw", "--max_length=128", threads=workers)
     return sft, calls
 
 
 def align(runs, sft):
-    """qrpo.py for runs {name: (loss, lr, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
+    """posttrain/qrpo.py for runs {name: (loss, lr, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
     began, calls, first = time.perf_counter(), {}, {}
 
     def one(name, loss, lr, beta, seed, before):
         if before:
             before.result()
-        return call(name, os.path.join(out, name, "hf", "config.json"), "qrpo.py", f"--init_from={sft}", f"--data={out}/prompts.jsonl",
-                    "--rewards=align.py", f"--out={out}/{name}", f"--references={out}/references-s{seed}", f"--seed={seed}",
+        return call(name, os.path.join(out, name, "hf", "config.json"), "posttrain.qrpo", f"--init_from={sft}", f"--data={out}/prompts.jsonl",
+                    "--rewards=studies/digits.py", f"--out={out}/{name}", f"--references={out}/references-s{seed}", f"--seed={seed}",
                     f"--n_refs={n_refs}", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0", f"--epochs={epochs}",
                     "--batch_size=16", "--micro_batch=16", f"--lr={lr}", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
                     "--max_length=128", "--resume", f"--loss={loss}", f"--beta={beta}", f"--length_norm={loss == 'simpo'}",
@@ -178,7 +183,7 @@ def measure(runs, sft, tests, beta):
     """
     import torch
     import convert
-    from qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp, words
+    from posttrain.qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp, words
     reference, tok = convert.load_any(sft)
     end = tok.special["<|assistant_end|>"]
     prompts = [tok.chat(question(*t), add_generation_prompt=True)[1] for t in tests]
@@ -229,7 +234,7 @@ def runs_of(method, rows):
 
 def table(rows, beta):
     """Markdown: mean and, over seeds, standard deviation. beta: of the row "qrpo", for the closed form below."""
-    from qrpo import optimum
+    from posttrain.qrpo import optimum
     best = optimum(beta)
     lines = ["| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |", "|---" * 8 + "|"]
     for method in ["sft", *GRIDS]:
@@ -250,7 +255,7 @@ def draw(rows, beta, picture):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from qrpo import beta_log_z
+    from posttrain.qrpo import beta_log_z
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     t = np.linspace(0, 1, 50)
@@ -323,7 +328,7 @@ def main():
         chosen = json.load(f)["chosen"]
     lacks = {"qrpo", *names} - chosen.keys()
     if lacks:
-        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: python align.py --tune makes it anew")
+        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: python -m studies.digits --tune makes it anew")
     runs = {f"{m}-s{s}": (m, chosen[m]["lr"], chosen[m]["beta"], s) for m in names for s in range(seeds)}
     calls |= align(runs, sft)
     beta = chosen["qrpo"]["beta"]

@@ -10,7 +10,7 @@ One step of training, spread over many processes, in the same numbers.
 
 Any rank that is stopped, or meets a NaN, stops all of them in the same step: the flags ride in the all-reduce of the loss. All of this is
 torch's own; what is added here is the order of things: recompute activations, compile, shard, then initialise each shard. Tensor and
-pipeline parallelism, which thousands of GPUs need (python plan.py says from where on), are in github.com/pytorch/torchtitan.
+pipeline parallelism, which thousands of GPUs need (python -m tools.plan says from where on), are in github.com/pytorch/torchtitan.
 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
@@ -260,7 +260,7 @@ def recompute_activations(model, mode):
 
     full keeps each block's input only, and costs one more forward pass: a third more FLOPs. selective keeps what is dear to compute and
     small to store: q, k, v, the output projection and attention; it computes again norms, activations and the widest matrix, up: 43 % of
-    what a block stores is 5.25 C wide. python plan.py says what each saves.
+    what a block stores is 5.25 C wide. python -m tools.plan says what each saves.
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"recompute={mode!r}: there is none, selective and full")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from documents import sha256
+from corpus.readers import sha256
 
 try:
     import fcntl

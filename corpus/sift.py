@@ -18,10 +18,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from compliance import TAGS, host_key, scrub_pii, verdict
-from documents import documents, place
-from filters import column_reason, pieces, signatures, text_key, words
-from shards import long_parts
+from corpus.robots import TAGS, host_key, scrub_pii, verdict
+from corpus.readers import documents, place
+from corpus.quality import column_reason, pieces, signatures, text_key, words
+from corpus.shards import long_parts
 
 KINDS = tuple(TAGS)                                      # email, ip, iban: the columns of what was scrubbed
 LONG = 1_000_000                                         # characters of a document that near-duplicates are judged by

@@ -6,16 +6,22 @@ Does it fit, and how long does it take? A run on thousands of GPUs, planned on a
     links     a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes a parameter, whatever its size
     so        tokens a GPU per micro-batch decide whether compute hides the links, and memory decides how many tokens there may be
 
-The memory is not a formula: the real model is sharded by the real parallel.py, and one real forward and backward pass runs under
+The memory is not a formula: the real model is sharded by the real engine/parallel.py, and one real forward and backward pass runs under
 FakeTensor (shapes without data) and a fake process group of any size, while torch's FSDPMemTracker keeps the books. Layers are alike, so
 3 and 4 of them are traced and the rest follows on the line; --whole traces all (70B: some minutes). Attention counts one document a
 window; xIELU and norms count as torch.compile fuses them. Links are counted as one GPU's own: NCCL's rings let the GPUs of a node share
 theirs, so --net_gbs of what nccl-tests measures, if it is more, is closer. tests/test_plan.py holds the fake against measured memory.
 
-$ python plan.py configs/70b.py --gpus=512 --gpu=h100
-$ python plan.py configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
-$ python plan.py configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
+$ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
+$ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
+$ python -m tools.plan configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
 """
+
+import sys
+
+if not __package__:
+    print("plan.py: start it from the project's root, python -m tools.plan", file=sys.stderr)
+    sys.exit(2)
 
 import collections
 import dataclasses
@@ -36,7 +42,7 @@ import train
 from ademamix import AdEMAMix, param_groups
 from configurator import run, settings
 from model import XIELU, Apertus, ApertusConfig, RMSNorm, chunk_rows
-from parallel import nearest_divisors, recompute_activations, shard
+from engine.parallel import nearest_divisors, recompute_activations, shard
 
 globals().update(settings(vars(train)))   # a plan is of a run: it has all of train.py's settings (python train.py --help), and these
 gpus = 8                                  # how many

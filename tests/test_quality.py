@@ -8,8 +8,8 @@ from difflib import SequenceMatcher
 import numpy as np
 import pytest
 
-import filters
-from filters import (Contamination, NearDuplicates, TopShare, column_reason, minhash, minhash_numpy, ngrams, text_key,
+from corpus import quality as filters
+from corpus.quality import (Contamination, NearDuplicates, TopShare, column_reason, minhash, minhash_numpy, ngrams, text_key,
                      uniform)
 
 

@@ -12,8 +12,14 @@ are trained: reward can rise while the features that carry it fall into ever few
 Source: arXiv 2405.00662 (its code: effective and PCA rank of the uncentred matrix, dead = never on the active side). The last hidden
 states are normalised here (RMSNorm), so their own norm says nothing; the norm is taken where the last feed-forward layer decides.
 
-$ python rank.py --init_from=out/sft            # of a model, on the text given by --text
+$ python -m posttrain.collapse --init_from=out/sft            # of a model, on the text given by --text
 """
+
+import sys
+
+if not __package__:
+    print("collapse.py: start it from the project's root, python -m posttrain.collapse", file=sys.stderr)
+    sys.exit(2)
 
 import math
 

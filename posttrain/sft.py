@@ -14,11 +14,17 @@ In one epoch every loss is measured on conversations that the model has not seen
 The conversations become ids once, in out/<run>/tokens, four bytes a token, which all processes map. SIGTERM, SIGUSR2, or
 a file named `stop` in the run folder: all processes save after the step that they are in, and leave; --resume goes on.
 
-$ python sft.py --data=conversations.jsonl --show             # the first conversations, what is learnt in green, token by token
-$ python sft.py --init_from=out/laptop --data=conversations.jsonl
-$ python sft.py configs/sft_8b.py --data=mixture.jsonl --resume
-$ torchrun --nproc_per_node=8 sft.py configs/sft_8b.py --parallel=fsdp       # the same numbers on more processes
+$ python -m posttrain.sft --data=conversations.jsonl --show             # the first conversations, what is learnt in green, token by token
+$ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
+$ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
+$ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp       # the same numbers on more processes
 """
+
+import sys
+
+if not __package__:
+    print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
+    sys.exit(2)
 
 import dataclasses
 import functools
@@ -36,15 +42,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import chat
-import checkpoint
+from engine import checkpoint
 import convert
-import plot
-import rank
+from engine import plot
+from posttrain import collapse as rank
 import tokenizer
 from ademamix import AdEMAMix, can_compile, param_groups
 from configurator import run, settings
 from data import permute
-from parallel import (Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm,
+from engine.parallel import (Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm,
                       stop_signals)
 from tokenizer import chat_pieces, control
 
@@ -57,7 +63,7 @@ show = False                    # print the first conversations token by token, 
 resume = False                  # go on from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
-parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (parallel.py): 8B with AdEMAMix is 161 GB, 20 bytes a parameter
+parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun (engine/parallel.py): 8B with AdEMAMix is 161 GB, 20 bytes a parameter
 compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" where a conversation has no system message; fixed, so that a run can be repeated
@@ -77,7 +83,7 @@ alpha = 8.0                     # it and beta3 warm up over the whole run
 eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
-rank_every = 100                # steps between rank diagnostics (rank.py); 0 = never
+rank_every = 100                # steps between rank diagnostics (posttrain/collapse.py); 0 = never
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
@@ -371,7 +377,7 @@ def tensors(rows, pad):
 
 
 # -----------------------------------------------------------------------------
-# what a run needs besides its lesson; qrpo.py uses the same
+# what a run needs besides its lesson; posttrain/qrpo.py uses the same
 
 
 def join(mode, device):

@@ -13,9 +13,15 @@ two sets A, B of n-grams agrees with probability |A and B| / |A or B|), and cont
 (a shared 8-gram, then half of the prompt). All depend on the document and on what came before it in input
 order, never on the number of workers.
 
-$ python filters.py docs.jsonl more.jsonl                # duplicates and near-duplicates in them, MB/s
-$ python filters.py docs.jsonl --prompts=prompts.txt     # and documents that contain these prompts
+$ python -m corpus.quality docs.jsonl more.jsonl                # duplicates and near-duplicates in them, MB/s
+$ python -m corpus.quality docs.jsonl --prompts=prompts.txt     # and documents that contain these prompts
 """
+
+import sys
+
+if not __package__:
+    print("quality.py: start it from the project's root, python -m corpus.quality", file=sys.stderr)
+    sys.exit(2)
 
 import json
 import re
@@ -416,7 +422,7 @@ def main():
                     size += len(text.encode())
         print(counts, f"{size / 1e6 / (time.perf_counter() - start):.1f} MB/s, MinHash by {BACKEND}")
     except (ValueError, OSError) as e:
-        parser.exit(2, f"filters.py: {e}\n")
+        parser.exit(2, f"quality.py: {e}\n")
 
 
 if __name__ == "__main__":
