@@ -15,13 +15,11 @@ $ python ademamix.py               # the two warm-ups in numbers, and what bf16 
 """
 
 import math
-import os
-import shutil
-import sys
-from importlib.util import find_spec
 
 import torch
 from torch.fx.experimental import _config as shapes
+
+from engine.hardware import can_compile
 
 
 SMALL = 16_384  # elements: tensors up to here are copied together and updated as one
@@ -189,15 +187,6 @@ class AdEMAMix(torch.optim.Optimizer):
             print(f"ademamix: no compiler found for {params[0].device.type}: the update runs eagerly, which is slower")
             return ademamix_many
         return torch.compile(ademamix_many, fullgraph=True, dynamic=True)                    # dynamic: one kernel for every size
-
-
-def can_compile(device):
-    """Whether torch.compile has what it needs on this machine: a C++ compiler on the CPU, Triton on CUDA."""
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch first compiles a program to see if AVX works: 4 s
-    if device.type == "cuda":
-        return find_spec("triton") is not None
-    cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    return device.type == "cpu" and shutil.which(cxx) is not None
 
 
 def param_groups(model, weight_decay=0.1):

@@ -19,11 +19,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from engine import checkpoint
-from studies import structured
 import tokenizer as tokenizers
 from configurator import checked, run
+from engine import checkpoint
+from studies import structured
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
+from tokenizer import IN_TEXT, PATTERN, SPECIAL, Tokenizer, read_json
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
@@ -163,7 +164,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, revision=None, spread=None):
     config_file = os.path.join(folder, "config.json")
     if not os.path.isfile(config_file):
         raise ValueError(f"{folder} has no config.json: want a Hugging Face model folder")
-    config = config_from_hf(tokenizers.read_json(config_file))
+    config = config_from_hf(read_json(config_file))
     with torch.device("meta"):
         model = Apertus(config)
     if spread:
@@ -208,7 +209,7 @@ def tensor_files(folder):
     """{tensor name: open safetensors file} of one file or of shards with an index; of one file if there are both, as in transformers."""
     names, index = [WEIGHTS], os.path.join(folder, INDEX)
     if not os.path.exists(os.path.join(folder, WEIGHTS)) and os.path.isfile(index):
-        weight_map = tokenizers.read_json(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         names = sorted(set(weight_map.values())) if isinstance(weight_map, dict) else []
         if not names:
             raise ValueError(f"{index} has no weight_map: fetch or write it again")
@@ -252,7 +253,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         where = {name: file for file, shard in zip(names, shards) for name in shard}
         jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=where)
     if tokenizer:
-        jsons.update(tokenizers.hf_files(tokenizer))
+        jsons.update(hf_files(tokenizer))
     publish(path, dict(zip(names, shards)), jsons)
 
 
@@ -295,7 +296,7 @@ def written_before(path, names=()):
     """
     before, listed = set(), os.path.join(path, LIST)
     if os.path.isfile(listed):
-        before = set(tokenizers.read_json(listed).get("files", []))
+        before = set(read_json(listed).get("files", []))
         if any(name != os.path.basename(name) for name in before):
             raise ValueError(f"{listed} names files outside of its folder")
     for file in sorted(os.listdir(path)) if os.path.isdir(path) else []:
@@ -331,7 +332,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
     if not os.path.isfile(path):
         raise ValueError(f"no run in {folder!r} (no config.json there): train one with `python train.py configs/laptop.py`, or name a "
                          "Hugging Face model")
-    config = tokenizers.read_json(path)
+    config = read_json(path)
     found = checkpoint.newest_intact(os.path.join(folder, "ckpt"))
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet: it writes the first after {config['checkpoint_every']} steps")
@@ -354,7 +355,7 @@ def load_any(name, device="cpu", dtype=None, spread=None):
     if os.path.isdir(os.path.join(name, "ckpt")) or not os.path.exists(os.path.join(name, "config.json")) and name.startswith("out"):
         return load_run(name, device, dtype, spread)
     folder = local(name)
-    tok = tokenizers.load_hf(folder)                                        # 2 s: before the weights, which take minutes
+    tok = tokenizer_from_hf(folder)                                        # 2 s: before the weights, which take minutes
     model = load_hf(folder, device, dtype, spread=spread)
     return model, fitting(tok, model, folder)
 
@@ -381,6 +382,146 @@ def main():
     if save:
         save_hf(model, save, tokenizer, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")
+
+
+def hf_files(tokenizer, chat=False):
+    """
+    {file name: what to write into it as JSON}, from which transformers.AutoTokenizer makes the same ids. It puts <s> in
+    front, as the published tokenizer does; add_special_tokens=False leaves it out. chat: eos is <|assistant_end|>.
+
+    transformers turns a control token spelled in a text into that token, unless called with split_special_tokens=True.
+    """
+    with open(os.path.join(os.path.dirname(__file__), "chat_template.jinja"), encoding="utf-8") as f:
+        template = f.read()                                              # chat.py once more, in Jinja
+    letter = letters()
+    spelled = ["".join(letter[b] for b in piece) for piece in tokenizer.pieces]
+    name = {i: s for s, i in tokenizer.special.items()}
+    bos = name[tokenizer.bos]
+    exact = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    first, text = {"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    second = [{"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [{"id": i, "content": s, **exact, "special": s not in tokenizer.in_text}
+                             for s, i in tokenizer.special.items()],
+            "normalizer": None,
+            "pre_tokenizer": PRE_TOKENIZER,
+            "post_processor": {
+                "type": "TemplateProcessing", "single": [first, text], "pair": [first, text, *second],
+                "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos], "tokens": [bos]}}},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": {"type": "BPE", "ignore_merges": True, "merges": merges_of(spelled),
+                      "vocab": tokenizer.special | dict(zip(spelled, tokenizer.ids))}},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "padding_side": "left",
+            "bos_token": bos, "eos_token": "<|assistant_end|>" if chat else name[tokenizer.eos],
+            "pad_token": name[tokenizer.pad], "unk_token": "<unk>" if "<unk>" in tokenizer.special else None,
+            "chat_template": template},
+    }
+
+
+PRE_TOKENIZER = {"type": "Sequence", "pretokenizers": [
+    {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+    {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}
+
+
+def merges_of(spelled):
+    """
+    The list of merges that a byte-level BPE of these pieces (str, by rank) has in Hugging Face's format: all pairs of
+    pieces whose union is a piece, by the union's rank, then by their own (Apertus: 269,443, in the published order).
+    """
+    rank = {s: i for i, s in enumerate(spelled)}
+    merges = []
+    for s in spelled:
+        pairs = [(s[:i], s[i:]) for i in range(1, len(s)) if s[:i] in rank and s[i:] in rank]
+        merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
+    return merges
+
+
+def tokenizer_from_hf(folder):
+    """
+    The Tokenizer of a Hugging Face folder, from its tokenizer.json and tokenizer_config.json: the inverse of hf_files.
+
+    Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, for what would
+    give other ids than transformers does: another kind of tokenizer, other merges, an added token that is a word too.
+    """
+    path = os.path.join(folder, "tokenizer.json")
+    if not os.path.isfile(path):
+        raise ValueError(f"{folder} has no tokenizer.json: export one with convert.py, or copy it from the model's repository")
+    saved, settings = read_json(path), os.path.join(folder, "tokenizer_config.json")
+    settings = read_json(settings) if os.path.isfile(settings) else {}
+    byte = {c: bytes([b]) for b, c in letters().items()}
+    try:
+        model, added = saved["model"], {token["content"]: token for token in saved["added_tokens"]}
+        id_of = check_ids(path, model["vocab"], added, settings)
+        spelled = sorted(model["vocab"].keys() - added.keys(), key=id_of.get)
+        pieces = [b"".join(byte[c] for c in s) for s in spelled]
+        merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+        same = (saved["pre_tokenizer"] == PRE_TOKENIZER and saved.get("normalizer") is None and model["ignore_merges"]
+                and not any(model.get(key) for key in ("dropout", "byte_fallback", "end_of_word_suffix"))
+                and {bytes([b]) for b in range(256)} <= {*pieces})
+    except (KeyError, TypeError, AttributeError):
+        same = False
+    if not same:
+        raise ValueError(f"{path} is not a byte-level BPE that cuts text as Apertus' does")
+    if merges != merges_of(spelled):
+        raise ValueError(f"{path}: its merges are not all pairs of its pieces in the order of their ids, as Apertus' are: "
+                         "this program would make other ids of a text")
+    special = {s: id_of[s] for s in sorted(added, key=id_of.get)}
+    # What a file calls not special, a text may become; but not the names that the chat format is made of.
+    in_text = {s for s, token in added.items() if s in IN_TEXT or not token.get("special") and s not in {*SPECIAL}}
+    check_words(path, in_text, added)
+    ends = [named(settings, key, path, added) for key in ("bos_token", "eos_token", "pad_token")]
+    return Tokenizer(folder, pieces, special, [id_of[s] for s in spelled], in_text, ends)
+
+
+def check_ids(path, vocab, added, settings):
+    """
+    {token: id} of a tokenizer.json. What is added but not in the vocabulary is numbered by the library, on from the
+    vocabulary's size; a file that says otherwise, or says it twice, is refused: it has no ids to be honoured.
+    """
+    id_of, behind = dict(vocab), len(vocab)
+    for s, token in added.items():
+        expected = id_of.setdefault(s, behind)
+        behind += expected == behind
+        if token["id"] != expected:
+            raise ValueError(f"{path}: the added token {s!r} has the id {token['id']}, but transformers would number it "
+                             f"{expected}: save the tokenizer again with the version that trained the model")
+    if len(set(id_of.values())) < len(id_of):
+        raise ValueError(f"{path}: two tokens have the same id")
+    for i, token in settings.get("added_tokens_decoder", {}).items():
+        if id_of.get(token["content"]) != int(i):
+            raise ValueError(f"{path}: tokenizer_config.json adds {token['content']!r} as {i}, this file has "
+                             f"{id_of.get(token['content'])} for it: save the tokenizer again")
+    return id_of
+
+
+def check_words(path, in_text, added):
+    """Refuse added tokens of ordinary text which the one regular expression that finds them would not find as transformers does."""
+    for s in sorted(in_text):
+        if any(added[s].get(key) for key in ("single_word", "lstrip", "rstrip")):
+            raise ValueError(f"{path}: the added token {s!r} takes white space with it or wants to stand alone: not done here")
+        other = next((t for t in added if t != s and (t.startswith(s) or s.startswith(t))), None)
+        if other:
+            raise ValueError(f"{path}: the added tokens {s!r} and {other!r} begin alike: which one a text holds is not clear")
+
+
+def named(settings, key, path, added):
+    """The name of bos, eos or pad: tokenizer_config.json says it, as a str or with attributes; else as Apertus has it."""
+    usual = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}[key]
+    name = settings.get(key) or usual
+    name = name["content"] if isinstance(name, dict) else name
+    if name not in added:
+        raise ValueError(f"{path} has no control token {name!r} to be the {key}")
+    return name
+
+
+def letters():
+    """GPT-2's alphabet, byte -> character: printable bytes are themselves, the others the characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*printable})
+    return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ import convert
 import tokenizer as tokenizers
 from engine.intervals import t_quantile, wilson
 from model import chunk_rows
-from engine.parallel import pick_device, pick_dtype
+from engine.hardware import pick_device, pick_dtype
+from generate import generate
 from posttrain.sft import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -217,7 +218,7 @@ def continue_texts(model, tok, contexts, stops, new_tokens):
     size = max(1, batch_tokens // model.config.block_size)
     for i in tqdm(range(0, len(prompts), size), "answering", unit="batch", disable=len(prompts) <= size):
         some = prompts[i:i + size]
-        for p, ids in zip(some, model.generate(some, new_tokens, temperature=0, stop=(tok.eos,))):
+        for p, ids in zip(some, generate(model, some, new_tokens, temperature=0, stop=(tok.eos,))):
             text = tok.decode([t for t in ids[len(p):] if t not in silent])
             found.append(min((text.split(s)[0] for s in stops if s), key=len, default=text))
     return found

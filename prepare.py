@@ -41,7 +41,8 @@ import tokenizer as tokenizers
 from corpus.robots import AGENTS, blocked_domains, open_robots
 from configurator import ROOT, run, settings
 from corpus.readers import batches, check, find, place, sha256
-from corpus.quality import BACKEND, TOXICITY, Contamination, NearDuplicates, Seen, TopShare, read_prompts, text_key
+from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts, text_key
+from corpus.quality import TOXICITY, TopShare
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
 from corpus.shards import write_shard      # noqa: F401 (studies/memorize.py takes it from here)
@@ -170,7 +171,7 @@ def survey(local, work, half_done):
     """
     decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
     stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
-    code = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "robots"))]
+    code = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "dedup", "robots", "pii"))]
     code = [os.path.join(ROOT, file) for file in code]
     others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
     key = json.loads(json.dumps([decides, stats, BACKEND, [sha256(p) for p in others if os.path.exists(p)], [sha256(p) for p in code]]))

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 import convert
 from studies import structured
-from model import KVCache, sample_token
-from engine.parallel import pick_device, pick_dtype
-from tokenizer import control, plain
+from generate import KVCache, generate, lay_out_for_decoding, sample_token, stream
+from engine.hardware import pick_device, pick_dtype
+from chat import control, plain
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the text to go on from; FILE:path reads it from a file
@@ -54,7 +54,7 @@ def main():
         model.to(torch.bfloat16)
     model.eval()
     if chat or not compile:                                # compiled code wants rows
-        model.lay_out_for_decoding()
+        lay_out_for_decoding(model)
     if model.config.ffn != "dense":
         below = structured.premerge(model)
         print(f"structured feed-forward ({model.config.ffn}), measured: " + (f"merged matrices for up to {below} tokens at a time, factors above"
@@ -70,12 +70,12 @@ def main():
     prompt = [tok.bos, *tok.encode(text)]
     stop = {tok.eos, tok.special.get("</s>", tok.eos)}     # of a chat model a turn's end, and a document's end in any case
     if num_samples > 1:
-        for ids in model.generate([prompt] * num_samples, max_new_tokens, stop=stop, **how):
+        for ids in generate(model, [prompt] * num_samples, max_new_tokens, stop=stop, **how):
             print(tok.decode([i for i in ids[1:] if i not in stop]) + "\n" + "-" * 40)
         return
     print(text, end="", flush=True)
     decode = tok.stream()
-    for token in model.stream([prompt], max_new_tokens, stop=stop, **how):
+    for token in stream(model, [prompt], max_new_tokens, stop=stop, **how):
         if token.item() not in stop:
             print(decode(token.item()), end="", flush=True)
     print()
@@ -94,7 +94,7 @@ def reply(model, cache, ids, how, stop, limit):
     for _ in range(limit):
         x = torch.tensor([ids[cache.length:]], device=cache.start.device)                # (1, T): all that is new, then one by one
         make_room(cache, x.shape[1])
-        logits = model.lm_head(model.hidden(x, cache=cache)[:, -1])                     # (1, V)
+        logits, _ = model(x, cache=cache)                                               # (1, V)
         ids.append(sample_token(logits, **how).item())
         yield ids[-1]
         if ids[-1] in stop:

@@ -30,11 +30,14 @@ from engine import checkpoint
 from engine import plot
 from studies import structured
 import tokenizer
-from ademamix import AdEMAMix, can_compile, param_groups
+from ademamix import AdEMAMix, param_groups
+from engine.hardware import can_compile
 from configurator import lengths, run, settings
 from data import StagedDataset, TokenDataset, begun
 from model import Apertus, ApertusConfig
-from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, spread, square_norm, stop_signals
+from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
+from engine.hardware import pick_device, pick_dtype
+from generate import generate
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
 
@@ -274,7 +277,7 @@ def sample(model, tok, place):
     """A short continuation of nothing, to look at. Eager: the cached decode step has shapes that training has not compiled."""
     generator = torch.Generator(place).manual_seed(seed)
     with torch.compiler.set_stance("force_eager"):
-        ids = model.generate([[tok.bos]], min(120, block_size), temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
+        ids = generate(model, [[tok.bos]], min(120, block_size), temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
     drop_gathered(model)
     return tok.decode(ids[0][1:])
 

@@ -18,9 +18,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from corpus.robots import TAGS, host_key, scrub_pii, verdict
+from corpus.pii import TAGS, scrub_pii
+from corpus.robots import host_key, verdict
 from corpus.readers import documents, place
-from corpus.quality import column_reason, pieces, signatures, text_key, words
+from corpus.dedup import pieces, signatures, text_key, words
+from corpus.quality import column_reason
 from corpus.shards import long_parts
 
 KINDS = tuple(TAGS)                                      # email, ip, iban: the columns of what was scrubbed

@@ -16,7 +16,6 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
 import contextlib
-import ctypes
 import math
 import os
 import re
@@ -34,28 +33,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from engine.hardware import keep_freed_memory
+
 MODES = ("none", "ddp", "fsdp", "hsdp")
-
-
-def pick_device(device):
-    """The device that is asked for; of "auto", the first of cuda, mps and cpu that is here. ValueError for one that is not."""
-    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if device != "auto" and not have.get(device.split(":")[0]):
-        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
-    return next(k for k, v in have.items() if v) if device == "auto" else device
-
-
-def pick_dtype(dtype, device):
-    """float32 or bfloat16, as a torch.dtype; of "auto", bf16 where the device multiplies in it (of CPUs: AVX-512 BF16 or AMX)."""
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.startswith("cuda"):                                           # T4 and V100 only imitate it, many times slower than fp32
-        has = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if has else torch.float32
 
 
 def launched():
@@ -167,20 +147,6 @@ class Ranks:
                 torch.use_deterministic_algorithms(self.before[1])
 
 
-def keep_freed_memory():
-    """
-    Let malloc keep what a step frees for the next one, instead of giving it back to the kernel, which zeroes it anew page by page: a step
-    of the laptop's model takes 140 ms instead of 160, with a fifth of the system time. Tensors above 32 MB are given back as ever (glibc's
-    limit, set here because setting one number freezes the other at 128 KB). Only glibc has this; who sets its variables is left alone.
-    """
-    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
-        return
-    with contextlib.suppress(AttributeError, OSError, TypeError):           # other C libraries, and Windows
-        malloc_option = ctypes.CDLL(None).mallopt
-        malloc_option(-3, 2**25)                                            # M_MMAP_THRESHOLD, in bytes
-        malloc_option(-1, 2**31 - 1)                                        # M_TRIM_THRESHOLD
-
-
 def nearest_divisors(n, near):
     """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
     below = next(d for d in range(min(near, n), 0, -1) if n % d == 0)
@@ -215,7 +181,7 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
 
 def shard(model, mesh, dtype, reduce_dtype=torch.float32):
     """FSDP2: each block, the embedding, and the rest (head, last norm) are gathered for themselves. Gradients are added, not averaged."""
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method    # a second
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard    # a second
     policy = MixedPrecisionPolicy(param_dtype=dtype if dtype == torch.bfloat16 else None, reduce_dtype=reduce_dtype)
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -226,7 +192,6 @@ def shard(model, mesh, dtype, reduce_dtype=torch.float32):
         if isinstance(module, FSDPModule):                                  # FSDP's own mean times R would be exact for R = 2^n only
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "generate")
 
 
 def drop_gathered(net):

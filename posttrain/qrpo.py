@@ -54,8 +54,11 @@ from engine import checkpoint
 from posttrain import collapse as rank
 from chat import content_of
 from configurator import run, settings
-from model import at_least_fp32, chunk_rows
-from engine.parallel import drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, stop_signals
+from model import chunk_rows
+from engine.hardware import at_least_fp32
+from engine.parallel import drop_gathered, gradients, orderly_exit, stop_signals
+from engine.hardware import pick_device, pick_dtype
+from generate import generate
 from posttrain.references import cached, column, fingerprint, said, same_or_refuse, scored
 from posttrain.sft import (asked_to_stop, build_optimizer, claim_folder, collect, count, describe_run, finish, go_on, items, join,
                  left_out, linear, normal, numbered_rows, open_log, prompt_ids, shares, start_model, too_short, update, window)
@@ -392,7 +395,7 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + first)   # of the batch, not of the run: resumes alike
         each = [prompts[i] for i in range(first, last) for _ in range(n_refs)]
         room = max(1, min(max_new_tokens, longest - min(map(len, each))))           # what is longer would be dropped
-        done = whole().generate(each, room, stop=(end,), generator=generator)       # temperature 1, no cut: pi_ref itself
+        done = generate(whole(), each, room, stop=(end,), generator=generator)       # temperature 1, no cut: pi_ref itself
         new = [full[len(p):] for full, p in zip(done, each)]
         return [new[k:k + n_refs] for k in range(0, len(new), n_refs)]
 

@@ -47,12 +47,13 @@ import convert
 from engine import plot
 from posttrain import collapse as rank
 import tokenizer
-from ademamix import AdEMAMix, can_compile, param_groups
+from ademamix import AdEMAMix, param_groups
+from engine.hardware import can_compile
 from configurator import run, settings
 from data import permute
-from engine.parallel import (Ranks, drop_gathered, gradients, orderly_exit, pick_device, pick_dtype, shard, square_norm,
-                      stop_signals)
-from tokenizer import chat_pieces, control
+from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, shard, square_norm, stop_signals
+from engine.hardware import pick_device, pick_dtype
+from chat import chat_pieces, control
 
 # -----------------------------------------------------------------------------
 # the run
@@ -663,7 +664,7 @@ def tune(ranks, where):
 
 def show_conversations():
     """--show: the first three conversations, and why the others among the first would be left out."""
-    tok = tokenizer.load_for(init_from) if os.path.isdir(os.path.join(init_from, "ckpt")) else tokenizer.load_hf(convert.local(init_from))
+    tok = tokenizer.load_for(init_from) if os.path.isdir(os.path.join(init_from, "ckpt")) else convert.tokenizer_from_hf(convert.local(init_from))
     for n, row in itertools.islice(numbered_rows(data), 3):
         found = learnable(tok, row, math.inf, date)
         if isinstance(found, str):

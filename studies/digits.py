@@ -183,6 +183,7 @@ def measure(runs, sft, tests, beta):
     """
     import torch
     import convert
+    from generate import generate
     from posttrain.qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp, words
     reference, tok = convert.load_any(sft)
     end = tok.special["<|assistant_end|>"]
@@ -191,7 +192,7 @@ def measure(runs, sft, tests, beta):
     def speak(model, seed, n):
         """n completions a prompt: (prompt ids, completion ids) of each, and their rewards (prompts, n)."""
         asked = [p for p in prompts for _ in range(n)]
-        ids = model.generate(asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
+        ids = generate(model, asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
         said = [(p, full[len(p):]) for full, p in zip(ids, asked)]
         scores = [reward(question(*tests[k // n])[-1]["content"], words(tok, y)) for k, (_, y) in enumerate(said)]
         return said, torch.tensor(scores, dtype=torch.float64).view(-1, n)

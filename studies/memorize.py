@@ -48,6 +48,7 @@ from tqdm import tqdm
 from configurator import ROOT
 from engine.checkpoint import write_flushed
 from engine.intervals import t_quantile
+from generate import generate
 
 paths = []                        # texts for the small models (.txt .md .py .jsonl), probes from the last; nothing = the standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # which of the small models below
@@ -152,7 +153,7 @@ def recall(model, passages, bos, offset, prefix, suffix, nucleus=False, seed=0):
     for i in range(0, len(passages), batch):
         some = passages[i:i + batch]
         prompts = torch.tensor([[bos, *p[offset:offset + prefix]] for p in some], device=device)
-        new = model.generate(prompts, suffix, **how)[:, 1 + prefix:].tolist()
+        new = generate(model, prompts, suffix, **how)[:, 1 + prefix:].tolist()
         for p, g in zip(some, new):
             truth = p[offset + prefix:need]
             rows.append(dict(rouge=rouge_l(g, truth), span=longest_span(g, truth), start=common_start(g, truth),
@@ -279,7 +280,7 @@ def make_data(folder, seed, T, passage):
     often as their bucket says, shuffled, so that every copy has another left context and another place in its window.
     """
     import tokenizer as tokenizers
-    from prepare import write_shard
+    from corpus.shards import write_shard
     if os.path.exists(os.path.join(folder, "meta.json")):
         return
     os.makedirs(folder, exist_ok=True)

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ademamix as module
-from ademamix import AdEMAMix, beta3_at, can_compile, param_groups, stochastic_bf16
+from ademamix import AdEMAMix, beta3_at, param_groups, stochastic_bf16
+from engine.hardware import can_compile
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ademamix.json").read_text())

@@ -12,6 +12,7 @@ import convert
 import evaluate
 import tokenizer
 from conftest import ROOT, script
+from generate import generate
 from model import Apertus, ApertusConfig
 
 TEXTS = ["All human beings are born free and equal in dignity and rights.", "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
@@ -135,7 +136,7 @@ def test_each_window_is_scored_once_and_no_batch_holds_more_than_it_may(narrow, 
 
 def test_the_likeliest_tokens_are_marked(narrow, tok):
     """What the model itself writes greedily is the likeliest, token by token; with one token exchanged it is not."""
-    ids = narrow.generate([[tok.bos, 70]], 8, temperature=0)[0]
+    ids = generate(narrow, [[tok.bos, 70]], 8, temperature=0)[0]
     assert evaluate.token_scores(narrow, [(ids, 2)])[0][1].all()
     other = [*ids[:4], (ids[4] + 1) % 320, *ids[5:]]
     assert not evaluate.token_scores(narrow, [(other, 2)])[0][1][2]
@@ -301,8 +302,10 @@ class Sayer(Apertus):
 
 
 @pytest.fixture
-def sayer(model, tok):
+def sayer(model, tok, monkeypatch):
     """sayer(text, ...): a model that says these texts and ids."""
+    monkeypatch.setattr(evaluate, "generate", lambda model, *args, **how: model.generate(*args, **how))
+
     def make(*parts):
         one = Sayer(model.config)
         one.said = sum((tok.encode(part) if isinstance(part, str) else [part] for part in parts), [])

@@ -17,6 +17,7 @@ import torch
 import convert
 from studies import memorize
 from conftest import ROOT, script
+from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 
@@ -93,6 +94,7 @@ def model():
 def test_the_protocol_scores_one_for_a_passage_known_by_heart_and_nothing_for_others(model, monkeypatch, offset):
     """Five passages in batches of two. The reciter answers to BOS and the very tokens from the offset on, and to nothing else."""
     monkeypatch.setattr(memorize, "batch", 2)
+    monkeypatch.setattr(memorize, "generate", lambda model, *args, **how: model.generate(*args, **how))
     passages = [tokens(67, seed) for seed in range(5)]
     found = memorize.recall(model.learn(passages[3]), passages, 1, offset, 20, 40)
     assert [r["rouge"] for r in found] == [0, 0, 0, 1, 0] and [r["span"] for r in found] == [r["start"] for r in found] == [0, 0, 0, 40, 0]
@@ -105,7 +107,7 @@ def test_continuations_are_greedy_or_from_the_nucleus_of_nine_tenths_at_temperat
     """Against the model asked directly; what is compared is the passages' own next tokens."""
     real, passages = Apertus(CONFIG).eval(), [tokens(40, seed) for seed in range(3)]
     how = dict(temperature=1.0, top_p=0.9, generator=torch.Generator().manual_seed(5)) if nucleus else dict(temperature=0)
-    new = real.generate(torch.tensor([[1, *p[2:12]] for p in passages]), 20, **how)[:, 11:].tolist()
+    new = generate(real, torch.tensor([[1, *p[2:12]] for p in passages]), 20, **how)[:, 11:].tolist()
     found = memorize.recall(real, passages, 1, 2, 10, 20, nucleus, seed=5)
     for row, g, p in zip(found, new, passages, strict=True):
         assert row["ttr"] == len(set(g)) / 20 and row["rouge"] == memorize.rouge_l(g, p[12:32])
@@ -125,7 +127,7 @@ def test_teacher_forced_accuracy_is_that_of_the_model_called_label_by_label():
     real, prefix, mask = Apertus(CONFIG).eval(), 12, (4, 13, "product")
     passages, want = [], np.zeros(4, dtype=int)
     for seed in range(4):
-        p = real.generate([[1, 70 + seed]], 58, temperature=0)[0][1:]
+        p = generate(real, [[1, 70 + seed]], 58, temperature=0)[0][1:]
         p = [x if i % 3 else (x + 17) % 320 for i, x in enumerate(p)]
         passages.append(p)
         keep = goldfish_mask(torch.tensor(p), *mask).tolist()

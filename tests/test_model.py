@@ -14,7 +14,8 @@ import torch.nn.functional as F
 import convert
 import model as model_file
 from conftest import ROOT
-from model import XIELU, Apertus, ApertusConfig, KVCache, causal_attention, masked_attention, rope_frequencies, sample_token
+from model import XIELU, Apertus, ApertusConfig, causal_attention, masked_attention, rope_frequencies
+from generate import KVCache, generate, sample_token, stream
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
 SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_embd=48, ffn_dim=80, init_std=0.1)
@@ -38,7 +39,7 @@ def test_logits_loss_and_greedy_tokens_are_the_published_ones(name):
     model, io = golden(name)
     torch.testing.assert_close(model(io["idx"])[0], io["logits"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(model(io["idx"], io["targets"])[1].double(), io["loss"], rtol=1e-6, atol=0)
-    assert torch.equal(model.generate(io["idx"][:, :16], 24, temperature=0)[:, 16:], io["greedy"])
+    assert torch.equal(generate(model, io["idx"][:, :16], 24, temperature=0)[:, 16:], io["greedy"])
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
@@ -86,7 +87,7 @@ def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
     with torch.no_grad():
         torch.testing.assert_close(ours(idx)[0][:, past:], theirs(idx).logits[:, past:], rtol=1e-5, atol=2e-5)
         prompt = idx[:, :10]
-        assert torch.equal(ours.generate(prompt, 8, temperature=0), theirs.generate(prompt, max_new_tokens=8, do_sample=False))
+        assert torch.equal(generate(ours, prompt, 8, temperature=0), theirs.generate(prompt, max_new_tokens=8, do_sample=False))
 
 
 def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64, from the released config: kept / blended / divided by 8
@@ -197,8 +198,8 @@ def test_decoding_with_the_cache_is_the_full_forward_pass():
 def test_prompts_of_different_lengths_decode_as_if_alone():
     model = small()
     prompts = [ids(n, seed=n).tolist() for n in (1, 7, 19)]
-    together = model.generate(prompts, 12, temperature=0)
-    assert together == [model.generate([p], 12, temperature=0)[0] for p in prompts]
+    together = generate(model, prompts, 12, temperature=0)
+    assert together == [generate(model, [p], 12, temperature=0)[0] for p in prompts]
     for whole, p in zip(together, prompts):                # and as if without a cache
         for i in range(len(p), len(whole)):
             assert model(torch.tensor([whole[:i]]))[0][0, -1].argmax() == whole[i]
@@ -206,28 +207,28 @@ def test_prompts_of_different_lengths_decode_as_if_alone():
 
 def test_generation_ends_at_a_stop_token():
     model = small()
-    whole = model.generate([[5, 6, 7]], 20, temperature=0)[0]
+    whole = generate(model, [[5, 6, 7]], 20, temperature=0)[0]
     stop = whole[8]
-    assert model.generate([[5, 6, 7]], 20, temperature=0, stop=(stop,))[0] == whole[:whole.index(stop, 3) + 1]
+    assert generate(model, [[5, 6, 7]], 20, temperature=0, stop=(stop,))[0] == whole[:whole.index(stop, 3) + 1]
 
 
 def test_a_row_that_has_ended_says_its_stop_token_until_all_have():
     model, prompts = small(), ids(4, 3)
-    free = model.generate(prompts, 20, temperature=0)[:, 3:].tolist()
+    free = generate(model, prompts, 20, temperature=0)[:, 3:].tolist()
     stop = [row[4 + 3 * b] for b, row in enumerate(free)]  # each row meets one of them, at another step
     want = []
     for row in free:
         first = next(i for i, token in enumerate(row) if token in stop)
         want.append(row[:first] + [row[first]] * (20 - first))
     steps = max(next(i for i, token in enumerate(row) if token in stop) for row in want) + 1
-    said = torch.stack(list(model.stream(prompts, 20, temperature=0, stop=stop)), 1).tolist()
+    said = torch.stack(list(stream(model, prompts, 20, temperature=0, stop=stop)), 1).tolist()
     assert said == [row[:steps] for row in want]
     assert len({row.index(row[-1]) for row in said}) > 1
 
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(ValueError, match="empty"):
-        small().generate([[5, 6], []], 3)
+        generate(small(), [[5, 6], []], 3)
 
 
 def test_sampling_has_the_probabilities_that_it_claims():

@@ -12,8 +12,8 @@ import shutil
 import pytest
 import torch
 
-from engine import parallel
-from ademamix import can_compile
+from engine import hardware, parallel
+from engine.hardware import can_compile
 from conftest import script
 from data import TokenDataset
 from faults.launch import losses, sha_of
@@ -131,8 +131,8 @@ def test_a_run_is_alone_in_its_folder_where_there_is_no_posix(lab, tmp_path):
 def test_bf16_that_a_gpu_only_imitates_is_not_chosen(monkeypatch, imitated, real, want):
     """torch says yes of a T4 or V100 unless it is asked for hardware; no CUDA ran here."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: imitated if including_emulation else real)
-    assert parallel.pick_dtype("auto", "cuda") == parallel.pick_dtype("auto", "cuda:1") == want
-    assert parallel.pick_dtype("bfloat16", "cuda") == torch.bfloat16
+    assert hardware.pick_dtype("auto", "cuda") == hardware.pick_dtype("auto", "cuda:1") == want
+    assert hardware.pick_dtype("bfloat16", "cuda") == torch.bfloat16
 
 
 def test_exact_on_mps_is_told_since_it_has_no_fp64():
@@ -246,7 +246,7 @@ def test_one_process_ignores_slurm(monkeypatch):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc's malloc")
 def test_memory_that_a_step_frees_is_there_for_the_next():
     """80 MB, freed and asked for again: the kernel's own count of the pages that it had to make. Without the option 10,240 of 20,480, each time."""
-    parallel.keep_freed_memory()
+    hardware.keep_freed_memory()
     pages = []
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

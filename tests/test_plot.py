@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import plot
+from studies import explain
 from ademamix import AdEMAMix
 from conftest import script
 
@@ -15,7 +16,8 @@ from conftest import script
 def drawn(monkeypatch):
     """The figures that would have been written, by file name."""
     figures = {}
-    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.__setitem__(os.path.basename(str(picture)), figure))
+    for file in (plot, explain):
+        monkeypatch.setattr(file, "finish", lambda figure, picture: figures.__setitem__(os.path.basename(str(picture)), figure))
     yield figures
     for figure in figures.values():
         plot.pyplot().close(figure)
@@ -137,7 +139,7 @@ def at(line, x):
 
 
 def test_the_xielu_drawn_has_the_published_values(drawn):                   # specification: f(-3), f(-1), f(1); derivative beta = 0.5 at 0, 2 * 0.8 x + 0.5 right
-    plot.explain_activations("x.png")
+    explain.explain_activations("x.png")
     value, slope = drawn["x.png"].axes[:2]
     assert [at(value.lines[0], x) for x in (-3, -1, 1)] == pytest.approx([0.139830, -0.205696, 1.3], abs=1e-5)
     assert at(slope.lines[0], 1) == pytest.approx(2.1, abs=1e-5) and at(slope.lines[0], 0) == pytest.approx(0.5, abs=1e-5)
@@ -152,15 +154,15 @@ def test_the_slow_weights_drawn_are_adem_amixs_response_to_one_gradient():  # a 
         p.grad = torch.full_like(p, float(step == at_step))
         opt.step()
     left = opt.state[p]["exp_avg_slow"].item() * 8.0                        # alpha is fully warm by then
-    assert plot.slow_weight(t, 0.9, 0.99, 8.0, warm)[t - at_step] == pytest.approx(left, rel=1e-5)
+    assert explain.slow_weight(t, 0.9, 0.99, 8.0, warm)[t - at_step] == pytest.approx(left, rel=1e-5)
 
 
 def test_the_slow_memory_weighs_eight_when_it_is_warm():
-    assert plot.slow_weight(400_000).sum() == pytest.approx(8.0, rel=1e-4) and plot.slow_weight(1000).sum() == pytest.approx(0.08, rel=1e-3)
+    assert explain.slow_weight(400_000).sum() == pytest.approx(8.0, rel=1e-4) and explain.slow_weight(1000).sum() == pytest.approx(0.08, rel=1e-3)
 
 
 def test_the_schedule_drawn_is_the_8bs(drawn):
-    plot.explain_schedule("s.png")
+    explain.explain_schedule("s.png")
     lr, batch = drawn["s.png"].axes
     assert at(lr.lines[0], 10) == pytest.approx(1.1e-4) and at(lr.lines[0], 15) == pytest.approx(1.1e-5, rel=1e-2)
     assert {round(y, 2) for y in batch.lines[0].get_ydata()} == {4.19, 8.39}
@@ -168,19 +170,19 @@ def test_the_schedule_drawn_is_the_8bs(drawn):
 
 def test_the_goldfish_drawn_has_the_same_holes_after_the_first_labels(drawn):
     pytest.importorskip("mistral_common")
-    plot.explain_goldfish("g.png")
+    explain.explain_goldfish("g.png")
     holes = [[(t.get_text(), t.get_position()) for t in axis.texts if t.get_color() == "white"] for axis in drawn["g.png"].axes]
     late = [[h for h in some if h[1][1] < 0] for some in holes]              # from the second line on, beyond h - 1 = 12 labels
     assert late[0] == late[1] and len(late[0]) >= 5 and holes[0] != holes[1]
 
 
 def test_the_document_mask_drawn_counts_its_pairs(drawn):                   # n (n + 1) / 2 each: 24 tokens, or 9, 5 and 10
-    plot.explain_document_mask("d.png")
+    explain.explain_document_mask("d.png")
     assert [a.get_title() for a in drawn["d.png"].axes] == ["across: causal only: 300 pairs", f"inside documents: {45 + 15 + 55} pairs"]
 
 
 def test_all_five_are_written_by_one_command(tmp_path):
     pytest.importorskip("mistral_common")
-    done = script("engine.plot", f"--explain={tmp_path}")
+    done = script("studies.explain", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["ademamix.png", "document_mask.png", "goldfish.png", "wsd.png", "xielu.png"]

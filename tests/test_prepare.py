@@ -216,7 +216,7 @@ def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file
     monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
     survey = lambda: prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data")) and "going on" in capsys.readouterr().out
     assert (survey(), survey()) == (False, True)
-    names = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "robots"))]
+    names = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "dedup", "robots", "pii"))]
     for name in names:
         with open(code / name, "a") as f:
             f.write("# changed")

@@ -64,7 +64,7 @@ def as_published(folder):
     write("config.json", published)
     write("generation_config.json", dict(_from_model_config=True, bos_token_id=1, eos_token_id=[68, 2, 72], pad_token_id=3,
                                          do_sample=True, temperature=0.8, top_p=0.9, transformers_version="4.56.0.dev0"))
-    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], tokenizer.SPECIAL))
+    files = convert.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], tokenizer.SPECIAL))
     own = files["tokenizer.json"]
     own.update(truncation=None, padding=None)
     own["model"].update(dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
@@ -167,4 +167,4 @@ def test_every_script_runs_on_the_hub_name(hub, tmp_path, line, says):
     runs = [run for run in ("sft", "qrpo") if (tmp_path / run / "ckpt").is_dir()]
     for saved in runs:                                                     # a run that began there has its vocabulary, and its end
         tok = convert.load_run(str(tmp_path / saved))[1]
-        assert tok.hash == tokenizer.load_hf(hub).hash and tok.eos == 68
+        assert tok.hash == convert.tokenizer_from_hf(hub).hash and tok.eos == 68

@@ -20,6 +20,7 @@ from posttrain import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
+from generate import generate
 from model import Apertus, ApertusConfig
 from engine.parallel import Ranks
 from plain import Plain
@@ -315,7 +316,7 @@ def test_an_aligned_model_exported_by_convert_chats_in_transformers_with_its_own
     for _ in range(2):
         ids = their_tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
         assert ids[0].tolist() == tok.chat(messages, add_generation_prompt=True)[1]
-        said = ours.generate(ids, 30, temperature=0, stop=(tok.eos,))
+        said = generate(ours, ids, 30, temperature=0, stop=(tok.eos,))
         assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == said.tolist()
         answer = tok.decode([i for i in said[0, ids.shape[1]:].tolist() if i != tok.eos])
         messages += [dict(role="assistant", content=answer), dict(role="user", content="say 2")]
@@ -688,7 +689,7 @@ def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
                                                        num_key_value_heads=1, num_labels=1, pad_token_id=3))
     judge.save_pretrained(tmp_path / "judge")
     tok = tokenizer.load("byte")
-    for name, content in tokenizer.hf_files(tok).items():
+    for name, content in convert.hf_files(tok).items():
         (tmp_path / "judge" / name).write_text(json.dumps(content))
     row = dict(messages=[dict(role="system", content="x"), USER])
     ids = tok.chat([*row["messages"], dict(role="assistant", content="yes")])[1]
@@ -738,7 +739,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
 
     def draw(folder, seed, n):
         asked = [p for p in prompts for _ in range(n)]
-        done = convert.load_any(str(folder))[0].generate(asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
+        done = generate(convert.load_any(str(folder))[0], asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
         return [(p, ids[len(p):]) for p, ids in zip(asked, done)]
     score = lambda y: -(len(qrpo.words(tok, y)) % 5)
     plain, ours = Plain(start / "model"), Plain(tmp_path / "qrpo-s0")

@@ -8,9 +8,10 @@ from difflib import SequenceMatcher
 import numpy as np
 import pytest
 
-from corpus import quality as filters
-from corpus.quality import (Contamination, NearDuplicates, TopShare, column_reason, minhash, minhash_numpy, ngrams, text_key,
-                     uniform)
+from conftest import ROOT
+from corpus import dedup, quality
+from corpus.quality import TopShare, column_reason, uniform
+from corpus.dedup import Contamination, NearDuplicates, minhash, minhash_numpy, ngrams, text_key
 
 
 @pytest.mark.parametrize("share", [0.1, 0.33, 0.5, 1.0])
@@ -60,7 +61,7 @@ DOC = {"id": "7", "text": "x" * 100, "lang": "deu_Latn", "license": "cc-by-4.0",
     ({"min_chars": 101}, "length"), ({"max_chars": 99}, "length"), ({"min_chars": 100, "max_chars": 100}, None),
     ({"top": ("score", 2.5)}, None), ({"top": ("score", {"deu_Latn": 2.6})}, "score"),
     ({"top": ("score", {"fra_Latn": 9})}, None),
-    ({"top": ("gap", 0)}, "score"), ({"below": ("gap", 0)}, None), ({"below": ("toxic", filters.TOXICITY)}, "above"),
+    ({"top": ("gap", 0)}, "score"), ({"below": ("gap", 0)}, None), ({"below": ("toxic", quality.TOXICITY)}, "above"),
     ({"below": ("toxic", 0.9978)}, None), ({"rate": 1}, None), ({"rate": {"*": 0}}, "rate"),
     ({"rate": {"deu_Latn": 1, "*": 0}}, None)])
 def test_rules_on_columns(rules, reason):
@@ -117,7 +118,7 @@ def test_an_edited_copy_is_found_and_another_text_is_not(backend, monkeypatch):
     if backend == "rensa":
         pytest.importorskip("rensa")
     else:
-        monkeypatch.setattr(filters, "RMinHash", None)
+        monkeypatch.setattr(dedup, "RMinHash", None)
     rng = random.Random(0)
     words = [f"w{rng.randrange(1000)}" for _ in range(600)]
     edited = words[:300] + ["new"] + words[301:]
@@ -135,17 +136,17 @@ def test_many_texts_at_once_have_the_words_and_signatures_that_each_has_alone(ba
     if backend == "rensa":
         pytest.importorskip("rensa")
     else:
-        monkeypatch.setattr(filters, "RMinHash", None)
+        monkeypatch.setattr(dedup, "RMinHash", None)
     rng = random.Random(1)
     texts = [" ".join(f"w{rng.randrange(99)}" for _ in range(n)) for n in (0, 1, 4, 5, 6, 300, 2, 0, 40)]
     texts += ["\u201cquoted\u201d", "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c" * 9, "ends in \u2014", "", "..."]
     for some in (texts, texts[::-1], texts[5:6], texts[7:8] + texts):
-        ids, ends = filters.words(some)
-        alone = [filters.word_ids(text) for text in some]
+        ids, ends = dedup.words(some)
+        alone = [dedup.word_ids(text) for text in some]
         assert ids.tolist() == [i for one in alone for i in one.tolist()] and ends.tolist() == np.cumsum([len(one) for one in alone]).tolist()
-        for text, signature in zip(some, filters.signatures(ids, ends)):
-            want = [filters.word_ids(text)[i:i + 5] for i in range(max(len(filters.word_ids(text)) - 4, 1))]      # runs of 5, or all
-            shingles = np.array([filters.ngrams(run, len(run))[0] for run in want if len(run)], np.uint64)
+        for text, signature in zip(some, dedup.signatures(ids, ends)):
+            want = [dedup.word_ids(text)[i:i + 5] for i in range(max(len(dedup.word_ids(text)) - 4, 1))]      # runs of 5, or all
+            shingles = np.array([dedup.ngrams(run, len(run))[0] for run in want if len(run)], np.uint64)
             assert (signature == (minhash_numpy(shingles) if backend == "numpy" else minhash(text))).all()
 
 
@@ -205,23 +206,23 @@ def test_the_command_of_the_first_screen(tmp_path):
     docs = [text, text, text + " more", "How many legs does a healthy spider have? Eight.", "else"]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in docs))
     (tmp_path / "p.txt").write_text("How many legs does a healthy spider have?\n")
-    out = subprocess.run([sys.executable, filters.__file__, str(tmp_path / "d.jsonl"),
+    out = subprocess.run([sys.executable, "-m", "corpus.dedup", str(tmp_path / "d.jsonl"),
                           f"--prompts={tmp_path / 'p.txt'}"],
-                         capture_output=True, text=True).stdout
+                         capture_output=True, text=True, cwd=ROOT).stdout
     assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
 
 
 def test_word_hashes_are_equal_where_the_words_are():
     import re
     text = "Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, the THE The; \u2014 caf\u00e9caf\u00e9 " * 3
-    words, ids = re.findall(r"[\w\u0308]+", text.lower()), filters.word_ids(text).tolist()
+    words, ids = re.findall(r"[\w\u0308]+", text.lower()), dedup.word_ids(text).tolist()
     assert len(words) == len(ids) and len(set(words)) == len(set(ids)) == len(set(zip(words, ids)))
-    assert filters.word_ids("abba")[0] != filters.word_ids("baab")[0] and len(filters.word_ids("")) == len(filters.word_ids(" .,")) == 0
+    assert dedup.word_ids("abba")[0] != dedup.word_ids("baab")[0] and len(dedup.word_ids("")) == len(dedup.word_ids(" .,")) == 0
 
 
 @pytest.mark.parametrize("text", ["\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u3002", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c\u0e17\u0e31\u0e49\u0e07\u0e2b\u0e25\u0e32\u0e22\u0e40\u0e01\u0e34\u0e14\u0e21\u0e32\u0e21\u0e35\u0e2d\u0e34\u0e2a\u0e23\u0e30"])
 def test_a_script_without_spaces_is_taken_by_character(text):
-    ids = filters.word_ids(text * 2)
+    ids = dedup.word_ids(text * 2)
     assert len(ids) == 2 * sum(c not in "\u3002\uff0c" for c in text) and ids[0] == ids[1] != ids[2]
     assert (ids[:len(ids) // 2] == ids[len(ids) // 2:]).all()
 
@@ -230,16 +231,16 @@ def test_a_text_in_pieces_has_the_same_key_as_whole():
     rng = random.Random(0)
     text = "".join(rng.choice(["a", "b\u0301", "\u00e9", " ", "\n\n", "\u3000"]) for _ in range(5000))
     whole = text_key(text)
-    assert "".join(filters.pieces(text, 100)) == text
-    piecewise, filters.pieces = filters.pieces, lambda text: piecewise(text, 100)
+    assert "".join(dedup.pieces(text, 100)) == text
+    piecewise, dedup.pieces = dedup.pieces, lambda text: piecewise(text, 100)
     try:
         assert text_key(text) == whole == text_key("  " + text.replace(" ", " \t") + "\n")
     finally:
-        filters.pieces = piecewise
+        dedup.pieces = piecewise
 
 
 def test_seen_is_a_set_that_remembers_in_order():
-    rng, seen, reference = np.random.default_rng(0), filters.Seen(), set()
+    rng, seen, reference = np.random.default_rng(0), dedup.Seen(), set()
     for _ in range(60):
         keys = rng.integers(0, 3000, (rng.integers(0, 40), 3), dtype=np.uint64)
         want = []

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from corpus import robots as compliance
-from corpus.robots import AGENTS, blocked_domains, host_key, may_train_on, open_robots, scrub_pii, verdict
+from conftest import ROOT
+from corpus import pii
+from corpus.robots import AGENTS, OUTCOMES, blocked_domains, host_key, may_train_on, open_robots, verdict
+from corpus.pii import scrub_pii
 
 ROBOTS_2019 = "../shared/data/robots_2019_top10k.jsonl.gz"
 
@@ -230,7 +232,7 @@ def test_every_outcome_is_in_the_table():
     urls = ["http://a.org/", "http://a.org/no", "http://h.org/", "http://m.org/", "no url", None, "http://x.bad.org/"]
     seen = {":".join(verdict(u, robots, missing=m, blocked={"bad.org"}).split(":")[:2]) for u in urls for m in ("allow",
                                                                                                                 "deny")}
-    assert seen == set(compliance.OUTCOMES)
+    assert seen == set(OUTCOMES)
     with pytest.raises(ValueError, match="want 'allow'"):
         verdict(None, missing="perhaps")
 
@@ -351,7 +353,7 @@ def test_ibans_between_chinese_characters_go():
 
 
 def test_ibans_of_every_country_by_iso_13616():
-    for country, length in compliance.IBAN_LENGTH.items():
+    for country, length in pii.IBAN_LENGTH.items():
         bban = ("1234567890" * 4)[:length - 4]
         digits = "".join(str(int(c, 36)) for c in bban + country + "00")
         check = 98 - int(digits) % 97
@@ -431,17 +433,17 @@ def test_scrubbing_twice_is_scrubbing_once():
     assert scrub_pii(clean) == (clean, {"email": 0, "ip": 0, "iban": 0})
 
 
-def run(*args, stdin=""):
-    return subprocess.run([sys.executable, compliance.__file__, *args], input=stdin, capture_output=True, text=True)
+def run(module, *args, stdin=""):
+    return subprocess.run([sys.executable, "-m", module, *args], input=stdin, capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_commands_of_the_first_screen(tmp_path):
     (tmp_path / "robots.txt").write_text("User-agent: GPTBot\nDisallow: /a\n")
-    out = run("https://example.com/a", f"--robots={tmp_path / 'robots.txt'}").stdout.splitlines()
+    out = run("corpus.robots", "https://example.com/a", f"--robots={tmp_path / 'robots.txt'}").stdout.splitlines()
     assert len(out) == 16 and out[-1] == "drop:robots:GPTBot:/a"
     assert [line.split()[0] for line in out[:-1] if "refused by" in line] == ["GPTBot"]
-    assert run("--scrub", stdin="mail me: a@b.org\n").stdout == "mail me: <email-pii>\n"
+    assert run("corpus.pii", "--scrub", stdin="mail me: a@b.org\n").stdout == "mail me: <email-pii>\n"
     (tmp_path / "page.txt").write_text("one\ntwo 10.0.0.1\n")
-    assert run(str(tmp_path / "page.txt")).stdout.splitlines()[-1].endswith("page.txt: 0 email, 1 ip, 0 iban")
-    wrong = run("https://example.com/a", "--robots=nowhere.txt")
+    assert run("corpus.pii", str(tmp_path / "page.txt")).stdout.splitlines()[-1].endswith("page.txt: 0 email, 1 ip, 0 iban")
+    wrong = run("corpus.robots", "https://example.com/a", "--robots=nowhere.txt")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "nowhere.txt" in wrong.stderr

@@ -7,12 +7,13 @@ import torch
 
 from engine import checkpoint
 import convert
-import model as model_file
+import generate as generate_file
 import sample
 from posttrain import sft
 import tokenizer
 from conftest import script
-from model import Apertus, ApertusConfig, KVCache
+from model import Apertus, ApertusConfig
+from generate import KVCache, generate
 
 TOK = tokenizer.load("byte")
 END = TOK.special["<|assistant_end|>"]
@@ -37,7 +38,7 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
     cache = KVCache(model, 1, 16)                                             # grows six times
     for words in ("first", "second, and longer", "third"):
         ids += TOK.chat_ids([tokenizer.control("user_start"), tokenizer.plain(words), tokenizer.control("user_end"), tokenizer.control("assistant_start")])[0]
-        want = model.generate([list(ids)], 100, temperature=0, stop=(END,))[0][len(ids):]
+        want = generate(model, [list(ids)], 100, temperature=0, stop=(END,))[0][len(ids):]
         assert list(sample.reply(model, cache, ids, how, {END}, 100)) == want
         assert cache.length == len(ids) - 1                                   # all but the last was read once and is kept
         ids += [END] * (ids[-1] != END)
@@ -105,8 +106,8 @@ def test_an_answer_cut_by_its_length_is_closed_and_a_full_conversation_says_so(m
 
 
 def test_compiled_it_says_the_same(monkeypatch, folder):
-    step = torch.compile(model_file.next_logits, fullgraph=True, backend="aot_eager")              # Inductor takes 15 s
-    monkeypatch.setattr(model_file, "compiled_step", lambda device: step)
+    step = torch.compile(generate_file.next_logits, fullgraph=True, backend="aot_eager")              # Inductor takes 15 s
+    monkeypatch.setattr(generate_file, "compiled_step", lambda device: step)
     args = [f"--init_from={folder}", "--start=def ", "--max_new_tokens=20", "--temperature=0"]
     said = [script("sample.py", *args, flag).stdout for flag in ("--compile=False", "--compile=True")]
     assert said[0] == said[1] and len(said[0]) > len("def ")
@@ -137,8 +138,8 @@ def test_dtype_is_that_of_the_weights_for_run_folders_too(which, run, folder, mo
     name, seen = dict(run=run, folder=folder)[which], []
     for dtype, want in ((None, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
         assert {p.dtype for p in convert.load_any(name, dtype=dtype)[0].parameters()} == {want}
-    real = model_file.next_logits
-    monkeypatch.setattr(model_file, "next_logits", lambda model, x, cache: (seen.append(cache.kv[0][0].dtype), real(model, x, cache))[1])
+    real = generate_file.next_logits
+    monkeypatch.setattr(generate_file, "next_logits", lambda model, x, cache: (seen.append(cache.kv[0][0].dtype), real(model, x, cache))[1])
     for flag, want in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
         done = script("sample.py", f"--init_from={name}", f"--dtype={flag}", "--max_new_tokens=2")
         assert done.returncode == 0 and seen.pop() == want, done.stderr

@@ -18,6 +18,7 @@ from posttrain import sft
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
+from generate import generate
 from engine.parallel import Ranks
 from plain import Plain
 from model import Apertus, ApertusConfig
@@ -551,7 +552,7 @@ def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
     ids = tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     assert ids[0].tolist() == TOK.chat(messages, add_generation_prompt=True)[1]
     end = TOK.special["<|assistant_end|>"]
-    ours = convert.load_run(str(tuned))[0].generate(ids, 30, temperature=0, stop=(end,))
+    ours = generate(convert.load_run(str(tuned))[0], ids, 30, temperature=0, stop=(end,))
     assert theirs.generation_config.eos_token_id == end and math.isfinite(theirs.generation_config.eos_token_id)
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()
 

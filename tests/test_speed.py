@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-import model as model_file
+import generate as generate_file
 from ademamix import AdEMAMix
 from goldfish import goldfish_mask
-from model import Apertus, ApertusConfig, KVCache
+from model import Apertus, ApertusConfig
+from generate import KVCache, generate, lay_out_for_decoding
 
 SMALL = dict(block_size=64, vocab_size=97, n_layer=3, n_head=6, n_kv_head=2, n_embd=48, ffn_dim=80, init_std=0.1)
 
@@ -121,33 +122,33 @@ def test_a_fixed_cache_decodes_like_a_growing_one():
 def test_laid_out_for_decoding_the_model_holds_the_same_numbers_and_says_the_same():
     for tie in (False, True):
         model = Apertus(ApertusConfig(**SMALL, tie_embeddings=tie))
-        before, said = {n: p.clone() for n, p in model.named_parameters()}, model.generate([[5, 6, 7]], 24, temperature=0)
-        model.lay_out_for_decoding()
+        before, said = {n: p.clone() for n, p in model.named_parameters()}, generate(model, [[5, 6, 7]], 24, temperature=0)
+        lay_out_for_decoding(model)
         assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
         mlp = model.model.layers[0].mlp
         assert mlp.up_proj.weight.stride() == (1, 80) and mlp.down_proj.weight.stride() == (80, 1)
         assert model.model.embed_tokens.weight.is_contiguous() and model.lm_head.weight.is_contiguous() == tie    # rows are looked up
-        assert model.generate([[5, 6, 7]], 24, temperature=0) == said
+        assert generate(model, [[5, 6, 7]], 24, temperature=0) == said
 
 
 def test_compiled_generation_says_the_same_and_compiles_one_step(monkeypatch):
-    step = torch.compile(model_file.next_logits, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(model_file, "compiled_step", lambda device: step)
+    step = torch.compile(generate_file.next_logits, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(generate_file, "compiled_step", lambda device: step)
     model = Apertus(ApertusConfig(**SMALL))
     for prompts, n in (([[5, 6, 7]], 24), ([list(range(40))], 30), ([[9]], 3)):              # other prompts and lengths: the same step
-        assert model.generate(prompts, n, temperature=0, compile=True) == model.generate(prompts, n, temperature=0)
+        assert generate(model, prompts, n, temperature=0, compile=True) == generate(model, prompts, n, temperature=0)
     assert graphs() == 1
-    sampled = [model.generate([[5, 6, 7]], 24, generator=torch.Generator().manual_seed(3), compile=c) for c in (True, False)]
+    sampled = [generate(model, [[5, 6, 7]], 24, generator=torch.Generator().manual_seed(3), compile=c) for c in (True, False)]
     assert sampled[0] == sampled[1]
 
 
 def test_training_after_compiled_generation_is_seen_by_it(monkeypatch):      # no stale copy of the weights
-    step = torch.compile(model_file.next_logits, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(model_file, "compiled_step", lambda device: step)
+    step = torch.compile(generate_file.next_logits, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(generate_file, "compiled_step", lambda device: step)
     model = Apertus(ApertusConfig(**SMALL))
-    before = model.generate([[5, 6, 7]], 24, temperature=0, compile=True)
+    before = generate(model, [[5, 6, 7]], 24, temperature=0, compile=True)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    after = model.generate([[5, 6, 7]], 24, temperature=0, compile=True)
-    assert after == model.generate([[5, 6, 7]], 24, temperature=0) and after != before
+    after = generate(model, [[5, 6, 7]], 24, temperature=0, compile=True)
+    assert after == generate(model, [[5, 6, 7]], 24, temperature=0) and after != before

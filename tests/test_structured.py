@@ -16,6 +16,7 @@ from studies import structured
 import train
 from ademamix import AdEMAMix, param_groups
 from conftest import ROOT, script
+from generate import generate
 from model import Apertus, ApertusConfig
 from studies.structured import StructuredLinear
 
@@ -370,13 +371,13 @@ def test_guided_training_on_two_ranks_is_that_of_one(launch, tmp_path):
 @form
 def test_premerged_decoding_gives_the_same_tokens(kind, rank, blocks):
     model = small(kind, rank, blocks).eval()
-    want = model.generate(batch(0)[:, :8], 8, temperature=0)
+    want = generate(model, batch(0)[:, :8], 8, temperature=0)
     layers = structured.structured_layers(model).values()
     for below in (4, 1000):                                                  # 4: decoding 4 rows is merged, their prompt is not
         assert structured.premerge(model, below) == below and all(m.merged is not None for m in layers)
-        assert torch.equal(model.generate(batch(0)[:, :8], 8, temperature=0), want)
+        assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
     assert structured.premerge(model, counts=(1, 2)) in (0, 1, 2)            # measured
-    assert torch.equal(model.generate(batch(0)[:, :8], 8, temperature=0), want)
+    assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
 
 
 def test_below_the_count_the_merged_matrix_is_used_and_above_it_the_factors():

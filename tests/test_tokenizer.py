@@ -12,8 +12,12 @@ import pytest
 import tiktoken
 
 import chat
+import convert
 import tokenizer
-from tokenizer import IN_TEXT, SMALL, chat_pieces, fairness, gini, hf_files, load, train_bpe
+from tokenizer import IN_TEXT, SMALL, load, train_bpe
+from chat import chat_pieces
+from convert import hf_files
+from studies.fairness import fairness, gini
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -335,7 +339,7 @@ def hf_folder(tmp_path):
 def same_as_transformers(folder, texts):
     """The Tokenizer of a folder, whose ids of each text, bytes of each id and ends are those of transformers' own loading."""
     transformers = pytest.importorskip("transformers")
-    ours, theirs = tokenizer.load_hf(str(folder)), transformers.AutoTokenizer.from_pretrained(str(folder))
+    ours, theirs = convert.tokenizer_from_hf(str(folder)), transformers.AutoTokenizer.from_pretrained(str(folder))
     for text in [*STRINGS, *texts]:
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ours.encode(text) == ours.encode_array(text).tolist() == ids and ours.decode(ids) == text
@@ -364,7 +368,7 @@ def test_tokens_that_a_fine_tune_added_keep_every_id(hf_folder, tmp_path):
 def test_the_end_is_the_one_that_the_folder_names(hf_folder, end):
     _, edit = hf_folder
     folder = edit(lambda c: c.update(eos_token=end), "tokenizer_config.json")
-    ours = same_as_transformers(folder, []) if isinstance(end, str) else tokenizer.load_hf(folder)
+    ours = same_as_transformers(folder, []) if isinstance(end, str) else convert.tokenizer_from_hf(folder)
     assert ours.eos == ours.special["<|assistant_end|>"] and ours.hash == load("apertus:300").hash
 
 
@@ -390,7 +394,7 @@ def test_a_vocabulary_of_others_goes_along_with_a_run(hf_folder, tmp_path):
     def more(saved):
         for i, (name, special) in enumerate([("<|mine|>", True), ("Grüezi", False)], 364):
             saved["added_tokens"].append({**saved["added_tokens"][0], "id": i, "content": name, "special": special})
-    ours = tokenizer.load_hf(edit(more))
+    ours = convert.tokenizer_from_hf(edit(more))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(dict(tokenizer=tokenizer.keep_for(ours, str(tmp_path / "run")))))
     back = tokenizer.load_for(str(tmp_path / "run"))
@@ -422,7 +426,7 @@ def added(**token):
 def test_a_folder_whose_ids_could_be_others_is_refused_in_one_line(hf_folder, change, says):
     _, edit = hf_folder
     with pytest.raises(ValueError, match=says) as e:
-        tokenizer.load_hf(edit(change))
+        convert.tokenizer_from_hf(edit(change))
     assert "\n" not in str(e.value)
 
 
@@ -432,19 +436,19 @@ def test_a_folder_whose_ids_could_be_others_is_refused_in_one_line(hf_folder, ch
 def test_a_tokenizer_config_that_names_other_tokens_is_refused(hf_folder, change, says):
     _, edit = hf_folder
     with pytest.raises(ValueError, match=says):
-        tokenizer.load_hf(edit(change, "tokenizer_config.json"))
+        convert.tokenizer_from_hf(edit(change, "tokenizer_config.json"))
 
 
 def test_merges_may_be_written_as_pairs_or_as_words(hf_folder):
     _, edit = hf_folder
     old = edit(lambda s: s["model"].update(merges=[" ".join(pair) for pair in s["model"]["merges"]]))
-    assert tokenizer.load_hf(old).hash == load("apertus:300").hash
+    assert convert.tokenizer_from_hf(old).hash == load("apertus:300").hash
 
 
 def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_ordinary(hf_folder):
     _, edit = hf_folder
     ordinary = lambda saved: [token.update(special=False) for token in saved["added_tokens"]]
-    t = tokenizer.load_hf(edit(ordinary))
+    t = convert.tokenizer_from_hf(edit(ordinary))
     assert min(t.encode(CONTROL)) >= 64 and t.encode("<email-pii>") == [t.special["<email-pii>"]]
 
 
@@ -454,7 +458,7 @@ def test_a_damaged_file_says_so_in_one_line(hf_folder, file, content):
     folder, _ = hf_folder
     (folder / file).write_bytes(content.encode("latin-1"))
     with pytest.raises(ValueError, match=f"{file} is damaged") as e:
-        tokenizer.load_hf(str(folder))
+        convert.tokenizer_from_hf(str(folder))
     assert "\n" not in str(e.value)
 
 
@@ -478,7 +482,7 @@ def test_compare_prints_a_table_and_draws_a_picture(tmp_path):
     file = tmp_path / "texts.jsonl"
     rows = [{"lang": "eng_Latn", "text": "one two"}, {"lang": "ell_Grek", "text": "ένα δύο"}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, "tokenizer.py", "--compare=byte,apertus:300", str(file), f"--out={tmp_path / 'p.png'}"]
+    command = [sys.executable, "-m", "studies.fairness", "--names=byte,apertus:300", str(file), f"--out={tmp_path / 'p.png'}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "apertus:300" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"

@@ -45,13 +45,15 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from ademamix import AdEMAMix, can_compile, param_groups
+from ademamix import AdEMAMix, param_groups
+from engine.hardware import can_compile
 from configurator import ROOT
 from engine.hardware import linear
 from data import TokenDataset
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, Linear
-from engine.parallel import keep_freed_memory
+from engine.hardware import keep_freed_memory
+from generate import generate, lay_out_for_decoding
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, published_mask
 
 paths = []              # a mode (train optim goldfish loader tokenize prepare decode memory cold ffn), or results (*.json) to print as a table
@@ -446,11 +448,12 @@ def loader():
 def tokenize():
     """Apertus' tokenizer on the standard library's source, in documents of 4 kB, against Hugging Face's tokenizers with the same ids."""
     import tokenizers
+    import convert
     import tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     name = "apertus" if preset != "tiny" else "apertus:2048"
     ours = tokenizer.load(name)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.hf_files(ours)["tokenizer.json"]))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(convert.hf_files(ours)["tokenizer.json"]))
     stdlib, text = sysconfig.get_path("stdlib"), ""
     for file in sorted(f for f in os.listdir(stdlib) if f.endswith(".py")):
         with open(os.path.join(stdlib, file), encoding="utf-8") as f:
@@ -530,9 +533,9 @@ def decode():
     first.to(work_dtype())
     theirs = hugging_face(first).to(work_dtype()).eval() if "hf" in names else None
     laid_out = copy.deepcopy(first) if place() == "cpu" else first                          # elsewhere it changes nothing
-    laid_out.lay_out_for_decoding()                        # as sample.py does, unless it compiles
-    ways = {"ours": lambda: first.generate(prompt, tokens, temperature=0, compile=compiles()),
-            "ours eager": lambda: laid_out.generate(prompt, tokens, temperature=0),
+    lay_out_for_decoding(laid_out)                        # as sample.py does, unless it compiles
+    ways = {"ours": lambda: generate(first, prompt, tokens, temperature=0, compile=compiles()),
+            "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
             "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
     said, firsts = {}, {}
     for name in names:

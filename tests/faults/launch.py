@@ -258,9 +258,9 @@ def serve():
     sys.path[:0] = [ROOT, os.path.dirname(HERE)]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import ademamix, torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
+    import torch, torch._dynamo, train      # noqa: E401, F401  all that a trial would import
     from corpus import audit
-    from engine import checkpoint, parallel, plot      # noqa: F401
+    from engine import checkpoint, hardware, parallel, plot      # noqa: F401
     plot.curves = audit.picture = lambda *args: None                            # nobody looks at these
     torch.set_num_threads(1)
     gc.collect()
@@ -273,7 +273,7 @@ def serve():
     for line in sys.stdin:
         question = json.loads(line)
         if "start" in question:
-            if "--compile" in question["args"] and not warm and ademamix.can_compile(torch.device("cpu")):
+            if "--compile" in question["args"] and not warm and hardware.can_compile(torch.device("cpu")):
                 warm = True
                 torch._inductor.config.compile_threads = 1                       # no pool: its threads cannot be forked
                 torch.compile(lambda x: (x @ x).relu().sum())(torch.ones(4, 4, requires_grad=True)).backward()   # 2 s in each rank otherwise
