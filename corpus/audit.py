@@ -15,7 +15,7 @@ $ python -m corpus.audit data/mine                # the invariants once more, fr
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("audit.py: start it from the project's root, python -m corpus.audit", file=sys.stderr)
     sys.exit(2)
 

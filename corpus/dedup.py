@@ -13,7 +13,7 @@ $ python -m corpus.dedup docs.jsonl --prompts=prompts.txt     # and documents th
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("dedup.py: start it from the project's root, python -m corpus.dedup", file=sys.stderr)
     sys.exit(2)
 

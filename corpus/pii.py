@@ -11,7 +11,7 @@ $ echo "mail me: a@b.org" | python -m corpus.pii --scrub      # the text without
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("pii.py: start it from the project's root, python -m corpus.pii", file=sys.stderr)
     sys.exit(2)
 

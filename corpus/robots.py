@@ -15,7 +15,7 @@ $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missin
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
     sys.exit(2)
 

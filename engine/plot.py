@@ -6,7 +6,7 @@ $ python -m engine.plot out/a out/b --out=compare.png          # loss, bits per 
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("plot.py: start it from the project's root, python -m engine.plot", file=sys.stderr)
     sys.exit(2)
 

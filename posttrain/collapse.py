@@ -17,7 +17,7 @@ $ python -m posttrain.collapse --init_from=out/sft            # of a model, on t
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("collapse.py: start it from the project's root, python -m posttrain.collapse", file=sys.stderr)
     sys.exit(2)
 

@@ -30,7 +30,7 @@ $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fs
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("qrpo.py: start it from the project's root, python -m posttrain.qrpo", file=sys.stderr)
     sys.exit(2)
 

@@ -22,7 +22,7 @@ $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
     sys.exit(2)
 

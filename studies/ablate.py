@@ -22,7 +22,7 @@ $ python -m studies.ablate --overview                                           
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("ablate.py: start it from the project's root, python -m studies.ablate", file=sys.stderr)
     sys.exit(2)
 

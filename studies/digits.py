@@ -21,7 +21,7 @@ $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with di
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("digits.py: start it from the project's root, python -m studies.digits", file=sys.stderr)
     sys.exit(2)
 

@@ -7,7 +7,7 @@ $ python -m studies.explain --run=out/laptop      # xIELU with the shapes that t
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("explain.py: start it from the project's root, python -m studies.explain", file=sys.stderr)
     sys.exit(2)
 

@@ -8,7 +8,7 @@ $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768     
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
     sys.exit(2)
 

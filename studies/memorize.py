@@ -26,7 +26,7 @@ neither trained nor tested again, and the rows so far are in rows.jsonl after ev
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("memorize.py: start it from the project's root, python -m studies.memorize", file=sys.stderr)
     sys.exit(2)
 

@@ -26,7 +26,7 @@ $ python convert.py --load=out/run --save=out/hf --merge
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("structured.py: start it from the project's root, python -m studies.structured", file=sys.stderr)
     sys.exit(2)
 

@@ -20,7 +20,7 @@ $ python -m tools.bench records/*/*.json              # committed results again,
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("bench.py: start it from the project's root, python -m tools.bench", file=sys.stderr)
     sys.exit(2)
 

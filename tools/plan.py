@@ -19,7 +19,7 @@ $ python -m tools.plan configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
 
 import sys
 
-if not __package__:
+if __name__ == "__main__" and not __package__:
     print("plan.py: start it from the project's root, python -m tools.plan", file=sys.stderr)
     sys.exit(2)
 
