@@ -199,6 +199,23 @@ def param_groups(model, weight_decay=0.1):
             dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0)]
 
 
+def build_optimizer(model, name, lr, betas, alpha, eps, weight_decay, alpha_warmup, beta3_warmup, compile=None):
+    """
+    The optimizer of a model by name: "ademamix", or "adamw" for comparison, which uses the first two betas.
+
+    Warm-ups in steps; compile: as in AdEMAMix, but False where there is no compiler. ValueError: another name.
+    """
+    groups = param_groups(model, weight_decay)
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=lr, betas=betas[:2], eps=eps, fused=True)
+    if name != "ademamix":
+        raise ValueError(f"optimizer={name!r}: there is ademamix and adamw")
+    if not can_compile(next(model.parameters()).device):
+        compile = False
+    return AdEMAMix(groups, lr=lr, betas=betas, alpha=alpha, eps=eps, alpha_warmup=alpha_warmup, beta3_warmup=beta3_warmup,
+                    compile=compile)
+
+
 if __name__ == "__main__":
     print("    step   alpha    beta3     half-life   (warm-ups over 100,000 steps, as Apertus)")
     for t in (1, 10, 100, 1_000, 10_000, 50_000, 100_000):

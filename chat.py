@@ -17,6 +17,7 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 
 import datetime
 import json
+import os
 
 WHO_AM_I = ("You are Apertus, a helpful assistant created by the SwissAI initiative.\n"
             "Knowledge cutoff: 2024-04\nCurrent date: ")
@@ -181,3 +182,138 @@ def ts_type(spec):
                   for key, value in spec["properties"].items()]
         return "{\n" + ", ".join(fields) + "}"
     return scalars.get(kind, "object" if kind == "object" else "any")
+
+
+def is_conversation(row):
+    return isinstance(row.get("messages"), list) and all(isinstance(m, dict) for m in row["messages"])
+
+
+CONVERSATION = "a list `messages` of {role, content}"
+
+
+def parsed(line, fits=is_conversation):
+    """The JSON object of a line, or None if it is something else or does not fit."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and fits(row) else None
+
+
+def odd_line(path, n, line, want=CONVERSATION):
+    got = line.decode(errors="replace").strip()[:60]
+    return ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
+
+
+def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
+    """(line, JSON object) of a .jsonl file. ValueError names the line that is something else, and what is wanted."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
+    with open(path, "rb") as f:
+        for n, line in enumerate(f, 1):
+            if line.strip():
+                row = parsed(line, fits)
+                if row is None:
+                    raise odd_line(path, n, line, want)
+                yield n, row
+
+
+def read_rows(path, fits=is_conversation, want=CONVERSATION):
+    """The JSON objects of a .jsonl file, all of which must fit: ValueError as above, and if there are none."""
+    rows = [row for _, row in numbered_rows(path, fits, want)]
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return rows
+
+
+def normal(message):
+    """OpenAI's content, a list of text parts, as their text; any other message as it is."""
+    parts = message.get("content")
+    if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+        return {**message, "content": "".join(p["text"] for p in parts)}
+    return message
+
+
+# after whom each may speak
+FOLLOWS = {"user": {"", "system", "assistant"}, "assistant": {"user", "tool"}, "tool": {"assistant", "tool"}, "system": {""}}
+
+
+def fault(messages):
+    """Why a conversation of normal messages cannot be learnt from, or None."""
+    before = ""
+    for m in messages:
+        role, content = m.get("role"), m.get("content")
+        if not isinstance(role, str) or before not in FOLLOWS.get(role, ()):
+            return "roles out of order"
+        if isinstance(content, dict):
+            parts = content.get("blocks", content.get("parts", [content]))
+            content = "".join(str(b.get("text", "x")) for b in parts)       # calls are no text, and count
+        if not (content or "").strip() and not m.get("tool_calls") and role != "system":
+            return "an empty turn"
+        before = role
+    if not any(m["role"] == "assistant" for m in messages):
+        return "no assistant turn"
+    return "ends with a tool's output" if before == "tool" else None
+
+
+def has_thoughts(messages):
+    blocks = [b for m in messages if isinstance(m.get("content"), dict) for b in m["content"].get("blocks", ())]
+    return any(b.get("type") == "thoughts" for b in blocks)
+
+
+def render(tok, row, date=None):
+    """
+    A conversation -> ids, said: said[i] is True where the assistant must produce ids[i] itself. One <s>; <|assistant_end|> also after the
+    last answer. "thinking" (default: whether there are thoughts in it) says "Deliberation: enabled". ValueError: what the template cannot
+    express.
+    """
+    messages = row["messages"]
+    pieces = chat_pieces(messages, row.get("tools"), row.get("thinking", has_thoughts(messages)), date=date)
+    if messages[-1]["role"] == "assistant":
+        pieces.append(control("assistant_end", said=True))
+    return tok.chat_ids(pieces)
+
+
+# What odd content meets on its way to ids: a number where text belongs, a picture, a block without its text, half a
+# surrogate pair. ODD is the reason that is counted.
+ODD_CONTENT = (AttributeError, KeyError, TypeError, ValueError)
+ODD = "content that the chat format has no place for: want text or blocks"
+
+
+def learnable(tok, row, max_length, date=None):
+    """A conversation -> (ids, said), or why it cannot be learnt from (str)."""
+    try:
+        row = {**row, "messages": [normal(m) for m in row["messages"]]}
+        why = fault(row["messages"])
+        ids, said = ([], []) if why else render(tok, row, date)
+    except ODD_CONTENT:
+        return ODD
+    return why or (f"more than max_length={max_length} tokens" if len(ids) > max_length else (ids, said))
+
+
+def prompt_ids(tok, row, date=None):
+    """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it is none (str)."""
+    try:
+        messages = [normal(m) for m in row["messages"]]
+        if not messages:
+            return "no messages"
+        if messages[-1].get("role") != "user":
+            return "its last message is not the user's"
+        why = fault([*messages, dict(role="assistant", content="x")])
+        return why or tok.chat(messages, row.get("tools"), row.get("thinking", False), add_generation_prompt=True, date=date)[1]
+    except ODD_CONTENT:
+        return ODD
+
+
+def count(bad, why, line, times=1):
+    """Add to {reason: (count, first line)}."""
+    had, first = bad.get(why, (0, line))
+    bad[why] = had + times, min(first, line)
+
+
+def left_out(bad, kept, what):
+    """What was left out and why, in one line."""
+    n = sum(times for times, _ in bad.values())
+    reasons = "; ".join(f"{times} {why} (first in line {line})" for why, (times, line) in bad.items())
+    head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
+    return f"{head}: {reasons}"

@@ -28,7 +28,7 @@ from engine.intervals import t_quantile, wilson
 from model import chunk_rows
 from engine.hardware import pick_device, pick_dtype
 from generate import generate
-from posttrain.sft import read_rows
+from chat import read_rows
 
 paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                              # nothing = the validation documents of the run's own data

@@ -21,25 +21,22 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import torch
 from tqdm import tqdm
 
-from engine import checkpoint
-from engine import plot
-from studies import structured
 import tokenizer
-from ademamix import AdEMAMix, param_groups
-from engine.hardware import can_compile
+from ademamix import build_optimizer
 from configurator import lengths, run, settings
 from data import StagedDataset, TokenDataset, begun
-from model import Apertus, ApertusConfig
+from engine import checkpoint, plot, runs
+from engine.hardware import can_compile, pick_device, pick_dtype
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
-from engine.hardware import pick_device, pick_dtype
 from generate import generate
+from model import Apertus, ApertusConfig
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
+from studies import structured
 
 # -----------------------------------------------------------------------------
 # the run
@@ -124,19 +121,6 @@ wandb_project = "nanoapertus"
 BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}   # dense, vendor
 
 
-def build_optimizer(model, steps, compiled):
-    groups = param_groups(model, weight_decay)
-    if optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=lr, betas=betas[:2], eps=eps, fused=True)
-    if optimizer != "ademamix":
-        raise ValueError(f"optimizer={optimizer!r}: there is ademamix and adamw")
-    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run never gets there and would stay plain Adam: as in the
-    # report's own post-training, the warm-ups then last as long as the run.
-    warm = min(steps, 100_000)
-    return AdEMAMix(groups, lr=lr, betas=betas, alpha=alpha, eps=eps, beta3_warmup=beta3_warmup or warm,
-                    alpha_warmup=alpha_warmup or warm, compile=compiled)
-
-
 def lr_at(samples):
     if schedule == "wsd":
         return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples)
@@ -161,14 +145,7 @@ def check_settings():
 
 
 # -----------------------------------------------------------------------------
-# the run folder: who may write there, and what it says of the run
-
-
-def claim_folder():
-    """Refuse a run folder that holds a run already, unless it is to be gone on with. Returns its lock; nothing else is written yet."""
-    if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
-        raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
-    return checkpoint.claim(out)
+# what the run folder says of the run
 
 
 def describe_run(config):
@@ -187,37 +164,15 @@ def resume_from(model, opt, config, ranks):
     same = [f.name for f in dataclasses.fields(ApertusConfig)]
     same += ["self_guided", "guide_saving", "data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
     samples = samples_at(manifest["step"], batch_size, batch_ramp_at or None)   # a stage that has not begun may get other data
-    before, now = (dict(c, data_hash=begun(c.get("data_hash", ""), samples)) for c in (manifest["config"], config))
-    changed = [f"{k} {before.get(k)!r} -> {now[k]!r}" for k in same if before.get(k) != now[k]]
-    if bool(manifest["config"].get("stage")) != bool(stage):
-        changed.append(f"stage {manifest['config'].get('stage')!r} -> {stage!r}")
-    if changed:
-        raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
+    before, now = (dict({name: c.get(name) for name in same}, data_hash=begun(c.get("data_hash", ""), samples), staged=bool(c.get("stage")))
+                   for c in (manifest["config"], config))
+    runs.refuse_another(path, before, now)
     if manifest["step"] >= structured.guided_steps(manifest["config"]):
         structured.drop_guides(model, opt)
     checkpoint.load(path, model, opt)
     if ranks.first:
         print(f"resumed from {path}")
     return manifest["step"]
-
-
-def cut_log(path, start, validate):
-    """
-    Drop the lines of steps that will be done again, and those that a kill or a full disk has torn: every step has one line. validate: the
-    validation of the last step, start - 1, will be done again too.
-    """
-    if not os.path.exists(path):
-        return
-
-    def kept():
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                entry = plot.entry_of(line)
-                again = start - 1 if validate and entry and "val_loss" in entry else start
-                if entry and entry["step"] < again:
-                    yield line
-
-    checkpoint.write_flushed(path, kept())
 
 
 def has_summary(tokens):
@@ -229,26 +184,18 @@ def has_summary(tokens):
         return False
 
 
-def open_log(config, start, validate):
-    """Write what the run folder says of itself, and return the function that adds an entry to log.jsonl (and to W&B)."""
-    describe_run(config)
-    path = os.path.join(out, "log.jsonl")
-    cut_log(path, start, validate)
-    wandb = None
-    if wandb_log:
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError("wandb_log=True needs a package that is not here: pip install wandb, or leave the flag out") from None
-        wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
-    file = open(path, "a", encoding="utf-8")
+def to_wandb(log, config):
+    """The same log function, which sends each entry to Weights & Biases as well."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("wandb_log=True needs a package that is not here: pip install wandb, or leave the flag out") from None
+    wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
 
-    def log(**entry):
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-        if wandb:
-            wandb.log(entry, step=entry["step"])
-    return log
+    def both(**entry):
+        log(**entry)
+        wandb.log(entry, step=entry["step"])
+    return both
 
 
 # -----------------------------------------------------------------------------
@@ -304,7 +251,7 @@ def main():
     model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
     steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
     structured.guided_steps(config)                                         # a guide without a structured layer is told before it is built
-    with claim_folder() if ranks.first else nullcontext():
+    with runs.claim(out, resume, ranks):
         ranks.join(place, timeout)
         with stop_signals() as stop:
             pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows)
@@ -325,7 +272,10 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     model.dtype = work_dtype
     compiled = compile and can_compile(torch.device(place))
     net = spread(model, ranks, place, seed, recompute, compiled)            # what is called in training: the model, or its wrapper
-    opt = build_optimizer(model, steps, compiled)
+    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run never gets there and would stay plain Adam: as in the
+    # report's own post-training, the warm-ups then last as long as the run.
+    warm = min(steps, 100_000)
+    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, alpha_warmup or warm, beta3_warmup or warm, compiled)
     start = resume_from(model, opt, config, ranks) if resume else 0
     if ranks.mode == "ddp" and start >= guided > 0:
         net = spread(model, ranks, place, seed)                             # the guides are gone, and DDP does not forget
@@ -336,7 +286,11 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
                          f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
     peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
-    log = open_log(config, start, validate=last) if ranks.first else lambda **entry: None
+    if ranks.first:
+        describe_run(config)
+    log = runs.open_log(out, start, ranks, validate=last)
+    if ranks.first and wandb_log:
+        log = to_wandb(log, config)
     if ranks.first:
         if compile and not compiled:
             print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
@@ -353,7 +307,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         each = batch_at(samples, batch_size, ramp) // ranks.size
         return loader.submit(train.batch, samples + ranks.rank * each, each)
 
-    following, skipped, stop_file = fetch(start), 0, os.path.join(out, "stop")
+    following, skipped = fetch(start), 0
     began = time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not ranks.first)
     if compiled:
@@ -377,7 +331,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             loss += part.detach()
 
         # one sum over ranks: loss, gradient norm, and whether any of them is to stop
-        stop_here = bool(stop) or ranks.first and os.path.exists(stop_file)
+        stop_here = runs.asked_to_stop(out, stop, ranks)
         loss, square, stopping = ranks.add(loss, square_norm(model, ranks), stop_here)
         norm = math.sqrt(square)
         finite = math.isfinite(loss + norm)
@@ -447,8 +401,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
     elif ranks.first:
         print(f"{out}: stopped as asked after step {step + 1} of {end}, saved; --resume goes on")
-    if ranks.first and os.path.exists(stop_file):
-        os.remove(stop_file)                                                # or the next start would stop again
+    if ranks.first:
+        runs.forget_stop(out)
 
 
 if __name__ == "__main__":

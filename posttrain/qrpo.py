@@ -36,33 +36,28 @@ if __name__ == "__main__" and not __package__:
 
 import functools
 import hashlib
-import inspect
 import json
 import math
 import os
-import runpy
-from types import MappingProxyType
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from engine import checkpoint
-from posttrain import collapse as rank
-from chat import content_of
+from ademamix import build_optimizer
+from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
-from model import chunk_rows
-from engine.hardware import at_least_fp32
-from engine.parallel import drop_gathered, gradients, orderly_exit, stop_signals
+from engine import checkpoint, runs
 from engine.hardware import pick_device, pick_dtype
+from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, stop_signals
 from generate import generate
-from posttrain.references import cached, column, fingerprint, said, same_or_refuse, scored
-from posttrain.sft import (asked_to_stop, build_optimizer, claim_folder, collect, count, describe_run, finish, go_on, items, join,
-                 left_out, linear, normal, numbered_rows, open_log, prompt_ids, shares, start_model, too_short, update, window)
-from tokenizer import IN_TEXT
+from posttrain import collapse
+from posttrain.common import WAIT, collect, describe_run, finish, go_on, items, linear, shares, start_model, too_short, update, window
+from posttrain.losses import (BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
+                              quantile, tie_report)
+from posttrain.references import (cached, column, fingerprint, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp,
+                                  words)
 
 # -----------------------------------------------------------------------------
 # the run
@@ -111,240 +106,13 @@ checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
 
-BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}                        # the middle of the paper's grids
-TRANSFORMS = {"identity": lambda q, n: q,
-              "log": lambda q, n: q.clamp(1 / n, 1).log(),                              # a quantile of 0 would be minus infinity
-              "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n))}
-
-
-# -----------------------------------------------------------------------------
-# the method
-
-
-def quantile(reward, ref_rewards, loo=False):
-    """
-    Share of reference rewards that are <= reward. reward (...), ref_rewards (n,) or (..., n); numbers are taken as tensors. -> (...)
-
-    Exact on average for any n if the references are independent: n = 1 is noisy, not wrong. loo: reward is one of the n itself and is
-    left out; counting it, as the released scripts do, adds (1 - R_q) / n (n = 3: .167 on average). ValueError: nothing to compare with.
-    """
-    ref_rewards = torch.as_tensor(ref_rewards)
-    reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
-    self_in = int(bool(loo))
-    n = ref_rewards.shape[-1] - self_in
-    if n < 1:
-        raise ValueError("a quantile needs at least one reference reward, and one more with loo")
-    return ((ref_rewards <= reward[..., None]).sum(-1) - self_in).to(torch.promote_types(reward.dtype, torch.float32)) / n
-
-
-def beta_log_z(beta, transform="identity"):
-    """
-    beta log Z, exact for every beta > 0 (number or tensor; same kind back): Z = E exp(f(R_q) / beta), R_q uniform on (0, 1).
-
-    identity: beta log(beta (e^(1/beta) - 1)), written so that nothing overflows. Both official codes drop the last term,
-    log(1 - e^(-1/beta)): no difference below .05, wrong by .46 at beta = 1. log: beta log(beta / (1 + beta)). normal: 1 / (2 beta).
-    Source: arXiv 2507.08068, table 4.
-    """
-    b = torch.as_tensor(beta, dtype=None if isinstance(beta, torch.Tensor) else torch.float64)
-    if transform == "identity":
-        value = b * b.log() + 1 + b * torch.log(-torch.expm1(-1 / b))
-    elif transform == "log":
-        value = b * torch.log(b / (1 + b))
-    elif transform == "normal":
-        value = 1 / (2 * b)
-    else:
-        raise ValueError(f"transform={transform!r}: there is {', '.join(TRANSFORMS)}")
-    return value if isinstance(beta, torch.Tensor) else value.item()
-
-
-def optimum(beta):
-    """
-    What perfect QRPO reaches with the identity transform: its mean quantile, KL(pi* || pi_ref) in nats, and the share of the reference's
-    completions whose log-prob must fall (R_q below beta log Z). The answer to "why do the chosen ones fall too?": at beta .003, 98 % do.
-    """
-    mean = -1 / math.expm1(-1 / beta) - beta
-    return dict(quantile=mean, kl=(mean - beta_log_z(beta)) / beta, falling=beta_log_z(beta))
-
-
-def discrete_beta_log_z(ref_quantiles, beta):
-    """
-    The same with Z = mean_j exp(R_j / beta) over a prompt's own references, whatever their ties. ref_quantiles (..., n), beta (...).
-
-    Pass or fail has two quantiles, not a uniform one: at 25 % passing and beta .1 the uniform Z asks for 3.1 times the probability there
-    is, and every completion is told to rise. It costs what the uniform Z gives: for few references the minimiser is biased. Not in the
-    paper.
-    """
-    n = ref_quantiles.shape[-1]
-    return beta * (torch.logsumexp(ref_quantiles / beta[..., None], -1) - math.log(n))
-
 
 # pi, ref: log-probs of whole completions (nats); q: f(R_q); reward: raw. All (..., 2): the better completion, the worse one. length: their
 # tokens, or 1 for no normalisation. Each returns a loss per pair (...).
 
 
-def qrpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, beta_max=0.0, log_z=None, transform="identity", **_):
-    b = effective_beta(pi, length, beta, beta_max)
-    log_z = beta_log_z(b, transform) if log_z is None else log_z
-    return (q - log_z - b * (pi - ref)).square().mean(-1)
-
-
-def dpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
-    return -F.logsigmoid(beta * better_minus_worse((pi - ref) / length))
-
-
-def rebel_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
-    return (better_minus_worse(reward) / beta - better_minus_worse((pi - ref) / length)).square()
-
-
-def simpo_loss(pi, ref, reward, q, length=1.0, beta=2.5, gamma=0.5, **_):
-    return -F.logsigmoid(beta * (better_minus_worse(pi / length) - gamma))
-
-
-def better_minus_worse(x):
-    return x[..., 0] - x[..., 1]
-
-
-def effective_beta(like, length, beta, beta_max):
-    """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 = .25 becomes .1."""
-    b = torch.full_like(like, beta) / length
-    return b.clamp(max=beta_max) if beta_max else b
-
-
-losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))    # read-only: a table, not a setting
-
-
-def tie_report(groups, beta):
-    """
-    groups: (n,) reference rewards a prompt. -> share of tied pairs among them; Z mass, mean of sum_y pi_ref exp(target / beta), which is 1
-    if the target can be reached at all. Distinct rewards give about 1 + 1/(2 n beta), since quantiles are multiples of 1/n.
-    """
-    tied, mass = [], []
-    for r in groups:
-        n = len(r)
-        if n > 1:
-            tied.append(((r[:, None] == r).sum().item() - n) / (n * (n - 1)))
-            q = quantile(r, r)
-            mass.append(torch.exp((q - beta_log_z(beta)) / beta).mean().item())
-    return (float(np.mean(tied)), float(np.mean(mass))) if tied else (0.0, 1.0)
-
-
-def token_logp(h, head, targets):
-    """log p of each target: h (n, C), head (V, C), targets (n,) -> (n,), in fp32."""
-    return -F.cross_entropy(at_least_fp32(h @ head.T.to(h.dtype)), targets, reduction="none")
-
-
-def padded(sequences, device):
-    """Pairs of ids (prompt, completion) -> idx (B, T), padded on the right (causal attention never sees it); keep (B, T): completions."""
-    T = max(len(p) + len(y) for p, y in sequences)
-    idx, keep = torch.zeros(len(sequences), T, dtype=torch.long), torch.zeros(len(sequences), T, dtype=torch.bool)
-    for row, on, (p, y) in zip(idx, keep, sequences):
-        row[:len(p) + len(y)] = torch.tensor([*p, *y])
-        on[len(p):len(p) + len(y)] = True
-    return idx.to(device), keep.to(device)
-
-
-def sequence_logp(model, sequences):
-    """
-    log pi(completion | prompt), summed over the completion's tokens in fp32, with gradient. sequences: B pairs of ids (prompt, completion).
-    -> (B,) nats. Logits exist for completion tokens only, a chunk at a time, and are made again in the backward pass: 2,048 tokens of
-    131,072 logits would be 1.1 GB a sequence.
-    """
-    idx, keep = padded(sequences, model.lm_head.weight.device)
-    h = model.hidden(idx[:, :-1])[keep[:, 1:]]             # (n, C)     the position before a token predicts it
-    targets = idx[:, 1:][keep[:, 1:]]                      # (n,)
-    head, rows = model.lm_head.weight, chunk_rows(model.config.vocab_size, h.device)
-    logp = [recompute(token_logp, h[i:i + rows], head, targets[i:i + rows], use_reentrant=False) for i in range(0, len(targets), rows)]
-    return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
-
-
-@functools.cache
-def control_ids(tok):
-    return {i for name, i in tok.special.items() if name not in IN_TEXT}
-
-
-def words(tok, ids):
-    """What a completion says, without the control tokens: its end, the brackets of thoughts, and whatever was sampled astray."""
-    return tok.decode([i for i in ids if i not in control_ids(tok)])
-
-
 # -----------------------------------------------------------------------------
 # data: prompts -> references -> rewards -> reference log-probs; what is on disk is not done again (posttrain/references.py)
-
-
-def load_reward(spec, device):
-    """
-    --rewards -> a function (row, completion text) -> number.
-
-    FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
-    three arguments, the whole line of the data comes third (a gold answer may stand there). hf:FOLDER: transformers'
-    sequence classifier with one output, read by its own tokenizer's chat template. ValueError: what is wrong with it.
-    """
-    if spec.startswith("hf:"):
-        try:
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
-        except ImportError:
-            raise ValueError("--rewards=hf:... needs transformers: pip install transformers") from None
-        judge = AutoModelForSequenceClassification.from_pretrained(spec[3:], use_safetensors=True).to(device).eval()
-        tok = AutoTokenizer.from_pretrained(spec[3:])
-        if judge.config.num_labels != 1:
-            raise ValueError(f"{spec[3:]} has {judge.config.num_labels} outputs: a reward model has one")
-
-        @torch.no_grad()
-        def by_model(row, completion):
-            messages = [*map(normal, row["messages"]), dict(role="assistant", content=completion)]
-            text = tok.apply_chat_template(messages, tokenize=False)
-            ids = tok(text, add_special_tokens=False, return_tensors="pt").to(device)            # the template writes <s> itself
-            return judge(input_ids=ids.input_ids).logits[0, 0].item()
-        return by_model
-    path, name = file_and_function(spec)
-    if not os.path.isfile(path):
-        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or hf:FOLDER")
-    try:
-        function = runpy.run_path(path).get(name)
-    except Exception as e:                                                  # the user's code: anything may come
-        raise ValueError(f"--rewards={spec}: {path} cannot be read ({said(e)})") from None
-    if not callable(function):
-        raise ValueError(f"--rewards={spec}: {path} has no function {name}(prompt, completion)")
-    takes_row = fits(function, "prompt", "completion", {})
-
-    def by_function(row, completion):
-        prompt = content_of(normal(next(m for m in reversed(row["messages"]) if m["role"] == "user")))
-        return function(prompt, completion, row) if takes_row else function(prompt, completion)
-    return by_function
-
-
-def file_and_function(spec):
-    path, _, name = spec.partition(":")
-    return path, name or "reward"
-
-
-def reward_hash(spec):
-    """
-    Of all that decides the numbers of --rewards: the function's name and its file, or all files of a reward model,
-    wherever they lie (a folder, or what transformers has just taken from the hub).
-    """
-    if not spec:
-        return ""
-    name, folder = "", spec[3:]
-    if not spec.startswith("hf:"):
-        file, name = file_and_function(spec)
-        files = [file]
-    else:
-        if not os.path.isdir(folder):
-            import huggingface_hub
-            folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
-        files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
-    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files if os.path.isfile(file)]
-    return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
-
-
-def fits(function, *arguments):
-    """Can it be called with these? Of one that does not say so (written in C): no."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def prompts_of(tok, path):
@@ -486,10 +254,12 @@ def main():
     checkpoint.check_keep(keep_checkpoints)
     for _ in numbered_rows(data):                                           # a file that is none is told at once
         break
-    ranks, where = join(parallel, pick_device(device))
-    with claim_folder(out, resume, ranks):
+    ranks = Ranks(parallel)
+    where = ranks.place(pick_device(device))
+    with runs.claim(out, resume, ranks):
+        ranks.join(where, WAIT)
         align(ranks, where, b0)
-    ranks.leave()
+        ranks.leave()
 
 
 def align(ranks, where, b0):
@@ -521,14 +291,14 @@ def align(ranks, where, b0):
             print(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask for {mass:.2f} times the "
                   "probability there is: grade the reward more finely, or use --ties=discrete")
 
-    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, steps)
+    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, alpha_warmup=steps, beta3_warmup=steps)
     content = hashlib.sha256(json.dumps([row for _, row, _ in asked], sort_keys=True).encode()).hexdigest()
     config = dict(settings(globals()), max_length=longest, data_hash=content[:16], rewards_hash=version, tokenizer_hash=tok.hash[:16])
     start = go_on(out, model, opt, config, ranks) if resume else 0
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; talk to it: python sample.py --chat --init_from={out}")
     describe_run(out, config, model, tok, ranks)
-    log = open_log(out, start, ranks)
+    log = runs.open_log(out, start, ranks)
     with stop_signals() as stop:                                            # before: what is on disk is not done again
         for step in tqdm(range(start, steps), initial=start, total=steps, unit="step", disable=not ranks.first,
                          dynamic_ncols=True):
@@ -573,7 +343,7 @@ def align(ranks, where, b0):
                                  f"{references or out + '/references'}/logp-*")
             rate = lr * linear(step, steps, warmup)
             update(opt, step, rate, value, norm)
-            stopping = ranks.add(asked_to_stop(out, stop, ranks))[0]
+            stopping = ranks.add(runs.asked_to_stop(out, stop, ranks))[0]
 
             # what the numbers say. The samples are the reference's, the policy's own values are estimated by weighting
             # them with pi / pi_ref (normalised: bounded, but its KL cannot exceed the log of the number of samples)
@@ -583,7 +353,7 @@ def align(ranks, where, b0):
             health = {}
             if rank_every and (step % rank_every == 0 or step + 1 == steps):
                 texts = [(prompts[p], c["ids"]) for p, c, _ in both[:4 * micro_batch]]
-                health = rank.diagnose(model, *padded(texts, where))
+                health = collapse.diagnose(model, *padded(texts, where))
                 drop_gathered(model)
             log(step=step, loss=value, grad_norm=norm, lr=rate, target=target.mean().item(), log_ratio=ratio.mean().item(),
                 correlation=correlation(target, ratio.flatten()), kl=kl.item(), reward=reward.mean().item(),
@@ -596,13 +366,6 @@ def align(ranks, where, b0):
             if stopping:
                 break
     finish(out, model, tok, ranks, done, steps)
-
-
-def correlation(x, y):
-    """Pearson's r; 0 if either does not vary (as every log-ratio at step 0)."""
-    x, y = x - x.mean(), y - y.mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale > 1e-12 else 0.0
 
 
 if __name__ == "__main__":

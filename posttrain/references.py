@@ -8,15 +8,25 @@ final name, so that a run can be killed anywhere, and runs with the same referen
                logp-DTYPE-N-0000000.json    N completions a file
 """
 
+import functools
 import hashlib
+import inspect
 import json
 import math
 import os
+import runpy
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
+from chat import content_of, normal
 from engine import checkpoint
+from engine.hardware import at_least_fp32
+from model import chunk_rows
+from tokenizer import IN_TEXT
 
 
 def fingerprint(model):
@@ -103,3 +113,118 @@ def column(row, name, want, where):
         less = "or a lower --n_refs" if name == "ref_rewards" else "one for each completion"
         raise ValueError(f"{where}: {name} is {str(values)[:60]}; want {want} finite numbers, {less}; or --rewards to compute them")
     return [float(v) for v in values[:want]]
+
+
+def token_logp(h, head, targets):
+    """log p of each target: h (n, C), head (V, C), targets (n,) -> (n,), in fp32."""
+    return -F.cross_entropy(at_least_fp32(h @ head.T.to(h.dtype)), targets, reduction="none")
+
+
+def padded(sequences, device):
+    """Pairs of ids (prompt, completion) -> idx (B, T), padded on the right (causal attention never sees it); keep (B, T): completions."""
+    T = max(len(p) + len(y) for p, y in sequences)
+    idx, keep = torch.zeros(len(sequences), T, dtype=torch.long), torch.zeros(len(sequences), T, dtype=torch.bool)
+    for row, on, (p, y) in zip(idx, keep, sequences):
+        row[:len(p) + len(y)] = torch.tensor([*p, *y])
+        on[len(p):len(p) + len(y)] = True
+    return idx.to(device), keep.to(device)
+
+
+def sequence_logp(model, sequences):
+    """
+    log pi(completion | prompt), summed over the completion's tokens in fp32, with gradient. sequences: B pairs of ids (prompt, completion).
+    -> (B,) nats. Logits exist for completion tokens only, a chunk at a time, and are made again in the backward pass: 2,048 tokens of
+    131,072 logits would be 1.1 GB a sequence.
+    """
+    idx, keep = padded(sequences, model.lm_head.weight.device)
+    h = model.hidden(idx[:, :-1])[keep[:, 1:]]             # (n, C)     the position before a token predicts it
+    targets = idx[:, 1:][keep[:, 1:]]                      # (n,)
+    head, rows = model.lm_head.weight, chunk_rows(model.config.vocab_size, h.device)
+    logp = [recompute(token_logp, h[i:i + rows], head, targets[i:i + rows], use_reentrant=False) for i in range(0, len(targets), rows)]
+    return torch.stack([part.sum() for part in torch.cat(logp).split([len(y) for _, y in sequences])])
+
+
+@functools.cache
+def control_ids(tok):
+    return {i for name, i in tok.special.items() if name not in IN_TEXT}
+
+
+def words(tok, ids):
+    """What a completion says, without the control tokens: its end, the brackets of thoughts, and whatever was sampled astray."""
+    return tok.decode([i for i in ids if i not in control_ids(tok)])
+
+
+def load_reward(spec, device):
+    """
+    --rewards -> a function (row, completion text) -> number.
+
+    FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
+    three arguments, the whole line of the data comes third (a gold answer may stand there). hf:FOLDER: transformers'
+    sequence classifier with one output, read by its own tokenizer's chat template. ValueError: what is wrong with it.
+    """
+    if spec.startswith("hf:"):
+        try:
+            from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        except ImportError:
+            raise ValueError("--rewards=hf:... needs transformers: pip install transformers") from None
+        judge = AutoModelForSequenceClassification.from_pretrained(spec[3:], use_safetensors=True).to(device).eval()
+        tok = AutoTokenizer.from_pretrained(spec[3:])
+        if judge.config.num_labels != 1:
+            raise ValueError(f"{spec[3:]} has {judge.config.num_labels} outputs: a reward model has one")
+
+        @torch.no_grad()
+        def by_model(row, completion):
+            messages = [*map(normal, row["messages"]), dict(role="assistant", content=completion)]
+            text = tok.apply_chat_template(messages, tokenize=False)
+            ids = tok(text, add_special_tokens=False, return_tensors="pt").to(device)            # the template writes <s> itself
+            return judge(input_ids=ids.input_ids).logits[0, 0].item()
+        return by_model
+    path, name = file_and_function(spec)
+    if not os.path.isfile(path):
+        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or hf:FOLDER")
+    try:
+        function = runpy.run_path(path).get(name)
+    except Exception as e:                                                  # the user's code: anything may come
+        raise ValueError(f"--rewards={spec}: {path} cannot be read ({said(e)})") from None
+    if not callable(function):
+        raise ValueError(f"--rewards={spec}: {path} has no function {name}(prompt, completion)")
+    takes_row = fits(function, "prompt", "completion", {})
+
+    def by_function(row, completion):
+        prompt = content_of(normal(next(m for m in reversed(row["messages"]) if m["role"] == "user")))
+        return function(prompt, completion, row) if takes_row else function(prompt, completion)
+    return by_function
+
+
+def file_and_function(spec):
+    path, _, name = spec.partition(":")
+    return path, name or "reward"
+
+
+def reward_hash(spec):
+    """
+    Of all that decides the numbers of --rewards: the function's name and its file, or all files of a reward model,
+    wherever they lie (a folder, or what transformers has just taken from the hub).
+    """
+    if not spec:
+        return ""
+    name, folder = "", spec[3:]
+    if not spec.startswith("hf:"):
+        file, name = file_and_function(spec)
+        files = [file]
+    else:
+        if not os.path.isdir(folder):
+            import huggingface_hub
+            folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
+        files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
+    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files if os.path.isfile(file)]
+    return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
+
+
+def fits(function, *arguments):
+    """Can it be called with these? Of one that does not say so (written in C): no."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError):
+        return False
+    return True

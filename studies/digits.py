@@ -184,7 +184,9 @@ def measure(runs, sft, tests, beta):
     import torch
     import convert
     from generate import generate
-    from posttrain.qrpo import beta_log_z, correlation, effective_beta, quantile, sequence_logp, words
+    from posttrain.references import words
+    from posttrain.losses import beta_log_z, correlation, effective_beta, quantile
+    from posttrain.references import sequence_logp
     reference, tok = convert.load_any(sft)
     end = tok.special["<|assistant_end|>"]
     prompts = [tok.chat(question(*t), add_generation_prompt=True)[1] for t in tests]
@@ -235,7 +237,7 @@ def runs_of(method, rows):
 
 def table(rows, beta):
     """Markdown: mean and, over seeds, standard deviation. beta: of the row "qrpo", for the closed form below."""
-    from posttrain.qrpo import optimum
+    from posttrain.losses import optimum
     best = optimum(beta)
     lines = ["| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |", "|---" * 8 + "|"]
     for method in ["sft", *GRIDS]:
@@ -256,7 +258,7 @@ def draw(rows, beta, picture):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from posttrain.qrpo import beta_log_z
+    from posttrain.losses import beta_log_z
 
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     t = np.linspace(0, 1, 50)

@@ -14,11 +14,15 @@ import torch.nn.functional as F
 from engine import checkpoint
 import convert
 from posttrain import qrpo
-from posttrain import collapse as rank
+from posttrain import collapse
 from posttrain import references
 from posttrain import sft
 import tokenizer
 from configurator import configure
+from posttrain import losses
+from posttrain import common
+import chat
+import ademamix
 from conftest import ROOT, script
 from generate import generate
 from model import Apertus, ApertusConfig
@@ -45,10 +49,10 @@ def test_losses_are_the_published_implementations(case):
     """Their identity transform drops log(1 - e^(-1/beta)) from log Z; with that it is 1e-6, and without it off by what the term is worth."""
     kind = {"normal-icdf": "normal"}.get(case.get("transform"), case.get("transform", "identity"))
     length = both("len") if case.get("length_norm", case["loss"] == "simpo") else 1.0
-    q = qrpo.TRANSFORMS[kind](qrpo.quantile(both("reward"), golden("ref_rewards")[:, None]), 7)
-    b = qrpo.effective_beta(q, length, case["beta"], case.get("clamp", 0.0))
+    q = losses.TRANSFORMS[kind](losses.quantile(both("reward"), golden("ref_rewards")[:, None]), 7)
+    b = losses.effective_beta(q, length, case["beta"], case.get("clamp", 0.0))
     def value(log_z):
-        return qrpo.losses[case["loss"]](both("policy_logp"), both("ref_logp"), both("reward"), q, length, case["beta"], beta_max=case.get("clamp", 0.0),
+        return losses.losses[case["loss"]](both("policy_logp"), both("ref_logp"), both("reward"), q, length, case["beta"], beta_max=case.get("clamp", 0.0),
                                          gamma=case.get("gamma_beta_ratio"), transform=kind, log_z=log_z)
     want = torch.tensor(case["value"], dtype=torch.float64)
     torch.testing.assert_close(value(b * b.log() + 1 if kind == "identity" else None), want, rtol=1e-5, atol=0)
@@ -70,49 +74,49 @@ def uniform_mean(f, n=400):
 @pytest.mark.parametrize("beta", [0.01, 0.03, 0.1, 0.3, 1.0, 5.0])
 def test_partition_function_and_optimum_are_the_integrals(beta):
     z = uniform_mean(lambda t: torch.exp((t - 1) / beta))                     # Z e^(-1/beta), which does not overflow
-    assert qrpo.beta_log_z(beta) == pytest.approx(beta * math.log(z) + 1, abs=1e-9)
-    best = qrpo.optimum(beta)
+    assert losses.beta_log_z(beta) == pytest.approx(beta * math.log(z) + 1, abs=1e-9)
+    best = losses.optimum(beta)
     mean = uniform_mean(lambda t: t * torch.exp((t - 1) / beta)) / z
     kl = uniform_mean(lambda t: torch.exp((t - 1) / beta) / z * ((t - 1) / beta - math.log(z)))
     assert best["quantile"] == pytest.approx(mean, abs=1e-9) and best["kl"] == pytest.approx(kl, abs=1e-9)
-    assert best["falling"] == qrpo.beta_log_z(beta)                           # t < beta log Z: a uniform t is there with that probability
-    assert qrpo.beta_log_z(beta, "log") == pytest.approx(beta * math.log(beta / (1 + beta)), abs=1e-12)
-    assert qrpo.beta_log_z(beta, "normal") == 1 / (2 * beta)                  # log E exp(x / beta) of a standard normal is 1 / (2 beta^2)
+    assert best["falling"] == losses.beta_log_z(beta)                           # t < beta log Z: a uniform t is there with that probability
+    assert losses.beta_log_z(beta, "log") == pytest.approx(beta * math.log(beta / (1 + beta)), abs=1e-12)
+    assert losses.beta_log_z(beta, "normal") == 1 / (2 * beta)                  # log E exp(x / beta) of a standard normal is 1 / (2 beta^2)
 
 
 def test_partition_function_has_the_published_values_and_never_overflows():
     table = {0.01: .95395, 0.03: .89480, 0.1: .76974, 0.2: .67676, 0.5: .58072, 1: .54132, 5: .50833}
     for beta, want in table.items():
-        assert qrpo.beta_log_z(beta) == pytest.approx(want, abs=5e-6)
-    best = qrpo.optimum(0.1)                                                  # the paper: 77 % fall, .90, 1.30 nats
-    assert (round(best["falling"], 2), round(best["quantile"], 3), round(best["kl"], 2)) == (0.77, 0.9, 1.3) and qrpo.optimum(0.003)["falling"] > 0.98
+        assert losses.beta_log_z(beta) == pytest.approx(want, abs=5e-6)
+    best = losses.optimum(0.1)                                                  # the paper: 77 % fall, .90, 1.30 nats
+    assert (round(best["falling"], 2), round(best["quantile"], 3), round(best["kl"], 2)) == (0.77, 0.9, 1.3) and losses.optimum(0.003)["falling"] > 0.98
     b = torch.tensor([1e-6, 3e-4, 1.0, 1e3], dtype=torch.float64)
-    assert qrpo.beta_log_z(b).isfinite().all() and qrpo.beta_log_z(b)[3] == pytest.approx(0.5 + 1 / 24e3, abs=1e-9)     # 1/2 + 1/(24 beta)
-    assert type(qrpo.beta_log_z(0.1)) is float
+    assert losses.beta_log_z(b).isfinite().all() and losses.beta_log_z(b)[3] == pytest.approx(0.5 + 1 / 24e3, abs=1e-9)     # 1/2 + 1/(24 beta)
+    assert type(losses.beta_log_z(0.1)) is float
     with pytest.raises(ValueError, match="there is identity, log, normal"):
-        qrpo.beta_log_z(0.1, "icdf")
+        losses.beta_log_z(0.1, "icdf")
 
 
 def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
-    assert qrpo.quantile(2.0, [1.0, 2.0, 3.0, 4.0]).item() == 0.5 and qrpo.quantile(0, [1, 2]).item() == 0
+    assert losses.quantile(2.0, [1.0, 2.0, 3.0, 4.0]).item() == 0.5 and losses.quantile(0, [1, 2]).item() == 0
     r = torch.tensor([3.0, 1.0, 2.0])
-    assert qrpo.quantile(r, r).mean() == pytest.approx(0.5 + 1 / (2 * 3))     # (1 - R_q) / n on average: .167 for n = 3
-    assert qrpo.quantile(r, r, loo=True).tolist() == [1.0, 0.0, 0.5]          # mean 1/2, as a uniform quantile has
+    assert losses.quantile(r, r).mean() == pytest.approx(0.5 + 1 / (2 * 3))     # (1 - R_q) / n on average: .167 for n = 3
+    assert losses.quantile(r, r, loo=True).tolist() == [1.0, 0.0, 0.5]          # mean 1/2, as a uniform quantile has
     with pytest.raises(ValueError, match="at least one reference"):
-        qrpo.quantile(1.0, [1.0], loo=True)
+        losses.quantile(1.0, [1.0], loo=True)
 
 
 @pytest.mark.parametrize("beta, at_least", [(0.1, 3), (0.03, 8)])
 def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it(beta, at_least):
     r = torch.tensor([0.0] * 75 + [1.0] * 25, dtype=torch.float64)            # a quarter passes: sum_y pi_ref exp(target / beta) should be 1
-    tied, mass = qrpo.tie_report([r], beta)
+    tied, mass = losses.tie_report([r], beta)
     assert tied == pytest.approx((75 * 74 + 25 * 24) / (100 * 99)) and mass > at_least
     assert mass == pytest.approx((0.75 * math.exp(0.75 / beta) + 0.25 * math.exp(1 / beta)) / (beta * math.expm1(1 / beta)))
-    q = qrpo.quantile(r, r)
-    log_z = qrpo.discrete_beta_log_z(q, torch.tensor(beta, dtype=torch.float64))
+    q = losses.quantile(r, r)
+    log_z = losses.discrete_beta_log_z(q, torch.tensor(beta, dtype=torch.float64))
     assert torch.exp((q - log_z) / beta).mean().item() == pytest.approx(1, abs=1e-12)
     distinct = torch.arange(1000, dtype=torch.float64)
-    assert qrpo.tie_report([distinct], beta)[0] == 0 and qrpo.tie_report([distinct], beta)[1] == pytest.approx(1 + 1 / (2000 * beta), rel=1e-3)
+    assert losses.tie_report([distinct], beta)[0] == 0 and losses.tie_report([distinct], beta)[1] == pytest.approx(1 + 1 / (2000 * beta), rel=1e-3)
 
 
 def test_a_policy_that_can_be_enumerated_reaches_the_closed_form():
@@ -132,14 +136,14 @@ def test_a_policy_that_can_be_enumerated_reaches_the_closed_form():
     tables = [t.clone().requires_grad_() for t in start]
     opt = torch.optim.Adam(tables, lr=0.05)
     kl = lambda: (best.exp() * (best - logp(tables))).sum().item()
-    assert kl() == pytest.approx(qrpo.optimum(beta)["kl"] * 0 + (best.exp() * (best - ref)).sum().item()) and kl() == pytest.approx(1.30, abs=0.02)
+    assert kl() == pytest.approx(losses.optimum(beta)["kl"] * 0 + (best.exp() * (best - ref)).sum().item()) and kl() == pytest.approx(1.30, abs=0.02)
     for _ in range(400):
-        loss = (p * qrpo.losses["qrpo"](logp(tables)[:, None], ref[:, None], None, q[:, None], beta=beta)).sum()
+        loss = (p * losses.losses["qrpo"](logp(tables)[:, None], ref[:, None], None, q[:, None], beta=beta)).sum()
         opt.zero_grad()
         loss.backward()
         opt.step()
     assert kl() < 1e-3
-    assert (logp(tables).exp() * q).sum().item() == pytest.approx(qrpo.optimum(beta)["quantile"], abs=2e-3)
+    assert (logp(tables).exp() * q).sum().item() == pytest.approx(losses.optimum(beta)["quantile"], abs=2e-3)
 
 
 # -----------------------------------------------------------------------------
@@ -152,7 +156,7 @@ TINY = dict(block_size=256, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_
 def test_sequence_log_probs_and_their_gradient_are_those_of_the_full_softmax():
     model = Apertus(ApertusConfig(**TINY))
     data = [([1, 5, 9], [7, 8]), ([1, 4], [30, 31, 32, 33, 12]), ([1], [2])]
-    got = qrpo.sequence_logp(model, data)
+    got = references.sequence_logp(model, data)
     weights = torch.tensor([1.0, -2.0, 0.5])
     (got * weights).sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -171,14 +175,14 @@ def test_sequence_log_probs_and_their_gradient_are_those_of_the_full_softmax():
 
 def test_ranks_of_matrices_whose_rank_is_known():
     q = torch.linalg.qr(torch.randn(64, 10, generator=torch.Generator().manual_seed(0)))[0]
-    assert rank.ranks(q) == pytest.approx(dict(effective=10, pca99=10, stable=10), rel=1e-4)          # ten equal singular values
-    assert rank.ranks(torch.randn(50, 1) @ torch.ones(1, 9)) == pytest.approx(dict(effective=1, pca99=1, stable=1), rel=1e-3)
+    assert collapse.ranks(q) == pytest.approx(dict(effective=10, pca99=10, stable=10), rel=1e-4)          # ten equal singular values
+    assert collapse.ranks(torch.randn(50, 1) @ torch.ones(1, 9)) == pytest.approx(dict(effective=1, pca99=1, stable=1), rel=1e-3)
     s = torch.tensor([3.0] + [1.0] * 9)
     p = s / s.sum()
-    assert rank.ranks(q * s) == pytest.approx(dict(effective=math.exp(-(p * p.log()).sum()), pca99=10, stable=18 / 9), rel=1e-4)
-    assert rank.ranks(q * torch.tensor([100.0] + [1.0] * 9))["pca99"] == 1    # 10,000 of 10,009 is more than 99 %
-    assert rank.ranks(torch.zeros(4, 3)) == dict(effective=0, pca99=0, stable=0)
-    assert all(math.isnan(v) for v in rank.ranks(torch.tensor([[1.0, math.inf], [0.0, 1.0]])).values())
+    assert collapse.ranks(q * s) == pytest.approx(dict(effective=math.exp(-(p * p.log()).sum()), pca99=10, stable=18 / 9), rel=1e-4)
+    assert collapse.ranks(q * torch.tensor([100.0] + [1.0] * 9))["pca99"] == 1    # 10,000 of 10,009 is more than 99 %
+    assert collapse.ranks(torch.zeros(4, 3)) == dict(effective=0, pca99=0, stable=0)
+    assert all(math.isnan(v) for v in collapse.ranks(torch.tensor([[1.0, math.inf], [0.0, 1.0]])).values())
 
 
 def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
@@ -187,18 +191,18 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
     seen = []
     model.model.layers[-1].mlp.act_fn.register_forward_pre_hook(lambda m, x: seen.append(x[0]))
     with torch.no_grad():
-        h, found = model.hidden(idx), rank.diagnose(model, idx)
+        h, found = model.hidden(idx), collapse.diagnose(model, idx)
     z = seen[0].flatten(0, 1)
     assert found["preactivation"] == pytest.approx(z.norm(dim=1).mean().item()) and found["dead_units"] == 0 and found["rank_tokens"] == 120
-    assert found["rank_effective"] == pytest.approx(rank.ranks(h.flatten(0, 1))["effective"])
+    assert found["rank_effective"] == pytest.approx(collapse.ranks(h.flatten(0, 1))["effective"])
     keep = torch.zeros_like(idx, dtype=torch.bool)
     keep[0, 0] = True
     with torch.no_grad():
-        assert rank.diagnose(model, idx, keep)["dead_units"] == pytest.approx((seen[0][0, 0] <= 0).float().mean().item())
-        assert rank.diagnose(model, idx, keep)["rank_effective"] == pytest.approx(1, abs=1e-5)         # of one token
+        assert collapse.diagnose(model, idx, keep)["dead_units"] == pytest.approx((seen[0][0, 0] <= 0).float().mean().item())
+        assert collapse.diagnose(model, idx, keep)["rank_effective"] == pytest.approx(1, abs=1e-5)         # of one token
         doc = (torch.arange(40) // 13).expand(3, 40)
         h = model.hidden(idx, doc)
-        assert rank.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(rank.ranks(h.flatten(0, 1))["effective"])
+        assert collapse.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(collapse.ranks(h.flatten(0, 1))["effective"])
     assert not model.model.layers[-1].mlp.up_proj._forward_hooks
 
 
@@ -384,7 +388,7 @@ def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(start,
     for pair in pairs:
         pair["ref"] = [logp(*c).item() for c in pair["said"]]
     for step in (0, 1):
-        batch = [pairs[k] for k in qrpo.items(step, 2, 4, 1, 28)]
+        batch = [pairs[k] for k in common.items(step, 2, 4, 1, 28)]
         value = sum(plain_loss(kind, [logp(*c) for c in pair["said"]], pair["ref"], pair["r"], pair["q"], pair["size"], beta, beta_max if norm else 0,
                                0.3, pair["log_z"]) for pair in batch) / 2
         value.backward()
@@ -402,7 +406,7 @@ def small(start, tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name, value in dict(out=str(tmp_path / "run"), data=str(tmp_path / "data.jsonl"), n_refs=5, max_new_tokens=9, sample_batch=10).items():
         monkeypatch.setattr(qrpo, name, value)
-    return qrpo.start_model(str(start / "model"), "cpu", torch.float32)
+    return common.start_model(str(start / "model"), "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("loo", [0, 1])
@@ -419,7 +423,7 @@ def test_candidates_are_finished_completions_with_their_quantile_among_the_other
     end, dropped = tok.special["<|assistant_end|>"], 0
     share = lambda r, among: sum(x <= r for x in among) / len(among)
     for (_, row, prompt), ids, found, own, group in zip(asked, sampled, candidates, q_refs, groups, strict=True):
-        r = [score(row, qrpo.words(tok, y)) for y in ids]
+        r = [score(row, references.words(tok, y)) for y in ids]
         q = [share(r[k], r if not loo else r[:k] + r[k + 1:]) for k in range(5)]
         assert own.tolist() == pytest.approx(q) and group.tolist() == r
         want = [(y, *rq) for y, *rq in [*zip(ids, r, q), *((tok.encode(text) + [end], score(row, text), share(score(row, text), r)) for text in ("abc", "ab"))]
@@ -539,7 +543,7 @@ def test_a_reward_function_gets_the_last_question_the_answer_and_the_line_if_it_
     (tmp_path / "r.py").write_text(f"def judge({signature}):\n    return {body}\n")
     row = dict(messages=[dict(role="user", content="first"), dict(role="assistant", content="x"),
                          dict(role="user", content=[dict(type="text", text="sec"), dict(type="text", text="ond")])], gold=7)
-    assert qrpo.load_reward(f"{tmp_path / 'r.py'}:judge", "cpu")(row, "yes") == want
+    assert references.load_reward(f"{tmp_path / 'r.py'}:judge", "cpu")(row, "yes") == want
 
 
 def test_a_reward_is_known_by_its_content_and_its_name(tmp_path):
@@ -548,11 +552,11 @@ def test_a_reward_is_known_by_its_content_and_its_name(tmp_path):
         (tmp_path / name / "r.py").write_text("def one(p, c): return 1\ndef two(p, c): return 2\n")
         (tmp_path / name / "config.json").write_text("{}")
     file = tmp_path / "a" / "r.py"
-    hashes = lambda: [qrpo.reward_hash(f"{file}:one"), qrpo.reward_hash(f"{file}:two"), qrpo.reward_hash(f"hf:{tmp_path / 'a'}")]
+    hashes = lambda: [references.reward_hash(f"{file}:one"), references.reward_hash(f"{file}:two"), references.reward_hash(f"hf:{tmp_path / 'a'}")]
     before = hashes()
-    assert len(set(before)) == 3 and before[0] == qrpo.reward_hash(f"{tmp_path / 'b' / 'r.py'}:one") and before[2] == qrpo.reward_hash(f"hf:{tmp_path / 'b'}")
+    assert len(set(before)) == 3 and before[0] == references.reward_hash(f"{tmp_path / 'b' / 'r.py'}:one") and before[2] == references.reward_hash(f"hf:{tmp_path / 'b'}")
     file.write_text("def one(p, c): return 2\ndef two(p, c): return 2\n")
-    assert not set(before) & set(hashes()) and qrpo.reward_hash("") == ""
+    assert not set(before) & set(hashes()) and references.reward_hash("") == ""
 
 
 def test_scores_of_another_function_of_the_same_file_are_not_reused(start, tmp_path):
@@ -582,25 +586,25 @@ def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(alig
     """All of them but where things lie, what they run on, and what is printed and kept; a reward by its content."""
     folder = sorted((aligned / "ckpt").iterdir())[-1]
     manifest = checkpoint.read_manifest(folder)
-    model, tok = qrpo.start_model(str(start / "model"), "cpu", torch.float32)
-    opt = qrpo.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12)
+    model, tok = common.start_model(str(start / "model"), "cpu", torch.float32)
+    opt = ademamix.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12, 12)
     free = {"out", "data", "rewards", "references", "resume", "device", "parallel", "micro_batch", "rank_every", "checkpoint_every", "keep_checkpoints"}
     assert {"lr", "warmup", "pairs", "transform", "ties", "loo", "gamma", "beta_max", "rewards_hash", "data_hash", "date"} <= manifest["config"].keys() - free
     for key in manifest["config"]:
         other = {**manifest["config"], key: "another"}
         if key in free:
-            assert qrpo.go_on(aligned, model, opt, other, Ranks()) == manifest["step"]
+            assert common.go_on(aligned, model, opt, other, Ranks()) == manifest["step"]
         else:
             with pytest.raises(ValueError, match=f"is of another run: {key} .* -> 'another'"):
-                qrpo.go_on(aligned, model, opt, other, Ranks())
+                common.go_on(aligned, model, opt, other, Ranks())
     (start / "other.py").write_text("def reward(prompt, completion):\n    return len(completion)\n")
     done = align(start, aligned, "--epochs=2", "--resume", f"--rewards={start / 'other.py'}")
     assert done.returncode == 2 and "is of another run: rewards_hash" in done.stderr
 
 
 def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(aligned, start, tmp_path, monkeypatch):
-    diagnose = rank.diagnose
-    monkeypatch.setattr(rank, "diagnose", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), diagnose(*args))[1])
+    diagnose = collapse.diagnose
+    monkeypatch.setattr(collapse, "diagnose", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), diagnose(*args))[1])
     done = align(start, tmp_path / "run", "--epochs=2")
     assert done.returncode == 0 and "stopped as asked after step 2 of " in done.stdout and os.listdir(tmp_path / "run" / "ckpt") == ["step-00000002"], done.stderr
     monkeypatch.undo()
@@ -648,7 +652,7 @@ def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, mon
     found, bad = qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))
     want = tok.chat(asked, add_generation_prompt=True, date="2025-09-02")[1]
     assert [(line, ids) for line, _, ids in found] == [(1, want), (5, want)]
-    assert bad == {"completions that are not a list of texts": (2, 2), sft.ODD: (1, 3)}
+    assert bad == {"completions that are not a list of texts": (2, 2), chat.ODD: (1, 3)}
     monkeypatch.setattr(qrpo, "date", "2026-01-31")
     assert qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))[0][0][2] == tok.chat(asked, add_generation_prompt=True, date="2026-01-31")[1]
 
@@ -656,7 +660,7 @@ def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, mon
 def test_odd_prompts_are_left_out_and_told_in_one_line(start, tmp_path):
     good = dict(messages=[dict(role="system", content="x"), dict(role="user", content="say 1")])
     done = align(start, tmp_path / "run", broken(tmp_path, good, dict(messages=[dict(role="user", content=5)]), good, dict(messages=[])))
-    line = f"left out 2 of 4 prompts: 1 {sft.ODD} (first in line 2); 1 no messages (first in line 4)\n"
+    line = f"left out 2 of 4 prompts: 1 {chat.ODD} (first in line 2); 1 no messages (first in line 4)\n"
     assert done.returncode == 0 and line in done.stdout, done.stderr
 
 
@@ -696,7 +700,7 @@ def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
     with torch.no_grad():
         h = judge.model(torch.tensor([ids])).last_hidden_state[0, -1]
         want = (judge.score.weight @ h).item()
-    assert qrpo.load_reward(f"hf:{tmp_path / 'judge'}", "cpu")(row, "yes") == pytest.approx(want, abs=1e-6)
+    assert references.load_reward(f"hf:{tmp_path / 'judge'}", "cpu")(row, "yes") == pytest.approx(want, abs=1e-6)
 
 
 def test_a_reward_reads_words_and_no_control_tokens():
@@ -704,7 +708,7 @@ def test_a_reward_reads_words_and_no_control_tokens():
     tok = tokenizer.load("byte")
     said = [tok.special[name] for name in ("<|inner_prefix|>", "<|inner_suffix|>", "<email-pii>", "<|user_start|>", "<|assistant_end|>")]
     ids = [*said[:1], *tok.encode("hm "), said[1], *tok.encode("12 "), *said[2:]]
-    assert qrpo.words(tok, ids) == "hm 12 <email-pii>"
+    assert references.words(tok, ids) == "hm 12 <email-pii>"
 
 
 def test_the_demonstration_measures_a_model_against_itself_as_equal(start, tmp_path, monkeypatch):
@@ -741,7 +745,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
         asked = [p for p in prompts for _ in range(n)]
         done = generate(convert.load_any(str(folder))[0], asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
         return [(p, ids[len(p):]) for p, ids in zip(asked, done)]
-    score = lambda y: -(len(qrpo.words(tok, y)) % 5)
+    score = lambda y: -(len(references.words(tok, y)) % 5)
     plain, ours = Plain(start / "model"), Plain(tmp_path / "qrpo-s0")
     ratio = lambda p, y: (ours.logp(p + y) - plain.logp(p + y))[len(p) - 1:].sum().item()
     refs, said = draw(start / "model", 1000, 4), draw(tmp_path / "qrpo-s0", 2000, 3)
@@ -802,7 +806,7 @@ def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monke
     from studies import digits as align
     train, validation, test = map(set, align.tasks())
     assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
-    assert {len(grid) for grid in align.GRIDS.values()} == {3} and set(align.GRIDS) == set(qrpo.losses)
+    assert {len(grid) for grid in align.GRIDS.values()} == {3} and set(align.GRIDS) == set(losses.losses)
     runs = {f"tune-{m}-{b}": (m, 1e-3 * b, b, 1000) for m in ("qrpo", "dpo") for b in (0.1, 0.3, 1.0)}
     rewards = dict(zip(runs, (-9, -5, -6, -4, -8, -7)))
     assert align.choose({name: dict(reward=r) for name, r in rewards.items()}, runs) == {"qrpo": dict(lr=3e-4, beta=0.3), "dpo": dict(lr=1e-4, beta=0.1)}

@@ -11,6 +11,7 @@ import generate as generate_file
 import sample
 from posttrain import sft
 import tokenizer
+import chat
 from conftest import script
 from model import Apertus, ApertusConfig
 from generate import KVCache, generate
@@ -86,8 +87,8 @@ def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, capsy
     out = talk(monkeypatch, capsys, model, ["@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.", "@assistant_end"],
                ["Weather?", '"12 C"', f"/save {tmp_path / 'saved.jsonl'}"], tools=str(tmp_path / "tools.json"), thinking=True, system="s")
     assert f"[calls {calls}]\n" in out and "12 C.\n" in out and "need it" not in out
-    row = sft.read_rows(str(tmp_path / "saved.jsonl"))[0]
-    ids, said = sft.render(TOK, row)
+    row = chat.read_rows(str(tmp_path / "saved.jsonl"))[0]
+    ids, said = chat.render(TOK, row)
     assert ids == seen[0]
     assert TOK.decode([i for i, mine in zip(ids, said) if mine]) == f"<|inner_prefix|>need it<|tools_prefix|>{calls}<|tools_suffix|>so<|inner_suffix|>12 C.<|assistant_end|>"
 

@@ -12,11 +12,14 @@ import torch.nn.functional as F
 
 from engine import checkpoint
 import convert
-from posttrain import collapse as rank
+from posttrain import collapse
 import sample
 from posttrain import sft
 import tokenizer
 from configurator import configure
+from posttrain import common
+import chat
+import ademamix
 from conftest import ROOT, script
 from generate import generate
 from engine.parallel import Ranks
@@ -40,7 +43,7 @@ SYSTEM = dict(role="system", content="s")
 
 
 def learnt(row, tok=TOK):
-    ids, said = sft.render(tok, row, "2026-01-31")
+    ids, said = chat.render(tok, row, "2026-01-31")
     return tok.decode([i for i, mine in zip(ids, said) if mine])
 
 
@@ -53,7 +56,7 @@ def test_the_ids_are_the_published_templates_and_one_end_token(case):
     """Until Apertus' own tokenizer: the golden ids, and behind them the end token that the template leaves out."""
     tok = tokenizer.load("apertus")
     row = dict(messages=case["messages"], tools=case["options"].get("tools"), thinking=case["options"].get("enable_thinking", False))
-    ids, said = sft.render(tok, row, "2026-01-31")
+    ids, said = chat.render(tok, row, "2026-01-31")
     assert ids == case["ids"] + [68] and said[-1] and ids.count(1) == 1 and not said[0]
 
 
@@ -64,7 +67,7 @@ def test_all_the_assistant_says_is_learnt_and_nothing_else():
     row = dict(messages=[SYSTEM, user("go"), assistant(blocks)], tools=[dict(name="f", description="a tool")])
     assert learnt(row) == '<|inner_prefix|>hmm<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|><|inner_suffix|>Done.<|assistant_end|>'     # not OUTPUT
     openai = [user("w?"), dict(role="assistant", content="", tool_calls=[dict(function=dict(name="f", arguments="{}"))]), dict(role="tool", content="OUTPUT"), dict(role="tool", content="ANOTHER"), assistant("ok")]
-    assert sft.fault(openai) is None
+    assert chat.fault(openai) is None
     assert learnt(dict(messages=openai)) == '<|tools_prefix|>[{"f": {}}]<|tools_suffix|>ok<|assistant_end|>'
     assert learnt(dict(messages=[SYSTEM, user("hi"), assistant("yo"), user("last word")])) == "yo<|assistant_end|>"
 
@@ -72,13 +75,13 @@ def test_all_the_assistant_says_is_learnt_and_nothing_else():
 def test_a_conversation_with_thoughts_says_that_deliberation_is_on():
     """As chat_pieces is told by thinking=True; a line that says otherwise is believed."""
     thoughts = [SYSTEM, user("go"), assistant(dict(blocks=[dict(type="thoughts", text="hmm"), dict(type="response", text="Done.")]))]
-    text = lambda row: TOK.decode(sft.render(TOK, row)[0])
+    text = lambda row: TOK.decode(chat.render(TOK, row)[0])
     assert "Deliberation: enabled" in text(dict(messages=thoughts)) and "Deliberation: disabled" in text(dict(messages=thoughts, thinking=False))
     assert "Deliberation: disabled" in text(dict(messages=[SYSTEM, user("go"), assistant("Done.")]))
 
 
 def test_a_control_token_spelled_by_a_user_stays_text():
-    ids, said = sft.render(TOK, dict(messages=[SYSTEM, user("<|assistant_start|>me<|assistant_end|><s>"), assistant("no")]))
+    ids, said = chat.render(TOK, dict(messages=[SYSTEM, user("<|assistant_start|>me<|assistant_end|><s>"), assistant("no")]))
     assert ids.count(TOK.special["<|assistant_start|>"]) == 1 and ids.count(TOK.bos) == 1 and sum(said) == 3
 
 
@@ -98,7 +101,7 @@ def test_show_colours_what_is_learnt_green_token_by_token(start):
 
 def test_the_loss_is_cross_entropy_over_the_learnt_tokens_packed_or_not():
     model = Apertus(ApertusConfig(**TINY))
-    conversations = [sft.render(TOK, dict(messages=[SYSTEM, user("q" * n), assistant("a" * (3 * n))])) for n in (1, 9, 4, 2)]
+    conversations = [chat.render(TOK, dict(messages=[SYSTEM, user("q" * n), assistant("a" * (3 * n))])) for n in (1, 9, 4, 2)]
     total, count = 0.0, 0
     for ids, said in conversations:                                           # one at a time, by torch
         logits, _ = model(torch.tensor([ids[:-1]]))
@@ -121,21 +124,21 @@ def test_the_schedule_is_transformers_linear_without_its_zeros():
     for step in range(30):
         opt.step()
         theirs.step()
-        assert sft.linear(step, 30, 0.1) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+        assert common.linear(step, 30, 0.1) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 100])
 @pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
 def test_no_step_of_any_run_is_without_a_learning_rate_and_one_has_the_peak(steps, warmup):
-    rates = [sft.linear(step, steps, warmup) for step in range(steps)]
+    rates = [common.linear(step, steps, warmup) for step in range(steps)]
     assert min(rates) > 0 and max(rates) == 1
 
 
 def test_a_run_of_few_steps_is_warned_about_with_a_batch_that_gives_ten():
-    assert sft.too_short("conversations", 5120, 1, 512) == ""
-    assert "200 conversations in batches of 512 make a run of 1 step," in sft.too_short("conversations", 200, 1, 512)
+    assert common.too_short("conversations", 5120, 1, 512) == ""
+    assert "200 conversations in batches of 512 make a run of 1 step," in common.too_short("conversations", 200, 1, 512)
     for n, epochs, batch in ((200, 1, 512), (17, 3, 6), (3, 1, 512), (1, 1, 1)):
-        advice = dict(re.findall(r"--(batch_size|epochs)=(\d+)", sft.too_short("pairs", n, epochs, batch)))
+        advice = dict(re.findall(r"--(batch_size|epochs)=(\d+)", common.too_short("pairs", n, epochs, batch)))
         assert -(-int(advice.get("epochs", epochs)) * n // int(advice["batch_size"])) >= 10
 
 
@@ -197,9 +200,9 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(start, tmp_path, optimize
     assert done.returncode == 0, done.stderr
 
     plain = Plain(start / "model")
-    rendered = [sft.render(TOK, row) for row in rows]
+    rendered = [chat.render(TOK, row) for row in rows]
     for step, rate in enumerate((0.5, 1, 0.5)):
-        batch = [rendered[k] for k in sft.items(step, 4, 6, 2, 28)]
+        batch = [rendered[k] for k in common.items(step, 4, 6, 2, 28)]
         learnt = sum(sum(said) for _, said in batch)
         loss = -sum((plain.logp(ids) * torch.tensor(said[1:])).sum() for ids, said in batch) / learnt
         loss.backward()
@@ -210,13 +213,13 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(start, tmp_path, optimize
 
 def test_each_epoch_takes_every_conversation_once_in_an_order_of_its_own():
     """A step may hold the end of one epoch and the beginning of the next; the last one is what remains."""
-    steps = [sft.items(step, 4, 10, 3, 28).tolist() for step in range(8)]
+    steps = [common.items(step, 4, 10, 3, 28).tolist() for step in range(8)]
     assert list(map(len, steps)) == [4] * 7 + [2]
     taken = sum(steps, [])
     epochs = [taken[:10], taken[10:20], taken[20:]]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len(set(map(tuple, epochs))) == 3 and list(range(10)) not in epochs
-    assert sft.items(0, 10, 10, 1, 29).tolist() != epochs[0]
+    assert common.items(0, 10, 10, 1, 29).tolist() != epochs[0]
 
 
 def test_killed_and_resumed_ends_in_the_same_bits(tuned, start, tmp_path):
@@ -233,7 +236,7 @@ def test_killed_and_resumed_ends_in_the_same_bits(tuned, start, tmp_path):
 
 @pytest.mark.parametrize("how", ["signal", "file"])
 def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(tuned, start, tmp_path, monkeypatch, how):
-    out, diagnose = tmp_path / "run", rank.diagnose
+    out, diagnose = tmp_path / "run", collapse.diagnose
 
     def ask(*args):                                                           # in the middle of the first step
         if how == "signal":
@@ -241,7 +244,7 @@ def test_asked_to_stop_it_saves_leaves_with_0_and_resumes_to_the_same_bits(tuned
         else:
             (out / "stop").touch()
         return diagnose(*args)
-    monkeypatch.setattr(rank, "diagnose", ask)
+    monkeypatch.setattr(collapse, "diagnose", ask)
     done = tune(start, out)
     assert done.returncode == 0 and "stopped as asked after step 2 of 12, saved; --resume goes on" in done.stdout, done.stderr
     assert sorted(os.listdir(out / "ckpt")) == ["step-00000002"] and not (out / "stop").exists() and not (out / "hf").exists()
@@ -262,18 +265,18 @@ def test_a_second_run_in_the_same_folder_is_refused_and_touches_nothing(tuned, s
 def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(tuned, start):
     """All of them but where things lie, what they run on, and what is printed and kept."""
     config = checkpoint.read_manifest(tuned / "ckpt" / "step-00000012")["config"]
-    model, tok = sft.start_model(str(start / "model"), "cpu", torch.float32)
-    opt = sft.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12)
+    model, tok = common.start_model(str(start / "model"), "cpu", torch.float32)
+    opt = ademamix.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12, 12)
     free = {"out", "data", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack", "rank_every",
             "checkpoint_every", "keep_checkpoints"}
     assert {"lr", "warmup", "betas", "alpha", "grad_clip", "dtype", "data_hash", "tokenizer_hash", "date"} <= config.keys() - free
     for key in config:
         other = {**config, key: "another"}
         if key in free:
-            assert sft.go_on(tuned, model, opt, other, Ranks()) == 12
+            assert common.go_on(tuned, model, opt, other, Ranks()) == 12
         else:
             with pytest.raises(ValueError, match=f"is of another run: {key} .* -> 'another'"):
-                sft.go_on(tuned, model, opt, other, Ranks())
+                common.go_on(tuned, model, opt, other, Ranks())
 
 
 def test_packing_and_accumulation_do_not_change_the_run(tuned, start, tmp_path):
@@ -304,7 +307,7 @@ def test_conversations_on_disk_are_what_render_gives_whatever_the_parts(tmp_path
     rows = rows_like(40)
     rows[7] = rows[31] = dict(messages=[user("?")])
     (tmp_path / "chats.jsonl").write_text("\n\n".join(map(json.dumps, rows)) + "\n")
-    want = [sft.render(TOK, row, "2025-01-01") for row in rows if len(row["messages"]) > 1]
+    want = [chat.render(TOK, row, "2025-01-01") for row in rows if len(row["messages"]) > 1]
     for part in (300, len(json.dumps(rows[0])) + 2, 2**26):
         monkeypatch.setattr(sft, "PART", part)
         found, bad, learnt, _ = sft.tokenized(str(tmp_path / str(part)), TOK, tmp_path / "chats.jsonl", 512, "2025-01-01", Ranks())
@@ -335,7 +338,7 @@ def test_half_a_part_is_made_again_a_whole_one_is_not_and_a_stale_one_is_not_rea
     assert ids(tokenizer.load("apertus:300")) != whole
     assert ids(longest=75) == [conversation for conversation in whole if len(conversation) <= 75]
     (tmp_path / "chats.jsonl").write_text(json.dumps(rows_like(2)[1]))
-    assert ids() == [sft.render(TOK, rows_like(2)[1], "2025-01-01")[0]]
+    assert ids() == [chat.render(TOK, rows_like(2)[1], "2025-01-01")[0]]
 
 
 def test_a_line_that_is_none_is_named_wherever_it_stands(tmp_path, monkeypatch):
@@ -349,10 +352,11 @@ PARTS = """
 import sys
 import tokenizer
 from posttrain import sft
-from engine.parallel import orderly_exit
+from engine.parallel import Ranks, orderly_exit
 sft.PART = 300
 with orderly_exit():
-    ranks, _ = sft.join("ddp", "cpu")
+    ranks = Ranks("ddp")
+    ranks.join("cpu", 60)
     found, *_ = sft.tokenized(sys.argv[2], tokenizer.load("byte"), sys.argv[1], 512, "2025-01-01", ranks)
     print(f"rank {ranks.rank}", [found[k][0].tolist() for k in range(len(found))], flush=True)
     ranks.leave()
@@ -364,7 +368,7 @@ def test_two_processes_tokenize_a_share_each_and_both_read_all_of_it(launch, tmp
     (tmp_path / "parts.py").write_text(PARTS)
     codes, text = launch(2, tmp_path / "chats.jsonl", tmp_path / "tokens", script=tmp_path / "parts.py", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
-    want = [sft.render(TOK, row, "2025-01-01")[0] for row in rows_like(12)]
+    want = [chat.render(TOK, row, "2025-01-01")[0] for row in rows_like(12)]
     assert f"rank 0 {want}\n" in text and f"rank 1 {want}\n" in text
 
 
@@ -404,7 +408,7 @@ def test_what_cannot_be_learnt_from_is_left_out_counted_and_named(start, tmp_pat
 def test_openai_content_is_read_as_its_text():
     parts = lambda *texts: [dict(type="text", text=text) for text in texts]
     listed = dict(messages=[dict(role="system", content=parts("s")), user(parts("2+", "2?")), assistant(parts("4"))])
-    assert sft.learnable(TOK, listed, 512) == sft.render(TOK, dict(messages=[SYSTEM, user("2+2?"), assistant("4")]))
+    assert chat.learnable(TOK, listed, 512) == chat.render(TOK, dict(messages=[SYSTEM, user("2+2?"), assistant("4")]))
 
 
 @pytest.mark.parametrize("messages", [
@@ -414,15 +418,15 @@ def test_openai_content_is_read_as_its_text():
     [user("a"), dict(role="assistant", content="", tool_calls=[5])], [dict(role=[], content="a"), assistant("c")],
     [dict(role=None), assistant("c")], [user("a"), assistant([dict(type="text", text=None)])]], ids=str)
 def test_odd_content_is_left_out_and_counted_by_its_kind(start, tmp_path, messages):
-    why = sft.learnable(TOK, dict(messages=messages), 512)
-    assert why in (sft.ODD, "roles out of order") and sft.prompt_ids(TOK, dict(messages=[*messages, user("b")])) == why
+    why = chat.learnable(TOK, dict(messages=messages), 512)
+    assert why in (chat.ODD, "roles out of order") and chat.prompt_ids(TOK, dict(messages=[*messages, user("b")])) == why
 
 
 def test_what_is_left_out_is_told_in_one_line_by_kind(start, tmp_path):
     odd = [user(5), assistant("c")], [user("a")], [user("a"), assistant(dict(blocks=[5]))], [user("a"), assistant(dict(blocks=[6]))]
     data = broken(tmp_path, GOOD, *(dict(messages=m) for m in odd), dict(messages=[user("a"), assistant("b")], tools=[5]))
     done = tune(start, tmp_path / "run", data)
-    line = f"left out 5 of 6 conversations: 4 {sft.ODD} (first in line 2); 1 no assistant turn (first in line 3)\n"
+    line = f"left out 5 of 6 conversations: 4 {chat.ODD} (first in line 2); 1 no assistant turn (first in line 3)\n"
     assert done.returncode == 0 and line in done.stdout, done.stderr
 
 
@@ -448,7 +452,7 @@ def test_a_number_that_is_none_changes_no_weight(loss, norm):
     p = torch.nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     with pytest.raises(ValueError, match="step 7: .* Stopped before the update"):
-        sft.update(torch.optim.SGD([p], lr=1.0), 7, 1.0, loss, norm)
+        common.update(torch.optim.SGD([p], lr=1.0), 7, 1.0, loss, norm)
     assert p.tolist() == [1, 1]
 
 
@@ -499,8 +503,8 @@ import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 import convert
-from posttrain import sft
-from engine.parallel import orderly_exit
+from posttrain import common
+from engine.parallel import Ranks, orderly_exit
 
 class Largest(TorchDispatchMode):
     numbers, files = 0, set()
@@ -516,10 +520,11 @@ class Largest(TorchDispatchMode):
         return out
 
 with orderly_exit():
-    ranks, where = sft.join("fsdp", "cpu")
+    ranks, where = Ranks("fsdp"), "cpu"
+    ranks.join(where, 60)
     for folder in sys.argv[1:]:
         with Largest() as largest:
-            model, _ = sft.start_model(folder, where, torch.float32, ranks)
+            model, _ = common.start_model(folder, where, torch.float32, ranks)
         want = dict(convert.load_any(folder)[0].named_parameters())
         names = [n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), want[n])]
         here = sum(p.to_local().numel() for p in model.parameters())

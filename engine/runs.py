@@ -1,0 +1,82 @@
+"""
+The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run goes on.
+
+    config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need besides a checkpoint
+    log.jsonl      one line per step; lines of steps that will be repeated after a kill are cut off
+    ckpt/          the checkpoints (engine/checkpoint.py)
+    .lock          held by the process that writes here; the kernel releases it when that process ends, however it ends
+    stop           `touch` it, and all ranks save after the step that they are in, and leave
+"""
+
+import json
+import os
+from contextlib import nullcontext
+
+from engine import checkpoint, plot
+
+
+def claim(out, resume, ranks):
+    """
+    The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.
+
+    ValueError: another run is writing there, or the folder holds a run that is not to be resumed.
+    """
+    if not ranks.first:
+        return nullcontext()
+    if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
+        raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
+    return checkpoint.claim(out)
+
+
+def refuse_another(path, before, now):
+    """ValueError naming the differences, if the checkpoint at `path` was made with other settings. Both: {name: value}."""
+    changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
+               if json.dumps(before.get(name)) != json.dumps(value)]
+    if changed:
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings, or another --out")
+
+
+def open_log(out, start, ranks, validate=False):
+    """
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first it does nothing.
+
+    Steps from `start` on will be done again, so their lines go first; validate: so will the last validation before it.
+    """
+    if not ranks.first:
+        return lambda **entry: None
+    path = os.path.join(out, "log.jsonl")
+    cut_log(path, start, validate)
+    file = open(path, "a", encoding="utf-8")
+
+    def log(**entry):
+        file.write(json.dumps(entry) + "\n")
+        file.flush()
+    return log
+
+
+def cut_log(path, start, validate=False):
+    """Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one line."""
+    if not os.path.exists(path):
+        return
+
+    def kept():
+        with open(path, encoding="utf-8", errors="replace") as f:
+            for line in f:
+                entry = plot.entry_of(line)
+                again = start - 1 if validate and entry and "val_loss" in entry else start
+                if entry and entry["step"] < again:
+                    yield line
+
+    checkpoint.write_flushed(path, kept())
+
+
+def asked_to_stop(out, stop, ranks):
+    """Whether a signal has come (`stop` is no longer empty) or, on the first rank, a file named `stop` lies in the folder."""
+    return bool(stop) or ranks.first and os.path.exists(os.path.join(out, "stop"))
+
+
+def forget_stop(out):
+    """Remove the file named `stop`, or the next start would stop as well."""
+    path = os.path.join(out, "stop")
+    if os.path.exists(path):
+        os.remove(path)
