@@ -462,9 +462,10 @@ MISTAKES = [
     ("convert.py", "merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))", "merges += pairs", "merges in another order"),
     ("studies/fairness.py", "return sum((2 * i - n - 1) * c", "return sum((2 * i - n) * c", "gini off by one"),
     # sample
-    ("sample.py", "generator=torch.Generator(place).manual_seed(seed)", "generator=torch.Generator(place).manual_seed(0)", "every seed samples the same"),
-    ("sample.py", "while size < cache.length + T:\n        size *= 2", "while size < cache.length:\n        size *= 2", "no room for what comes"),
-    ("sample.py", "ids += [end] * (ids[-1] != end)", "pass", "a turn that was cut has no end"),
+    ("sample.py", "generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)",
+     "generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)", "every seed samples the same"),
+    ("posttrain/talk.py", "while size < cache.length + T:\n        size *= 2", "while size < cache.length:\n        size *= 2", "no room for what comes"),
+    ("posttrain/talk.py", "            self.ids.append(end)\n", "            pass\n", "a turn that was cut has no end"),
     # filters, documents, pipeline, prepare
     ("corpus/quality.py", "best = np.sort(self.scores[language][1])[::-1]", "best = np.sort(self.scores[language][1])", "the worst share is kept"),
     ("corpus/quality.py", "(score is None or not score >= threshold)", "(score is None or not score > threshold)", "ties go"),

@@ -8,7 +8,7 @@ import torch
 from engine import checkpoint
 import convert
 import generate as generate_file
-import sample
+from posttrain import talk
 from posttrain import sft
 import tokenizer
 import chat
@@ -40,7 +40,7 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
     for words in ("first", "second, and longer", "third"):
         ids += TOK.chat_ids([tokenizer.control("user_start"), tokenizer.plain(words), tokenizer.control("user_end"), tokenizer.control("assistant_start")])[0]
         want = generate(model, [list(ids)], 100, temperature=0, stop=(END,))[0][len(ids):]
-        assert list(sample.reply(model, cache, ids, how, {END}, 100)) == want
+        assert list(talk.reply(model, cache, ids, how, {END}, 100)) == want
         assert cache.length == len(ids) - 1                                   # all but the last was read once and is kept
         ids += [END] * (ids[-1] != END)
 
@@ -48,17 +48,15 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
 def speak(monkeypatch, text):
     """Let the model say these ids, whatever its logits are."""
     new = iter(text)
-    monkeypatch.setattr(sample, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
+    monkeypatch.setattr(talk, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
 
 
 def ids_of(*parts):
     return [i for p in parts for i in ([TOK.special[f"<|{p[1:]}|>"]] if p.startswith("@") else TOK.encode(p))]
 
 
-def talk(monkeypatch, capsys, model, said, lines, **settings):
+def converse(monkeypatch, capsys, model, said, lines, **settings):
     speak(monkeypatch, ids_of(*said))
-    for key, value in dict(settings).items():
-        monkeypatch.setattr(sample, key, value)
     lines = iter(lines)
     def typed(_=""):
         try:
@@ -66,12 +64,12 @@ def talk(monkeypatch, capsys, model, said, lines, **settings):
         except StopIteration:
             raise EOFError
     monkeypatch.setattr("builtins.input", typed)
-    sample.converse(model, TOK, dict(temperature=1.0))
+    talk.converse(model, TOK, dict(temperature=1.0), **settings)
     return capsys.readouterr().out
 
 
 def test_a_turn_ends_on_its_end_token_and_thoughts_are_folded(monkeypatch, capsys, model):
-    out = talk(monkeypatch, capsys, model, ["@inner_prefix", "hmm hmm", "@inner_suffix", "Four.", "@assistant_end", "Five.", "@assistant_end"],
+    out = converse(monkeypatch, capsys, model, ["@inner_prefix", "hmm hmm", "@inner_suffix", "Four.", "@assistant_end", "Five.", "@assistant_end"],
                ["2+2?", "/thoughts", "2+3?"])
     assert out == "[thought for 7 tokens, /thoughts shows them]\nFour.\nhmm hmm\nFive.\n"
 
@@ -82,9 +80,9 @@ def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, capsy
     (tmp_path / "tools.json").write_text(json.dumps(weather))
     calls = '[{"get_weather": {"city": "Bern"}}]'
     seen = []
-    real = sample.reply
-    monkeypatch.setattr(sample, "reply", lambda model, cache, ids, *a: (seen.append(ids), real(model, cache, ids, *a))[1])
-    out = talk(monkeypatch, capsys, model, ["@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.", "@assistant_end"],
+    real = talk.reply
+    monkeypatch.setattr(talk, "reply", lambda model, cache, ids, *a: (seen.append(ids), real(model, cache, ids, *a))[1])
+    out = converse(monkeypatch, capsys, model, ["@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.", "@assistant_end"],
                ["Weather?", '"12 C"', f"/save {tmp_path / 'saved.jsonl'}"], tools=str(tmp_path / "tools.json"), thinking=True, system="s")
     assert f"[calls {calls}]\n" in out and "12 C.\n" in out and "need it" not in out
     row = chat.read_rows(str(tmp_path / "saved.jsonl"))[0]
@@ -94,7 +92,7 @@ def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, capsy
 
 
 def test_reset_and_system_begin_anew(monkeypatch, capsys, model, tmp_path):
-    out = talk(monkeypatch, capsys, model, ["one", "@assistant_end", "two", "@assistant_end", "three", "@assistant_end"],
+    out = converse(monkeypatch, capsys, model, ["one", "@assistant_end", "two", "@assistant_end", "three", "@assistant_end"],
                ["a", "/reset", "b", "/system be brief", "c", f"/save {tmp_path / 's'}", "/what"], system="first")
     assert out.startswith("one\ntwo\nthree\n") and "/system TEXT" in out
     assert json.loads((tmp_path / "s").read_text())["messages"] == [dict(role="system", content="be brief"), dict(role="user", content="c"),
@@ -102,7 +100,7 @@ def test_reset_and_system_begin_anew(monkeypatch, capsys, model, tmp_path):
 
 
 def test_an_answer_cut_by_its_length_is_closed_and_a_full_conversation_says_so(monkeypatch, capsys, model):
-    out = talk(monkeypatch, capsys, model, ["x" * 2000], ["a", "b" * 600, "c"], max_new_tokens=50, system="s")
+    out = converse(monkeypatch, capsys, model, ["x" * 2000], ["a", "b" * 600, "c"], max_new_tokens=50, system="s")
     assert out.startswith("x" * 50 + "\n") and "/reset begins another" in out
 
 

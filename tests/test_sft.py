@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine import checkpoint
 import convert
 from posttrain import collapse
-import sample
+from posttrain import talk
 from posttrain import sft
 import tokenizer
 from configurator import configure
@@ -492,9 +492,9 @@ def test_a_chat_with_apertus_own_ids_ends_its_turn_on_68(monkeypatch, capsys):
     tok = tokenizer.load("apertus")
     model = Apertus(ApertusConfig(**{**TINY, "vocab_size": tok.vocab_size, "n_layer": 1, "n_embd": 8, "ffn_dim": 8}))
     says, types = iter([*tok.encode("Four."), 68, *tok.encode("never said")]), iter(["2+2?", ""])
-    monkeypatch.setattr(sample, "sample_token", lambda logits, **_: torch.tensor([next(says)]))
+    monkeypatch.setattr(talk, "sample_token", lambda logits, **_: torch.tensor([next(says)]))
     monkeypatch.setattr("builtins.input", lambda _="": next(types))
-    sample.converse(model, tok, dict(temperature=1.0))
+    talk.converse(model, tok, dict(temperature=1.0))
     assert capsys.readouterr().out == "Four.\n" and tok.decode(list(says)) == "never said"
 
 
