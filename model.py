@@ -3,9 +3,10 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
 
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
-that differs from Llama in three places: the feed-forward has no gate and a learned activation, xIELU (sec. 2.1); queries and keys
-are normalised before they are rotated (QK-norm); and attention stops at document borders. Parameters carry the names of the
-published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the logits are the published ones:
+that differs from Llama in three places: the feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1);
+queries and keys are normalised before they are rotated (QK-norm); and attention stops at document borders. Parameters
+carry the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
+logits are the published ones:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 
 from engine.hardware import at_least_fp32, by_onednn, linear, segment_attention
 
-# Letters: B batch, T time, C channels, H query heads, K kv heads, D head dim, V vocab, N = B*T positions.
+# Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V vocabulary, N = B*T positions.
 
 
 @dataclass
@@ -35,34 +36,42 @@ class ApertusConfig:
     n_head: int = 32
     n_kv_head: int = 8              # grouped-query attention; n_head = multi-head, 1 = multi-query
     n_embd: int = 4096
-    ffn_dim: int = 21504            # 5.25 C; without a gate 1.5 times Llama's width costs the same parameters
+    ffn_dim: int = 21504            # 5.25 C: without a gate, 1.5 times Llama's width costs the same parameters
     activation: str = "xielu"       # xielu | swiglu | gelu | relu2; swiglu takes 2/3 of ffn_dim for its three matrices
     qk_norm: bool = True
-    doc_mask: bool = True           # attention stays inside the document (sec. 2.3); False is what the released runs most likely did
+    doc_mask: bool = True           # attention inside documents (sec. 2.3); the released runs most likely had False
     tie_embeddings: bool = False
     rope_theta: float = 500_000.0   # 12e6 after the long-context stages
     rope_scaling: float = 8.0       # llama3 factor, on from the first step of pretraining; 0 = plain RoPE
-    rope_original: int = 8192       # hard-coded in the official code although pretraining windows are 4096
+    rope_original: int = 8192       # hard-coded in the official code, although pretraining windows are 4096
     rope_low: float = 1.0
     rope_high: float = 4.0
     norm_eps: float = 1e-5
-    init_std: float = 0.008944      # 0.02/sqrt(5) for both sizes; too small for a 200-wide model (configs/laptop.py)
-    ffn: str = "dense"              # dense | lowrank | blockdense | blockshuffle: not Apertus (studies/structured.py); the first layer stays dense
+    init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; a 200-wide model wants more (configs/laptop.py)
+    ffn: str = "dense"              # dense | lowrank | blockdense | blockshuffle: not Apertus (studies/structured.py)
     ffn_rank: int = 0               # of lowrank and blockdense
     ffn_blocks: int = 0             # of blockdense and blockshuffle
 
     def __post_init__(self):
-        for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
-            a, b = getattr(self, big), getattr(self, small)
-            if b < 1 or a % b:
-                raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={max(d for d in range(1, max(b, 2)) if a % d == 0)}")
+        self.check_division("n_embd", "n_head")
+        self.check_division("n_head", "n_kv_head")
         if self.head_dim % 2:
-            raise ValueError(f"head dim {self.n_embd}/{self.n_head} = {self.head_dim} is odd, and RoPE turns pairs: try another n_head")
+            raise ValueError(f"head dim {self.n_embd}/{self.n_head} = {self.head_dim} is odd, and RoPE turns pairs: "
+                             "try another n_head")
         if self.activation not in ("xielu", "swiglu", "gelu", "relu2"):
             raise ValueError(f"activation={self.activation!r} is not one of xielu, swiglu, gelu, relu2")
         if self.ffn != "dense":
             from studies import structured
             structured.check(self)
+
+    def check_division(self, big, small):
+        a = getattr(self, big)
+        b = getattr(self, small)
+        if b < 1 or a % b:
+            fits = b
+            while fits > 1 and a % fits:
+                fits -= 1
+            raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={max(fits, 1)}")
 
     @property
     def head_dim(self):
@@ -70,18 +79,34 @@ class ApertusConfig:
 
     @property
     def ffn_width(self):
-        """Hidden width. SwiGLU has three matrices instead of two: 2/3 of the width, to a multiple of 8 (8B: 21504 -> 14336)."""
-        return max(8, round(self.ffn_dim * 2 / 3 / 8) * 8) if self.activation == "swiglu" else self.ffn_dim
+        """Hidden width. SwiGLU has three matrices, not two: 2/3 of the width, to a multiple of 8 (8B: 14336)."""
+        if self.activation != "swiglu":
+            return self.ffn_dim
+        eights = round(self.ffn_dim * 2 / 3 / 8)
+        return 8 * max(1, eights)
 
 
-# our config name: Hugging Face's (convert.py); what is not here has no name there
-HF_NAMES = dict(block_size="max_position_embeddings", vocab_size="vocab_size", n_layer="num_hidden_layers",
-                n_head="num_attention_heads", n_kv_head="num_key_value_heads", n_embd="hidden_size", ffn_dim="intermediate_size",
-                tie_embeddings="tie_word_embeddings", norm_eps="rms_norm_eps", init_std="initializer_range")
+# Our name of a setting: its name in Hugging Face's config.json (convert.py translates the rest, RoPE's among it).
+HF_NAMES = dict(
+    block_size="max_position_embeddings",
+    vocab_size="vocab_size",
+    n_layer="num_hidden_layers",
+    n_head="num_attention_heads",
+    n_kv_head="num_key_value_heads",
+    n_embd="hidden_size",
+    ffn_dim="intermediate_size",
+    tie_embeddings="tie_word_embeddings",
+    norm_eps="rms_norm_eps",
+    init_std="initializer_range",
+)
 
 
 class Linear(nn.Linear):
-    """No bias; fp32 master weights are cast to the activations' dtype where they are used: no autocast, no second copy kept."""
+    """
+    A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is used.
+
+    So neither autocast nor a second copy of the weights is needed: torch.compile fuses the cast.
+    """
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
@@ -94,7 +119,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm takes the mean square in fp32 for half types."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm sums squares of half types in fp32."""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -102,7 +127,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class XIELU(nn.Module):
@@ -112,10 +138,11 @@ class XIELU(nn.Module):
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars are stored raw, with shape (1,):
-    that is how the checkpoints have them, and fully_shard refuses 0-d parameters.
+    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars are stored raw, as the
+    checkpoints have them, with shape (1,): fully_shard refuses 0-d parameters.
     """
-    BETA, EPS = 0.5, -1e-6                                 # exp(min(x, EPS)) - 1 keeps the unused branch finite: x = 1e4 would give inf * 0
+    BETA = 0.5
+    EPS = -1e-6                                            # where the left branch is not used, x is at most this
 
     def __init__(self):
         super().__init__()
@@ -123,11 +150,16 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1))
 
     def forward(self, x):
-        z = at_least_fp32(x)                               # fused away by torch.compile; the scalars would promote bf16 to fp32 anyway
+        # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts away.
+        z = at_least_fp32(x)
         alpha_p = F.softplus(self.alpha_p.to(z.dtype))
         alpha_n = self.BETA + F.softplus(self.alpha_n.to(z.dtype))
-        left = alpha_n * (torch.expm1(z.clamp(max=self.EPS)) - z)
-        return (torch.where(z > 0, alpha_p * z * z, left) + self.BETA * z).to(x.dtype)
+        # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the branch is not taken.
+        exp_minus_1 = torch.expm1(z.clamp(max=self.EPS))
+        left = alpha_n * (exp_minus_1 - z)
+        right = alpha_p * z * z
+        y = torch.where(z > 0, right, left) + self.BETA * z
+        return y.to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -158,22 +190,27 @@ class MLP(nn.Module):
 
 def rope_frequencies(config, device=None):
     """
-    The D/2 angular frequencies (D/2,) fp32, scaled "by parts" like Llama 3 (sec. 2.1): with wavelength w = 2 pi / f,
-    w < original/high: unchanged; w > original/low: f / factor; a linear blend between. At theta 500k: 29 / 29 / 6 of 64.
+    The D/2 angular frequencies (D/2,) fp32, scaled "by parts" as in Llama 3 (sec. 2.1).
+
+    With the wavelength w = 2 pi / f: unchanged where w < original / high, f / factor where w > original / low, and a
+    linear blend between. At theta 500k these are 29, 29 and 6 of the 64 frequencies.
     """
     D = config.head_dim
-    f = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, device=device, dtype=torch.float32) / D)
+    even = torch.arange(0, D, 2, device=device, dtype=torch.float32)
+    f = 1.0 / config.rope_theta ** (even / D)
     if not config.rope_scaling:
         return f
     turns = config.rope_original * f / (2 * math.pi)       # full turns within the original context
-    keep = ((turns - config.rope_low) / (config.rope_high - config.rope_low)).clamp(0, 1)
+    keep = (turns - config.rope_low) / (config.rope_high - config.rope_low)
+    keep = keep.clamp(0, 1)
     return (1 - keep) * f / config.rope_scaling + keep * f
 
 
 def rotate(x, cos, sin):
-    """Rotate (B, heads, T, D) by position; halves are paired (i with i + D/2), not neighbours. cos, sin: (T, D) or (B, 1, T, D)."""
+    """Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D) or (B, 1, T, D)."""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    turned = torch.cat((-b, a), dim=-1)
+    return x * cos + turned * sin
 
 
 class Attention(nn.Module):
@@ -181,72 +218,102 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, self.H, self.K, self.D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
+        C = config.n_embd
+        self.H = config.n_head
+        self.K = config.n_kv_head
+        self.D = config.head_dim
         self.q_proj = Linear(C, self.H * self.D)
         self.k_proj = Linear(C, self.K * self.D)
         self.v_proj = Linear(C, self.K * self.D)
         self.o_proj = Linear(self.H * self.D, C)
-        self.q_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = self.k_norm = nn.Identity()
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.D, config.norm_eps)
+            self.k_norm = RMSNorm(self.D, config.norm_eps)
 
     def qkv(self, x, cos, sin):
         B, T, C = x.shape
-        q = self.q_norm(self.q_proj(x).view(B, T, self.H, self.D)).transpose(1, 2)   # (B, H, T, D)
-        k = self.k_norm(self.k_proj(x).view(B, T, self.K, self.D)).transpose(1, 2)   # (B, K, T, D)
-        v = self.v_proj(x).view(B, T, self.K, self.D).transpose(1, 2)                # (B, K, T, D)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        q = self.q_proj(x).view(B, T, self.H, self.D)
+        k = self.k_proj(x).view(B, T, self.K, self.D)
+        v = self.v_proj(x).view(B, T, self.K, self.D)
+        q = self.q_norm(q).transpose(1, 2)                 # (B, H, T, D)
+        k = self.k_norm(k).transpose(1, 2)                 # (B, K, T, D)
+        v = v.transpose(1, 2)                              # (B, K, T, D)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
+        return q, k, v
 
 
 def causal_attention(q, k, v, doc=None):
     """
     Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D).
-    doc: None; or (B, T) document ids on CPU; or the BlockMask made from them on CUDA (document_mask).
+
+    doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T) elsewhere.
     """
     if doc is not None and not isinstance(doc, torch.Tensor):
         return flex_attention(q, k, v, block_mask=doc, enable_gqa=True)
-    on_cpu, T = q.device.type == "cpu", q.shape[2]
-    by_formula = on_cpu and torch.compiler.is_compiling() and q.dtype == torch.bfloat16 and T <= 512      # 1.2x a step of SDPA's
+    T = q.shape[2]
+    on_cpu = q.device.type == "cpu"
+    # On a CPU, short windows in bf16 are faster by the formula, which torch.compile fuses, than by SDPA's kernel.
+    short = q.dtype == torch.bfloat16 and T <= 512
+    by_formula = on_cpu and short and torch.compiler.is_compiling()
     if doc is None and not by_formula:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     if on_cpu and not by_formula:
         return segment_attention(q, k, v, doc)[0]
     i = torch.arange(T, device=q.device)
     mask = i[:, None] >= i                                 # (T, T)
-    return masked_attention(q, k, v, mask if doc is None else mask & (doc[:, None, :, None] == doc[:, None, None, :]))
+    if doc is not None:
+        same = doc[:, :, None] == doc[:, None, :]          # (B, T, T)
+        mask = mask & same[:, None]                        # (B, 1, T, T)
+    return masked_attention(q, k, v, mask)
 
 
 def masked_attention(q, k, v, mask):
     """
-    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S). q (B, H, T, D), k and v (B, K, S, D) ->
-    (B, H, T, D). Compiled it fuses, and beats a library's kernel where T x S is small.
+    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S) bool.
+
+    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Compiled it fuses, which pays where T x S is small.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
-    z = q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)                                   # (B, K, H/K T, S): a kv head serves H/K query heads
-    z = at_least_fp32(z.view(B, H, T, S)) * D ** -0.5
-    p = z.masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
-    return (p.view(B, K, H // K * T, S) @ v).view(B, H, T, D)
+    rows = H // K * T                                      # one key-value head serves H/K query heads
+    q = q.reshape(B, K, rows, D)
+    z = q @ k.transpose(-1, -2)                            # (B, K, rows, S)
+    z = z.view(B, H, T, S)
+    z = at_least_fp32(z) * D ** -0.5
+    z = z.masked_fill(~mask, -math.inf)
+    p = z.softmax(-1).to(v.dtype)
+    y = p.view(B, K, rows, S) @ v                          # (B, K, rows, D)
+    return y.view(B, H, T, D)
 
 
 def document_mask(doc):
-    """What attention needs to stay inside documents: the ids themselves on CPU, a flex_attention BlockMask on CUDA. doc (B, T)."""
+    """What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the ids elsewhere. doc (B, T)."""
     if doc is None or doc.device.type != "cuda":
         return doc
     B, T = doc.shape
-    return create_block_mask(causal_in_documents(doc), B, None, T, T, device=doc.device)
+    sees = causal_in_documents(doc)
+    return create_block_mask(sees, B, None, T, T, device=doc.device)
 
 
 def causal_in_documents(doc):
-    """flex_attention's way to say it: may position i of row b look at position j?"""
-    return lambda b, h, i, j: (i >= j) & (doc[b, i] == doc[b, j])
+    """flex_attention's form of the mask: may position i of row b look at position j?"""
+    def sees(b, h, i, j):
+        same = doc[b, i] == doc[b, j]
+        return (i >= j) & same
+    return sees
 
 
-if torch.cuda.is_available():                              # flex_attention has no backward on CPU, and needs compiling on CUDA
+if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    create_block_mask, flex_attention = torch.compile(create_block_mask), torch.compile(flex_attention)
+    create_block_mask = torch.compile(create_block_mask)
+    flex_attention = torch.compile(flex_attention)
 
 
 class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind an RMSNorm and added to the residual stream x (B, T, C)."""
+
     def __init__(self, config):
         super().__init__()
         self.attention_layernorm = RMSNorm(config.n_embd, config.norm_eps)
@@ -255,60 +322,84 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin, doc=None, cache=None):
-        q, k, v = self.self_attn.qkv(self.attention_layernorm(x), cos, sin)
-        # Called here and not from within Attention: where torch.compile must stay out, a block is two graphs instead of four.
-        y = causal_attention(q, k, v, doc) if cache is None else cache.attend(q, k, v)         # (B, H, T, D)
-        x = x + self.self_attn.o_proj(y.transpose(1, 2).flatten(2))                            # (B, T, C)
-        return x + self.mlp(self.feedforward_layernorm(x))
+        h = self.attention_layernorm(x)
+        q, k, v = self.self_attn.qkv(h, cos, sin)
+        # Attention is called here and not inside Attention, so that a block which torch.compile must leave for a kernel
+        # becomes two graphs instead of four.
+        if cache is None:
+            y = causal_attention(q, k, v, doc)             # (B, H, T, D)
+        else:
+            y = cache.attend(q, k, v)
+        y = y.transpose(1, 2).flatten(2)                   # (B, T, H D)
+        x = x + self.self_attn.o_proj(y)
+        h = self.feedforward_layernorm(x)
+        return x + self.mlp(h)
 
 
 def chunk_loss(h, w, targets, weights, train):
-    """One chunk: nll (rows,) and, if train, d loss / d logits (rows, V)."""
+    """One chunk of rows: nll (rows,), and if train, weights times d nll / d logits (rows, V)."""
     z = at_least_fp32(linear(h, w))                        # (rows, V)
     log_z = z.logsumexp(-1)                                # (rows,)
-    nll = log_z - z.gather(1, targets[:, None])[:, 0]      # (rows,)
+    targets = targets[:, None]
+    weights = weights[:, None]
+    nll = log_z - z.gather(1, targets)[:, 0]               # (rows,)
     if not train:
         return nll, None
-    p = z.sub_(log_z[:, None]).exp_().mul_(weights[:, None])                          # (rows, V)   in place: one such tensor is 268 MB at 8B
-    return nll, p.scatter_add_(1, targets[:, None], -weights[:, None]).to(h.dtype)
+    # softmax minus one-hot, in place: one such tensor of the 8B takes 268 MB.
+    p = z.sub_(log_z[:, None]).exp_()
+    p = p.mul_(weights)
+    dz = p.scatter_add_(1, targets, -weights)
+    return nll, dz.to(h.dtype)
 
 
 def chunk_rows(V, device):
     """
-    Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 are 268 MB in fp32. Of a small vocabulary on a CPU 16 MB: they
-    stay in its cache, and malloc does not map them anew for each chunk (2,048 x 16,384 forward and backward: 735 ms; as one chunk 833).
-    A power of two, as batches are: what remained would be another shape to compile.
+    Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in fp32.
+
+    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A power of two, as batches are: a
+    remainder would be another shape to compile.
     """
-    most = 2**22 if V <= 2**14 and torch.device(device).type == "cpu" else 2**26
-    return max(128, 2 ** int(math.log2(most / V)))
+    most = 2**26
+    if V <= 2**14 and torch.device(device).type == "cpu":
+        most = 2**22
+    power = int(math.log2(most / V))
+    return max(128, 2**power)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
     sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]], without the N x V logits.
 
-    At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss keeps three copies. Here a chunk of rows
-    lives at a time, and its gradient, softmax minus one-hot, is formed at once, in the forward pass: three GEMMs as always, no recompute.
-    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), nll (N,) fp32 without gradient. rows: of a chunk;
-    chunk_loss: the function above, or the same, compiled.
+    At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss keeps three copies. Here one
+    chunk of rows lives at a time, and its gradient, softmax minus one-hot, is formed at once, in the forward pass: three
+    matrix products as always, and nothing is computed twice.
+
+    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) fp32 without gradient.
+    rows: of a chunk. chunk_loss: the function above, or the same compiled.
     """
 
     @staticmethod
     def forward(ctx, h, head, targets, weights, rows, chunk_loss):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
+        grad_h, grad_head = None, None
         train = any(ctx.needs_input_grad[:2])
-        grad_h, grad_head = (torch.empty_like(h), at_least_fp32(torch.zeros_like(head))) if train else (None, None)
+        if train:
+            grad_h = torch.empty_like(h)
+            grad_head = at_least_fp32(torch.zeros_like(head))
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
-            nll[s], dz = chunk_loss(h[s], w, targets[s], weights[s], train)
-            if train:
-                grad_h[s] = linear(dz, w.T)                # (rows, C)
-                if dz.dtype == grad_head.dtype and not by_onednn(dz):
-                    grad_head.addmm_(dz.T, h[s])           # (V, C)   added up in the GEMM; a temporary of that size: 40 % more (256 rows)
-                else:
-                    grad_head += linear(dz.T, h[s].T)      # bf16 products, added up in fp32
-        ctx.head_dtype = head.dtype                        # FSDP hands over a bf16 head: its chunks still add up in fp32
+            chunk = h[s]
+            nll[s], dz = chunk_loss(chunk, w, targets[s], weights[s], train)
+            if not train:
+                continue
+            grad_h[s] = linear(dz, w.T)                    # (rows, C)
+            if dz.dtype == grad_head.dtype and not by_onednn(dz):
+                grad_head.addmm_(dz.T, chunk)              # (V, C)  added up inside the product, without a copy
+            else:
+                grad_head += linear(dz.T, chunk.T)         # bf16 products are added up in fp32
+        # FSDP hands over the head in bf16; the sum over chunks is in fp32 all the same.
+        ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
         return (nll * weights).sum(), nll
@@ -316,7 +407,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         grad_h, grad_head = ctx.saved_tensors
-        return grad_h * grad.to(grad_h.dtype), (grad_head * grad).to(ctx.head_dtype), None, None, None, None
+        grad_h = grad_h * grad.to(grad_h.dtype)
+        grad_head = (grad_head * grad).to(ctx.head_dtype)
+        return grad_h, grad_head, None, None, None, None
+
+
+def inverse_softplus(y):
+    return math.log(math.expm1(y))
 
 
 def draw(name, shape, config, seed):
@@ -324,25 +421,30 @@ def draw(name, shape, config, seed):
     std = config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.n_layer)
-    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so the seed has to be in those: a hash of both.
-    bits = hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4]
-    generator = torch.Generator().manual_seed(int.from_bytes(bits, "little"))
-    return torch.randn(shape, generator=generator, device="cpu").mul_(std)
+    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a hash of seed and name.
+    hashed = hashlib.sha256(f"{seed}:{name}".encode())
+    bits = int.from_bytes(hashed.digest()[:4], "little")
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randn(shape, generator=generator, device="cpu")
+    return values.mul_(std)
 
 
 class Apertus(nn.Module):
-    """model(idx) -> (logits, None); model(idx, targets, keep, doc) -> (None, loss); model.generate(idx, n) -> tokens."""
+    """model(idx) -> (logits, None); model(idx, targets, keep, doc) -> (None, loss). For text: generate.py."""
 
     def __init__(self, config, seed=28):
         super().__init__()
         self.config = config
         self.dtype = None                                  # of the activations; None: the parameters' own
         self.chunk_loss = chunk_loss                       # or the same, compiled (compile_blocks)
+        V, C = config.vocab_size, config.n_embd
+        blocks = [Block(config) for _ in range(config.n_layer)]
         self.model = nn.ModuleDict(dict(
-            embed_tokens=nn.Embedding(config.vocab_size, config.n_embd, _weight=torch.empty(config.vocab_size, config.n_embd)),
-            layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            norm=RMSNorm(config.n_embd, config.norm_eps)))
-        self.lm_head = Linear(config.n_embd, config.vocab_size)
+            embed_tokens=nn.Embedding(V, C, _weight=torch.empty(V, C)),
+            layers=nn.ModuleList(blocks),
+            norm=RMSNorm(C, config.norm_eps),
+        ))
+        self.lm_head = Linear(C, V)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         if config.ffn != "dense":
@@ -354,14 +456,18 @@ class Apertus(nn.Module):
     def init_weights(self, seed):
         """
         N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by 1/sqrt(2L) of that; gains 1.
-        Each parameter has a generator of its own, seeded by (seed, name): its values do not depend on the order of creation, nor on
-        who else exists, so that ablations share what they have in common and every world size starts alike. Meta tensors stay meta.
+
+        Each parameter has a generator of its own, seeded by (seed, name). Its values depend neither on the order of
+        creation nor on what else is in the model, so that ablations share what they have in common and every number of
+        processes starts alike. Tensors on the meta device stay there.
         """
         for name, p in self.named_parameters():
             if p.is_meta:
                 continue
-            if name.endswith(("alpha_p", "alpha_n")):      # softplus^-1 of 0.8, and of 0.8 - beta
-                p.fill_(math.log(math.expm1(0.8 - (XIELU.BETA if name.endswith("alpha_n") else 0))))
+            if name.endswith("alpha_p"):
+                p.fill_(inverse_softplus(0.8))
+            elif name.endswith("alpha_n"):
+                p.fill_(inverse_softplus(0.8 - XIELU.BETA))
             elif p.ndim == 1:
                 p.fill_(1.0)
             elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
@@ -371,7 +477,7 @@ class Apertus(nn.Module):
                 p.copy_(draw(name, p.shape, self.config, seed))
 
     def compile_blocks(self, **how):
-        """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code, so the time does not grow with depth."""
+        """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code: depth costs no time."""
         for block in self.model.layers:
             block.compile(**how)
         self.chunk_loss = torch.compile(chunk_loss, **how)
@@ -381,45 +487,75 @@ class Apertus(nn.Module):
 
     def flops_per_token(self, T):
         """
-        Training FLOPs a token at window length T: 6 a matrix parameter (the head counts, the embedding is a look-up) and 6 L H D T for
-        attention, causal pairs counted once. No recompute, no masked pairs: what MFU is measured by (PaLM, app. B, causal).
+        Training FLOPs per token at window length T: 6 per matrix parameter and 6 L H D T for attention.
+
+        The head counts, the embedding is a look-up. Causal pairs count once; neither recomputation nor masked pairs count.
+        This is what MFU is measured by (PaLM, appendix B, causal).
         """
-        c = self.config
-        matrices = sum(p.numel() for m in self.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False) if p.ndim > 1)
-        return 6 * matrices + 6 * c.n_layer * c.n_head * c.head_dim * T
+        matrices = 0
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                continue
+            for p in module.parameters(recurse=False):
+                if p.ndim > 1:
+                    matrices += p.numel()
+        L, H, D = self.config.n_layer, self.config.n_head, self.config.head_dim
+        return 6 * matrices + 6 * L * H * D * T
 
     def hidden(self, idx, doc=None, cache=None):
         """Token ids (B, T) -> normalised last hidden states (B, T, C)."""
         x = self.model.embed_tokens(idx)                   # (B, T, C)
-        x = x if self.dtype is None else x.to(self.dtype)
-        positions = torch.arange(idx.shape[1], device=idx.device) if cache is None else cache.begin(idx.shape[1])
-        angles = positions[..., None].float() * rope_frequencies(self.config, idx.device)   # (T, D/2) or (B, T, D/2)
-        angles = torch.cat((angles, angles), dim=-1)       # (..., T, D)
-        cos, sin = (t.to(x.dtype) if t.ndim == 2 else t[:, None].to(x.dtype) for t in (angles.cos(), angles.sin()))
+        if self.dtype is not None:
+            x = x.to(self.dtype)
+        cos, sin = self.rope(idx, cache, x.dtype)
         doc = document_mask(doc) if self.config.doc_mask else None
         for block in self.model.layers:
             x = block(x, cos, sin, doc, cache)
         return self.model.norm(x)
 
+    def rope(self, idx, cache, dtype):
+        """cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows begin apart, (B, 1, T, D)."""
+        T = idx.shape[1]
+        if cache is None:
+            positions = torch.arange(T, device=idx.device)                             # (T,)
+        else:
+            positions = cache.begin(T)[:, None]                                        # (B, 1, T)
+        # In fp32: bf16 has no room for positions.
+        angles = positions[..., None].float() * rope_frequencies(self.config, idx.device)
+        angles = torch.cat((angles, angles), dim=-1)                                   # (..., T, D)
+        cos = angles.cos().to(dtype)
+        sin = angles.sin().to(dtype)
+        return cos, sin
+
     def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, cache=None):
         """
-        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py) those of the last position alone, (B, V).
-        With targets (B, T): None, loss, the mean over kept positions.
+        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py) those of the last
+        position alone, (B, V). With targets (B, T): None, loss, the mean over kept positions.
 
-        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. doc (B, T): document ids for attention.
-        n_tokens: divide by this, the kept tokens of the whole step, instead of by those of this batch; then gradients of several
-        batches and ranks add up. per_token: return the negative log-likelihoods (B, T) in nats, fp32, without gradient, not their mean.
+        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. doc (B, T): document ids
+        for attention. n_tokens: divide by this, the kept tokens of the whole step, instead of by those of this batch;
+        then gradients of several batches and ranks add up. per_token: return, not their mean, but the negative
+        log-likelihoods (B, T) in nats, fp32, without gradient.
         """
-        x, head = self.hidden(idx, doc, cache), self.lm_head.weight
+        x = self.hidden(idx, doc, cache)
+        head = self.lm_head.weight
         if targets is None:
-            return self.lm_head(x if cache is None else x[:, -1]), None
+            if cache is not None:
+                x = x[:, -1]
+            return self.lm_head(x), None
         if per_token:
-            x, head = x.detach(), head.detach()
-        keep = targets >= 0 if keep is None else keep & (targets >= 0)
-        n_tokens = keep.sum().clamp(min=1) if n_tokens is None else n_tokens
-        weights = (at_least_fp32(keep.to(x.dtype)) / n_tokens).flatten()
-        targets, rows = targets.clamp(min=0), chunk_rows(self.config.vocab_size, x.device)
-        loss, nll = ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), weights, rows, self.chunk_loss)
-        return None, nll.view(targets.shape) if per_token else loss
-
-
+            x = x.detach()
+            head = head.detach()
+        has_loss = targets >= 0
+        if keep is not None:
+            has_loss = has_loss & keep
+        if n_tokens is None:
+            n_tokens = has_loss.sum().clamp(min=1)
+        weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
+        labels = targets.clamp(min=0)
+        rows = chunk_rows(self.config.vocab_size, x.device)
+        loss, nll = ChunkedCrossEntropy.apply(
+            x.flatten(0, 1), head, labels.flatten(), weights.flatten(), rows, self.chunk_loss)
+        if per_token:
+            return None, nll.view(targets.shape)
+        return None, loss
