@@ -7,11 +7,11 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume       # on eight GPUs, and on any number later (engine/parallel.py)
+$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
-Everything that decides the run is in out/<run>/: config.json, log.jsonl (a line a step), loss.png, ckpt/. There is no random state
-in the loop: data, masks and schedules are pure functions of the step, so a run that was killed and resumed ends in the same bits.
-SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all processes save after the step that they are in, and leave.
+A run is its folder (engine/runs.py). There is no random state in the loop: data, masks and schedules are pure
+functions of the step, so a run that was killed and resumed ends in the same bits. SIGTERM, SIGUSR2, or a file
+named `stop` in the run folder: all ranks save after the step that they are in, and leave.
 """
 
 import dataclasses
@@ -21,13 +21,15 @@ import os
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
 import tokenizer
 from ademamix import build_optimizer
-from configurator import lengths, run, settings
+from configurator import lengths, settings
+from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun
 from engine import checkpoint, plot, runs
 from engine.hardware import can_compile, pick_device, pick_dtype
@@ -36,25 +38,24 @@ from generate import generate
 from model import Apertus, ApertusConfig
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
-from studies import structured
 
 # -----------------------------------------------------------------------------
 # the run
 out = "out/run"                 # its folder
 data = "data/stdlib"            # what prepare.py wrote
-resume = False                  # go on from the newest intact checkpoint of this folder (or start, if there is none)
+resume = False                  # go on from the folder's newest intact checkpoint, or start if there is none
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
-dtype = "auto"                  # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bf16 where there is hardware
+dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
-# the processes (engine/parallel.py)
+# the ranks (engine/parallel.py)
 parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
-hsdp_shard = 0                  # hsdp: processes that share one copy of the weights; 0 = those of a node
-recompute = "none"              # activations that backward computes again instead of storing: none | selective | full
-exact = False                   # the same bits on any number of processes: gradients added in fp64, the micro-batch fixed
-timeout = 600                   # seconds that a process waits for another before it gives up
-stages = ()                     # a table, rows of (name, sources or {source: weight}, until so many samples, seed): configs/8b.py
-stage = ""                      # stop at the end of this stage, --resume --stage=NEXT goes on; all = run through; "" = no stages, all of the data
+hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
+recompute = "none"              # activations that backward computes again: none | selective | full
+exact = False                   # the same bits on any number of ranks: gradients added in fp64, fixed micro-batch
+timeout = 600                   # seconds that a rank waits for another before it gives up
+stages = ()                     # rows of (name, sources or {source: weight}, samples at its end, seed): configs/8b.py
+stage = ""                      # stop at the end of this stage; all = run through; "" = no stages, all of the data
 # the model (ApertusConfig says what each is; the defaults are the 8B)
 block_size = 4096
 vocab_size = 0                  # 0 = the data's
@@ -74,7 +75,7 @@ rope_low = 1.0
 rope_high = 4.0
 norm_eps = 1e-5
 init_std = 0.008944
-ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle: not Apertus, see studies/structured.py
+ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle: not Apertus (studies/structured.py)
 ffn_rank = 0                    # of lowrank and blockdense
 ffn_blocks = 0                  # of blockdense and blockshuffle
 self_guided = 0.0               # share of the run in which a fading dense guide helps the structured layers
@@ -84,7 +85,7 @@ goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
 goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k)
 goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
-loss_average = "step"           # step: over the kept tokens of the whole step | micro: mean of micro-batch means, as Apertus did (Megatron)
+loss_average = "step"           # step: over all kept tokens | micro: mean of micro-batch means, as Apertus (Megatron)
 # the schedule, counted in samples (windows)
 total_samples = 3_662_109_375   # 15T tokens of 4096
 warmup_samples = 4_096_000
@@ -99,7 +100,7 @@ lr = 1.1e-4                     # peak
 lr_floor = 1.1e-5               # at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
 alpha = 8.0                     # weight of the slow average
-alpha_warmup = 0                # steps over which alpha grows; 0 = the run's length, or Apertus' 100,000 if that is shorter
+alpha_warmup = 0                # steps over which alpha grows; 0 = the run's, at most Apertus' 100,000
 beta3_warmup = 0                # the same for beta3
 eps = 1e-8
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
@@ -107,21 +108,31 @@ grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is cl
 # what it says on the way
 eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all
-last_eval_windows = 4096        # the same at the end: all of a laptop's; of the 8B's 17M tokens, where all would be billions
+last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
-skip_nonfinite = 0              # steps in a row that may be skipped because loss or gradient is not a number; 0 = stop at the first
+skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
 wandb_log = False               # also log to Weights & Biases (pip install wandb)
 wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
 
-BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}   # dense, vendor
+# Dense bf16 FLOP/s by the vendor's data sheet: what MFU is measured against.
+BF16_PEAK = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 
 
 def lr_at(samples):
+    """The learning rate of a step that begins after so many samples."""
     if schedule == "wsd":
         return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples)
     if schedule == "cosine":
@@ -129,59 +140,162 @@ def lr_at(samples):
     raise ValueError(f"schedule={schedule!r}: there is wsd and cosine")
 
 
+def steps_until(samples):
+    """The number of whole steps in so many samples."""
+    return steps_in(samples, batch_size, batch_ramp_at or None)
+
+
+def samples_before(step):
+    """The number of samples that the run has seen when this step begins."""
+    return samples_at(step, batch_size, batch_ramp_at or None)
+
+
+@dataclass
+class Run:
+    """What a run is made of."""
+    ranks: Ranks                    # which process this is, of how many
+    device: str                     # of this rank
+    dtype: torch.dtype              # of the activations
+    train: TokenDataset             # or a StagedDataset
+    val: TokenDataset
+    tok: tokenizer.Tokenizer
+    rows: int                       # samples of a micro-batch
+    config: dict                    # all settings, the vocabulary's size, what the data are
+    shape: ApertusConfig
+    guided: int                     # steps with guides (studies/structured.py); 0 for Apertus
+
+
+# -----------------------------------------------------------------------------
+# set-up: what cannot work is told before anything is built, in one line that says what to type
+
+
 def check_settings():
-    """What cannot work is told before anything is read or built: ValueError, one line that says what to type."""
     checkpoint.check_keep(keep_checkpoints)
     if loss_average not in ("step", "micro"):
         raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
     if total_samples < batch_size:
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
     if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
-        # Lengths are three settings, so that a stage may end where the schedule does not. Who shortens a run means all of them.
-        steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
-        raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into total_samples={total_samples} "
-                         f"({steps:,} steps): say {lengths(total_samples)}")
+        # The lengths are three settings, so that a stage may end where the schedule does not.
+        # Who shortens a run means all three.
+        steps = steps_until(total_samples)
+        raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
+                         f"total_samples={total_samples} ({steps:,} steps): say {lengths(total_samples)}")
+    if stage and not stages:
+        raise ValueError(f"stage={stage!r}, but there is no table of stages: "
+                         "name a config that has one, like configs/8b.py")
     lr_at(0)
 
 
-# -----------------------------------------------------------------------------
-# what the run folder says of the run
+def open_data():
+    """The training windows, with Goldfish, and the validation windows, where every predictable token counts."""
+    goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
+    if stage:
+        train = StagedDataset(data, stages, block_size, *goldfish, stage=stage.removeprefix("all"))
+    else:
+        train = TokenDataset(data, "train", block_size, seed, *goldfish)
+    val = TokenDataset(data, "val", block_size, seed)
+    found = train.meta["vocab_size"]
+    if vocab_size and vocab_size != found:
+        raise ValueError(f"{data} was made by a tokenizer of {found} ids ({train.meta['tokenizer']}) and the model has "
+                         f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
+    return train, val
 
 
-def describe_run(config):
-    """config.json, and the vocabulary if it is one of the user's own: what sample.py and convert.py need besides a checkpoint."""
-    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
-    if os.path.exists(os.path.join(data, "tokenizer.json")):
-        shutil.copy(os.path.join(data, "tokenizer.json"), out)
+def guided_steps(config):
+    """Steps in which a dense guide helps structured layers. Apertus has neither, and does not import them."""
+    if not config.get("self_guided"):
+        return 0
+    from studies import structured
+    return structured.guided_steps(config)
 
 
-def resume_from(model, opt, config, ranks):
-    """Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none."""
+def drop_guides(model, optimizer):
+    from studies import structured
+    structured.drop_guides(model, optimizer)
+
+
+def set_up():
+    """All that a run needs but its folder and the other ranks; nothing is written yet. ValueError: what cannot work."""
+    ranks = Ranks(parallel, exact, hsdp_shard)
+    where = ranks.place(pick_device(device))
+    work_dtype = pick_dtype(dtype, where)
+    check_settings()
+    train, val = open_data()
+    rows = ranks.micro_batch(batch_size, micro_batch)
+    tok = tokenizer.load_for(data)
+    meta = train.meta
+    config = settings(globals())
+    config.update(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    shape = ApertusConfig(**{field.name: config[field.name] for field in dataclasses.fields(ApertusConfig)})
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guided_steps(config))
+
+
+def build(run):
+    """The model, what is called in training (the model, or a wrapper that talks to other ranks), and the optimizer."""
+    ranks = run.ranks
+    with torch.device("meta" if ranks.sharded else run.device):
+        model = Apertus(run.shape, seed)
+        if run.guided:
+            from studies import structured
+            structured.add_guides(model)
+    model.dtype = run.dtype
+    compiled = compile and can_compile(torch.device(run.device))
+    net = spread(model, ranks, run.device, seed, recompute, compiled)
+    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
+    # Adam, so its warm-ups last as long as the run, as in the report's own post-training.
+    warm = min(steps_until(total_samples), 100_000)
+    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay,
+                          alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
+    if compile and not compiled and ranks.first:
+        print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
+    return model, net, opt
+
+
+def resume_from(model, optimizer, config, ranks):
+    """
+    Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the start.
+
+    ValueError: the checkpoint belongs to a run with other settings, which are named.
+    """
     found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files, allow_restart)
     if not found:
         return 0
     path, manifest = found
-    same = [f.name for f in dataclasses.fields(ApertusConfig)]
-    same += ["self_guided", "guide_saving", "data_hash", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
-    samples = samples_at(manifest["step"], batch_size, batch_ramp_at or None)   # a stage that has not begun may get other data
-    before, now = (dict({name: c.get(name) for name in same}, data_hash=begun(c.get("data_hash", ""), samples), staged=bool(c.get("stage")))
-                   for c in (manifest["config"], config))
-    runs.refuse_another(path, before, now)
-    if manifest["step"] >= structured.guided_steps(manifest["config"]):
-        structured.drop_guides(model, opt)
-    checkpoint.load(path, model, opt)
+    samples = samples_before(manifest["step"])
+    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(config, samples))
+    if 0 < guided_steps(config) <= manifest["step"]:
+        drop_guides(model, optimizer)
+    checkpoint.load(path, model, optimizer)
     if ranks.first:
         print(f"resumed from {path}")
     return manifest["step"]
 
 
-def has_summary(tokens):
-    """Whether summary.json tells of a run of so many tokens. One that a full disk has torn tells nothing: it is written again."""
-    try:
-        with open(os.path.join(out, "summary.json"), encoding="utf-8") as f:
-            return json.load(f)["tokens"] >= tokens
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+def what_decides(config, samples):
+    """
+    The settings that a resumed run may not change, as {name: value}.
+
+    Of the data, only stages that have begun after `samples` count: those of later stages may still come.
+    """
+    names = [field.name for field in dataclasses.fields(ApertusConfig)]
+    names += ["self_guided", "guide_saving", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    same = {name: config.get(name) for name in names}
+    same["data_hash"] = begun(config.get("data_hash", ""), samples)
+    same["staged"] = bool(config.get("stage"))
+    return same
+
+
+# -----------------------------------------------------------------------------
+# what a run says of itself
+
+
+def describe_run(config):
+    """config.json, and the vocabulary if it is one of the user's own: what sample.py and convert.py need."""
+    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
+    vocabulary = os.path.join(data, "tokenizer.json")
+    if os.path.exists(vocabulary):
+        shutil.copy(vocabulary, out)
 
 
 def to_wandb(log, config):
@@ -189,7 +303,8 @@ def to_wandb(log, config):
     try:
         import wandb
     except ImportError:
-        raise ValueError("wandb_log=True needs a package that is not here: pip install wandb, or leave the flag out") from None
+        raise ValueError("wandb_log=True needs a package that is not here: pip install wandb, "
+                         "or leave the flag out") from None
     wandb.init(project=wandb_project, name=os.path.basename(out), config=config)
 
     def both(**entry):
@@ -198,213 +313,281 @@ def to_wandb(log, config):
     return both
 
 
-# -----------------------------------------------------------------------------
-# the loop, and what it shows on the way
+def has_summary(tokens):
+    """Whether summary.json tells of a run of so many tokens. If a full disk has torn it, it is written again."""
+    try:
+        with open(os.path.join(out, "summary.json"), encoding="utf-8") as f:
+            return json.load(f)["tokens"] >= tokens
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
-def evaluate(model, val, windows, micro, place, ranks):
+def evaluate(model, val, windows, micro, device, ranks):
     """
-    Mean loss in nats over the first `windows` validation windows (0 = all), no Goldfish: every predictable token counts. Not under no_grad,
-    though nothing is wanted: the blocks then run what training has compiled: 6 s less of a cold start.
+    Mean loss in nats over the first `windows` validation windows (0 = all), micro of them at a time on each rank.
+
+    We need no gradients here, but no_grad would make torch.compile trace every block a second time.
     """
     windows = min(windows or val.n_windows, val.n_windows)
     total = count = 0.0
     for first in range(ranks.rank * micro, ranks.rank * micro + windows, micro * ranks.size):
-        begin = max(0, min(first, windows - micro))                         # the last batch is as large as the others: compiled once
-        idx, targets, keep, doc = (t.to(place) for t in val.batch(begin, min(micro, windows)))
-        keep[:first - begin] = False                                        # counted before; with none left, run along: FSDP gathers with all
+        # The last batch is moved back to be as large as the others, which are compiled; what it repeats does not count.
+        # A rank with no windows left runs along all the same, because FSDP gathers weights from all ranks.
+        begin = max(0, min(first, windows - micro))
+        batch = val.batch(begin, min(micro, windows))
+        idx, targets, keep, doc = (t.to(device) for t in batch)
+        keep[:first - begin] = False
         _, nll = model(idx, targets, keep, doc, per_token=True)
-        total, count = total + (nll * keep).sum().item(), count + keep.sum().item()
+        total += (nll * keep).sum().item()
+        count += keep.sum().item()
     drop_gathered(model)
     total, count = ranks.add(total, count)
     return total / count
 
 
-def sample(model, tok, place):
-    """A short continuation of nothing, to look at. Eager: the cached decode step has shapes that training has not compiled."""
-    generator = torch.Generator(place).manual_seed(seed)
+def sample(model, tok, device):
+    """A short text, to look at. Eager, because the cached decoding step has shapes that training has not compiled."""
+    generator = torch.Generator(device).manual_seed(seed)
+    how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
     with torch.compiler.set_stance("force_eager"):
-        ids = generate(model, [[tok.bos]], min(120, block_size), temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
+        ids = generate(model, [[tok.bos]], min(120, block_size), **how)
     drop_gathered(model)
     return tok.decode(ids[0][1:])
 
 
-def main():
-    ranks = Ranks(parallel, exact, hsdp_shard)                              # who this process is, of how many; the others are met below
-    place = ranks.place(pick_device(device))
-    work_dtype = pick_dtype(dtype, place)
-    check_settings()
-    goldfish = (goldfish_k, goldfish_h, goldfish_hash, goldfish_scope)
-    if stage and not stages:
-        raise ValueError(f"stage={stage!r}, but there is no table of stages: name a config that has one, like configs/8b.py")
-    if stage:
-        train = StagedDataset(data, stages, block_size, *goldfish, stage=stage.removeprefix("all"))
+def introduce(run, model, end):
+    """Print how large the run is, and on what."""
+    ranks = run.ranks
+    where = run.device
+    if ranks.size > 1:
+        where = f"{ranks.size} x {run.device.split(':')[0]}"
+    epochs = samples_before(end) / run.train.n_windows
+    steps = steps_until(total_samples)
+    print(f"{model.num_params():,} parameters on {where} in {str(run.dtype)[6:]}, "
+          f"{steps:,} steps of {batch_size} x {block_size} tokens; "
+          f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
+
+
+def on_gpu(model, ranks, speed):
+    """
+    What the log says of GPUs, None on other devices, at `speed` tokens per second over all ranks.
+
+    mfu: the share of their peak that the model's own FLOPs take; memory_gib: the most that this one has held.
+    """
+    if not next(model.parameters()).is_cuda:
+        return dict(mfu=None, memory_gib=None)
+    name = torch.cuda.get_device_name()
+    peak = next((flops for gpu, flops in BF16_PEAK.items() if gpu in name), None)
+    mfu = None
+    if peak:
+        needed = model.flops_per_token(block_size) * speed
+        mfu = needed / (peak * ranks.size)
+    return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+
+
+def not_a_number(step, loss, norm, skipped):
+    before = f", after {skipped} skipped steps" if skipped else ""
+    return ValueError(f"step {step}: loss {loss}, gradient norm {norm}{before}. Stopped before the update; "
+                      f"the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, "
+                      "a longer --warmup_samples, or --dtype=float32")
+
+
+def validate(run, model, windows, step, tokens, began, log):
+    """Log the loss over the first `windows` of the validation split, and return it: nats per token, bits per byte."""
+    nats = evaluate(model, run.val, windows, run.rows, run.device, run.ranks)
+    bpb = run.val.bits_per_byte(nats)
+    seconds = round(time.perf_counter() - began, 1)
+    log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds)
+    return nats, bpb
+
+
+def finish(run, model, steps, began, log):
+    """After the last save: the last validation, and summary.json, by which a run is known to be finished."""
+    tokens = samples_before(steps) * block_size
+    model.eval()
+    nats, bpb = validate(run, model, last_eval_windows, steps - 1, tokens, began, log)
+    seconds = time.perf_counter() - began
+    if run.ranks.first:
+        summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
+        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
+        print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
+
+
+# -----------------------------------------------------------------------------
+# one step
+
+
+class Loader:
+    """
+    Windows, masks and document ids of the next step, prepared in a thread while this one is computed.
+
+    The thread has one OpenMP thread: a second pool would make libgomp count more threads than cores, and those of the
+    training step would then sleep at every barrier instead of spinning.
+    """
+
+    def __init__(self, run):
+        self.run = run
+        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+
+    def fetch(self, step):
+        """A future of this rank's part of a step's samples: idx, targets, keep, doc, each (samples, T)."""
+        first = samples_before(step)
+        each = batch_at(first, batch_size, batch_ramp_at or None) // self.run.ranks.size
+        return self.thread.submit(self.run.train.batch, first + self.run.ranks.rank * each, each)
+
+    def close(self):
+        self.thread.shutdown(cancel_futures=True)
+
+
+def forward_backward(net, model, run, batch, n_tokens, step):
+    """
+    The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of the loss, 0-d.
+
+    batch: idx, targets, keep, doc, each (samples, T), on the CPU. net: the model, or the wrapper that is called in
+    training. n_tokens: the kept tokens of the whole step, over all ranks: divided by it, losses and gradients of
+    micro-batches and ranks add up to those of the step.
+    """
+    sum_dtype = torch.float64 if exact else torch.float32
+    loss = torch.zeros((), device=run.device, dtype=sum_dtype)
+    micro = list(zip(*(t.split(run.rows) for t in batch)))
+    for i, tensors in enumerate(micro):
+        if step < run.guided:
+            from studies import structured
+            number = run.ranks.rank * len(micro) + i
+            structured.set_guides(model, step, run.guided, guide_saving, number, seed)
+        divide_by = n_tokens
+        if loss_average == "micro":
+            kept = tensors[2].sum().item()
+            divide_by = kept * len(micro) * run.ranks.size
+        idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
+        # Ranks exchange gradients once, behind the last micro-batch.
+        with gradients(net, run.ranks, last=i + 1 == len(micro)):
+            _, part = net(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
+            part.backward()
+        loss += part.detach()
+    return loss
+
+
+def update(model, opt, rate, norm):
+    """Clip the gradients, whose global norm is `norm`, and take a step of the optimizer at this learning rate."""
+    for group in opt.param_groups:
+        group["lr"] = rate
+    clip = 1.0
+    if grad_clip:
+        clip = min(1.0, grad_clip / (norm + 1e-6))
+    if optimizer == "ademamix":
+        opt.step(grad_scale=clip)                          # scales a gradient as it reads it: no pass of its own
     else:
-        train = TokenDataset(data, "train", block_size, seed, *goldfish)
-    val = TokenDataset(data, "val", block_size, seed)
-    if vocab_size and vocab_size != train.meta["vocab_size"]:
-        raise ValueError(f"{data} was made by a tokenizer of {train.meta['vocab_size']} ids ({train.meta['tokenizer']}) and the model has "
-                         f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
-    rows = ranks.micro_batch(batch_size, micro_batch)
-    tok = tokenizer.load_for(data)
-    config = dict(settings(globals()), vocab_size=train.meta["vocab_size"], data_hash=train.fingerprint, tokenizer=train.meta["tokenizer"])
-    model_config = ApertusConfig(**{f.name: config[f.name] for f in dataclasses.fields(ApertusConfig)})
-    steps = steps_in(total_samples, batch_size, batch_ramp_at or None)
-    structured.guided_steps(config)                                         # a guide without a structured layer is told before it is built
-    with runs.claim(out, resume, ranks):
-        ranks.join(place, timeout)
+        torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
+        opt.step()
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+
+def main():
+    run = set_up()
+    with runs.claim(out, resume, run.ranks):
+        run.ranks.join(run.device, timeout)
         with stop_signals() as stop:
-            pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows)
-        ranks.leave()
-        if ranks.first:                                                     # last, and alone: no rank waits for a picture
+            pretrain(run, stop)
+        run.ranks.leave()
+        if run.ranks.first:                                # last, and alone: no rank waits for a picture
             plot.curves([out], os.path.join(out, "loss.png"))
             print(f"the curve: {out}/loss.png")
 
 
-def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, config, steps, rows):
-    """The run. steps: all of them; rows: samples of a micro-batch; stop: fills when a signal asks this process to leave."""
-    ramp = batch_ramp_at or None
-    with torch.device("meta" if ranks.sharded else place):
-        model = Apertus(model_config, seed)
-        guided = structured.guided_steps(config)                            # steps; 0 for dense layers
-        if guided:
-            structured.add_guides(model)
-    model.dtype = work_dtype
-    compiled = compile and can_compile(torch.device(place))
-    net = spread(model, ranks, place, seed, recompute, compiled)            # what is called in training: the model, or its wrapper
-    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run never gets there and would stay plain Adam: as in the
-    # report's own post-training, the warm-ups then last as long as the run.
-    warm = min(steps, 100_000)
-    opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay, alpha_warmup or warm, beta3_warmup or warm, compiled)
-    start = resume_from(model, opt, config, ranks) if resume else 0
-    if ranks.mode == "ddp" and start >= guided > 0:
-        net = spread(model, ranks, place, seed)                             # the guides are gone, and DDP does not forget
-    end = steps if train.stop is None else min(steps, steps_in(train.stop, batch_size, ramp))   # a step across the border is the next stage's
-    last = start >= end                                                     # only its summary may be missing: killed between the two
-    if last and has_summary(samples_at(start, batch_size, ramp) * block_size):
-        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or sample it: "
-                         f"python sample.py --init_from={out}")
-    flops = model.flops_per_token(block_size)
-    peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
-    if ranks.first:
-        describe_run(config)
+def pretrain(run, stop):
+    """stop: a list that is no longer empty once a signal has asked this process to leave."""
+    ranks, first = run.ranks, run.ranks.first
+    model, net, opt = build(run)
+    start = resume_from(model, opt, run.config, ranks) if resume else 0
+    if ranks.mode == "ddp" and start >= run.guided > 0:
+        net = spread(model, ranks, run.device, seed)       # without the guides, which DDP cannot forget
+    end = steps_until(total_samples)
+    if run.train.stop is not None:
+        end = min(end, steps_until(run.train.stop))        # a step across the border belongs to the next stage
+    # If no step is left, the run was killed between its last checkpoint and its summary, or it is finished.
+    last = start >= end
+    if last and has_summary(samples_before(start) * block_size):
+        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or "
+                         f"sample it: python sample.py --init_from={out}")
+    if first:
+        describe_run(run.config)
+        introduce(run, model, end)
     log = runs.open_log(out, start, ranks, validate=last)
-    if ranks.first and wandb_log:
-        log = to_wandb(log, config)
-    if ranks.first:
-        if compile and not compiled:
-            print(f"no compiler found for {place} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
-        where = f"{ranks.size} x {place.split(':')[0]}" if ranks.size > 1 else place
-        print(f"{model.num_params():,} parameters on {where} in {str(work_dtype)[6:]}, {steps:,} steps of {batch_size} x {block_size} tokens; "
-              f"data: {train.n_tokens:,} tokens, so {samples_at(end, batch_size, ramp) / train.n_windows:.1f} epochs")
+    if first and wandb_log:
+        log = to_wandb(log, run.config)
     saver = checkpoint.Saver(os.path.join(out, "ckpt"), keep_checkpoints, ranks.files, save_failures)
-    # Windows, masks and document ids, off the critical path. In a thread of one OpenMP thread: a second pool would make libgomp count more
-    # threads than cores, and those of the training step would sleep at every barrier instead of spinning: 4,500 tokens/s instead of 7,000.
-    loader = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-
-    def fetch(step):                                                        # this rank's part of a step's samples
-        samples = samples_at(step, batch_size, ramp)
-        each = batch_at(samples, batch_size, ramp) // ranks.size
-        return loader.submit(train.batch, samples + ranks.rank * each, each)
-
-    following, skipped = fetch(start), 0
-    began = time.perf_counter()
-    bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not ranks.first)
-    if compiled:
+    loader = Loader(run)
+    batch = loader.fetch(start)
+    skipped, began = 0, time.perf_counter()
+    bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
+    if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:
         step_began = time.perf_counter()
-        samples = samples_at(step, batch_size, ramp)
-        batch, following = following.result(), fetch(step + 1)
-        n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())       # of the whole step: kept, and all
+        tensors, batch = batch.result(), loader.fetch(step + 1)
+        kept, everything = tensors[2].sum(), tensors[2].numel()
+        n_tokens, n_all = ranks.add(kept, everything)      # of the whole step
 
-        # forward and backward, micro-batch by micro-batch
-        loss = torch.zeros((), device=place, dtype=torch.float64 if exact else torch.float32)
-        micro = list(zip(*(t.split(rows) for t in batch)))
-        for i, (idx, targets, keep, doc) in enumerate(micro):
-            divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro) * ranks.size
-            if step < guided:
-                structured.set_guides(model, step, guided, guide_saving, ranks.rank * len(micro) + i, seed)
-            with gradients(net, ranks, last=i + 1 == len(micro)):
-                _, part = net(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
-                part.backward()
-            loss += part.detach()
-
-        # one sum over ranks: loss, gradient norm, and whether any of them is to stop
-        stop_here = runs.asked_to_stop(out, stop, ranks)
-        loss, square, stopping = ranks.add(loss, square_norm(model, ranks), stop_here)
+        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank was asked to stop.
+        loss = forward_backward(net, model, run, tensors, n_tokens, step)
+        asked = runs.asked_to_stop(out, stop, ranks)
+        loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
         norm = math.sqrt(square)
         finite = math.isfinite(loss + norm)
-
-        # clip and update, unless the numbers are not numbers
         if not finite and skipped >= skip_nonfinite:
             saver.finish()
-            before = f", after {skipped} skipped steps" if skipped else ""
-            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}{before}. Stopped before the update; the last checkpoint in "
-                             f"{out}/ckpt is good. Try --resume with a lower --lr, a longer --warmup_samples, or --dtype=float32")
+            raise not_a_number(step, loss, norm, skipped)
         skipped = 0 if finite else skipped + 1
-        for group in opt.param_groups:
-            group["lr"] = lr_at(samples)
-        clip = min(1.0, grad_clip / (norm + 1e-6)) if grad_clip else 1.0
-        if finite and optimizer == "ademamix":
-            opt.step(grad_scale=clip)                                       # scaled as the gradient is read: no pass of its own
-        elif finite:
-            torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
-            opt.step()
+        rate = lr_at(samples_before(step))
+        if finite:
+            update(model, opt, rate, norm)
         opt.zero_grad(set_to_none=True)
-        if step + 1 == guided:
-            structured.drop_guides(model, opt)
-            flops = model.flops_per_token(block_size)
+        if step + 1 == run.guided:
+            drop_guides(model, opt)
             if ranks.mode == "ddp":
-                net = spread(model, ranks, place, seed)
+                net = spread(model, ranks, run.device, seed)
 
-        # say what happened
-        seconds = time.perf_counter() - step_began
-        speed = n_all / seconds
-        samples += int(n_all) // block_size
-        memory = torch.cuda.max_memory_allocated() / 2**30 if place.startswith("cuda") else None
-        log(step=step, tokens=samples * block_size, loss=loss if finite else None, grad_norm=norm if finite else None, kept=n_tokens / n_all,
-            lr=opt.param_groups[0]["lr"], tok_s=round(speed), mfu=flops * speed / (peak * ranks.size) if peak else None, memory_gib=memory,
-            skipped=skipped)
+        # What happened.
+        done = step + 1
+        last = done == end
+        tokens = samples_before(done) * block_size
+        speed = n_all / (time.perf_counter() - step_began)
+        said = dict(loss=loss, grad_norm=norm)
+        if not finite:
+            said = dict(loss=None, grad_norm=None)         # JSON has no nan
+        log(step=step, tokens=tokens, **said, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
+            **on_gpu(model, ranks, speed), skipped=skipped)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
-        last = step + 1 == end
-        model.eval()                                                        # without guides; nothing else depends on it
-        if not last and eval_every and (step + 1) % eval_every == 0:        # the last comes after the last save
-            nats = evaluate(model, val, eval_windows, rows, place, ranks)
-            bpb = val.bits_per_byte(nats)
-            log(step=step, tokens=samples * block_size, val_loss=nats, val_bpb=bpb, seconds=round(time.perf_counter() - began, 1))
-            if ranks.first:
-                bar.write(f"step {step + 1:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {time.perf_counter() - began:5.0f} s")
-        if last or stopping or checkpoint_every and (step + 1) % checkpoint_every == 0:
-            saver.save(step + 1, model, opt, dict(config=config))           # copies the tensors; a thread writes them
-        if sample_every and (last or (step + 1) % sample_every == 0):
-            text = sample(model, tok, place)                                # on all ranks, since FSDP gathers with all
-            if ranks.first:
+        model.eval()                                       # without guides; nothing else depends on it
+        if not last and eval_every and done % eval_every == 0:                 # the last one comes after the last save
+            nats, bpb = validate(run, model, eval_windows, step, tokens, began, log)
+            if first:
+                seconds = time.perf_counter() - began
+                bar.write(f"step {done:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {seconds:5.0f} s")
+        if last or stopping or checkpoint_every and done % checkpoint_every == 0:
+            saver.save(done, model, opt, dict(config=run.config))
+        if sample_every and (last or done % sample_every == 0):
+            text = sample(model, run.tok, run.device)      # on all ranks, since FSDP gathers weights from all
+            if first:
                 bar.write(text + "\n")
         model.train()
         if stopping:
             break
     bar.close()
-    loader.shutdown(cancel_futures=True)
-    saver.finish()                                                          # the weights are safe: what follows can be done again
+    loader.close()
+    saver.finish()                                         # the weights are safe: what follows can be done again
     if last:
-        done = max(start, end)
-        tokens = samples_at(done, batch_size, ramp) * block_size
-        model.eval()
-        nats = evaluate(model, val, last_eval_windows, rows, place, ranks)
-        bpb = val.bits_per_byte(nats)
-        seconds = time.perf_counter() - began
-        log(step=done - 1, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=round(seconds, 1))
-    if ranks.first and last:
-        summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
-        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
-        print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
-    elif ranks.first:
-        print(f"{out}: stopped as asked after step {step + 1} of {end}, saved; --resume goes on")
-    if ranks.first:
+        finish(run, model, max(start, end), began, log)
+    elif first:
+        print(f"{out}: stopped as asked after step {done} of {end}, saved; --resume goes on")
+    if first:
         runs.forget_stop(out)
 
 
 if __name__ == "__main__":
     with orderly_exit():
-        run(main, globals())
+        configured(main, globals())
