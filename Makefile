@@ -35,9 +35,9 @@ ablate: | $(DATA)/meta.json
 memorize: .venv/ready
 	$(PY) -m studies.memorize $(BOOKS)
 
-# Everything that can go wrong with a run, done to it on purpose: the table in README.md. KILLS more than the record has; 500 take half an hour
+# Everything that can go wrong with a run, done to it on purpose: results/faults. KILLS more than the record has; 500 take half an hour
 faults: .venv/ready
-	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults --readme=README.md
+	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults
 
 # The tests of several processes, RUNS times in a row: stops at the first that fails
 flakes: .venv/ready

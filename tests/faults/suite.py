@@ -3,7 +3,7 @@ What can go wrong with a run, done to it on purpose; after each fault the final 
 
 $ make faults                                          # all of it, and 500 kills more than the record has
 $ python tests/faults/suite.py --kills=20 --only=kill  # a part, and nothing is recorded
-$ python tests/faults/suite.py --kills=50 --only=kill --record=results/faults --readme=README.md     # kills add up, the tables follow
+$ python tests/faults/suite.py --kills=50 --only=kill --record=results/faults     # kills add up, the table follows
 $ python -m pytest tests/faults                        # the short form, also in `make test`
 
 Every function here takes the laboratory and how often to try, raises AssertionError where a promise is broken, and returns its rows of the
@@ -33,7 +33,6 @@ flips = 1000         # single bits
 only = ""            # run these only: names as below, with commas between
 work = "out/faults"  # where; deleted before and after
 record = ""          # a folder: keep the results there (faults.json), and write its table.md; "" = print them only
-readme = ""          # with a record: write the table into this file too, between its two <!-- faults --> lines
 
 STEPS = 30
 MODEL = ["--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1", "--block_size=32", "--vocab_size=0"]
@@ -607,13 +606,6 @@ def write_tables(found):
     with open(os.path.join(record, "table.md"), "w", encoding="utf-8") as f:
         f.write("# What can go wrong, done on purpose\n\n`make faults`, all runs on the CPU with gloo in exact mode; \"identical\" is one sha256 of all "
                 "weights.\n\n" + table(found))
-    if readme:
-        with open(readme, encoding="utf-8") as f:
-            parts = f.read().split("<!-- faults -->\n")
-        if len(parts) != 3:
-            raise ValueError(f"{readme} has {len(parts) - 1} lines '<!-- faults -->': want two, with the table between them")
-        with open(readme, "w", encoding="utf-8") as f:
-            f.write("<!-- faults -->\n".join([parts[0], table(found), parts[2]]))
 
 
 def main():
