@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import ROOT
-from test_safety import FILES
+from test_safety import FILES, offences, python_files
 
 PRODUCT = [file for file in FILES if not file.startswith("configs")]
 
@@ -44,6 +44,43 @@ def test_no_circle_of_imports():
         for name in free:
             del left[name]
     assert "engine.checkpoint" in GRAPH["train"]                            # the graph has edges
+
+
+# What each room may import besides itself. The root ("") is the lesson: it knows structured layers and the conversation only where a
+# setting asks for them, and the corpus only where text becomes data.
+MAY = {"engine": set(), "": {"engine"}, "corpus": {"engine"}, "posttrain": {"", "engine"}, "studies": {"", "engine", "corpus", "posttrain"},
+       "tools": {"", "engine", "studies"}}
+LEAVE = {(name, "studies.structured") for name in ("model", "train", "convert", "sample")} | {("sample", "posttrain.talk")}
+LEAVE |= {("corpus." + name, "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")} | {("engine.plot", "configurator")}
+
+
+def room(name):
+    return name.rpartition(".")[0]
+
+
+@pytest.mark.parametrize("name", GRAPH)
+def test_imports_go_one_way(name):
+    may = MAY[room(name)] | {room(name)} | ({"corpus"} if name in ("prepare", "data") else set())
+    assert {used for used in GRAPH[name] if room(used) not in may and (name, used) not in LEAVE} == set()
+
+
+def test_a_newcomer_finds_fourteen_scripts_at_the_root():
+    """The card of the project is among them: model, goldfish, ademamix, train, sample, prepare."""
+    root = {name for name in GRAPH if not room(name)}
+    assert root == {"model", "generate", "goldfish", "ademamix", "schedule", "data", "train", "tokenizer", "chat", "prepare", "sample",
+                    "evaluate", "convert", "configurator"}
+
+
+@pytest.mark.parametrize("where", ["", *sorted(set(MAY) - {""})])
+def test_a_planted_pickle_is_seen_in_every_room(where, tmp_path):
+    """The safety test reads the whole tree: a copy of it with one more file, which must be found and named."""
+    for file in PRODUCT:
+        os.makedirs(tmp_path / os.path.dirname(file), exist_ok=True)
+        (tmp_path / file).write_text("", encoding="utf-8")
+    planted = os.path.join(where, "planted.py")
+    (tmp_path / planted).write_text("import pickle\npickle.load(open('x', 'rb'))\n", encoding="utf-8")
+    found = python_files(str(tmp_path))
+    assert [file for file in found if offences((tmp_path / file).read_text(encoding="utf-8"))] == [planted]
 
 
 def scripts():
