@@ -3,10 +3,11 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
 
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
-that differs from Llama in three places: the feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1);
-queries and keys are normalised before they are rotated (QK-norm); and attention stops at document borders. Parameters
-carry the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
-logits are the published ones:
+that differs from Llama in three places: the feed-forward layer has no gate and a learned
+activation, xIELU (sec. 2.1); queries and keys are normalised before they are rotated (QK-norm);
+and attention stops at document borders. Parameters carry the names of the published
+checkpoints, so a safetensors file loads without a mapping table (convert.py), and the logits
+are the published ones:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
@@ -24,7 +25,8 @@ import torch.nn.functional as F
 
 from engine.hardware import at_least_fp32, by_onednn, linear, segment_attention
 
-# Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V vocabulary, N = B*T positions.
+# Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V
+# vocabulary, N = B*T positions.
 
 
 @dataclass
@@ -79,14 +81,18 @@ class ApertusConfig:
 
     @property
     def ffn_width(self):
-        """Hidden width. SwiGLU has three matrices, not two: 2/3 of the width, to a multiple of 8 (8B: 14336)."""
+        """
+        Hidden width. SwiGLU has three matrices, not two: 2/3 of the width, to a multiple of 8
+        (8B: 14336).
+        """
         if self.activation != "swiglu":
             return self.ffn_dim
         eights = round(self.ffn_dim * 2 / 3 / 8)
         return 8 * max(1, eights)
 
 
-# Our name of a setting: its name in Hugging Face's config.json (convert.py translates the rest, RoPE's among it).
+# Our name of a setting: its name in Hugging Face's config.json (convert.py translates the rest,
+# RoPE's among it).
 HF_NAMES = dict(
     block_size="max_position_embeddings",
     vocab_size="vocab_size",
@@ -103,9 +109,11 @@ HF_NAMES = dict(
 
 class Linear(nn.Linear):
     """
-    A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is used.
+    A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is
+    used.
 
-    So neither autocast nor a second copy of the weights is needed: torch.compile fuses the cast.
+    So neither autocast nor a second copy of the weights is needed: torch.compile fuses the
+    cast.
     """
 
     def __init__(self, n_in, n_out):
@@ -119,7 +127,10 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm sums squares of half types in fp32."""
+    """
+    x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm sums squares of half
+    types in fp32.
+    """
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -133,13 +144,15 @@ class RMSNorm(nn.Module):
 
 class XIELU(nn.Module):
     """
-    xIELU (arXiv 2411.13010; sec. 2.1): a parabola to the right, an integrated ELU to the left, both slopes learned per layer.
+    xIELU (arXiv 2411.13010; sec. 2.1): a parabola to the right, an integrated ELU to the left,
+    both slopes learned per layer.
 
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars are stored raw, as the
-    checkpoints have them, with shape (1,): fully_shard refuses 0-d parameters.
+    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars
+    are stored raw, as the checkpoints have them, with shape (1,): fully_shard refuses 0-d
+    parameters.
     """
     BETA = 0.5
     EPS = -1e-6                                            # where the left branch is not used, x is at most this
@@ -150,11 +163,13 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1))
 
     def forward(self, x):
-        # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts away.
+        # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts
+        # away.
         z = at_least_fp32(x)
         alpha_p = F.softplus(self.alpha_p.to(z.dtype))
         alpha_n = self.BETA + F.softplus(self.alpha_n.to(z.dtype))
-        # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the branch is not taken.
+        # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the
+        # branch is not taken.
         exp_minus_1 = torch.expm1(z.clamp(max=self.EPS))
         left = alpha_n * (exp_minus_1 - z)
         right = alpha_p * z * z
@@ -192,8 +207,9 @@ def rope_frequencies(config, device=None):
     """
     The D/2 angular frequencies (D/2,) fp32, scaled "by parts" as in Llama 3 (sec. 2.1).
 
-    With the wavelength w = 2 pi / f: unchanged where w < original / high, f / factor where w > original / low, and a
-    linear blend between. At theta 500k these are 29, 29 and 6 of the 64 frequencies.
+    With the wavelength w = 2 pi / f: unchanged where w < original / high, f / factor where w >
+    original / low, and a linear blend between. At theta 500k these are 29, 29 and 6 of the 64
+    frequencies.
     """
     D = config.head_dim
     even = torch.arange(0, D, 2, device=device, dtype=torch.float32)
@@ -207,14 +223,20 @@ def rope_frequencies(config, device=None):
 
 
 def rotate(x, cos, sin):
-    """Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D) or (B, 1, T, D)."""
+    """
+    Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D) or
+    (B, 1, T, D).
+    """
     a, b = x.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
     return x * cos + turned * sin
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with QK-norm: RMSNorm over the head dim of q and k, one gain for all heads, before RoPE."""
+    """
+    Grouped-query attention with QK-norm: RMSNorm over the head dim of q and k, one gain for all
+    heads, before RoPE.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -246,7 +268,8 @@ class Attention(nn.Module):
 
 def causal_attention(q, k, v, doc=None):
     """
-    Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v (B, K, T, D) -> (B, H, T, D).
+    Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v (B,
+    K, T, D) -> (B, H, T, D).
 
     doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T) elsewhere.
     """
@@ -254,7 +277,8 @@ def causal_attention(q, k, v, doc=None):
         return flex_attention(q, k, v, block_mask=doc, enable_gqa=True)
     T = q.shape[2]
     on_cpu = q.device.type == "cpu"
-    # On a CPU, short windows in bf16 are faster by the formula, which torch.compile fuses, than by SDPA's kernel.
+    # On a CPU, short windows in bf16 are faster by the formula, which torch.compile fuses, than
+    # by SDPA's kernel.
     short = q.dtype == torch.bfloat16 and T <= 512
     by_formula = on_cpu and short and torch.compiler.is_compiling()
     if doc is None and not by_formula:
@@ -271,9 +295,11 @@ def causal_attention(q, k, v, doc=None):
 
 def masked_attention(q, k, v, mask):
     """
-    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S) bool.
+    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S)
+    bool.
 
-    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Compiled it fuses, which pays where T x S is small.
+    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Compiled it fuses, which pays where T
+    x S is small.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
@@ -289,7 +315,10 @@ def masked_attention(q, k, v, mask):
 
 
 def document_mask(doc):
-    """What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the ids elsewhere. doc (B, T)."""
+    """
+    What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the ids
+    elsewhere. doc (B, T).
+    """
     if doc is None or doc.device.type != "cuda":
         return doc
     B, T = doc.shape
@@ -312,7 +341,10 @@ if torch.cuda.is_available():                              # flex_attention has 
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind an RMSNorm and added to the residual stream x (B, T, C)."""
+    """
+    One layer: attention and feed-forward, each behind an RMSNorm and added to the residual
+    stream x (B, T, C).
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -324,8 +356,8 @@ class Block(nn.Module):
     def forward(self, x, cos, sin, doc=None, cache=None):
         h = self.attention_layernorm(x)
         q, k, v = self.self_attn.qkv(h, cos, sin)
-        # Attention is called here and not inside Attention, so that a block which torch.compile must leave for a kernel
-        # becomes two graphs instead of four.
+        # Attention is called here and not inside Attention, so that a block which torch.compile
+        # must leave for a kernel becomes two graphs instead of four.
         if cache is None:
             y = causal_attention(q, k, v, doc)             # (B, H, T, D)
         else:
@@ -356,8 +388,8 @@ def chunk_rows(V, device):
     """
     Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in fp32.
 
-    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A power of two, as batches are: a
-    remainder would be another shape to compile.
+    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A power
+    of two, as batches are: a remainder would be another shape to compile.
     """
     most = 2**26
     if V <= 2**14 and torch.device(device).type == "cpu":
@@ -370,12 +402,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
     sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]], without the N x V logits.
 
-    At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss keeps three copies. Here one
-    chunk of rows lives at a time, and its gradient, softmax minus one-hot, is formed at once, in the forward pass: three
-    matrix products as always, and nothing is computed twice.
+    At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss
+    keeps three copies. Here one chunk of rows lives at a time, and its gradient, softmax minus
+    one-hot, is formed at once, in the forward pass: three matrix products as always, and
+    nothing is computed twice.
 
-    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) fp32 without gradient.
-    rows: of a chunk. chunk_loss: the function above, or the same compiled.
+    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) fp32
+    without gradient. rows: of a chunk. chunk_loss: the function above, or the same compiled.
     """
 
     @staticmethod
@@ -421,7 +454,8 @@ def draw(name, shape, config, seed):
     std = config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.n_layer)
-    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a hash of seed and name.
+    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a
+    # hash of seed and name.
     hashed = hashlib.sha256(f"{seed}:{name}".encode())
     bits = int.from_bytes(hashed.digest()[:4], "little")
     generator = torch.Generator().manual_seed(bits)
@@ -430,7 +464,10 @@ def draw(name, shape, config, seed):
 
 
 class Apertus(nn.Module):
-    """model(idx) -> (logits, None); model(idx, targets, keep, doc) -> (None, loss). For text: generate.py."""
+    """
+    model(idx) -> (logits, None); model(idx, targets, keep, doc) -> (None, loss). For text:
+    generate.py.
+    """
 
     def __init__(self, config, seed=28):
         super().__init__()
@@ -455,11 +492,13 @@ class Apertus(nn.Module):
     @torch.no_grad()
     def init_weights(self, seed):
         """
-        N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by 1/sqrt(2L) of that; gains 1.
+        N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by
+        1/sqrt(2L) of that; gains 1.
 
-        Each parameter has a generator of its own, seeded by (seed, name). Its values depend neither on the order of
-        creation nor on what else is in the model, so that ablations share what they have in common and every number of
-        processes starts alike. Tensors on the meta device stay there.
+        Each parameter has a generator of its own, seeded by (seed, name). Its values depend
+        neither on the order of creation nor on what else is in the model, so that ablations
+        share what they have in common and every number of processes starts alike. Tensors on
+        the meta device stay there.
         """
         for name, p in self.named_parameters():
             if p.is_meta:
@@ -477,7 +516,10 @@ class Apertus(nn.Module):
                 p.copy_(draw(name, p.shape, self.config, seed))
 
     def compile_blocks(self, **how):
-        """torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code: depth costs no time."""
+        """
+        torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code:
+        depth costs no time.
+        """
         for block in self.model.layers:
             block.compile(**how)
         self.chunk_loss = torch.compile(chunk_loss, **how)
@@ -487,10 +529,12 @@ class Apertus(nn.Module):
 
     def flops_per_token(self, T):
         """
-        Training FLOPs per token at window length T: 6 per matrix parameter and 6 L H D T for attention.
+        Training FLOPs per token at window length T: 6 per matrix parameter and 6 L H D T for
+        attention.
 
-        The head counts, the embedding is a look-up. Causal pairs count once; neither recomputation nor masked pairs count.
-        This is what MFU is measured by (PaLM, appendix B, causal).
+        The head counts, the embedding is a look-up. Causal pairs count once; neither
+        recomputation nor masked pairs count. This is what MFU is measured by (PaLM, appendix B,
+        causal).
         """
         matrices = 0
         for module in self.modules():
@@ -514,7 +558,10 @@ class Apertus(nn.Module):
         return self.model.norm(x)
 
     def rope(self, idx, cache, dtype):
-        """cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows begin apart, (B, 1, T, D)."""
+        """
+        cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows begin
+        apart, (B, 1, T, D).
+        """
         T = idx.shape[1]
         if cache is None:
             positions = torch.arange(T, device=idx.device)                             # (T,)
@@ -529,13 +576,15 @@ class Apertus(nn.Module):
 
     def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, cache=None):
         """
-        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py) those of the last
-        position alone, (B, V). With targets (B, T): None, loss, the mean over kept positions.
+        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py)
+        those of the last position alone, (B, V). With targets (B, T): None, loss, the mean over
+        kept positions.
 
-        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. doc (B, T): document ids
-        for attention. n_tokens: divide by this, the kept tokens of the whole step, instead of by those of this batch;
-        then gradients of several batches and ranks add up. per_token: return, not their mean, but the negative
-        log-likelihoods (B, T) in nats, fp32, without gradient.
+        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have.
+        doc (B, T): document ids for attention. n_tokens: divide by this, the kept tokens of the
+        whole step, instead of by those of this batch; then gradients of several batches and
+        ranks add up. per_token: return, not their mean, but the negative log-likelihoods (B, T)
+        in nats, fp32, without gradient.
         """
         x = self.hidden(idx, doc, cache)
         head = self.lm_head.weight

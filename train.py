@@ -9,9 +9,10 @@ $ python train.py configs/laptop.py --activation=swiglu      # any setting below
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
-A run is its folder (engine/runs.py). There is no random state in the loop: data, masks and schedules are pure
-functions of the step, so a run that was killed and resumed ends in the same bits. SIGTERM, SIGUSR2, or a file
-named `stop` in the run folder: all ranks save after the step that they are in, and leave.
+A run is its folder (engine/runs.py). There is no random state in the loop: data, masks and
+schedules are pure functions of the step, so a run that was killed and resumed ends in the same
+bits. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks save after the step
+that they are in, and leave.
 """
 
 import dataclasses
@@ -188,7 +189,10 @@ def check_settings():
 
 
 def open_data():
-    """The training windows, with Goldfish, and the validation windows, where every predictable token counts."""
+    """
+    The training windows, with Goldfish, and the validation windows, where every predictable
+    token counts.
+    """
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
     if stage:
         train = StagedDataset(data, stages, block_size, *goldfish, stage=stage.removeprefix("all"))
@@ -203,7 +207,10 @@ def open_data():
 
 
 def guided_steps(config):
-    """Steps in which a dense guide helps structured layers. Apertus has neither, and does not import them."""
+    """
+    Steps in which a dense guide helps structured layers. Apertus has neither, and does not
+    import them.
+    """
     if not config.get("self_guided"):
         return 0
     from studies import structured
@@ -216,7 +223,10 @@ def drop_guides(model, optimizer):
 
 
 def set_up():
-    """All that a run needs but its folder and the other ranks; nothing is written yet. ValueError: what cannot work."""
+    """
+    All that a run needs but its folder and the other ranks; nothing is written yet. ValueError:
+    what cannot work.
+    """
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
     work_dtype = pick_dtype(dtype, where)
@@ -232,7 +242,10 @@ def set_up():
 
 
 def build(run):
-    """The model, what is called in training (the model, or a wrapper that talks to other ranks), and the optimizer."""
+    """
+    The model, what is called in training (the model, or a wrapper that talks to other ranks),
+    and the optimizer.
+    """
     ranks = run.ranks
     with torch.device("meta" if ranks.sharded else run.device):
         model = Apertus(run.shape, seed)
@@ -242,8 +255,9 @@ def build(run):
     model.dtype = run.dtype
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
-    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
-    # Adam, so its warm-ups last as long as the run, as in the report's own post-training.
+    # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never
+    # get there and stay plain Adam, so its warm-ups last as long as the run, as in the report's
+    # own post-training.
     warm = min(steps_until(total_samples), 100_000)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay,
                           alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
@@ -254,7 +268,8 @@ def build(run):
 
 def resume_from(model, optimizer, config, ranks):
     """
-    Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the start.
+    Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
+    start.
 
     ValueError: the checkpoint belongs to a run with other settings, which are named.
     """
@@ -276,7 +291,8 @@ def what_decides(config, samples):
     """
     The settings that a resumed run may not change, as {name: value}.
 
-    Of the data, only stages that have begun after `samples` count: those of later stages may still come.
+    Of the data, only stages that have begun after `samples` count: those of later stages may
+    still come.
     """
     names = [field.name for field in dataclasses.fields(ApertusConfig)]
     names += ["self_guided", "guide_saving", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
@@ -291,7 +307,10 @@ def what_decides(config, samples):
 
 
 def describe_run(config):
-    """config.json, and the vocabulary if it is one of the user's own: what sample.py and convert.py need."""
+    """
+    config.json, and the vocabulary if it is one of the user's own: what sample.py and
+    convert.py need.
+    """
     checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
     vocabulary = os.path.join(data, "tokenizer.json")
     if os.path.exists(vocabulary):
@@ -314,7 +333,10 @@ def to_wandb(log, config):
 
 
 def has_summary(tokens):
-    """Whether summary.json tells of a run of so many tokens. If a full disk has torn it, it is written again."""
+    """
+    Whether summary.json tells of a run of so many tokens. If a full disk has torn it, it is
+    written again.
+    """
     try:
         with open(os.path.join(out, "summary.json"), encoding="utf-8") as f:
             return json.load(f)["tokens"] >= tokens
@@ -324,15 +346,18 @@ def has_summary(tokens):
 
 def evaluate(model, val, windows, micro, device, ranks):
     """
-    Mean loss in nats over the first `windows` validation windows (0 = all), micro of them at a time on each rank.
+    Mean loss in nats over the first `windows` validation windows (0 = all), micro of them at a
+    time on each rank.
 
-    We need no gradients here, but no_grad would make torch.compile trace every block a second time.
+    We need no gradients here, but no_grad would make torch.compile trace every block a second
+    time.
     """
     windows = min(windows or val.n_windows, val.n_windows)
     total = count = 0.0
     for first in range(ranks.rank * micro, ranks.rank * micro + windows, micro * ranks.size):
-        # The last batch is moved back to be as large as the others, which are compiled; what it repeats does not count.
-        # A rank with no windows left runs along all the same, because FSDP gathers weights from all ranks.
+        # The last batch is moved back to be as large as the others, which are compiled; what it
+        # repeats does not count. A rank with no windows left runs along all the same, because
+        # FSDP gathers weights from all ranks.
         begin = max(0, min(first, windows - micro))
         batch = val.batch(begin, min(micro, windows))
         idx, targets, keep, doc = (t.to(device) for t in batch)
@@ -346,7 +371,10 @@ def evaluate(model, val, windows, micro, device, ranks):
 
 
 def sample(model, tok, device):
-    """A short text, to look at. Eager, because the cached decoding step has shapes that training has not compiled."""
+    """
+    A short text, to look at. Eager, because the cached decoding step has shapes that training
+    has not compiled.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=generator)
     with torch.compiler.set_stance("force_eager"):
@@ -370,9 +398,11 @@ def introduce(run, model, end):
 
 def on_gpu(model, ranks, speed):
     """
-    What the log says of GPUs, None on other devices, at `speed` tokens per second over all ranks.
+    What the log says of GPUs, None on other devices, at `speed` tokens per second over all
+    ranks.
 
-    mfu: the share of their peak that the model's own FLOPs take; memory_gib: the most that this one has held.
+    mfu: the share of their peak that the model's own FLOPs take; memory_gib: the most that this
+    one has held.
     """
     if not next(model.parameters()).is_cuda:
         return dict(mfu=None, memory_gib=None)
@@ -393,7 +423,10 @@ def not_a_number(step, loss, norm, skipped):
 
 
 def validate(run, model, windows, step, tokens, began, log):
-    """Log the loss over the first `windows` of the validation split, and return it: nats per token, bits per byte."""
+    """
+    Log the loss over the first `windows` of the validation split, and return it: nats per
+    token, bits per byte.
+    """
     nats = evaluate(model, run.val, windows, run.rows, run.device, run.ranks)
     bpb = run.val.bits_per_byte(nats)
     seconds = round(time.perf_counter() - began, 1)
@@ -402,7 +435,10 @@ def validate(run, model, windows, step, tokens, began, log):
 
 
 def finish(run, model, steps, began, log):
-    """After the last save: the last validation, and summary.json, by which a run is known to be finished."""
+    """
+    After the last save: the last validation, and summary.json, by which a run is known to be
+    finished.
+    """
     tokens = samples_before(steps) * block_size
     model.eval()
     nats, bpb = validate(run, model, last_eval_windows, steps - 1, tokens, began, log)
@@ -419,10 +455,11 @@ def finish(run, model, steps, began, log):
 
 class Loader:
     """
-    Windows, masks and document ids of the next step, prepared in a thread while this one is computed.
+    Windows, masks and document ids of the next step, prepared in a thread while this one is
+    computed.
 
-    The thread has one OpenMP thread: a second pool would make libgomp count more threads than cores, and those of the
-    training step would then sleep at every barrier instead of spinning.
+    The thread has one OpenMP thread: a second pool would make libgomp count more threads than
+    cores, and those of the training step would then sleep at every barrier instead of spinning.
     """
 
     def __init__(self, run):
@@ -430,7 +467,10 @@ class Loader:
         self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     def fetch(self, step):
-        """A future of this rank's part of a step's samples: idx, targets, keep, doc, each (samples, T)."""
+        """
+        A future of this rank's part of a step's samples: idx, targets, keep, doc, each
+        (samples, T).
+        """
         first = samples_before(step)
         each = batch_at(first, batch_size, batch_ramp_at or None) // self.run.ranks.size
         return self.thread.submit(self.run.train.batch, first + self.run.ranks.rank * each, each)
@@ -441,11 +481,13 @@ class Loader:
 
 def forward_backward(net, model, run, batch, n_tokens, step):
     """
-    The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of the loss, 0-d.
+    The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of
+    the loss, 0-d.
 
-    batch: idx, targets, keep, doc, each (samples, T), on the CPU. net: the model, or the wrapper that is called in
-    training. n_tokens: the kept tokens of the whole step, over all ranks: divided by it, losses and gradients of
-    micro-batches and ranks add up to those of the step.
+    batch: idx, targets, keep, doc, each (samples, T), on the CPU. net: the model, or the
+    wrapper that is called in training. n_tokens: the kept tokens of the whole step, over all
+    ranks: divided by it, losses and gradients of micro-batches and ranks add up to those of the
+    step.
     """
     sum_dtype = torch.float64 if exact else torch.float32
     loss = torch.zeros((), device=run.device, dtype=sum_dtype)
@@ -469,7 +511,10 @@ def forward_backward(net, model, run, batch, n_tokens, step):
 
 
 def update(model, opt, rate, norm):
-    """Clip the gradients, whose global norm is `norm`, and take a step of the optimizer at this learning rate."""
+    """
+    Clip the gradients, whose global norm is `norm`, and take a step of the optimizer at this
+    learning rate.
+    """
     for group in opt.param_groups:
         group["lr"] = rate
     clip = 1.0
@@ -508,7 +553,8 @@ def pretrain(run, stop):
     end = steps_until(total_samples)
     if run.train.stop is not None:
         end = min(end, steps_until(run.train.stop))        # a step across the border belongs to the next stage
-    # If no step is left, the run was killed between its last checkpoint and its summary, or it is finished.
+    # If no step is left, the run was killed between its last checkpoint and its summary, or it
+    # is finished.
     last = start >= end
     if last and has_summary(samples_before(start) * block_size):
         raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or "
@@ -532,7 +578,8 @@ def pretrain(run, stop):
         kept, everything = tensors[2].sum(), tensors[2].numel()
         n_tokens, n_all = ranks.add(kept, everything)      # of the whole step
 
-        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank was asked to stop.
+        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank
+        # was asked to stop.
         loss = forward_backward(net, model, run, tensors, n_tokens, step)
         asked = runs.asked_to_stop(out, stop, ranks)
         loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
