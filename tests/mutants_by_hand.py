@@ -220,14 +220,14 @@ MISTAKES = [
     # parallel
     ("engine/parallel.py", "norm * norm / ranks.copies", "norm * norm", "the norm counts copies"),
     ("engine/parallel.py", "module.set_gradient_divide_factor(1.0)", "pass", "FSDP's mean"),
-    ("engine/parallel.py", "    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])",
-     "    return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(lambda done: done.value()[0])", "DDP's mean"),
+    ("engine/parallel.py", "work = dist.all_reduce(bucket.buffer(), async_op=True)",
+     "work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)", "DDP's mean"),
     ("engine/parallel.py", "if isinstance(net, DistributedDataParallel) and not last:", "if isinstance(net, DistributedDataParallel) and last:",
      "gradients are added in all micro-batches but the last"),
     ("engine/parallel.py", "net.set_requires_gradient_sync(last or not ranks.exact)", "net.set_requires_gradient_sync(last)", "whole gradients are kept"),
     ("engine/parallel.py", "        init_shards(model, seed)\n", "        pass\n", "sharded models start from what was in memory"),
     ("engine/parallel.py", "dist.all_reduce(total)\n", "pass\n", "sums over ranks are no sums"),
-    ("engine/parallel.py", "param_dtype=dtype if dtype == torch.bfloat16 else None", "param_dtype=None", "FSDP gathers in fp32"),
+    ("engine/parallel.py", "param_dtype = dtype if dtype == torch.bfloat16 else None", "param_dtype = None", "FSDP gathers in fp32"),
     # sft
     ("posttrain/sft.py", "scale = min(1.0, clip / (norm + 1e-6))", "scale = 1.0", "unclipped"),
     ("posttrain/sft.py", "permute(i[epoch == e], n, seed, int(e))", "permute(i[epoch == e], n, seed, 0)", "every epoch in one order"),
@@ -391,7 +391,7 @@ MISTAKES = [
     ("evaluate.py", "model.eval()\n    is_run", "is_run", "the model stays in training"),
     ("evaluate.py", "if r[\"text\"].strip()]", "]", "blank texts are documents"),
     # cpu
-    ("engine/hardware.py", "return onednn_linear(grad, w.T), onednn_linear(g, h)", "return onednn_linear(grad, w.T), 2 * onednn_linear(g, h)", "twice the gradient"),
+    ("engine/hardware.py", "return grad_x, onednn_linear(g, h)", "return grad_x, 2 * onednn_linear(g, h)", "twice the gradient"),
     ("engine/hardware.py", "(1 + row.diff().nonzero()[:, 0])", "(row.diff().nonzero()[:, 0])", "a border one position early"),
     ("engine/hardware.py", "if max(map(len, cuts)) == 2:", "if min(map(len, cuts)) == 2:", "one row of one document speaks for all"),
     ("engine/hardware.py", "dropout_p=0.0, is_causal=True)", "dropout_p=0.0, is_causal=False)", "the gradient of another attention"),
