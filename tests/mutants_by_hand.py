@@ -430,7 +430,7 @@ MISTAKES = [
     ("chat.py", "optional = \"\" if key in schema.get(\"required\", []) else \"?\"", "optional = \"?\" if key in schema.get(\"required\", []) else \"\"",
      "required and optional swapped"),
     # configurator
-    ("configurator.py", "if type(default) is float and type(value) is int:", "if type(default) is int and type(value) is float:", "kinds swapped"),
+    ("configurator.py", "kind is float and type(value) is int", "kind is int and type(value) is float", "kinds swapped"),
     ("configurator.py", "k[0] != \"_\" and k == k.lower()", "k == k.lower()", "private names are settings"),
     # references, rank, shards
     ("posttrain/references.py", "if have.get(k) != v]", "if k in have and have[k] != v]", "a setting that is new is not compared"),
