@@ -446,12 +446,11 @@ MISTAKES = [
      "old data go before the new ones stand"),
     # convert
     ("convert.py", "if name == \"lm_head.weight\" and config.tie_embeddings:", "if name == \"lm_head.weight\":", "the head stays empty"),
-    ("convert.py", "LLAMA3 = dict(rope_scaling=\"factor\", rope_original=\"original_max_position_embeddings\", rope_low=\"low_freq_factor\",\n              rope_high=\"high_freq_factor\")",
-     "LLAMA3 = dict(rope_scaling=\"factor\", rope_original=\"original_max_position_embeddings\", rope_low=\"high_freq_factor\",\n              rope_high=\"low_freq_factor\")",
+    ("convert.py", 'rope_low="low_freq_factor", rope_high="high_freq_factor")', 'rope_low="high_freq_factor", rope_high="low_freq_factor")',
      "low and high swapped"),
-    ("convert.py", "given.setdefault(\"n_kv_head\", hf[\"num_attention_heads\"])", "given.setdefault(\"n_kv_head\", 1)", "multi-head read as multi-query"),
+    ("convert.py", "given.setdefault(\"n_kv_head\", given[\"n_head\"])", "given.setdefault(\"n_kv_head\", 1)", "multi-head read as multi-query"),
     ("convert.py", "        model.lm_head.weight = model.model.embed_tokens.weight", "        pass", "a tied head stays empty"),
-    ("convert.py", "    remove([place(\"config.json\")])\n", "    pass\n", "half an export looks like a whole one"),
+    ("convert.py", "    remove(path, [\"config.json\"])\n", "    pass\n", "half an export looks like a whole one"),
     ("convert.py", "if size and size + tensor.nbytes > shard_bytes:", "if size > shard_bytes:", "shards larger than asked"),
     # tokenizer
     ("tokenizer.py", "special = dict(allowed_special=self.in_text,", "special = dict(allowed_special=\"all\",",
