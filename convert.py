@@ -23,7 +23,7 @@ import tokenizer as tokenizers
 from configurator import ROOT, checked, run
 from engine import checkpoint
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
-from tokenizer import IN_TEXT, PATTERN, SPECIAL, Tokenizer, read_json
+from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer, read_json
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
@@ -147,14 +147,23 @@ def config_to_hf(config, tokenizer=None, dtype="float32"):
         raise ValueError("transformers' Apertus has xIELU and QK-norm only, this model has "
                          f"activation={config.activation!r}, qk_norm={config.qk_norm}")
     theta = config.rope_theta
-    kind, scaling = "default", {}
+    kind = "default"
+    scaling = {}
     if config.rope_scaling:
-        kind, scaling = "llama3", {theirs: getattr(config, ours) for ours, theirs in LLAMA3.items()}
+        kind = "llama3"
+        scaling = {theirs: getattr(config, ours) for ours, theirs in LLAMA3.items()}
     hf = {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()}
     hf.update(
-        architectures=["ApertusForCausalLM"], model_type="apertus", hidden_act="xielu", attention_bias=False,
-        attention_dropout=0.0, dtype=dtype, torch_dtype=dtype, use_cache=True,
-        rope_parameters=dict(rope_type=kind, rope_theta=theta, **scaling), rope_theta=theta,
+        architectures=["ApertusForCausalLM"],
+        model_type="apertus",
+        hidden_act="xielu",
+        attention_bias=False,
+        attention_dropout=0.0,
+        dtype=dtype,
+        torch_dtype=dtype,
+        use_cache=True,
+        rope_parameters=dict(rope_type=kind, rope_theta=theta, **scaling),
+        rope_theta=theta,
         rope_scaling=dict(rope_type=kind, **scaling) if scaling else None)
     if tokenizer:
         hf.update(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad)
@@ -237,7 +246,8 @@ def fill_shard(p, rows):
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     if shape[0]:
-        p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])
+        first = offset[0]
+        p.to_local().copy_(rows[first:first + shape[0]])
 
 
 def tensor_files(folder):
@@ -288,29 +298,45 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: an export has float32 or bfloat16")
     hf = config_to_hf(model.config, tokenizer, dtype)
-    buffers = [(f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value))
-               for i in range(model.config.n_layer) for name, value in CONSTANTS.items()]
+    buffers = []
+    for i in range(model.config.n_layer):
+        for name, value in CONSTANTS.items():
+            buffers.append((f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value)))
+    both = itertools.chain(parameters, buffers)
+    torch_dtype = getattr(torch, dtype)
+    tensors = ((name, p.detach().to("cpu", torch_dtype).contiguous()) for name, p in both)
+    files = in_files(tensors, shard_bytes)
+
+    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+    jsons = {"config.json": hf, "generation_config.json": {key: hf[key] for key in ends if key in hf}}
+    if len(files) > 1:
+        weight_map = {}
+        total = 0
+        for file, shard in files.items():
+            weight_map.update(dict.fromkeys(shard, file))
+            total += sum(t.nbytes for t in shard.values())
+        jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=weight_map)
+    if tokenizer:
+        jsons.update(hf_files(tokenizer))
+    publish(path, files, jsons)
+
+
+def in_files(tensors, shard_bytes):
+    """
+    (name, tensor) pairs -> {file: {name: tensor}}, in this order. A file has at most shard_bytes, or a single tensor.
+    """
     shards = [{}]
     size = 0
-    for name, p in itertools.chain(parameters, buffers):
-        tensor = p.detach().to("cpu", getattr(torch, dtype)).contiguous()
+    for name, tensor in tensors:
         if size and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
         size += tensor.nbytes
     n = len(shards)
-    files = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)] if n > 1 else [WEIGHTS]
-    tensors = dict(zip(files, shards))
-    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-    jsons = {"config.json": hf, "generation_config.json": {key: hf[key] for key in ends if key in hf}}
-    if n > 1:
-        total = sum(t.nbytes for shard in shards for t in shard.values())
-        weight_map = {name: file for file, shard in tensors.items() for name in shard}
-        jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=weight_map)
-    if tokenizer:
-        jsons.update(hf_files(tokenizer))
-    publish(path, tensors, jsons)
+    if n == 1:
+        return {WEIGHTS: shards[0]}
+    return {f"model-{i:05d}-of-{n:05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 # Which files save_hf wrote into a folder: these, and no others, a later export there may replace.
@@ -378,16 +404,19 @@ def written_before(path, names=()):
 
 
 def write_list(path, names):
+    """Remember in the folder `path` which files there are ours."""
     checkpoint.write_flushed(f"{path}/{LIST}", json.dumps(dict(files=sorted(names))))
 
 
 def write_json(path, content):
+    """Write and flush one file of an export."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump(content, f, indent=1, ensure_ascii=False)
     checkpoint.flush(path)
 
 
 def remove(folder, files):
+    """Delete those of the files that are there."""
     for file in files:
         if os.path.exists(f"{folder}/{file}"):
             os.remove(f"{folder}/{file}")
@@ -421,30 +450,19 @@ def hf_files(tokenizer, chat=False):
     name = {i: s for s, i in tokenizer.special.items()}
     bos = name[tokenizer.bos]
     exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-
-    def part(kind, label, text):
-        return {kind: dict(id=label, type_id=text)}
-
-    first = [part("SpecialToken", bos, 0), part("Sequence", "A", 0)]
-    second = [part("SpecialToken", bos, 1), part("Sequence", "B", 1)]
+    added = []
+    for s, i in tokenizer.special.items():
+        added.append(dict(id=i, content=s, **exact, special=s not in tokenizer.in_text))
+    vocab = tokenizer.special | dict(zip(spelled, tokenizer.ids))
     files = {}
     files["tokenizer.json"] = dict(
         version="1.0",
-        added_tokens=[dict(id=i, content=s, **exact, special=s not in tokenizer.in_text)
-                      for s, i in tokenizer.special.items()],
+        added_tokens=added,
         normalizer=None,
         pre_tokenizer=PRE_TOKENIZER,
-        post_processor=dict(
-            type="TemplateProcessing",
-            single=first,
-            pair=first + second,
-            special_tokens={bos: dict(id=bos, ids=[tokenizer.bos], tokens=[bos])}),
+        post_processor=begins_with(bos, tokenizer.bos),
         decoder=byte_level(True),
-        model=dict(
-            type="BPE",
-            ignore_merges=True,
-            merges=merges_of(spelled),
-            vocab=tokenizer.special | dict(zip(spelled, tokenizer.ids))))
+        model=dict(type="BPE", ignore_merges=True, merges=merges_of(spelled), vocab=vocab))
     files["tokenizer_config.json"] = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         clean_up_tokenization_spaces=False,
@@ -457,11 +475,25 @@ def hf_files(tokenizer, chat=False):
     return files
 
 
+def begins_with(name, i):
+    """Hugging Face's post-processor that puts a token, of this name and id, in front of each of up to two texts."""
+    def part(kind, label, text):
+        return {kind: dict(id=label, type_id=text)}
+
+    first = [part("SpecialToken", name, 0), part("Sequence", "A", 0)]
+    second = [part("SpecialToken", name, 1), part("Sequence", "B", 1)]
+    token = dict(id=name, ids=[i], tokens=[name])
+    return dict(type="TemplateProcessing", single=first, pair=first + second, special_tokens={name: token})
+
+
 def letters():
     """GPT-2's alphabet, {byte: character}: printable bytes are themselves, the others the characters from 256 on."""
     free = itertools.count(256)
-    printable = {b for b in range(256) if chr(b).isprintable() and chr(b) != " "}
-    return {b: chr(b if b in printable else next(free)) for b in range(256)}
+    letter = {}
+    for b in range(256):
+        printable = chr(b).isprintable() and chr(b) != " "
+        letter[b] = chr(b if printable else next(free))
+    return letter
 
 
 def merges_of(spelled):
@@ -472,8 +504,10 @@ def merges_of(spelled):
     rank = {s: i for i, s in enumerate(spelled)}
     merges = []
     for s in spelled:
-        cuts = ((s[:i], s[i:]) for i in range(1, len(s)))
-        pairs = [(a, b) for a, b in cuts if a in rank and b in rank]
+        pairs = []
+        for i in range(1, len(s)):
+            if s[:i] in rank and s[i:] in rank:
+                pairs.append((s[:i], s[i:]))
         merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))
     return merges
 
@@ -505,12 +539,10 @@ def tokenizer_from_hf(folder):
         spelled = sorted(model["vocab"].keys() - added.keys(), key=id_of.get)
         pieces = [b"".join(byte[c] for c in s) for s in spelled]
         merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
-        same_cut = saved["pre_tokenizer"] == PRE_TOKENIZER and saved.get("normalizer") is None
-        asks_more = any(map(model.get, ("dropout", "byte_fallback", "end_of_word_suffix")))
-        same = same_cut and model["ignore_merges"] and not asks_more and {*byte.values()} <= {*pieces}
+        alike = cuts_alike(saved, pieces)
     except (KeyError, TypeError, AttributeError):
-        same = False
-    if not same:
+        alike = False
+    if not alike:
         raise ValueError(f"{path} is not a byte-level BPE that cuts text as Apertus' does")
     if merges != merges_of(spelled):
         raise ValueError(f"{path}: its merges are not all pairs of its pieces in the order of their ids, as Apertus' "
@@ -522,6 +554,16 @@ def tokenizer_from_hf(folder):
     check_words(path, in_text, added)
     ends = [named(settings, key, path, added) for key in ("bos_token", "eos_token", "pad_token")]
     return Tokenizer(folder, pieces, special, [id_of[s] for s in spelled], in_text, ends)
+
+
+def cuts_alike(saved, pieces):
+    """Whether a tokenizer.json cuts text as hf_files does. Then its pieces alone decide the ids of a text."""
+    model = saved["model"]
+    if saved["pre_tokenizer"] != PRE_TOKENIZER or saved.get("normalizer") is not None:
+        return False
+    if any(map(model.get, ("dropout", "byte_fallback", "end_of_word_suffix"))):
+        return False
+    return model["ignore_merges"] and {*pieces}.issuperset(BYTES)
 
 
 def check_ids(path, vocab, added, settings):

@@ -70,6 +70,7 @@ def padded(names, n):
 # 4-10 IN_TEXT, 11-22 the chat's.
 SPECIAL = padded(NAMED, 1000)
 SMALL = padded(NAMED[:4] + IN_TEXT + NAMED[61:], 64)
+BYTES = [bytes([b]) for b in range(256)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -93,26 +94,28 @@ class Tokenizer:
     """
 
     def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
-        behind = range(len(special), len(special) + len(pieces))
+        if isinstance(special, list):
+            special = {s: i for i, s in enumerate(special)}
+        n = len(special)
+        behind = list(range(n, n + len(pieces)))
         self.name = name
         self.pieces = pieces
-        self.n_special = len(special)
+        self.n_special = n
         self.special = special
-        if isinstance(special, list):
-            self.special = {s: i for i, s in enumerate(special)}
-        self.ids = behind if ids is None or list(ids) == list(behind) else ids
-        self.in_text = self.special.keys() & in_text
-        self.vocab_size = 1 + max(*self.special.values(), *self.ids)
-        self.bos, self.eos, self.pad = (self.special[s] for s in ends)
+        self.ids = behind if ids is None else list(ids)
+        self.in_text = special.keys() & in_text
+        self.vocab_size = 1 + max(*special.values(), *self.ids)
+        self.bos, self.eos, self.pad = (special[s] for s in ends)
 
-        decides = [PATTERN, *self.special, *(piece.hex() for piece in pieces)]
-        if self.ids is not behind or self.in_text != self.special.keys() & IN_TEXT:
-            decides.append(json.dumps([list(self.special.values()), list(self.ids), sorted(self.in_text)]))
+        decides = [PATTERN, *special, *(piece.hex() for piece in pieces)]
+        if self.ids != behind or self.in_text != special.keys() & IN_TEXT:
+            unusual = [list(special.values()), self.ids, sorted(self.in_text)]
+            decides.append(json.dumps(unusual))
         self.hash = hashlib.sha256("\n".join(decides).encode()).hexdigest()
 
         # tiktoken wants ranks, but any rising numbers decide which pair is joined first. Given the ids it returns ids.
         ranks = dict(zip(pieces, self.ids))
-        self._bpe = tiktoken.Encoding(name, pat_str=GROUPED, mergeable_ranks=ranks, special_tokens=self.special)
+        self._bpe = tiktoken.Encoding(name, pat_str=GROUPED, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text):
         """The ids of a text, and of nothing else: no <s>, no </s>."""
@@ -142,7 +145,8 @@ class Tokenizer:
             return self._bpe.decode_bytes(ids)
         except KeyError:
             taken = {*self.special.values(), *self.ids}
-            return self._bpe.decode_bytes([i for i in ids if i in taken])
+            known = [i for i in ids if i in taken]
+            return self._bpe.decode_bytes(known)
 
     def decode(self, ids):
         """The text of ids. A character cut in two at either end becomes U+FFFD."""
@@ -162,7 +166,9 @@ class Tokenizer:
     def chat(self, messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments and errors: see `chat_pieces`."""
         pieces = chat_pieces(messages, tools, thinking, add_generation_prompt, date)
-        return "".join(text for text, _, _ in pieces), self.chat_ids(pieces)[0]
+        text = "".join(words for words, _, _ in pieces)
+        ids, _ = self.chat_ids(pieces)
+        return text, ids
 
     def chat_ids(self, pieces):
         """
@@ -203,7 +209,7 @@ def load(name):
     """
     kind, _, rest = name.partition(":")
     if name == "byte":
-        return Tokenizer(name, [bytes([b]) for b in range(256)], SMALL)
+        return Tokenizer(name, BYTES, SMALL)
     if name == "apertus":
         return Tokenizer(name, tekken(), SPECIAL)
     if kind == "apertus":
@@ -261,7 +267,8 @@ def read_bpe(path):
         pieces = [base64.b64decode(piece, validate=True) for piece in saved["pieces"]]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is not a vocabulary: want the JSON that prepare.py --train_bpe writes") from None
-    complete = {bytes([b]) for b in range(256)} <= {*pieces} and len({*pieces}) == len(pieces)
+    different = {*pieces}
+    complete = different.issuperset(BYTES) and len(different) == len(pieces)
     if saved.get("pattern") != PATTERN or not complete:
         raise ValueError(f"{path} is damaged: want Apertus' pattern, all 256 bytes, no piece twice; train it again")
     own = {key: saved[key] for key in ("special", "ids", "in_text", "ends") if key in saved}
@@ -270,11 +277,12 @@ def read_bpe(path):
 
 def write_bpe(tokenizer, path):
     """A vocabulary as one file, whole or not at all: its pieces; control tokens and ids, unless they are the usual."""
-    saved = dict(pattern=PATTERN, pieces=[base64.b64encode(piece).decode() for piece in tokenizer.pieces])
+    pieces = [base64.b64encode(piece).decode() for piece in tokenizer.pieces]
+    saved = dict(pattern=PATTERN, pieces=pieces)
     if tokenizer.hash != Tokenizer("", tokenizer.pieces, SMALL).hash:
         name = {i: s for s, i in tokenizer.special.items()}
         saved["special"] = tokenizer.special
-        saved["ids"] = list(tokenizer.ids)
+        saved["ids"] = tokenizer.ids
         saved["in_text"] = sorted(tokenizer.in_text)
         saved["ends"] = [name[i] for i in (tokenizer.bos, tokenizer.eos, tokenizer.pad)]
     with open(f"{path}.tmp", "w", encoding="utf-8") as f:
@@ -292,7 +300,7 @@ def keep_for(tokenizer, folder):
 
 
 def without_long_runs(text):
-    """The text in parts, cut after 100,000 characters of white space in a row: regular expressions stand no millions."""
+    """The text in parts, cut inside runs of white space, since the regular expression stands no million of it."""
     return re.split(r"(\s{100000})", text)
 
 
@@ -314,7 +322,8 @@ def train_bpe(texts, vocab_size, path):
     parts = (part for text in texts for part in without_long_runs(text))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
     by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
-    write_bpe(Tokenizer(path, [bytes(piece) for piece, _ in by_rank], SMALL), path)
+    pieces = [bytes(piece) for piece, _ in by_rank]
+    write_bpe(Tokenizer(path, pieces, SMALL), path)
     return load(f"bpe:{path}")
 
 
@@ -323,7 +332,8 @@ def main():
     print(f"{t.name}: {t.vocab_size:,} ids, sha256 {t.hash[:16]}…")
     for text in paths:
         ids = t.encode(text)
-        print(*(f"{i}:{t.decode([i])!r}" for i in ids), f"({len(ids)} tokens, {len(text.encode())} bytes)")
+        shown = [f"{i}:{t.decode([i])!r}" for i in ids]
+        print(*shown, f"({len(ids)} tokens, {len(text.encode())} bytes)")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,10 @@ def write(folder, step, tensors, info, keep, group):
 
 
 def delete_old(folder, step, keep):
-    """Delete all checkpoints but the `keep` newest (0: none). Those of steps after `step` do not count: a resumed run
-    has passed them over because they are damaged."""
+    """
+    Delete all checkpoints but the `keep` newest (0: none). Those after `step` do not count: a resumed run has passed
+    them over because they are damaged.
+    """
     until_now = [s for s in steps_in(folder) if s <= step]
     for old in until_now[:-keep]:  # [:-0] is empty
         shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)

@@ -42,7 +42,8 @@ def onednn_is_faster():
             amd = "AuthenticAMD" in f.read()
     except OSError:
         return False
-    return amd and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return amd and avx512 and torch.backends.mkldnn.is_available()
 
 
 # Decided by the processor's name and not by a race of the two, so that a run can be repeated to the bit.
@@ -108,7 +109,10 @@ def documents(doc):
     rows at once if every row is one document, else one pair per document.
     """
     B, T = doc.shape
-    cuts = [[0, *(1 + row.diff().nonzero()[:, 0]).tolist(), T] for row in doc]
+    cuts = []
+    for row in doc:
+        borders = (1 + row.diff().nonzero()[:, 0]).tolist()
+        cuts.append([0, *borders, T])
     if max(map(len, cuts)) == 2:
         return [(slice(0, B), slice(0, T))]
     found = []
@@ -120,8 +124,8 @@ def documents(doc):
 
 def unfilled(q):
     """
-    Memory for the two results of segment_attention, of q (B, H, T, D): the output (B, H, T, D) and the logsumexp
-    (B, H, T). They lie in memory as (B, T, H, D) and (B, T, H), which the projection that follows reads without a copy.
+    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and the logsumexp
+    (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows reads without a copy.
     """
     B, H, T, D = q.shape
     y = q.new_empty(B, T, H, D)
@@ -153,7 +157,13 @@ def _(q, k, v, doc):
 
 @torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
 def segment_attention_backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, doc: Tensor, y: Tensor, lse: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc: Tensor,
+    y: Tensor,
+    lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
     gradients = tuple(map(torch.empty_like, (q, k, v)))

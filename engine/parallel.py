@@ -83,7 +83,7 @@ class Ranks:
     def __init__(self, mode="none", exact=False, shard=0):
         if mode not in MODES:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
-        # One process inside a Slurm job has srun's variables and is still alone; torchrun's mean what they say.
+        # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's therefore count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
         if mode != "none" and not found:
             raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "

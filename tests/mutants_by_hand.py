@@ -456,7 +456,7 @@ MISTAKES = [
     ("tokenizer.py", "special = dict(allowed_special=self.in_text,", "special = dict(allowed_special=\"all\",",
      "a user's text becomes control tokens"),
     ("tokenizer.py", "said.append(bool(owner[begin]))", "said.append(bool(owner[-1]))", "a token across a border belongs to the end"),
-    ("tokenizer.py", "decides = [PATTERN, *self.special, *(piece.hex()", "decides = [PATTERN, *(piece.hex()", "control tokens are not hashed"),
+    ("tokenizer.py", "decides = [PATTERN, *special, *(piece.hex()", "decides = [PATTERN, *(piece.hex()", "control tokens are not hashed"),
     ("convert.py", "merges += sorted(pairs, key=lambda pair: (rank[pair[0]], rank[pair[1]]))", "merges += pairs", "merges in another order"),
     ("studies/fairness.py", "return sum((2 * i - n - 1) * c", "return sum((2 * i - n) * c", "gini off by one"),
     # sample
