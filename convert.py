@@ -38,7 +38,7 @@ CONSTANTS = dict(beta=XIELU.BETA, eps=XIELU.EPS)  # buffers of xIELU in transfor
 # -----------------------------------------------------------------------------
 # config.json
 
-# A config.json has more keys than HF_NAMES and RoPE's. On these no logit depends, so they may have any value.
+# A config.json has more keys than those of HF_NAMES and RoPE. No logit depends on these: they may have any value.
 FREE = """
     architectures model_type auto_map custom_pipelines _name_or_path name_or_path _commit_hash transformers_version
     unsloth_version unsloth_fixed tokenizer_class model_max_length dtype torch_dtype use_cache use_return_dict
@@ -46,8 +46,8 @@ FREE = """
     num_labels problem_type finetuning_task attn_implementation _attn_implementation _attn_implementation_autoset
     chunk_size_feed_forward keys_to_ignore_at_inference torchscript gradient_checkpointing
 """.split()
-# These would change the logits or the training, so they must say what model.py does, which is in most cases: not that.
-# Null asks for nothing and is accepted.
+# These would change the logits or the training, so they must have the value that model.py implements: off, for most of
+# them. Null asks for nothing and is accepted.
 OFF = """
     attention_bias mlp_bias post_norm attention_dropout hidden_dropout embd_pdrop resid_pdrop is_decoder
     is_encoder_decoder add_cross_attention tie_encoder_decoder use_sliding_window use_bidirectional_attention
