@@ -52,13 +52,21 @@ NAMES = """
     temperature      temp
     max_new_tokens   max_tokens
 """
-ALIASES = {other: ours for ours, *others in map(str.split, NAMES.strip().splitlines()) for other in others}
 LENGTHS = "steps max_steps num_steps train_steps total_steps max_iters iters iterations".split()
 
 
 def lengths(total):
     """The three flags of a pretraining run of `total` samples: 5 % warm-up, 30 % decay, as in configs/laptop.py."""
     return f"--total_samples={total} --warmup_samples={total // 20} --decay_samples={3 * total // 10}"
+
+
+def our_name(key):
+    """What we call the setting that others call `key`; None if nobody does."""
+    for line in NAMES.strip().splitlines():
+        ours, *others = line.split()
+        if key in others:
+            return ours
+    return None
 
 
 def suggestion(key, value, defaults, now):
@@ -76,7 +84,7 @@ def suggestion(key, value, defaults, now):
             return f"{counted}: {value} steps of batch_size={batch} are {lengths(value * batch)}"
         if key in LENGTHS:
             return f"{counted}: total_samples = steps * batch_size"
-    near = [ALIASES.get(key)]
+    near = [our_name(key)]
     if near[0] not in defaults:
         near = difflib.get_close_matches(key, defaults, 1, 0.78)
     if not near:

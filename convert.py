@@ -54,12 +54,21 @@ OFF = """
     rope_traditional
 """.split()
 REQUIRED = dict.fromkeys(OFF, False) | dict(
-    hidden_act="xielu", hidden_activation="xielu", qk_norm=True, pretraining_tp=1, is_causal=True, pruned_heads={},
-    partial_rotary_factor=1.0, logit_scale=1.0)
+    hidden_act="xielu",
+    hidden_activation="xielu",
+    qk_norm=True,
+    pretraining_tp=1,
+    is_causal=True,
+    pruned_heads={},
+    partial_rotary_factor=1.0,
+    logit_scale=1.0)
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 # Our names for the settings of RoPE type llama3.
-LLAMA3 = dict(rope_scaling="factor", rope_original="original_max_position_embeddings",
-              rope_low="low_freq_factor", rope_high="high_freq_factor")
+LLAMA3 = dict(
+    rope_scaling="factor",
+    rope_original="original_max_position_embeddings",
+    rope_low="low_freq_factor",
+    rope_high="high_freq_factor")
 
 
 def config_from_hf(hf):

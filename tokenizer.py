@@ -129,8 +129,10 @@ class Tokenizer:
         except ValueError:
             # The regular expression gives up on a run of a million spaces; half a surrogate pair is no UTF-8, which
             # encode() repairs and encode_to_numpy() does not.
-            parts = [self._bpe.encode(part, **special) for part in without_long_runs(text)]
-            return np.concatenate([np.array(part, np.uint32) for part in parts])
+            ids = []
+            for part in without_long_runs(text):
+                ids += self._bpe.encode(part, **special)
+            return np.array(ids, np.uint32)
 
     def decode_bytes(self, ids):
         """
@@ -155,7 +157,11 @@ class Tokenizer:
     def stream(self):
         """A function id -> text, to print token by token: it holds back bytes until their character is complete."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda i: utf8.decode(self.decode_bytes([i]))
+
+        def text_of(i):
+            return utf8.decode(self.decode_bytes([i]))
+
+        return text_of
 
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary has none of that name."""

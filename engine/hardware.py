@@ -28,7 +28,8 @@ from torch import Tensor
 
 def at_least_fp32(x):
     """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
 
 
 # -----------------------------------------------------------------------------
@@ -92,8 +93,11 @@ def onednn_gradients(ctx, grad):
     return grad_x, onednn_linear(h, g).T
 
 
-onednn_linear.register_autograd(
-    onednn_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+def keep_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+onednn_linear.register_autograd(onednn_gradients, setup_context=keep_inputs)
 
 
 # -----------------------------------------------------------------------------
@@ -128,13 +132,18 @@ def unfilled(q):
     (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows reads without a copy.
     """
     B, H, T, D = q.shape
-    y = q.new_empty(B, T, H, D)
-    lse = at_least_fp32(q.new_empty(B, T, H))
-    return y.transpose(1, 2), lse.transpose(1, 2)
+    y = q.new_empty(B, T, H, D).transpose(1, 2)
+    lse = at_least_fp32(q.new_empty(B, T, H)).transpose(1, 2)
+    return y, lse
 
 
 @torch.library.custom_op("apertus::segment_attention", mutates_args=())
-def segment_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> tuple[Tensor, Tensor]:
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc: Tensor,
+) -> tuple[Tensor, Tensor]:
     """
     Document-masked attention without a mask: one causal call for each document of the batch.
 
@@ -186,8 +195,11 @@ def segment_gradients(ctx, grad, grad_lse):
     return *segment_attention_backward(grad, *ctx.saved_tensors), None
 
 
-segment_attention.register_autograd(
-    segment_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+def keep_inputs_and_outputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
 
 
 # -----------------------------------------------------------------------------
@@ -216,8 +228,10 @@ def pick_dtype(dtype, device):
         return getattr(torch, dtype)
     if device.startswith("cuda"):
         has = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device == "cpu":
+        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        has = False
     return torch.bfloat16 if has else torch.float32
 
 

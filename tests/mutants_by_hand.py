@@ -446,7 +446,7 @@ MISTAKES = [
      "old data go before the new ones stand"),
     # convert
     ("convert.py", "if name == \"lm_head.weight\" and config.tie_embeddings:", "if name == \"lm_head.weight\":", "the head stays empty"),
-    ("convert.py", 'rope_low="low_freq_factor", rope_high="high_freq_factor")', 'rope_low="high_freq_factor", rope_high="low_freq_factor")',
+    ("convert.py", 'rope_low="low_freq_factor",\n    rope_high="high_freq_factor")', 'rope_low="high_freq_factor",\n    rope_high="low_freq_factor")',
      "low and high swapped"),
     ("convert.py", "given.setdefault(\"n_kv_head\", given[\"n_head\"])", "given.setdefault(\"n_kv_head\", 1)", "multi-head read as multi-query"),
     ("convert.py", "        model.lm_head.weight = model.model.embed_tokens.weight", "        pass", "a tied head stays empty"),
