@@ -1,11 +1,15 @@
 """
-What a CPU needs to be fast: which library multiplies, and attention that skips other documents. Plain PyTorch; model.py says what is computed.
+What the machine has, and what a CPU needs to be fast. What is computed is in model.py; nothing here changes it.
 
-    linear(x, w)                      x @ w.T: oneDNN where MKL is slow, a compiled sum where there is one row (decoding), else F.linear
-    segment_attention(q, k, v, doc)   causal attention inside documents, one call for each
+    linear(x, w)                      x @ w.T, by the library that is fastest for these shapes on this processor
+    segment_attention(q, k, v, doc)   causal attention inside documents, one call for each: no mask, and no work outside
 
-Both hide something from torch.compile (a kernel that it would refuse, lengths that differ in every batch) behind an operator of their own,
-torch.library.custom_op: a name, what it computes, the shapes of the result for the compiler, and the gradient.
+    pick_device, pick_dtype           what `auto` means on this machine
+    keep_freed_memory, can_compile    malloc that keeps what a step frees; whether torch.compile can work here
+
+torch.compile would trip over both kernels: over oneDNN's, which it refuses, and over documents, whose lengths differ in
+every batch. Each is therefore an operator of its own (torch.library.custom_op): a name, what it computes, the shapes of
+the result for the compiler, and the gradient.
 """
 
 import contextlib
@@ -17,42 +21,58 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+# Letters: B batch, T time, H query heads, K kv heads, D head dim. A product has K inputs and N outputs.
 
 
 def at_least_fp32(x):
-    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are done in this."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
+
+
+# -----------------------------------------------------------------------------
+# which library multiplies
 
 
 def onednn_is_faster():
-    """MKL gives AMD's AVX-512 cores its AVX2 kernels: 95 instead of oneDNN's 215 GFLOP/s a core in fp32 (Zen 5; pytorch/builder#504)."""
+    """On AMD processors with AVX-512, MKL runs its AVX2 kernels, at half of oneDNN's speed (pytorch/builder#504)."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as f:
-            return "AuthenticAMD" in f.read() and torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available()
+            amd = "AuthenticAMD" in f.read()
     except OSError:
         return False
+    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return amd and avx512 and torch.backends.mkldnn.is_available()
 
 
-ONEDNN = onednn_is_faster()                                # by the processor's name, not by a race: runs must be repeatable to the bit
+# Decided by the processor's name and not by a race of the two, so that a run can be repeated to the bit.
+ONEDNN = onednn_is_faster()
 
 
 def by_onednn(x):
-    """Whether oneDNN multiplies x, rather than what torch takes by itself."""
+    """Whether oneDNN multiplies x, and not the library that torch takes by itself."""
     return ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def linear(x, w):
-    """x (..., K) @ w (N, K).T by what is fastest here."""
-    if x.device.type == "cpu" and x.shape[:-1].numel() == 1:                   # decoding: a walk through memory, at whose speed a sum goes
-        if torch.compiler.is_compiling() and not torch.is_grad_enabled() and w.is_contiguous() and x.dtype != torch.float64:
-            return (x[..., None, :].float() * w.float()).sum(-1).to(x.dtype)   # MKL takes 1.4 to 2.2 times as long
-        return F.linear(x, w)
-    return onednn_linear(x, w) if by_onednn(x) else F.linear(x, w)
+    """x (..., K) @ w (N, K).T -> (..., N), by what is fastest here."""
+    one_row = x.device.type == "cpu" and x.shape[:-1].numel() == 1
+    # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL does not.
+    # The sum is in fp32, so fp64 cannot take this way.
+    decoding = one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if decoding and w.is_contiguous() and x.dtype != torch.float64:
+        products = x[..., None, :].float() * w.float()                   # (..., N, K)
+        return products.sum(-1).to(x.dtype)
+    if by_onednn(x) and not one_row:
+        return onednn_linear(x, w)
+    return F.linear(x, w)
 
 
 @torch.library.custom_op("apertus::linear", mutates_args=())
-def onednn_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x (..., K) @ w (N, K).T in fp32 by oneDNN, of any strides. Inductor takes the operator inside for frozen weights only."""
+def onednn_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x (..., K) @ w (N, K).T -> (..., N) in fp32 by oneDNN, of any strides."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
 
 
@@ -62,41 +82,80 @@ def _(x, w):
 
 
 def onednn_gradients(ctx, grad):
+    """The gradients of x and w from that of the product (..., N)."""
     x, w = ctx.saved_tensors
-    g, h = grad.flatten(0, -2).T, x.flatten(0, -2).T       # (N, rows), (K, rows): oneDNN copies the first, so let that be the smaller
-    return onednn_linear(grad, w.T), onednn_linear(g, h) if len(g) <= len(h) else onednn_linear(h, g).T
+    g = grad.flatten(0, -2).T                                            # (N, rows)
+    h = x.flatten(0, -2).T                                               # (K, rows)
+    grad_x = onednn_linear(grad, w.T)
+    # oneDNN copies its first argument, so let that be the smaller one.
+    if len(g) <= len(h):
+        return grad_x, onednn_linear(g, h)
+    return grad_x, onednn_linear(h, g).T
 
 
-onednn_linear.register_autograd(onednn_gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+def keep_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+onednn_linear.register_autograd(onednn_gradients, setup_context=keep_inputs)
+
+
+# -----------------------------------------------------------------------------
+# attention inside documents
+
+attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def documents(doc):
-    """Where the documents of ids (B, T) lie: slices (rows, columns) of each; all rows at once if every row is one document."""
+    """
+    Where the documents lie. doc: (B, T) ids, equal inside a document. Returns [(slice of rows, slice of columns)]: all
+    rows at once if every row is one document, else one pair per document.
+    """
     B, T = doc.shape
-    cuts = [[0, *(1 + row.diff().nonzero()[:, 0]).tolist(), T] for row in doc]
+    cuts = []
+    for row in doc:
+        borders = (1 + row.diff().nonzero()[:, 0]).tolist()
+        cuts.append([0, *borders, T])
     if max(map(len, cuts)) == 2:
         return [(slice(0, B), slice(0, T))]
-    return [(slice(b, b + 1), slice(start, end)) for b, row in enumerate(cuts) for start, end in zip(row, row[1:])]
+    found = []
+    for b, row in enumerate(cuts):
+        for start, end in zip(row, row[1:]):
+            found.append((slice(b, b + 1), slice(start, end)))
+    return found
 
 
 def unfilled(q):
-    """Room for what segment_attention returns: (B, H, T, D), laid out as (B, T, H, D) for the projection that follows, and (B, H, T)."""
+    """
+    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and the logsumexp
+    (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows reads without a copy.
+    """
     B, H, T, D = q.shape
-    return q.new_empty(B, T, H, D).transpose(1, 2), at_least_fp32(q.new_empty(B, T, H)).transpose(1, 2)
+    y = q.new_empty(B, T, H, D).transpose(1, 2)
+    lse = at_least_fp32(q.new_empty(B, T, H)).transpose(1, 2)
+    return y, lse
 
 
 @torch.library.custom_op("apertus::segment_attention", mutates_args=())
-def segment_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc: Tensor,
+) -> tuple[Tensor, Tensor]:
     """
-    Document-masked attention without a mask: one causal call for each document of the batch. Masking then makes attention cheaper instead
-    of dearer: work falls with the sum of squared lengths (2-5x less than a T x T mask at 8 documents).
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T) -> (B, H, T, D), and the logsumexp of the scores (B, H, T), for the gradient.
-    bf16 is computed in fp32: SDPA's CPU kernel takes twice as long in bf16 for documents of 100 tokens, and as long for 250.
+    Document-masked attention without a mask: one causal call for each document of the batch.
+
+    q (B, H, T, D), k and v (B, K, T, D), doc (B, T). Returns (B, H, T, D), and for the gradient the logsumexp of the
+    scores (B, H, T). A T x T mask would make attention slower; this makes it faster, since work falls with the sum of
+    squared lengths. bf16 is computed in fp32, which SDPA's CPU kernel does in half the time for short documents.
     """
     y, lse = unfilled(q)
-    q, k, v = map(at_least_fp32, (q, k, v))
-    for b, t in documents(doc):
-        y[b, :, t], lse[b, :, t] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[b, :, t], k[b, :, t], v[b, :, t], is_causal=True)
+    inputs = [at_least_fp32(x) for x in (q, k, v)]
+    for rows, columns in documents(doc):
+        inside = rows, slice(None), columns                              # of all heads
+        y[inside], lse[inside] = attend(*(x[inside] for x in inputs), is_causal=True)
     return y, lse
 
 
@@ -106,65 +165,96 @@ def _(q, k, v, doc):
 
 
 @torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
-def segment_attention_backward(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc: torch.Tensor, y: torch.Tensor,
-                               lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v."""
-    out = tuple(torch.empty_like(t) for t in (q, k, v))
+def segment_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    doc: Tensor,
+    y: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
+    gradients = tuple(map(torch.empty_like, (q, k, v)))
     inputs = [at_least_fp32(x) for x in (grad, q, k, v, y, lse)]
-    for b, t in documents(doc):
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*(x[b, :, t] for x in inputs), dropout_p=0.0, is_causal=True)
-        for whole, part in zip(out, parts):
-            whole[b, :, t] = part
-    return out
+    for rows, columns in documents(doc):
+        inside = rows, slice(None), columns
+        parts = attend_backward(*(x[inside] for x in inputs), dropout_p=0.0, is_causal=True)
+        for whole, part in zip(gradients, parts):
+            whole[inside] = part
+    return gradients
 
 
 @segment_attention_backward.register_fake
 def _(grad, q, k, v, doc, y, lse):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return tuple(map(torch.empty_like, (q, k, v)))
 
 
-segment_attention.register_autograd(lambda ctx, grad, _: (*segment_attention_backward(grad, *ctx.saved_tensors), None),
-                                    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+def segment_gradients(ctx, grad, grad_lse):
+    """lse has no gradient of its own, since only this function reads it; and the ids of documents have none."""
+    return *segment_attention_backward(grad, *ctx.saved_tensors), None
+
+
+def keep_inputs_and_outputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
+
+
+# -----------------------------------------------------------------------------
+# what this machine has
 
 
 def pick_device(device):
-    """The device that is asked for; of "auto", the first of cuda, mps and cpu that is here. ValueError for one that is not."""
+    """The device by name; "auto" is the first of cuda, mps and cpu that is here. ValueError for one that is not."""
     have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    if device != "auto" and not have.get(device.split(":")[0]):
-        raise ValueError(f"device={device!r} is not here: there is {', '.join(k for k, v in have.items() if v)}")
-    return next(k for k, v in have.items() if v) if device == "auto" else device
+    here = [kind for kind, available in have.items() if available]
+    if device == "auto":
+        return here[0]
+    if device.split(":")[0] not in here:
+        raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}")
+    return device
 
 
 def pick_dtype(dtype, device):
-    """float32 or bfloat16, as a torch.dtype; of "auto", bf16 where the device multiplies in it (of CPUs: AVX-512 BF16 or AMX)."""
+    """
+    float32 or bfloat16, as a torch.dtype. "auto" is bf16 where the device multiplies in it: of CPUs those with AVX-512
+    BF16 or AMX, of GPUs not T4 and V100, which only imitate it, many times slower than fp32.
+    """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
     if dtype != "auto":
         return getattr(torch, dtype)
-    if device.startswith("cuda"):                                           # T4 and V100 only imitate it, many times slower than fp32
+    if device.startswith("cuda"):
         has = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device == "cpu":
+        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+        has = False
     return torch.bfloat16 if has else torch.float32
 
 
 def keep_freed_memory():
     """
-    Let malloc keep what a step frees for the next one, instead of giving it back to the kernel, which zeroes it anew page by page: a step
-    of the laptop's model takes 140 ms instead of 160, with a fifth of the system time. Tensors above 32 MB are given back as ever (glibc's
-    limit, set here because setting one number freezes the other at 128 KB). Only glibc has this; who sets its variables is left alone.
+    Let malloc keep what a step frees for the next one. It would give it back to the kernel, which has to make every
+    page anew, filled with zeros: an eighth of a step of the laptop's model.
+
+    Tensors above 32 MB are still given back: that is glibc's own upper limit, set here because to set one of the two
+    numbers freezes the other at 128 KB. Other C libraries have no such option. The user's own settings are kept.
     """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         return
-    with contextlib.suppress(AttributeError, OSError, TypeError):           # other C libraries, and Windows
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # no glibc
         malloc_option = ctypes.CDLL(None).mallopt
-        malloc_option(-3, 2**25)                                            # M_MMAP_THRESHOLD, in bytes
-        malloc_option(-1, 2**31 - 1)                                        # M_TRIM_THRESHOLD
+        malloc_option(-3, 2**25)  # M_MMAP_THRESHOLD, in bytes
+        malloc_option(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def can_compile(device):
     """Whether torch.compile has what it needs on this machine: a C++ compiler on the CPU, Triton on CUDA."""
-    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or torch first compiles a program to see if AVX works: 4 s
+    # torch would first compile a program to see whether AVX works: seconds of every start.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cuda":
         return find_spec("triton") is not None
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")

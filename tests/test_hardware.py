@@ -1,4 +1,4 @@
-"""cpu.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their shapes and gradients."""
+"""engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their shapes and gradients."""
 import pytest
 import torch
 import torch.nn.functional as F
