@@ -32,7 +32,7 @@ import re
 import numpy as np
 import tiktoken
 
-from chat import chat_pieces, control, plain  # noqa: F401 (tests take the last two from here)
+from chat import chat_pieces
 from configurator import run
 
 name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line

@@ -38,7 +38,7 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
     ids = TOK.chat([dict(role="system", content="s")])[1]
     cache = KVCache(model, 1, 16)                                             # grows six times
     for words in ("first", "second, and longer", "third"):
-        ids += TOK.chat_ids([tokenizer.control("user_start"), tokenizer.plain(words), tokenizer.control("user_end"), tokenizer.control("assistant_start")])[0]
+        ids += TOK.chat_ids([chat.control("user_start"), chat.plain(words), chat.control("user_end"), chat.control("assistant_start")])[0]
         want = generate(model, [list(ids)], 100, temperature=0, stop=(END,))[0][len(ids):]
         assert list(talk.reply(model, cache, ids, how, {END}, 100)) == want
         assert cache.length == len(ids) - 1                                   # all but the last was read once and is kept
