@@ -5,19 +5,20 @@ Does it help? A study is a few arms that differ in one choice, trained on the sa
 
     mean d +- t sd d / sqrt(n), the 95 % interval of Student's t             p = P(|t_{n-1}| > |mean d| sqrt(n) / sd d)
 
-Runs of one seed share the order of the data and, where shapes agree, the initial weights (model.py seeds each tensor by its name), so
-differences are taken pair by pair. Each arm searches the same learning rates with seed 0 and keeps its best: a baseline that is tuned
-less than its rival proves nothing, and the seed that chose a rate flatters it, so seed 0 is not among those that are reported. Who
-compares eleven arms finds a small p by chance: beside each p stands Holm's, which holds for all comparisons of a table together.
+Differences are taken seed by seed, because runs of one seed share the order of the data and, where shapes agree, the
+initial weights (model.py seeds each tensor by its name). Each arm searches the same learning rates and keeps its best:
+a baseline that is tuned less than its rival proves nothing. The search has a seed of its own, 0, which is not among
+those that are reported, because the seed that chose a rate flatters it. And a table of eleven comparisons holds a small
+p by chance: Holm's correction, printed beside each p, is right for all comparisons of a table together.
 
-The floor is always a tenth of the peak. What is asked decides the name of a run's folder, so studies share the runs that they have in
-common, finished runs are skipped, broken ones are resumed. Protocol: report sec. 2.4, Table 3 (arXiv 2509.14233), which has one run an
-arm; here the seeds say what a difference is worth.
+The learning rate always falls to a tenth of its peak. A run's folder is named after what was asked of it, so studies
+share the runs that they have in common, finished runs are skipped and broken ones go on. Protocol: Apertus report
+(arXiv 2509.14233) sec. 2.4, Table 3, which has one run for each arm; here the seeds say what a difference is worth.
 
-$ python -m studies.ablate configs/ablations/activations.py                       # a study: runs, results.csv, table.md, plot.png
-$ python -m studies.ablate configs/ablations/activations.py --report              # tables and pictures again from the committed runs.jsonl
-$ python -m studies.ablate configs/ablations/apertus.py --size=configs/laptop.py  # the same at another size: any config of train.py
-$ python -m studies.ablate --overview                                             # every study in one table and one picture
+$ python -m studies.ablate configs/ablations/activations.py              # runs, results.csv, table.md, plot.png
+$ python -m studies.ablate configs/ablations/activations.py --report     # the files again from the committed runs.jsonl
+$ python -m studies.ablate configs/ablations/apertus.py --size=configs/laptop.py  # another size: any config of train.py
+$ python -m studies.ablate --overview                                    # every study in one table and one picture
 """
 
 import sys
@@ -27,23 +28,24 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import csv
+import dataclasses
 import glob
-import hashlib
-import json
 import math
 import os
-import queue
 import runpy
 import statistics
-import subprocess
 import textwrap
-from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
 
 import configurator
+import train
 from configurator import ROOT
 from engine import plot
-from engine.intervals import p_value, t_quantile
-from schedule import steps_in
+from engine.intervals import student
+from model import Apertus, ApertusConfig
+from studies import kit
 from tokenizer import read_json
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
@@ -58,12 +60,16 @@ size = "configs/ablations/size_laptop.py"   # a config of train.py: the model an
 data = "data/stdlib"                        # what prepare.py wrote
 out = "results/ablations"                   # the study's folder is made in here
 runs = "out/ablations"                      # run folders: logs and checkpoints, not for committing
-jobs = 0                                    # runs at a time; 0 = one a GPU, or one a CPU core
+jobs = 0                                    # runs at a time; 0 = one for each GPU, or for each CPU core without one
 report = False                              # run nothing: write table and pictures from runs.jsonl
 overview = False                            # run nothing: one table and one picture of all studies in `out`
 
-SEARCH_SEED = 0                             # chooses the learning rates, and is never reported
-COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3", llama="C0", swiglu="C0", adamw="C0", cosine="C0", gelu="C1", relu2="C2")
+SEARCH_SEED = 0     # chooses the learning rates, and is never reported
+
+# In every picture what Apertus chose is red, and what it replaced is blue. Arms that are not named get any colour.
+COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3",
+               llama="C0", swiglu="C0", adamw="C0", cosine="C0",
+               gelu="C1", relu2="C2")
 
 
 # -----------------------------------------------------------------------------
@@ -71,407 +77,476 @@ COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3", llama="C0", sw
 
 
 def arguments(arm, lr, seed):
-    """The command line of one run of train.py, without its folder. A config file goes before the flags, which win."""
-    files, flags = ([arm], {}) if isinstance(arm, str) else ([], arm)
-    flags = {**flags, "lr": lr, "lr_floor": lr / 10, "seed": seed, "data": data}
-    return [size, *files, *(f"--{key}={value}" for key, value in flags.items())]
+    """The arguments of train.py for one run, without its folder. A config file goes before the flags, which win."""
+    asked = {"lr": lr, "lr_floor": lr / 10, "seed": seed, "data": data}
+    if isinstance(arm, str):
+        return [size, arm, *kit.flags(asked)]
+    return [size, *kit.flags({**arm, **asked})]
 
 
 def check_arguments(argv):
-    """Refuse a setting that train.py does not have, or a value of the wrong kind, before the first run. Returns the values asked for."""
-    import train
-    namespace = dict(vars(train))
-    resolved = configurator.configure(namespace, argv)                      # ValueError with "did you mean"
-    named = {arg[2:].split("=")[0] for arg in argv if arg.startswith("--")}
-    for file in (arg for arg in argv if not arg.startswith("--")):
-        named |= configurator.settings(runpy.run_path(configurator.config_file(file))).keys()
+    """
+    {name: value} of the settings that the arguments of train.py and their config files name.
+
+    ValueError, before the first run, for a setting that train.py does not have or a value of the wrong kind.
+    """
+    resolved = configurator.configure(dict(vars(train)), argv)
+    named = set()
+    for arg in argv:
+        if arg.startswith("--"):
+            named.add(arg[2:].split("=")[0])
+        else:
+            found = runpy.run_path(configurator.config_file(arg))
+            named |= configurator.settings(found).keys()
     return {key: resolved[key] for key in sorted(named - {"out"})}
 
 
 def folder_of(asked):
-    """What is asked decides the name, so the same run in two studies is done once, and a changed setting is another run."""
-    return os.path.join(runs, hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:10])
+    """The run's folder. The same run in two studies is done once, and a changed setting makes another run."""
+    return f"{runs}/{kit.digest(asked)}"
 
 
-def finished(folder):
-    """Does the log end with the validation of the last step? What was written after it, a checkpoint, a picture, no study needs."""
-    if not plot.has_log(folder) or not os.path.isfile(os.path.join(folder, "config.json")):
-        return False
-    try:
-        config = read_json(os.path.join(folder, "config.json"))
-    except ValueError:                                                      # cut by a full disk: train.py --resume writes it again
-        return False
-    last = (plot.read_log(folder) or [{}])[-1]
-    return "val_bpb" in last and last["step"] + 1 == steps_in(config["total_samples"], config["batch_size"], config["batch_ramp_at"] or None)
+def train_all(asked):
+    """
+    Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the lines of runs.jsonl in order.
 
-
-def train_one(argv, folder, device):
-    """Train, or go on with what was begun; nothing to do if it is finished. ValueError with train.py's own last line if it fails."""
-    if finished(folder):
-        return
-    os.makedirs(folder, exist_ok=True)
-    env = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
-    if device is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(device)
-    with open(os.path.join(folder, "output.txt"), "w", encoding="utf-8") as f:
-        command = [sys.executable, os.path.join(ROOT, "train.py"), *argv, f"--out={folder}", "--resume"]
-        code = subprocess.run(command, stdout=f, stderr=f, env=env).returncode
-    if code:
-        with open(os.path.join(folder, "output.txt"), encoding="utf-8") as f:
-            last = (f.read().strip().splitlines() or ["it said nothing"])[-1]
-        raise ValueError(f"train.py {' '.join(argv)} ended with code {code}: {last}. The same command tries again where it stopped")
-
-
-def train_all(todo):
-    """todo: list of (argv, folder). One run at a time on each GPU, or `jobs` of one thread each on the CPU."""
-    import torch
-    gpus = torch.cuda.device_count()
-    width = jobs or gpus or os.cpu_count()
-    devices = queue.Queue()
-    for i in range(width):
-        devices.put(i % gpus if gpus else None)
-
-    def one(job):
-        device = devices.get()
-        try:
-            train_one(*job, device)
-        finally:
-            devices.put(device)
-            print(f"  {job[1]}: {' '.join(a for a in job[0] if a.startswith('--'))}", flush=True)
-
-    with ThreadPoolExecutor(width) as pool:
-        for _ in pool.map(one, {folder: (argv, folder) for argv, folder in todo}.values()):
-            pass
+    ValueError if train.py fails: the runs that are finished by then stay so.
+    """
+    commands = {}
+    folders = []
+    for arm, lr, seed in asked:
+        argv = arguments(arms[arm], lr, seed)
+        folders.append(folder_of(check_arguments(argv)))
+        # By folder: two arms may ask for the same run, and two processes must not write into one folder.
+        commands[folders[-1]] = argv
+    trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
+    for folder, argv, _ in zip(commands, commands.values(), trained):
+        print(f"  {folder}: {' '.join(arg for arg in argv if arg.startswith('--'))}", flush=True)
+    return [read_run(folder, *run) for folder, run in zip(folders, asked)]
 
 
 def read_run(folder, arm, lr, seed):
-    """One line of runs.jsonl from a finished run's log: its validation curve, and what it cost."""
-    import inspect
+    """
+    One line of runs.jsonl from a finished run's log: its validation curve in bits per byte, and what it cost.
 
-    import torch
-
-    from model import Apertus, ApertusConfig
+    tokens, val_bpb: lists, one entry for each validation. flops: of the whole run, forward and backward, by the model's
+    own count. train_loss: nats per token. ValueError if the log lacks the last validation.
+    """
     entries = plot.read_log(folder)
-    val = [e for e in entries if "val_bpb" in e]
+    validations = [e for e in entries if "val_bpb" in e]
     steps = [e for e in entries if "loss" in e]
-    if not val or not steps or val[-1]["step"] != steps[-1]["step"]:
-        raise ValueError(f"{folder}: log.jsonl does not end with a validation: delete the folder and run the study again")
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-        config = json.load(f)
+    if not validations or not steps or validations[-1]["step"] != steps[-1]["step"]:
+        raise ValueError(f"{folder}: log.jsonl does not end with a validation: "
+                         "delete the folder and run the study again")
+    config = read_json(f"{folder}/config.json")
+    shape = {f.name: config[f.name] for f in dataclasses.fields(ApertusConfig) if f.name in config}
     with torch.device("meta"):
-        model = Apertus(ApertusConfig(**{name: config[name] for name in inspect.signature(ApertusConfig).parameters if name in config}))
-    tail = steps[-max(1, len(steps) // 20):]
-    warm = [e["grad_norm"] for e in steps[len(steps) // 10:]]               # the first steps' norms say nothing
-    return dict(arm=arm, lr=lr, seed=seed, size=size, parameters=model.num_params(), steps=len(steps), batch_tokens=steps[0]["tokens"],
-                flops=model.flops_per_token(config["block_size"]) * val[-1]["tokens"], seconds=val[-1]["seconds"],
-                tokens=[e["tokens"] for e in val], val_bpb=[round(e["val_bpb"], 5) for e in val],
-                train_loss=round(statistics.fmean(e["loss"] for e in tail), 5), grad_norm_median=round(statistics.median(warm), 4),
-                grad_norm_max=round(max(warm), 4), data_hash=config["data_hash"][:10])
+        model = Apertus(ApertusConfig(**shape))
+    end = validations[-1]
+    # One batch says little about the training loss: the mean of the last twentieth does.
+    last_steps = steps[-max(1, len(steps) // 20) :]
+    # The gradients of fresh weights are large whatever the arm: the first tenth is left out.
+    norms = [e["grad_norm"] for e in steps[len(steps) // 10 :]]
+    return dict(
+        arm=arm,
+        lr=lr,
+        seed=seed,
+        size=size,
+        parameters=model.num_params(),
+        steps=len(steps),
+        batch_tokens=steps[0]["tokens"],
+        flops=model.flops_per_token(config["block_size"]) * end["tokens"],
+        seconds=end["seconds"],
+        tokens=[e["tokens"] for e in validations],
+        val_bpb=[round(e["val_bpb"], 5) for e in validations],
+        train_loss=round(statistics.fmean(e["loss"] for e in last_steps), 5),
+        grad_norm_median=round(statistics.median(norms), 4),
+        grad_norm_max=round(max(norms), 4),
+        data_hash=config["data_hash"][:10],
+    )
 
 
 def run_study():
     """Each arm's learning rate by the search seed, then the reported seeds at it. Returns the lines of runs.jsonl."""
-    def do(asked):
-        """Train each (arm, lr, seed) that is not finished; returns their rows."""
-        jobs = []
-        for name, lr, seed in asked:
-            argv = arguments(arms[name], lr, seed)
-            jobs.append((argv, folder_of(check_arguments(argv))))
-        train_all(jobs)
-        return [read_run(folder, *run) for (_, folder), run in zip(jobs, asked)]
-
-    searched, best = [], dict.fromkeys(arms, lrs[0])
+    searched = []
+    best = dict.fromkeys(arms, lrs[0])
     if len(lrs) > 1:
         print(f"{study}: {len(arms)} arms x {len(lrs)} learning rates, seed {SEARCH_SEED}")
-        searched = do([(name, lr, SEARCH_SEED) for lr in lrs for name in arms])
+        searched = train_all([(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms])
         best = best_lrs(searched)
     print(f"{study}: learning rates {best}; seeds 1 to {seeds}")
-    return searched + do([(name, best[name], seed) for seed in range(1, seeds + 1) for name in arms])
+    return searched + train_all([
+        (arm, best[arm], seed)
+        for seed in range(1, seeds + 1)
+        for arm in arms
+    ])
 
 
 # -----------------------------------------------------------------------------
 # what the runs say
 
 
+def final(run):
+    """Validation of a run's last step, in bits per byte."""
+    return run["val_bpb"][-1]
+
+
+def by_arm(rows):
+    """{arm: its runs}, both in the order of the rows."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row["arm"], []).append(row)
+    return groups
+
+
 def best_lrs(searched):
-    """{arm: its learning rate of the lowest final validation}, from the runs of the search seed."""
-    best = {}
-    for r in searched:
-        if r["arm"] not in best or r["val_bpb"][-1] < best[r["arm"]]["val_bpb"][-1]:
-            best[r["arm"]] = r
-    return {arm: r["lr"] for arm, r in best.items()}
+    """{arm: the learning rate of its lowest final validation}, from the runs of the search seed."""
+    return {arm: min(group, key=final)["lr"] for arm, group in by_arm(searched).items()}
 
 
 def reported(rows):
-    """{arm: its runs by seed}, without those of the search: what is compared."""
-    groups = {}
-    for r in sorted(rows, key=lambda r: r["seed"]):
-        if r["seed"] != SEARCH_SEED:
-            groups.setdefault(r["arm"], []).append(r)
-    return {arm: groups[arm] for arm in dict.fromkeys(r["arm"] for r in rows)}
+    """{arm: its runs} without those of the search: what is compared."""
+    return by_arm(row for row in rows if row["seed"] != SEARCH_SEED)
 
 
 def differences(ours, theirs):
     """Runs of two arms -> what ours ends above theirs, in bits per byte, one number for each seed that both have."""
-    base = {r["seed"]: r["val_bpb"][-1] for r in theirs}
-    return [r["val_bpb"][-1] - base[r["seed"]] for r in ours if r["seed"] in base]
+    return kit.differences(ours, theirs, final)
 
 
 def paired(ours, theirs):
-    """Runs of two arms -> (mean difference, half of its 95 % interval, p, n). The two in the middle are nan for one seed."""
+    """Runs of two arms -> (mean difference, half of its 95 % interval, p, n). Interval and p are nan for one seed."""
     d = differences(ours, theirs)
-    if len(d) < 2:
-        return statistics.fmean(d) if d else math.nan, math.nan, math.nan, len(d)
-    mean, error = statistics.fmean(d), statistics.stdev(d) / math.sqrt(len(d))
-    t = mean / error if error else math.copysign(math.inf, mean) if mean else 0.0
-    return mean, t_quantile(len(d) - 1) * error, p_value(t, len(d) - 1), len(d)
+    return *student(d), len(d)
 
 
 def holm(ps):
     """
-    The p-values of several comparisons -> the same, adjusted so that the chance of any false one below alpha is alpha (Holm 1979):
-    the i-th smallest of n times n - i + 1, none smaller than the one before it.
+    P-values of several comparisons -> the same, adjusted: the chance of any false one below alpha is at most alpha.
+
+    The i-th smallest of n is multiplied by n - i + 1, and none may be smaller than the one before it (Holm 1979).
     """
-    adjusted, most = list(ps), 0.0
-    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        most = max(most, min(1.0, ps[i] * (len(ps) - rank)))
-        adjusted[i] = most
-    return adjusted
+    ps = np.array(ps)
+    order = ps.argsort()
+    times = np.arange(len(ps), 0, -1)
+    ps[order] = np.maximum.accumulate(ps[order] * times).clip(max=1)
+    return ps.tolist()
 
 
 def mean_curve(group):
     """[(tokens, mean bits per byte over the seeds)] at the evaluations that all runs have."""
-    everywhere = [t for t in group[0]["tokens"] if all(t in r["tokens"] for r in group)]
-    return [(t, statistics.fmean(r["val_bpb"][r["tokens"].index(t)] for r in group)) for t in everywhere]
+    curves = [dict(zip(r["tokens"], r["val_bpb"])) for r in group]
+    shared = [t for t in curves[0] if all(t in curve for curve in curves)]
+    return [(t, statistics.fmean(curve[t] for curve in curves)) for t in shared]
 
 
 def share_of_tokens(curve, goal):
-    """The share of its tokens after which a mean curve first is at or below `goal`, linear between evaluations; None if never."""
-    before = None
+    """
+    The share of its tokens after which a mean curve first is at or below `goal`; None if it never is.
+
+    Between two evaluations the curve is taken to be a straight line.
+    """
+    before_t, before_y = curve[0]
     for t, y in curve:
         if y <= goal:
-            if before and before[1] > y:
-                t = before[0] + (t - before[0]) * (before[1] - goal) / (before[1] - y)
+            if before_y > y:
+                t = before_t + (t - before_t) * (before_y - goal) / (before_y - y)
             return t / curve[-1][0]
-        before = (t, y)
+        before_t, before_y = t, y
     return None
 
 
 def summary(rows, baseline):
-    """One dict an arm, the baseline first: what results.csv and table.md say."""
+    """
+    One dict for each arm, the baseline first: what results.csv and table.md say.
+
+    bpb, sd: mean and standard deviation over seeds of the last validation. difference, half_interval, p, p_holm:
+    against the baseline, by seed. tokens_to_baseline: share_of_tokens until the baseline's last validation.
+    lr_at_edge: the best learning rate is the lowest or the highest that was tried, so a better one may lie beyond.
+
+    ValueError if the runs have different data, or if none is the baseline's.
+    """
     hashes = {r["data_hash"] for r in rows}
     if len(hashes) > 1:
-        raise ValueError(f"runs on different data ({', '.join(sorted(hashes))}) cannot be compared: run the study again with one --data")
+        raise ValueError(f"runs on different data ({', '.join(sorted(hashes))}) cannot be compared: "
+                         "run the study again with one --data")
     groups = reported(rows)
     if baseline not in groups:
         raise ValueError(f"baseline={baseline!r} is no arm of the runs: there is {', '.join(groups)}")
-    base, table = groups[baseline], []
-    for arm in sorted(groups, key=lambda a: a != baseline):
+    base = groups[baseline]
+    goal = mean_curve(base)[-1][1]
+    table = []
+    for arm in sorted(groups, key=lambda arm: arm != baseline):
         group = groups[arm]
-        final = [r["val_bpb"][-1] for r in group]
-        rates = sorted({r["lr"] for r in rows if r["arm"] == arm})
+        first = group[0]
+        tried = [r["lr"] for r in rows if r["arm"] == arm]
+        edges = {min(tried), max(tried)}
+        finals = [final(r) for r in group]
         mean, half, p, n = paired(group, base)
         table.append(dict(
             arm=arm,
-            lr=group[0]["lr"],
-            lr_at_edge=len(rates) > 1 and group[0]["lr"] in (rates[0], rates[-1]),
+            lr=first["lr"],
+            lr_at_edge=first["lr"] in edges and len(edges) == 2,
             seeds=n,
-            bpb=statistics.fmean(final),
-            sd=statistics.stdev(final) if len(final) > 1 else math.nan,
-            difference=None if arm == baseline else mean,
-            half_interval=None if arm == baseline else half,
-            p=None if arm == baseline else p,
-            tokens_to_baseline=share_of_tokens(mean_curve(group), mean_curve(base)[-1][1]),
+            bpb=statistics.fmean(finals),
+            sd=statistics.stdev(finals) if len(finals) > 1 else math.nan,
+            difference=mean,
+            half_interval=half,
+            p=p,
+            tokens_to_baseline=share_of_tokens(mean_curve(group), goal),
             train_loss=statistics.fmean(r["train_loss"] for r in group),
             grad_norm=statistics.median(r["grad_norm_median"] for r in group),
             grad_norm_max=max(r["grad_norm_max"] for r in group),
-            parameters=group[0]["parameters"],
-            steps=group[0]["steps"],
-            tokens=group[0]["tokens"][-1],
-            flops=group[0]["flops"],
-            seconds=statistics.fmean(r["seconds"] for r in group)))
-    for row, p in zip(table[1:], holm([row["p"] for row in table[1:]])):
+            parameters=first["parameters"],
+            steps=first["steps"],
+            tokens=first["tokens"][-1],
+            flops=first["flops"],
+            seconds=statistics.fmean(r["seconds"] for r in group),
+        ))
+    compared = table[1:]
+    for row, p in zip(compared, holm([row["p"] for row in compared])):
         row["p_holm"] = p
-    table[0].update(tokens_to_baseline=1.0, p_holm=None)
+    # The baseline is compared with nothing.
+    table[0].update(difference=None, half_interval=None, p=None, tokens_to_baseline=1.0, p_holm=None)
     return table
+
+
+# -----------------------------------------------------------------------------
+# tables
 
 
 def difference_md(row, p_holm):
     """A difference to the baseline as text: mean, 95 % interval, p alone and among all comparisons of the table."""
+    if row["difference"] is None:
+        return "baseline"
     if row["seeds"] < 2:
         return f"{row['difference']:+.4f} (one seed)"
     return f"{row['difference']:+.4f} ± {row['half_interval']:.4f} (p = {row['p']:.3f}, {p_holm:.3f})"
 
 
-def reach_md(share):
+def reach_md(row):
+    """The share of its tokens after which an arm is as good as the baseline at its end, as text."""
+    share = row["tokens_to_baseline"]
     return "never" if share is None else f"{share:.0%}"
 
 
 def table_md(rows):
-    """The study as Markdown. A pure function of the runs: a test writes it again from the committed ones and compares."""
+    """
+    The study as Markdown: what was run, a line for each arm, what was published, and how our numbers read.
+
+    A pure function of the runs, so that a test can write it again from the committed ones and compare.
+    """
     table = summary(rows, baseline)
-    first, many = table[0], max(r["seeds"] for r in table)
+    first = table[0]
+    most_seeds = max(r["seeds"] for r in table)
     rates = sorted({r["lr"] for r in rows if r["seed"] == SEARCH_SEED})
-    search = f"Each arm's learning rate is the best of {', '.join(f'{lr:g}' for lr in rates)} with seed {SEARCH_SEED}, which is not " \
-             "reported (* = at the edge of what was tried)." if rates else "One learning rate for all, not searched."
-    lines = [f"# {study}", "", question, "",
-             f"{first['parameters'] / 1e6:.2f}M parameters (baseline), {first['steps']} steps of {rows[0]['batch_tokens']:,} tokens = "
-             f"{first['tokens'] / 1e6:.2f}M tokens, {many} seeds. {search} Differences are paired by seed: mean ± half of the 95 % "
-             f"interval by Student's t (p, and p by Holm for all {len(table) - 1} comparisons of this table).", "",
-             "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters | train loss "
-             "| gradient norm, median (max) | FLOPs | s |",
-             "|---|---|---|---|---|---|---|---|---|---|"]
-    for r in table:
-        lines.append("| " + " | ".join((
-            r["arm"],
-            f"{r['lr']:g}{'*' if r['lr_at_edge'] else ''}",
-            f"{r['bpb']:.4f} ± {r['sd']:.4f}",
-            "baseline" if r["difference"] is None else difference_md(r, r["p_holm"]),
-            reach_md(r["tokens_to_baseline"]),
-            f"{r['parameters']:,}",
-            f"{r['train_loss']:.3f}",
-            f"{r['grad_norm']:.2f} ({r['grad_norm_max']:.1f})",
-            f"{r['flops']:.2e}",
-            f"{r['seconds']:.0f}")) + " |")
-    lines += ["", f"Published: {published}", "", f"Reading: {reading or 'none written yet.'}", "",
-              f"Command: `python -m studies.ablate configs/ablations/{study}.py --seeds={many} --size={rows[0]['size']}`", ""]
-    return "\n".join(lines)
-
-
-def draw(rows, picture):
-    """Validation bits per byte over tokens: thin seeds, bold mean, the arm's name at its line, the last third again beside it."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    groups = reported(rows)
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 2))
-    for axis, whole in zip(axes, (True, False)):
-        ends = []
-        for n, (arm, group) in enumerate(groups.items()):
-            colour = COLOURS.get(arm, plt.get_cmap("tab20")(n % 20))
-            cut = 0 if whole else mean_curve(group)[-1][0] * 2 / 3 - 1
-            for r in group:
-                x, y = zip(*((t / 1e6, y) for t, y in zip(r["tokens"], r["val_bpb"]) if t >= cut))
-                axis.plot(x, y, color=colour, alpha=0.35, linewidth=0.7)
-            x, y = zip(*((t / 1e6, y) for t, y in mean_curve(group) if t >= cut))
-            axis.plot(x, y, color=colour, linewidth=2)
-            ends.append((y[-1], x[-1], arm, colour))
-        low, high = axis.get_ylim()
-        at = -math.inf
-        for y, x, arm, colour in sorted(ends):                              # names one above the other where lines end close together
-            at = max(y, at + (high - low) * 0.05)
-            axis.annotate(f" {arm} {y:.3f}", (x, y), (x, at), color=colour, fontsize=9, va="center", annotation_clip=False)
-        axis.grid(alpha=0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xlabel("million tokens")
-        axis.set_xlim(right=axis.get_xlim()[1] + (axis.get_xlim()[1] - axis.get_xlim()[0]) * (0.25 if whole else 0.4))
-    axes[0].set_ylabel("validation, bits per byte")
-    axes[1].set_title("the last third", fontsize=10)
-    axes[0].set_title(f"{textwrap.fill(question, 64)}\n{len(next(iter(groups.values())))} seeds (thin), mean (bold)", fontsize=10)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
-
-
-def write_report(folder):
-    """results.csv, table.md and plot.png of a study folder from its runs.jsonl."""
-    path = os.path.join(folder, "runs.jsonl")
-    if not os.path.isfile(path):
-        raise ValueError(f"no {path}: run the study first, without --report")
-    with open(path, encoding="utf-8") as f:
-        rows = [json.loads(line) for line in f]
-    table = summary(rows, baseline)
-    with open(os.path.join(folder, "results.csv"), "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, table[0].keys(), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in table)
-    text = table_md(rows)
-    with open(os.path.join(folder, "table.md"), "w", encoding="utf-8") as f:
-        f.write(text)
-    draw(rows, os.path.join(folder, "plot.png"))
-    return text
+    search = "One learning rate for all, not searched."
+    if rates:
+        search = (f"Each arm's learning rate is the best of {', '.join(f'{lr:g}' for lr in rates)} with seed "
+                  f"{SEARCH_SEED}, which is not reported (* = at the edge of what was tried).")
+    lines = kit.table(
+        "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters | train loss "
+        "| gradient norm, median (max) | FLOPs | s |",
+        (
+            f"| {r['arm']} "
+            f"| {r['lr']:g}{'*' if r['lr_at_edge'] else ''} "
+            f"| {r['bpb']:.4f} ± {r['sd']:.4f} "
+            f"| {difference_md(r, r['p_holm'])} "
+            f"| {reach_md(r)} "
+            f"| {r['parameters']:,} "
+            f"| {r['train_loss']:.3f} "
+            f"| {r['grad_norm']:.2f} ({r['grad_norm_max']:.1f}) "
+            f"| {r['flops']:.2e} "
+            f"| {r['seconds']:.0f} |"
+            for r in table
+        ))
+    return "\n".join([
+        f"# {study}",
+        "",
+        question,
+        "",
+        f"{first['parameters'] / 1e6:.2f}M parameters (baseline), "
+        f"{first['steps']} steps of {rows[0]['batch_tokens']:,} tokens = {first['tokens'] / 1e6:.2f}M tokens, "
+        f"{most_seeds} seeds. {search} Differences are paired by seed: mean ± half of the 95 % interval by Student's t "
+        f"(p, and p by Holm for all {len(table) - 1} comparisons of this table).",
+        "",
+        *lines,
+        "",
+        f"Published: {published}",
+        "",
+        f"Reading: {reading or 'none written yet.'}",
+        "",
+        f"Command: `python -m studies.ablate configs/ablations/{study}.py "
+        f"--seeds={most_seeds} --size={rows[0]['size']}`",
+        "",
+    ])
 
 
 def finished_studies():
-    """(name, its config file's values, its rows) of every study in `out`, by name."""
+    """
+    (name, its config file's values, its rows) of every study in `out`, by name. ValueError if there are none.
+
+    A config file says what runs.jsonl does not: which arm is the baseline.
+    """
     found = []
-    for path in sorted(glob.glob(os.path.join(out, "*", "runs.jsonl"))):
+    for path in sorted(glob.glob(f"{out}/*/runs.jsonl")):
         name = os.path.basename(os.path.dirname(path))
-        with open(path, encoding="utf-8") as f:
-            rows = [json.loads(line) for line in f]
-        found.append((name, runpy.run_path(os.path.join(ROOT, "configs", "ablations", name + ".py")), rows))
+        config = runpy.run_path(f"{ROOT}/configs/ablations/{name}.py")
+        found.append((name, config, kit.read_rows(path)))
     if not found:
-        raise ValueError(f"no studies in {out}: run one first, python -m studies.ablate configs/ablations/activations.py")
+        raise ValueError(f"no studies in {out}: run one first, "
+                         "python -m studies.ablate configs/ablations/activations.py")
     return found
 
 
 def overview_md():
-    """All studies as one Markdown table, a line for each arm against its baseline: the README's. p is Holm's, over all lines."""
-    found = [(name, config["baseline"], row) for name, config, rows in finished_studies()
-             for row in summary(rows, config["baseline"])[1:]]
-    lines = ["| study | against | seeds | bits/byte, paired difference ± 95 % interval (p, p by Holm) | tokens to the baseline's loss "
-             "| parameters, tokens |",
-             "|---|---|---|---|---|---|"]
-    for (name, base, r), p_holm in zip(found, holm([r["p"] for _, _, r in found])):
-        lines.append("| " + " | ".join((
-            f"{name}: {r['arm']}",
-            base,
-            str(r["seeds"]),
-            difference_md(r, p_holm),
-            reach_md(r["tokens_to_baseline"]),
-            f"{r['parameters'] / 1e6:.2f}M, {r['tokens'] / 1e6:.2f}M")) + " |")
-    return "\n".join(lines) + "\n"
+    """
+    All studies as one Markdown table, a line for each arm against its baseline.
+
+    Holm's p is over all of its lines, so it is larger here than in a study's own table.
+    """
+    found = []
+    for name, config, rows in finished_studies():
+        base = config["baseline"]
+        found += [(name, base, row) for row in summary(rows, base)[1:]]
+    adjusted = holm([row["p"] for _, _, row in found])
+    return "\n".join(kit.table(
+        "| study | against | seeds | bits/byte, paired difference ± 95 % interval (p, p by Holm) "
+        "| tokens to the baseline's loss | parameters, tokens |",
+        (
+            f"| {name}: {row['arm']} "
+            f"| {base} "
+            f"| {row['seeds']} "
+            f"| {difference_md(row, p_holm)} "
+            f"| {reach_md(row)} "
+            f"| {row['parameters'] / 1e6:.2f}M, {row['tokens'] / 1e6:.2f}M |"
+            for (name, base, row), p_holm in zip(found, adjusted)
+        ),
+    )) + "\n"
+
+
+# -----------------------------------------------------------------------------
+# pictures
+
+
+def draw(rows, picture):
+    """Validation bits per byte over tokens, seeds thin and their mean bold; on the right the last third again."""
+    groups = reported(rows)
+    n_seeds = len(next(iter(groups.values())))
+    figure, axes = plot.pyplot().subplots(
+        1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 2))
+    draw_curves(axes[0], groups, begin=0, margin=0.25)
+    draw_curves(axes[1], groups, begin=2 / 3, margin=0.4)
+    axes[0].set_title(f"{textwrap.fill(question, 64)}\n{n_seeds} seeds (thin), mean (bold)", fontsize=10)
+    axes[1].set_title("the last third", fontsize=10)
+    axes[0].set_ylabel("validation, bits per byte")
+    plot.finish(figure, picture)
+
+
+def draw_curves(axis, groups, begin, margin):
+    """
+    The curves of {arm: runs}, from a share `begin` of their tokens on, with each arm's name at the end of its line.
+
+    The names stand in a margin on the right: `margin` times as wide as the curves.
+    """
+    other_colours = plot.pyplot().get_cmap("tab20").colors
+    ends = []
+    for n, (arm, group) in enumerate(groups.items()):
+        colour = COLOURS.get(arm, other_colours[n % 20])
+        mean = mean_curve(group)
+        first = begin * mean[-1][0] - 1
+        for r in group:
+            curve = zip(r["tokens"], r["val_bpb"])
+            draw_line(axis, curve, first, color=colour, alpha=0.35, linewidth=0.7)
+        end = draw_line(axis, mean, first, color=colour, linewidth=2)
+        ends.append((*end, arm, colour))
+    low, high = axis.get_ylim()
+    text_y = -math.inf
+    for y, x, arm, colour in sorted(ends):
+        # Names of lines that end close together stand one above the other.
+        text_y = max(y, text_y + (high - low) * 0.05)
+        axis.annotate(f" {arm} {y:.3f}", (x, y), (x, text_y),
+                      color=colour, fontsize=9, va="center", annotation_clip=False)
+    axis.grid(alpha=0.2)
+    axis.set_xlabel("million tokens")
+    left, right = axis.get_xlim()
+    axis.set_xlim(left, right + (right - left) * margin)
+
+
+def draw_line(axis, curve, first, **style):
+    """A curve of (tokens, bits per byte) pairs from `first` tokens on. Returns its end (y, x)."""
+    shown = [(t / 1e6, y) for t, y in curve if t >= first]
+    x, y = zip(*shown)
+    axis.plot(x, y, **style)
+    return y[-1], x[-1]
 
 
 def draw_overview(picture):
-    """All studies in one picture: each arm's difference to its baseline, a dot a seed, a bar for the 95 % interval of the mean."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = []
+    """Each arm's difference to its baseline in all studies: a dot for each seed, a bar for the mean's 95 % interval."""
+    pairs = []
     for _, config, rows in finished_studies():
-        groups, base = reported(rows), config["baseline"]
-        lines += [(f"{arm} against {base}", group, groups[base]) for arm, group in groups.items() if arm != base]
-    figure, axis = plt.subplots(figsize=(8, 1 + 0.42 * len(lines)), layout="constrained")
-    for y, (label, ours, theirs) in enumerate(reversed(lines)):
-        d = differences(ours, theirs)
+        groups = reported(rows)
+        base = config["baseline"]
+        for arm in groups:
+            if arm != base:
+                pairs.append((f"{arm} against {base}", groups[arm], groups[base]))
+    pairs.reverse()     # The first study stands on top.
+    figure, axis = plot.pyplot().subplots(figsize=(8, 1 + 0.42 * len(pairs)), layout="constrained")
+    for y, (_, ours, theirs) in enumerate(pairs):
         mean, half, _, n = paired(ours, theirs)
         if n > 1:
-            axis.plot([mean - half, mean + half], [y, y], color="grey", linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axis.plot(d, [y] * len(d), "o", color="C3" if mean > 0 else "C0", markersize=4)
+            axis.plot([mean - half, mean + half], [y, y],
+                      color="grey", linewidth=5, alpha=0.35, solid_capstyle="butt")
+        axis.plot(differences(ours, theirs), [y] * n, "o",
+                  color="C3" if mean > 0 else "C0", markersize=4)
         axis.plot([mean], [y], "|", color="black", markersize=13)
     axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(lines)), [label for label, _, _ in reversed(lines)], fontsize=9)
-    axis.set_xlabel("bits per byte against the baseline, same seed (left: better than it)\na dot a seed; bar: 95 % interval of the mean", fontsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    labels = [label for label, _, _ in pairs]
+    axis.set_yticks(range(len(pairs)), labels, fontsize=9)
+    axis.set_xlabel("bits per byte against the baseline, same seed (left: better than it)\n"
+                    "a dot a seed; bar: 95 % interval of the mean", fontsize=9)
+    plot.finish(figure, picture)
+
+
+# -----------------------------------------------------------------------------
+
+
+def write_report(folder):
+    """results.csv, table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
+    rows = kit.rows_to_report(f"{folder}/runs.jsonl", "studies/ablate.py")
+    table = summary(rows, baseline)
+    path = f"{folder}/results.csv"
+    with open(path, "w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f, lineterminator="\n")
+        writer.writerow(table[0])
+        for row in table:
+            writer.writerow(f"{v:.6g}" if isinstance(v, float) else v for v in row.values())
+    text = table_md(rows)
+    kit.write(f"{folder}/table.md", text)
+    draw(rows, f"{folder}/plot.png")
+    return text
 
 
 def main():
     if overview:
+        path = f"{out}/overview.md"
         text = overview_md()
-        with open(os.path.join(out, "overview.md"), "w", encoding="utf-8") as f:
-            f.write(text)
-        draw_overview(os.path.join(out, "overview.png"))
-        print(f"{text}\nwrote {os.path.join(out, 'overview.md')} and overview.png")
+        kit.write(path, text)
+        draw_overview(f"{out}/overview.png")
+        print(f"{text}\nwrote {path} and overview.png")
         return
     if not study or baseline not in arms or len(arms) < 2:
-        have = ", ".join(sorted(os.path.basename(p) for p in glob.glob(os.path.join(ROOT, "configs", "ablations", "*.py"))))
-        raise ValueError(f"name a study, as in python -m studies.ablate configs/ablations/activations.py (there: {have}); "
-                         "it sets study, arms and a baseline among them")
-    folder = os.path.join(out, study)
+        files = sorted(os.listdir(f"{ROOT}/configs/ablations"))
+        there = ", ".join(file for file in files if file.endswith(".py"))
+        raise ValueError("name a study, as in python -m studies.ablate configs/ablations/activations.py "
+                         f"(there: {there}); it sets study, arms and a baseline among them")
+    folder = f"{out}/{study}"
     if not report:
         if seeds < 1 or not lrs:
             raise ValueError(f"seeds={seeds}, lrs={lrs}: want at least one of each")
-        for name in arms:
-            for lr in lrs:
-                check_arguments(arguments(arms[name], lr, 1))
-        rows = run_study()
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "runs.jsonl"), "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+        for arm in arms.values():
+            check_arguments(arguments(arm, lrs[0], 1))
+        kit.write_rows(f"{folder}/runs.jsonl", run_study())
     print(write_report(folder))
 
 

@@ -54,6 +54,7 @@ ALSO = {
     "generate": ["test_model", "test_speed", "test_sample"],
     "hardware": ["test_model", "test_parallel"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
+    "kit": ["test_ablate", "test_memorize", "test_qrpo"],
     "model": ["test_speed"],
     "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],

@@ -11,8 +11,9 @@ import types
 
 import pytest
 
-from studies import ablate
+from studies import ablate, kit
 from conftest import ROOT, script
+from engine.intervals import p_value, t_quantile
 
 STUDIES = sorted(os.path.dirname(p) for p in glob.glob(os.path.join(ROOT, "results", "**", "runs.jsonl"), recursive=True))
 
@@ -26,9 +27,9 @@ def run(arm, seed, final, lr=1e-3, curve=None):
 @pytest.mark.parametrize("df, t, p", [                                       # critical values as printed in tables of Student's t
     (1, 12.7062, 0.05), (2, 4.30265, 0.05), (3, 3.18245, 0.05), (4, 2.77645, 0.05), (9, 2.26216, 0.05), (30, 2.04227, 0.05), (2, 9.92484, 0.01), (5, 4.03214, 0.01)])
 def test_p_values_are_those_of_the_tables(df, t, p):
-    assert ablate.p_value(t, df) == pytest.approx(p, abs=2e-6)
-    assert ablate.p_value(-t, df) == ablate.p_value(t, df)
-    assert ablate.t_quantile(df, p) == pytest.approx(t, abs=1e-4)
+    assert p_value(t, df) == pytest.approx(p, abs=2e-6)
+    assert p_value(-t, df) == p_value(t, df)
+    assert t_quantile(df, p) == pytest.approx(t, abs=1e-4)
 
 
 def test_a_paired_difference_ignores_what_both_arms_share():                # a seed that is worse by 10 for both says nothing about the arms
@@ -96,7 +97,7 @@ def study(tmp_path_factory):
         if command[0] != sys.executable:                                     # matplotlib looks for fonts, on a machine where it never did
             return run(command, **how)
         calls.append(command)
-        done = script("train.py", *command[2:])
+        done = script("train.py", *command[3:])
         how["stdout"].write(done.stderr)
         return types.SimpleNamespace(returncode=done.returncode)
 
@@ -151,6 +152,7 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
     lines = open(os.path.join(broken, "log.jsonl")).readlines()
     with open(os.path.join(broken, "log.jsonl"), "w") as f:                   # killed in its third step, before any checkpoint
         f.writelines([*lines[:3], '{"step": 2, "lo'])
+    os.remove(os.path.join(broken, "summary.json"))
     for folder in glob.glob(os.path.join(broken, "ckpt", "*")):
         os.rename(folder, folder + ".lost")
     assert script("studies.ablate", root / "mini.py", *args).returncode == 0 and len(calls) == n + 1
@@ -220,4 +222,4 @@ def test_the_committed_overview_is_what_the_committed_runs_give():
 
 def test_a_real_run_of_train_py_goes_through_a_process_of_its_own(tmp_path):
     with pytest.raises(ValueError, match="ended with code 2: train.py: no data in"):
-        ablate.train_one(["configs/tiny.py", "--data=/nowhere"], str(tmp_path / "run"), None)
+        kit.train(str(tmp_path / "run"), ["configs/tiny.py", "--data=/nowhere"])

@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from studies import ablate
+from studies import kit
 from engine import checkpoint
 import convert
 from ademamix import AdEMAMix
@@ -225,9 +225,9 @@ def test_the_last_save_comes_before_the_last_validation_which_is_made_up_for(tra
         m.setattr(TokenDataset, "batch", interrupted("val"))
         assert tiny(trained, f"--out={out}", "--eval_every=0").returncode == 130
     assert checkpoint.steps_in(out / "ckpt") == [10, 20] and not (out / "summary.json").exists()
-    assert not ablate.finished(out)
+    assert not kit.finished(out)
     done = tiny(trained, f"--out={out}", "--eval_every=0", "--resume")
-    assert done.returncode == 0 and ablate.finished(out), done.stderr
+    assert done.returncode == 0 and kit.finished(out), done.stderr
     whole = [e for e in log(trained[0]) if "loss" in e or e["step"] == 19]   # which was also validated after 10 steps
     assert without_times(log(out)) == without_times(whole)
     assert json.loads((out / "summary.json").read_text())["val_bpb"] == log(out)[-1]["val_bpb"]
@@ -239,7 +239,7 @@ def test_a_torn_summary_is_written_again_and_the_log_has_one_validation_of_the_l
     shutil.copytree(trained[0], out)
     (out / "summary.json").write_text(torn)
     (out / "config.json").write_text('{"n_la')                               # cut by the same full disk
-    assert not ablate.finished(out)
+    assert not kit.finished(out)
     done = tiny(trained, f"--out={out}", "--sample_every=20", "--resume")
     assert done.returncode == 0, done.stderr
     assert without_times(log(out)) == without_times(log(trained[0]))

@@ -1,0 +1,165 @@
+"""
+What the studies share: scripts run as processes, rows of JSON, differences by seed, means with intervals, tables.
+
+A study trains one model for each arm and seed, in a folder whose name is a hash of everything that was asked of the
+run. So the same command skips the runs that are finished and goes on with those that were broken off, and a run is
+never taken for one of other settings.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from engine.checkpoint import write_flushed
+from engine.intervals import half_interval
+from tokenizer import read_json
+
+
+# -----------------------------------------------------------------------------
+# runs
+
+
+def digest(asked):
+    """Ten hexadecimal digits that stand for what was asked of a run: anything that JSON can hold."""
+    text = json.dumps(asked, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def run_script(script, args, log, threads=None, device=None):
+    """
+    Run `python -m script args...` in a process of its own. Returns its exit code and the last line that it printed.
+
+    log: the file that its output goes to. threads: of the CPU; None = $OMP_NUM_THREADS, or one, because several runs
+    share the machine. device: number of the only GPU that it may see; None = it sees all.
+    """
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    threads = threads or os.environ.get("OMP_NUM_THREADS", 1)
+    env = dict(os.environ, OMP_NUM_THREADS=str(threads))
+    if device is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(device)
+    command = [sys.executable, "-m", script, *args]
+    with open(log, "w", encoding="utf-8") as f:
+        code = subprocess.run(command, stdout=f, stderr=f, env=env).returncode
+    with open(log, encoding="utf-8", errors="replace") as f:
+        lines = f.read().strip().splitlines()
+    return code, lines[-1] if lines else "it said nothing"
+
+
+def finished(folder):
+    """
+    Has train.py ended in this folder? summary.json is the last that it writes.
+
+    A full disk may have torn that or config.json: then it has not, since --resume writes them again.
+    """
+    try:
+        read_json(f"{folder}/config.json")
+        return "val_bpb" in read_json(f"{folder}/summary.json")
+    except (OSError, ValueError):
+        return False
+
+
+def train(folder, args, device=None):
+    """
+    Run train.py into a folder, from the last checkpoint there if any, unless it is finished.
+
+    args: its config files and flags. ValueError with train.py's own last line if it fails.
+    """
+    if finished(folder):
+        return
+    log = f"{folder}/output.txt"
+    code, last = run_script("train", [*args, f"--out={folder}", "--resume"], log, device=device)
+    if code:
+        raise ValueError(f"train.py {' '.join(args)} ended with code {code}: {last}. "
+                         "The same command tries again where it stopped")
+
+
+def flags(settings):
+    """{setting: value} as arguments of a script."""
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def in_parallel(at_a_time, work, *columns):
+    """
+    map(work, *columns) in threads: yields the results in order. work gets one more argument, its device.
+
+    At most at_a_time run at once; 0 = one for each GPU, or for each CPU core where there is no GPU. device: the number
+    of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled.
+    """
+    gpus = torch.cuda.device_count()
+    at_a_time = at_a_time or gpus or os.cpu_count()
+    free = queue.SimpleQueue()
+    for i in range(at_a_time):
+        free.put(i % gpus if gpus else None)
+
+    def on_free_device(*args):
+        device = free.get()
+        try:
+            return work(*args, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        yield from pool.map(on_free_device, *columns)
+
+
+# -----------------------------------------------------------------------------
+# what the runs say
+
+
+def write(path, text):
+    """Write a file whole or not at all, and the folders above it. text: a string, or an iterable of lines."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    write_flushed(path, text)
+
+
+def write_rows(path, rows):
+    """Dicts -> a file with one line of JSON for each."""
+    write(path, (json.dumps(row) + "\n" for row in rows))
+
+
+def read_rows(path):
+    """The dicts of a file with one line of JSON for each."""
+    with open(path, encoding="utf-8") as f:
+        return [json.loads(line) for line in f if line.strip()]
+
+
+def rows_to_report(path, script):
+    """The rows of a study that was run earlier. ValueError if there are none."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no {path}: run {script} first, without --report")
+    return read_rows(path)
+
+
+def differences(ours, theirs, value):
+    """
+    What our rows have above theirs, one number for each seed that both have. value: row -> number.
+
+    What a seed does to both sides cancels: its data, their order and, where shapes agree, the initial weights.
+    """
+    base = {row["seed"]: value(row) for row in theirs}
+    return [value(row) - base[row["seed"]] for row in ours if row["seed"] in base]
+
+
+def plus_minus(values, spread, spec=".2f"):
+    """Mean ± spread(values) as text in the format spec; of one value the value alone, of none nothing."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):{spec}}"
+    return mean if len(values) == 1 else f"{mean} ± {spread(values):{spec}}"
+
+
+def interval(values, digits=2):
+    """Mean ± half of its 95 % interval by Student's t, as text."""
+    return plus_minus(values, half_interval, f".{digits}f")
+
+
+def table(head, rows):
+    """A Markdown table as lines: its head "| a | b |", a rule, and the rows, which look like the head."""
+    return [head, "|---" * (head.count("|") - 1) + "|", *rows]
