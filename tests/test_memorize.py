@@ -1,6 +1,6 @@
 """memorize.py: its measures against brute force and closed cases, its data against the stream, the protocol on a model that recites by construction."""
-import difflib
 import glob
+import itertools
 import json
 import math
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import convert
-from studies import memorize
+from studies import kit, memorize
 from conftest import ROOT, script
 from generate import generate
 from goldfish import goldfish_mask
@@ -39,11 +39,18 @@ def test_lcs_is_the_textbook_one(seed):
     assert memorize.lcs(a, b) == memorize.lcs(b, a) == slow_lcs(a, b)
 
 
+def slow_span(a, b):
+    runs = [0]
+    for i, j in itertools.product(range(len(a)), range(len(b))):
+        runs.append(next((n for n, (x, y) in enumerate(zip(a[i:], b[j:])) if x != y), min(len(a) - i, len(b) - j)))
+    return max(runs)
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_longest_span_is_that_of_difflib(seed):
+def test_longest_span_is_that_of_every_pair_of_places(seed):
     rng = random.Random(seed)
     a, b = ([rng.randrange(2 + seed) for _ in range(60)] for _ in "ab")
-    assert memorize.longest_span(a, b) == difflib.SequenceMatcher(None, a, b, autojunk=False).find_longest_match().size
+    assert memorize.longest_span(a, b) == slow_span(a, b)
 
 
 def test_rouge_l_is_the_f1_of_its_definition():
@@ -347,7 +354,7 @@ def study(tmp_path_factory):
         trained.append(next(arg for arg in command if arg.startswith("--out=")))
         if killed_at == len(trained):
             return types.SimpleNamespace(returncode=137)
-        done = script("train.py", *command[2:])
+        done = script("train.py", *command[3:])
         how["stderr"].write(done.stderr)
         return types.SimpleNamespace(returncode=done.returncode)
 
@@ -358,7 +365,7 @@ def study(tmp_path_factory):
         killed_at = 3
         with pytest.raises(ValueError, match="ended with code 137"):
             memorize.main()
-        before, left = list(trained), memorize.read_rows(root / "out" / "rows.jsonl")
+        before, left = list(trained), kit.read_rows(root / "out" / "rows.jsonl")
         trained.clear()
         killed_at = 0
         memorize.main()
@@ -388,7 +395,7 @@ def test_a_seed_draws_other_passages_another_order_and_other_weights(study):
 
 def test_a_killed_study_keeps_what_it_found_and_goes_on(study):
     root, before, after, left = study
-    found = memorize.read_rows(root / "out" / "rows.jsonl")
+    found = kit.read_rows(root / "out" / "rows.jsonl")
     assert [(r["model"], r["seed"]) for r in found if r["kind"] == "validation"] == [("none", 11), ("none", 12), ("k4", 11), ("k4", 12)]
     assert {(r["model"], r["seed"]) for r in left} == {("none", 11), ("k4", 11)} and all(row in found for row in left)
     assert not set(before[:2]) & set(after) and before[2] in after
@@ -396,7 +403,7 @@ def test_a_killed_study_keeps_what_it_found_and_goes_on(study):
 
 def test_a_study_gives_every_measure_of_every_bucket_and_its_files(study):
     root = study[0]
-    found = {(r["kind"], r["repetitions"]) for r in memorize.read_rows(root / "out" / "rows.jsonl") if r["kind"] != "validation"}
+    found = {(r["kind"], r["repetitions"]) for r in kit.read_rows(root / "out" / "rows.jsonl") if r["kind"] != "validation"}
     assert found == {(k, b) for k in ("greedy", "nucleus", "map", "first49", "forced") for b in (0, 128, "edited")}
     assert "| k4 | 2 | 100 |" in (root / "out" / "table.md").read_text() and os.path.exists(root / "out" / "maps.png")
 
@@ -405,7 +412,7 @@ def test_what_is_measured_of_a_small_model_is_what_its_checkpoint_says(study):
     """The rows of k4, seed 11, against its checkpoint asked again, its log, and windows of the stream counted one by one."""
     root = study[0]
     folder, data = (glob.glob(str(root / "runs" / f"{name}-s11-*"))[0] for name in ("k4", "data-256"))
-    rows = [r for r in memorize.read_rows(root / "out" / "rows.jsonl") if (r["model"], r["seed"]) == ("k4", 11)]
+    rows = [r for r in kit.read_rows(root / "out" / "rows.jsonl") if (r["model"], r["seed"]) == ("k4", 11)]
     log = [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]
     assert rows[0]["val_loss"] == round(log[-1]["val_loss"], 4) and rows[0]["val_bpb"] == round(log[-1]["val_bpb"], 4)
     assert rows[0]["tokens"] == log[-1]["tokens"]
@@ -430,7 +437,7 @@ def test_what_is_measured_of_a_small_model_is_what_its_checkpoint_says(study):
         assert (told["acc_keep"], told["acc_drop"]) == (round(right_kept / kept, 4), round(right_dropped / dropped, 4))
         anyway = sum(b + i in never_dropped for p in mine for b in p["begins"] for i in range(50, 150)) / (len(mine) * 100)
         assert told["trained_anyway"] == round(anyway, 2) and (anyway > 0) == (bucket != 0)
-    free = [r for r in memorize.read_rows(root / "out" / "rows.jsonl") if r["model"] == "none" and r["kind"] == "forced"]
+    free = [r for r in kit.read_rows(root / "out" / "rows.jsonl") if r["model"] == "none" and r["kind"] == "forced"]
     assert all(r["trained_anyway"] == 0 for r in free)                      # no mask, nothing dropped
 
 
@@ -473,12 +480,13 @@ def test_new_rows_replace_those_of_their_model_and_seed_alone():
 
 def test_intervals_are_students_over_the_seeds():
     """t(4, 95 %) = 2.776 and t(1, 95 %) = 12.706, as printed in tables."""
-    assert memorize.interval([]) == "" and memorize.interval([0.5]) == "0.50"
-    assert memorize.interval([1.0, 2.0], 3) == f"1.500 ± {12.7062 * 0.5:.3f}"
+    assert kit.interval([]) == "" and kit.interval([0.5]) == "0.50"
+    assert kit.interval([1.0, 2.0], 3) == f"1.500 ± {12.7062 * 0.5:.3f}"
     values = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert memorize.interval(values, 3) == f"3.000 ± {2.776445 * math.sqrt(2.5 / 5):.3f}"
+    assert kit.interval(values, 3) == f"3.000 ± {2.776445 * math.sqrt(2.5 / 5):.3f}"
     ours, theirs = [[dict(seed=s, x=10 * s + d) for s in range(1, 4)] for d in (0.5, 0.25)]
-    assert memorize.paired(ours, theirs[::-1], "x", 3) == "0.250 ± 0.000"   # what a seed does to both says nothing
+    paired = kit.differences(ours, theirs[::-1], lambda row: row["x"])
+    assert kit.interval(paired, 3) == "0.250 ± 0.000"                       # what a seed does to both says nothing
 
 
 @pytest.mark.skipif(not os.path.exists(os.path.join(COMMITTED, "rows.jsonl")), reason="no committed results")
