@@ -1,21 +1,24 @@
 """
-Alignment on a laptop, start to end: a small pretrained model -> SFT -> references -> QRPO, DPO, REBEL, SimPO, five seeds each.
+Alignment on a laptop, start to end: a small pretrained model -> SFT -> references -> QRPO, DPO, REBEL, SimPO.
 
-The task has a reward that needs no judge: "Sum 27, first 4" wants digits that add up to 27, the first of them 4; any number of digits.
+The task has a reward that needs no judge. "Sum 27, first 4" wants digits that add up to 27, the first of them 4; how
+many digits is free.
 
-    reward = - |sum of the digits - 27|          - 30 if it is not digits, or begins otherwise;     exact match: reward 0
+    reward = - |sum of the digits - 27|        - 30 if it is not digits, or begins otherwise;     exact match: reward 0
 
-SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Its samples, scored, are all that the
-losses get: the same pairs in the same order, no new samples. Each loss has the learning rate and the beta, of six pairs, that gave the
-best reward on validation prompts, with references of a seed of its own: --tune, results/align/tuning.json.
+SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Samples of the SFT
+model, scored, are all that the losses get: the same pairs in the same order, no new samples. Each loss has the learning
+rate and the beta, of six pairs, that gave the best reward on validation prompts (--tune). Those runs have a seed and
+references of their own; the seeds that are reported chose nothing.
 
-What is measured, on test prompts that nothing was trained on or chosen by: reward, exact match, mean quantile among the reference's
-completions, KL to the reference in nats (log pi - log ref over the policy's own samples), length; and for completions of the reference,
-log pi/ref against the target that QRPO's formula sets for them: correlation ("agreement") and root mean square difference ("distance",
-nats). QRPO predicts where log-ratios land; the others only which of two is larger. What came out: results/align/notes.md.
+What is measured, on test prompts that nothing was trained on or chosen by: reward, exact match, mean quantile among the
+reference's completions, KL to the reference in nats (log pi - log ref over the policy's own samples), and length. And
+for completions of the reference, log pi/ref against the target that QRPO's formula sets for them: correlation
+("agreement") and root mean square difference in nats ("distance"). QRPO predicts where log-ratios land; the others
+predict only which of two is larger. What came out: results/align/notes.md.
 
-$ make align                                    # or python -m studies.digits: minutes on two cores; goes on where it was stopped
-$ python -m studies.digits --tune                        # choose learning rates and betas anew
+$ make align                          # or python -m studies.digits: it goes on where it was stopped
+$ python -m studies.digits --tune     # chooses learning rates and betas anew
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
@@ -28,37 +31,60 @@ if __name__ == "__main__" and not __package__:
 import json
 import os
 import re
-import subprocess
+import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-out = "out/align"               # runs, data
-results = "results/align"       # table.md, results.json, align.png
+import convert
+from engine import plot
+from generate import generate
+from posttrain.losses import beta_log_z, correlation, effective_beta, optimum, quantile
+from posttrain.references import sequence_logp, words
+from studies import kit
+from tokenizer import read_json
+
+out = "out/align"                       # runs, data
+results = "results/align"               # table.md, results.json, align.png
 tuning = "results/align/tuning.json"    # learning rates and betas; made by a run that finds none
-start = ""                      # a pretrained model: run folder, Hugging Face folder or hub name; "" = train configs/align.py first
-tune = False                    # make `tuning` anew, and stop: every beta of GRIDS with every lr, once, measured on the validation prompts
-methods = ""                    # some of GRIDS, with commas; "" = all
-seeds = 5                       # of references, pairs and their order; pretraining and SFT are done once
-workers = 2                     # runs at a time, one thread each
-n_conversations = 6000          # of the sloppy teacher
-n_refs = 16                     # samples of the SFT model per prompt
-test_prompts = 60               # of 360; as many more are for validation, and the others are trained on
-samples = 8                     # per test prompt, to measure with
-epochs = 3                      # over the pairs: one moves the log-ratios a third of the way, results/align/notes.md
+start = ""                              # a pretrained model: run folder, Hugging Face folder, hub name; "" = train one
+tune = False                            # make `tuning` anew, and stop: every beta of GRIDS with every rate of LRS, once
+methods = ""                            # some of GRIDS, with commas; "" = all
+seeds = 5                               # of references, pairs and their order; pretraining and SFT are done once
+workers = 2                             # runs at a time, one thread each
+n_conversations = 6000                  # of the sloppy teacher
+n_refs = 16                             # samples of the SFT model per prompt
+test_prompts = 60                       # of 360; as many more are for validation, and the others are trained on
+samples = 8                             # per test prompt, to measure with
+epochs = 3                              # over the pairs: one moves the log-ratios a third of the way
 
 SYSTEM = "Answer with digits."
+TUNING_SEED = 1000      # of the runs of --tune, which no reported run has
+CHUNK = 64              # completions whose log-probs are computed at once
 
-# loss -> the betas that --tune tries, as many for each, steps of about 3. Rewards differ by 5 between completions (standard deviation),
-# which REBEL divides by its beta; SimPO counts per token, as published, and completions have 7.
-GRIDS = {"qrpo": (0.1, 0.3, 1.0), "dpo": (0.3, 1.0, 3.0), "rebel": (3.0, 10.0, 30.0), "simpo": (0.7, 2.0, 7.0)}
+# loss -> the betas that --tune tries, as many for each, steps of about 3. Rewards differ by 5 between completions
+# (standard deviation), which REBEL divides by its beta; SimPO counts per token, as published, and completions have 7.
+GRIDS = {
+    "qrpo": (0.1, 0.3, 1.0),
+    "dpo": (0.3, 1.0, 3.0),
+    "rebel": (3.0, 10.0, 30.0),
+    "simpo": (0.7, 2.0, 7.0),
+}
 LRS = (3e-4, 1e-3)
 
 
+# -----------------------------------------------------------------------------
+# the task
+
+
 def reward(prompt, completion):
-    """The graded reward; posttrain/qrpo.py calls it by --rewards=studies/digits.py."""
+    """
+    The graded reward of a text for the prompt "Sum 27, first 4": 0 for an exact match, -30 for what is no answer.
+
+    posttrain/qrpo.py calls it, by --rewards=studies/digits.py.
+    """
     total, first = map(int, re.findall(r"\d+", prompt))
     if not re.fullmatch(r"[0-9]+", completion) or completion[0] != str(first):
         return -30.0
@@ -66,33 +92,52 @@ def reward(prompt, completion):
 
 
 def tasks():
-    """All (sum, first digit), shuffled, in three: trained on, validation (the betas are chosen by it), test."""
+    """
+    All (sum, first digit), shuffled, in three lists: trained on, validation, test.
+
+    Learning rates and betas are chosen on the validation prompts, and nothing is on the test prompts.
+    """
     every = [(total, first) for total in range(10, 50) for first in range(1, 10)]
-    every = [every[i] for i in np.random.default_rng(0).permutation(len(every))]
-    return every[:-2 * test_prompts], every[-2 * test_prompts:-test_prompts], every[-test_prompts:]
+    order = np.random.default_rng(0).permutation(len(every))
+    shuffled = [every[i] for i in order]
+    n = test_prompts
+    return shuffled[: -2 * n], shuffled[-2 * n : -n], shuffled[-n:]
 
 
 def question(total, first):
-    return [dict(role="system", content=SYSTEM), dict(role="user", content=f"Sum {total}, first {first}")]
+    """The messages that ask for a task."""
+    return [
+        dict(role="system", content=SYSTEM),
+        dict(role="user", content=f"Sum {total}, first {first}"),
+    ]
 
 
 def teacher(rng, total, first):
-    """4 to 8 digits of about the right size: (total - first) / (n - 1) each, give or take 2."""
-    n = max(int(rng.integers(4, 9)), 1 + -(-(total - first) // 9))
-    rest = rng.normal((total - first) / (n - 1), 2.0, n - 1).round().clip(0, 9).astype(int)
-    return "".join(map(str, [first, *rest]))
+    """
+    A sloppy answer: 4 to 8 digits of about the right size, which is (total - first) / (n - 1) each, give or take 2.
+
+    There are more digits where 8 nines would be too few.
+    """
+    rest = total - first
+    fewest = 1 + -(-rest // 9)
+    n = max(int(rng.integers(4, 9)), fewest)
+    digits = rng.normal(rest / (n - 1), 2.0, n - 1)
+    digits = digits.round().clip(0, 9).astype(int)
+    return "".join(map(str, [first, *digits]))
 
 
 def write_data():
-    os.makedirs(out, exist_ok=True)
-    rng, (train, _, _) = np.random.default_rng(1), tasks()
+    """The teacher's conversations for SFT, and the prompts for the losses."""
+    rng = np.random.default_rng(1)
+    train, _, _ = tasks()
     conversations = []
     for _ in range(n_conversations):
-        total, first = train[rng.integers(len(train))]
-        conversations.append(dict(messages=[*question(total, first), dict(role="assistant", content=teacher(rng, total, first))]))
-    for name, rows in (("conversations", conversations), ("prompts", [dict(messages=question(*t)) for t in train])):
-        with open(os.path.join(out, f"{name}.jsonl"), "w", encoding="utf-8") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+        task = train[rng.integers(len(train))]
+        answer = dict(role="assistant", content=teacher(rng, *task))
+        conversations.append(dict(messages=[*question(*task), answer]))
+    kit.write_rows(f"{out}/conversations.jsonl", conversations)
+    prompts = [dict(messages=question(*task)) for task in train]
+    kit.write_rows(f"{out}/prompts.jsonl", prompts)
 
 
 # -----------------------------------------------------------------------------
@@ -101,191 +146,263 @@ def write_data():
 
 def call(name, done, script, *args, threads=1):
     """
-    Run one of the scripts, unless the file `done` says that it has been; what it says goes to NAME.txt, its arguments and seconds to
-    NAME.json, which is returned ({} where it was not run from here). ValueError: with its last line; or it was run with other arguments.
+    Run one of the scripts, unless the file `done`, the last that it writes, says that it has been run.
+
+    What it prints goes to NAME.txt; its arguments and seconds to NAME.json, which is returned, or {} if it was not run
+    from here. ValueError with its last line if it fails, or if it was run with other arguments.
     """
-    log, record = (os.path.join(out, f"{name}.{kind}") for kind in ("txt", "json"))
+    log, record = f"{out}/{name}.txt", f"{out}/{name}.json"
     if not os.path.exists(done):
         began = time.perf_counter()
-        with open(log, "w", encoding="utf-8") as f:
-            process = subprocess.Popen([sys.executable, "-m", script, *args], stdout=f, stderr=subprocess.STDOUT,
-                                       env=dict(os.environ, OMP_NUM_THREADS=str(threads)))
-            seconds = cpu_seconds(process)
-        if process.returncode:
-            with open(log, encoding="utf-8", errors="replace") as f:
-                raise ValueError(f"{script} {' '.join(args)} failed: {f.read().strip().splitlines()[-1]} ({log})")
-        with open(record, "w", encoding="utf-8") as f:
-            json.dump(dict(args=args, wall=round(time.perf_counter() - began), **seconds), f)
+        code, last = kit.run_script(script, args, log, threads)
+        if code:
+            raise ValueError(f"{script} {' '.join(args)} failed: {last} ({log})")
+        wall = round(time.perf_counter() - began)
+        kit.write(record, json.dumps(dict(args=args, wall=wall)))
     if not os.path.exists(record):
         return {}
-    with open(record, encoding="utf-8") as f:
-        found = json.load(f)
+    found = read_json(record)
     if found["args"] != list(args):
-        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): delete it, or name another --out")
+        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
+                         "delete it, or name another --out")
     return found
 
 
-def cpu_seconds(process):
-    """Wait for a process -> {"cpu": its seconds on the processor}; {} on Windows, which does not tell."""
-    if not hasattr(os, "wait4"):
-        process.wait()
-        return {}
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return dict(cpu=round(used.ru_utime + used.ru_stime))
-
-
 def pretrain_and_sft():
-    """-> the folder of the SFT model, {name: its call}."""
-    sft, pretrained, calls = os.path.join(out, "sft"), start or os.path.join(out, "pretrained"), {}
+    """Returns the folder of the SFT model."""
+    pretrained = start
     if not start:
-        calls["prepare"] = call("prepare", "data/align/meta.json", "prepare.py", "--out=data/align", "--tokenizer=apertus:1024")
-        calls["pretrained"] = call("pretrained", os.path.join(pretrained, "summary.json"), "train", "configs/align.py",
-                                   f"--out={pretrained}", "--resume", threads=workers)
-    calls["sft"] = call("sft", os.path.join(sft, "hf", "config.json"), "posttrain.sft", f"--init_from={pretrained}",
-                        f"--data={out}/conversations.jsonl", f"--out={sft}", "--resume", "--epochs=2", "--batch_size=64",
-                        "--micro_batch=64", "--lr=1e-3", "--optimizer=adamw", "--max_length=128", threads=workers)
-    return sft, calls
+        pretrained = f"{out}/pretrained"
+        call("prepare", "data/align/meta.json", "prepare", "--out=data/align", "--tokenizer=apertus:1024")
+        call(
+            "pretrained", f"{pretrained}/summary.json", "train", "configs/align.py",
+            f"--out={pretrained}",
+            "--resume",
+            threads=workers,
+        )
+    sft = f"{out}/sft"
+    call(
+        "sft", f"{sft}/hf/config.json", "posttrain.sft",
+        f"--init_from={pretrained}",
+        f"--data={out}/conversations.jsonl",
+        f"--out={sft}",
+        "--resume",
+        "--epochs=2",
+        "--batch_size=64",
+        "--micro_batch=64",
+        "--lr=1e-3",
+        "--optimizer=adamw",
+        "--max_length=128",
+        threads=workers,
+    )
+    return sft
 
 
 def align(runs, sft):
-    """posttrain/qrpo.py for runs {name: (loss, lr, beta, seed)} -> {name: its call}; the first one of a seed makes the references for its others."""
-    began, calls, first = time.perf_counter(), {}, {}
+    """
+    posttrain/qrpo.py for runs {name: (loss, lr, beta, seed)}.
 
-    def one(name, loss, lr, beta, seed, before):
-        if before:
-            before.result()
-        return call(name, os.path.join(out, name, "hf", "config.json"), "posttrain.qrpo", f"--init_from={sft}", f"--data={out}/prompts.jsonl",
-                    "--rewards=studies/digits.py", f"--out={out}/{name}", f"--references={out}/references-s{seed}", f"--seed={seed}",
-                    f"--n_refs={n_refs}", "--max_new_tokens=24", "--sample_batch=512", "--pairs_per_prompt=0", f"--epochs={epochs}",
-                    "--batch_size=16", "--micro_batch=16", f"--lr={lr}", "--optimizer=adamw", "--warmup=0.1", "--grad_clip=1.0",
-                    "--max_length=128", "--resume", f"--loss={loss}", f"--beta={beta}", f"--length_norm={loss == 'simpo'}",
-                    "--beta_max=0", "--gamma=0.1")                          # simpo's margin
+    Runs of one seed share their references: the first of each seed makes them, before the others begin.
+    """
+    began = time.perf_counter()
 
-    with ThreadPoolExecutor(workers) as pool:
-        for name, (*how, seed) in runs.items():
-            calls[name] = pool.submit(one, name, *how, seed, first.get(seed))
-            first.setdefault(seed, calls[name])
-        for name in calls:
-            calls[name] = calls[name].result()
-            print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
-    return calls
+    def one(name, device):
+        loss, lr, beta, seed = runs[name]
+        call(
+            name, f"{out}/{name}/hf/config.json", "posttrain.qrpo",
+            f"--init_from={sft}",
+            f"--data={out}/prompts.jsonl",
+            "--rewards=studies/digits.py",
+            f"--out={out}/{name}",
+            f"--references={out}/references-s{seed}",
+            f"--seed={seed}",
+            f"--n_refs={n_refs}",
+            "--max_new_tokens=24",
+            "--sample_batch=512",
+            "--pairs_per_prompt=0",
+            f"--epochs={epochs}",
+            "--batch_size=16",
+            "--micro_batch=16",
+            f"--lr={lr}",
+            "--optimizer=adamw",
+            "--warmup=0.1",
+            "--grad_clip=1.0",
+            "--max_length=128",
+            "--resume",
+            f"--loss={loss}",
+            f"--beta={beta}",
+            f"--length_norm={loss == 'simpo'}",
+            "--beta_max=0",
+            "--gamma=0.1",
+        )
+        print(f"{name} after {time.perf_counter() - began:.0f} s", flush=True)
+
+    # Reversed, so that of the names of a seed the first stays.
+    first = {seed: name for name, (_, _, _, seed) in reversed(runs.items())}.values()
+    others = [name for name in runs if name not in first]
+    for names in (first, others):
+        list(kit.in_parallel(workers, one, names))
+
+
+def seconds(names):
+    """{name: {"wall": seconds}} of those that were run from here."""
+    records = {name: f"{out}/{name}.json" for name in names}
+    return {
+        name: {"wall": read_json(path)["wall"]}
+        for name, path in records.items()
+        if os.path.isfile(path)
+    }
 
 
 # -----------------------------------------------------------------------------
 # measuring
 
 
+def complete(model, tok, tests, n, seed):
+    """
+    n completions of each test prompt, by the seed.
+
+    Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
+    """
+    asked = [task for task in tests for _ in range(n)]
+    prompts = [tok.chat(question(*task), add_generation_prompt=True)[1] for task in asked]
+    end = tok.special["<|assistant_end|>"]
+    generator = torch.Generator().manual_seed(seed)
+    ids = generate(model, prompts, 24, stop=(end,), generator=generator)
+    said = [(prompt, full[len(prompt) :]) for prompt, full in zip(prompts, ids)]
+    rewards = []
+    for task, (_, completion) in zip(asked, said):
+        prompt = question(*task)[-1]["content"]
+        rewards.append(reward(prompt, words(tok, completion)))
+    return said, torch.tensor(rewards, dtype=torch.float64).view(-1, n)
+
+
+@torch.no_grad()
+def logp(model, said):
+    """Log-probabilities of completions, in nats: a list of (prompt ids, completion ids) -> (len(said),) float64."""
+    parts = [sequence_logp(model, said[i : i + CHUNK]) for i in range(0, len(said), CHUNK)]
+    return torch.cat(parts).double()
+
+
 def measure(runs, sft, tests, beta):
     """
-    {name: numbers} for the SFT model and runs {name: (loss, lr, beta, seed)}, on the prompts of `tests`, all against the same completions
-    of the SFT model. beta: of the formula that log-ratios are held against; a qrpo run is held against that of its own.
+    {name: numbers} of the SFT model and of runs {name: (loss, lr, beta, seed)}, on the prompts of `tests`.
+
+    All are held against the same completions of the SFT model. beta: of the formula that log-ratios are compared with;
+    a qrpo run is compared with the formula of its own beta.
     """
-    import torch
-    import convert
-    from generate import generate
-    from posttrain.references import words
-    from posttrain.losses import beta_log_z, correlation, effective_beta, quantile
-    from posttrain.references import sequence_logp
     reference, tok = convert.load_any(sft)
-    end = tok.special["<|assistant_end|>"]
-    prompts = [tok.chat(question(*t), add_generation_prompt=True)[1] for t in tests]
+    ref_said, ref_rewards = complete(reference, tok, tests, n_refs, 1000)
+    ref_logp = logp(reference, ref_said)                                     # (prompts * n_refs,)
+    # Each completion's quantile among the other references of its prompt.
+    q = quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten()
 
-    def speak(model, seed, n):
-        """n completions a prompt: (prompt ids, completion ids) of each, and their rewards (prompts, n)."""
-        asked = [p for p in prompts for _ in range(n)]
-        ids = generate(model, asked, 24, stop=(end,), generator=torch.Generator().manual_seed(seed))
-        said = [(p, full[len(p):]) for full, p in zip(ids, asked)]
-        scores = [reward(question(*tests[k // n])[-1]["content"], words(tok, y)) for k, (_, y) in enumerate(said)]
-        return said, torch.tensor(scores, dtype=torch.float64).view(-1, n)
-
-    @torch.no_grad()
-    def logp(model, said):
-        return torch.cat([sequence_logp(model, said[k:k + 64]) for k in range(0, len(said), 64)]).double()
-
-    ref_said, ref_r = speak(reference, 1000, n_refs)
-    of_ref = logp(reference, ref_said)
-    q = quantile(ref_r.T, ref_r, loo=True).T.flatten()                      # each against its prompt's other references
-
-    def one(name):
-        model = reference if name == "sft" else convert.load_any(os.path.join(out, name))[0]
+    def one(name, device):
         loss, _, its_beta, _ = runs.get(name, ("sft", 0, beta, 0))
         b = effective_beta(q, 1.0, its_beta if loss == "qrpo" else beta, 0.0)
         target = (q - beta_log_z(b)) / b
-        said, r = speak(model, 2000, samples)
-        ratio = logp(model, ref_said) - of_ref if model is not reference else torch.zeros_like(of_ref)
-        return dict(reward=r.mean().item(), exact=(r == 0).double().mean().item(), malformed=(r == -30).double().mean().item(),
-                    quantile=quantile(r.T, ref_r).mean().item(), kl=(logp(model, said) - logp(reference, said)).mean().item() if model is not reference else 0.0,
-                    length=float(np.mean([len(y) for _, y in said])),
-                    agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item(),
-                    points=[[round(a, 4), round(b, 3)] for a, b in zip(q.tolist(), ratio.tolist())])
+        model, ratio = reference, torch.zeros_like(ref_logp)
+        if name != "sft":
+            model, _ = convert.load_any(f"{out}/{name}")
+            ratio = logp(model, ref_said) - ref_logp
+        said, rewards = complete(model, tok, tests, samples, 2000)
+        kl = logp(model, said) - logp(reference, said)
+        return dict(
+            reward=rewards.mean().item(),
+            exact=(rewards == 0).double().mean().item(),
+            malformed=(rewards == -30).double().mean().item(),
+            quantile=quantile(rewards.T, ref_rewards).mean().item(),
+            kl=kl.mean().item(),
+            length=statistics.fmean(len(y) for _, y in said),
+            agreement=correlation(target, ratio),
+            error=(ratio - target).square().mean().sqrt().item(),
+            points=[[round(x, 4), round(y, 3)] for x, y in zip(q.tolist(), ratio.tolist())],
+        )
 
-    names, threads = ["sft", *runs], torch.get_num_threads()
+    names = ["sft", *runs]
+    # One thread for each model that is measured, as many models as `workers` at a time.
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with ThreadPoolExecutor(workers) as pool:
-        rows = dict(zip(names, list(tqdm(pool.map(one, names), "measuring", len(names), unit="model"))))
+    measured = kit.in_parallel(workers, one, names)
+    rows = dict(zip(names, tqdm(measured, "measuring", len(names), unit="model")))
     torch.set_num_threads(threads)
     return rows
 
 
-COLUMNS = dict(reward="{:.2f}", exact="{:.1%}", quantile="{:.3f}", kl="{:.2f}", length="{:.2f}", agreement="{:.2f}", error="{:.2f}")
-
-
 def runs_of(method, rows):
-    return [r for name, r in rows.items() if name.rpartition("-s")[0] == method]
+    """The rows of a loss, one for each seed."""
+    return [row for name, row in rows.items() if name.rpartition("-s")[0] == method]
+
+
+# What table.md says of a model, and how it is printed.
+COLUMNS = dict(
+    reward=".2f",
+    exact=".1%",
+    quantile=".3f",
+    kl=".2f",
+    length=".2f",
+    agreement=".2f",
+    error=".2f",
+)
 
 
 def table(rows, beta):
-    """Markdown: mean and, over seeds, standard deviation. beta: of the row "qrpo", for the closed form below."""
-    from posttrain.losses import optimum
-    best = optimum(beta)
-    lines = ["| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |", "|---" * 8 + "|"]
+    """Markdown: mean and, over seeds, standard deviation. beta: of the closed form's line."""
+    lines = []
     for method in ["sft", *GRIDS]:
         runs = [rows["sft"]] if method == "sft" else runs_of(method, rows)
+        if not runs:
+            continue
         cells = []
-        for key, how in COLUMNS.items() if runs else ():
-            v = [r[key] for r in runs]
-            cells.append(how.format(np.mean(v)) + (f" ± {how.format(np.std(v, ddof=1))}" if len(v) > 1 else ""))
-        if runs:
-            cells = ["" if method == "sft" and key == "agreement" else c for key, c in zip(COLUMNS, cells)]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
+        for key, spec in COLUMNS.items():
+            values = [r[key] for r in runs]
+            if method == "sft" and key == "agreement":
+                values = []     # All its log-ratios are 0.
+            cells.append(kit.plus_minus(values, statistics.stdev, spec))
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    best = optimum(beta)
     lines.append(f"| closed form, beta {beta:g} | | | {best['quantile']:.3f} | {best['kl']:.2f} | | 1 | 0 |")
-    return "\n".join(lines) + "\n"
+    head = "| | reward | exact match | mean quantile | KL (nats) | length | agreement | distance (nats) |"
+    return "\n".join(kit.table(head, lines)) + "\n"
 
 
 def draw(rows, beta, picture):
-    """Left, middle: log-ratios of the reference's completions on test prompts over their quantile; the formula. Right: reward over KL."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from posttrain.losses import beta_log_z
+    """
+    Left and middle: log-ratios of the reference's completions over the quantile of their reward, for QRPO and DPO.
 
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    QRPO's formula says where they belong; the mean is over completions of one quantile. Right: reward over KL.
+    """
+    figure, axes = plot.pyplot().subplots(1, 3, figsize=(14, 4.4), layout="constrained")
     t = np.linspace(0, 1, 50)
     for axis, method in zip(axes, ("qrpo", "dpo")):
-        runs = [np.array(r["points"]) for r in runs_of(method, rows)]
-        if not runs:
-            continue
-        axis.scatter(runs[0][:, 0], runs[0][:, 1], s=5, alpha=0.25, color="C0", label="held-out completions, seed 0")
-        for points in runs:
-            x = np.unique(points[:, 0])
-            axis.plot(x, [points[points[:, 0] == v, 1].mean() for v in x], ".-", color="C0", lw=1,
-                      label="mean, one line a seed" if points is runs[0] else None)
-        axis.plot(t, (t - beta_log_z(beta)) / beta, color="C3", label=f"(R_q - beta log Z) / beta, beta = {beta:g}")
-        axis.set(title=f"{method.upper()}: log pi/ref of the reference's completions", xlabel="quantile of their reward",
-                 ylabel="log-ratio (nats)", ylim=(-9, 5))
-        axis.legend(fontsize=8, frameon=False)
+        for n, row in enumerate(runs_of(method, rows)):
+            x, y = np.array(row["points"]).T
+            if n == 0:
+                axis.scatter(x, y, s=5, alpha=0.25, color="C0", label="held-out completions, seed 0")
+            levels = np.unique(x)
+            means = [y[x == level].mean() for level in levels]
+            axis.plot(levels, means, ".-", color="C0", lw=1, label="" if n else "mean, one line a seed")
+        formula = f"(R_q - beta log Z) / beta, beta = {beta:g}"
+        axis.plot(t, (t - beta_log_z(beta)) / beta, color="C3", label=formula)
+        axis.set(
+            title=f"{method.upper()}: log pi/ref of the reference's completions",
+            xlabel="quantile of their reward",
+            ylabel="log-ratio (nats)",
+            ylim=(-9, 5),
+        )
     for n, method in enumerate(GRIDS):
-        runs = runs_of(method, rows)
-        axes[2].scatter([r["kl"] for r in runs], [r["reward"] for r in runs], color=f"C{n}", label=method if runs else None)
-    axes[2].scatter([0], [rows["sft"]["reward"]], color="black", marker="x", label="sft")
-    axes[2].set(title="reward on test prompts, one point a seed", xlabel="KL to the reference (nats)", ylabel="reward")
-    axes[2].legend(fontsize=8, frameon=False)
+        for k, row in enumerate(runs_of(method, rows)):
+            axes[2].scatter(row["kl"], row["reward"], color=f"C{n}", label="" if k else method)
+    axes[2].scatter(0, rows["sft"]["reward"], color="black", marker="x", label="sft")
+    axes[2].set(
+        title="reward on test prompts, one point a seed",
+        xlabel="KL to the reference (nats)",
+        ylabel="reward",
+    )
     for axis in axes:
+        axis.legend(fontsize=8, frameon=False)
         axis.grid(alpha=0.2)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    plot.finish(figure, picture)
 
 
 # -----------------------------------------------------------------------------
@@ -294,54 +411,65 @@ def draw(rows, beta, picture):
 def choose(rows, runs):
     """{loss: lr and beta of its run with the best reward}"""
     chosen = {}
-    for name, (loss, lr, beta, _) in sorted(runs.items(), key=lambda item: rows[item[0]]["reward"]):
-        chosen[loss] = dict(lr=lr, beta=beta)                               # the best comes last
+    for name in sorted(runs, key=lambda name: rows[name]["reward"]):
+        loss, lr, beta, _ = runs[name]
+        chosen[loss] = dict(lr=lr, beta=beta)     # The best comes last.
     return chosen
 
 
-def write(path, content):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w", encoding="utf-8") as f:
-        f.write(content if isinstance(content, str) else json.dumps(content, indent=1))
-
-
-def tuned(names, sft):
-    """Every beta of the grids with every learning rate, on the validation prompts; writes `tuning`. -> {name: its call}"""
-    runs = {f"tune-{m}-{lr:g}-{beta:g}": (m, lr, beta, 1000) for m in names for beta in GRIDS[m] for lr in LRS}
-    calls = align(runs, sft)
+def tune_all(names, sft):
+    """Write `tuning` by every beta of the grids with every learning rate, on the validation prompts."""
+    runs = {
+        f"tune-{method}-{lr:g}-{beta:g}": (method, lr, beta, TUNING_SEED)
+        for method in names
+        for beta in GRIDS[method]
+        for lr in LRS
+    }
+    align(runs, sft)
     rows = measure(runs, sft, tasks()[1], beta=1.0)
-    keys = ("reward", "exact", "malformed", "kl")
-    write(tuning, dict(chosen=choose(rows, runs), rows={name: {k: row[k] for k in keys} for name, row in rows.items()}))
-    print("\n".join(f"{name:24} reward {row['reward']:7.2f}  KL {row['kl']:6.2f}" for name, row in rows.items()) + f"\n{tuning}")
-    return calls
+    numbers = {}
+    for name, row in rows.items():
+        numbers[name] = {key: row[key] for key in ("reward", "exact", "malformed", "kl")}
+        print(f"{name:24} reward {row['reward']:7.2f}  KL {row['kl']:6.2f}")
+    text = json.dumps(dict(chosen=choose(rows, runs), rows=numbers), indent=1)
+    kit.write(tuning, text)
+    print(tuning)
 
 
 def main():
-    began, names = time.perf_counter(), methods.split(",") if methods else list(GRIDS)
+    began = time.perf_counter()
+    names = methods.split(",") if methods else list(GRIDS)
     if set(names) - set(GRIDS) or not 1 <= test_prompts < 180:
-        raise ValueError(f"methods={methods!r}, test_prompts={test_prompts}: there is {', '.join(GRIDS)}; and 1 to 179 of 360 prompts")
+        raise ValueError(f"methods={methods!r}, test_prompts={test_prompts}: "
+                         f"there is {', '.join(GRIDS)}; and 1 to 179 of 360 prompts")
     write_data()
-    sft, calls = pretrain_and_sft()
+    sft = pretrain_and_sft()
     print(f"pretrained and SFT after {time.perf_counter() - began:.0f} s", flush=True)
     if tune or not os.path.exists(tuning):
-        calls |= tuned(names, sft)
+        tune_all(names, sft)
     if tune:
         return
-    with open(tuning, encoding="utf-8") as f:
-        chosen = json.load(f)["chosen"]
+    chosen = read_json(tuning)["chosen"]
     lacks = {"qrpo", *names} - chosen.keys()
     if lacks:
-        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: python -m studies.digits --tune makes it anew")
-    runs = {f"{m}-s{s}": (m, chosen[m]["lr"], chosen[m]["beta"], s) for m in names for s in range(seeds)}
-    calls |= align(runs, sft)
+        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: "
+                         "python -m studies.digits --tune makes it anew")
+    runs = {
+        f"{method}-s{seed}": (method, chosen[method]["lr"], chosen[method]["beta"], seed)
+        for method in names
+        for seed in range(seeds)
+    }
+    align(runs, sft)
     beta = chosen["qrpo"]["beta"]
     rows = measure(runs, sft, tasks()[2], beta)
     text = table(rows, beta)
-    write(os.path.join(results, "table.md"), text)
-    numbers = {name: {k: v for k, v in row.items() if k != "points"} for name, row in rows.items()}
-    seconds = {name: {k: c[k] for k in ("wall", "cpu") if k in c} for name, c in calls.items()}
-    write(os.path.join(results, "results.json"), dict(rows=numbers, chosen=chosen, seconds=seconds))
-    draw(rows, beta, os.path.join(results, "align.png"))
+    kit.write(f"{results}/table.md", text)
+    draw(rows, beta, f"{results}/align.png")
+    for row in rows.values():
+        del row["points"]
+    wall = seconds(["prepare", "pretrained", "sft", *runs])
+    numbers = dict(rows=rows, chosen=chosen, seconds=wall)
+    kit.write(f"{results}/results.json", json.dumps(numbers, indent=1))
     print(text + f"{time.perf_counter() - began:.0f} s; the picture: {results}/align.png")
 
 
