@@ -134,12 +134,10 @@ def lcs(a, b):
 
 def rouge_l(generated, truth):
     """
-    F1 of the longest common subsequence, in [0, 1]; 0 if either is empty.
+    F1 of the longest common subsequence, in [0, 1]; 0 if one of the two is empty.
 
     Precision and recall of the formula above, put into 2 P R / (P + R), leave this.
     """
-    if not generated or not truth:
-        return 0.0
     return 2 * lcs(generated, truth) / (len(generated) + len(truth))
 
 
@@ -154,7 +152,7 @@ def type_token_ratio(ids):
 
     Low values are text that repeats itself: easy to recite, and no sign of memory.
     """
-    return len(set(ids)) / max(len(ids), 1)
+    return len(set(ids)) / len(ids)
 
 
 def common_start(generated, truth):
@@ -604,19 +602,20 @@ def demonstrate(names):
 
     All models of the first seed come first, so that a study that is stopped early can be compared as far as it went.
     """
-    todo = []
-    commands = []
+    commands = {}
+    todo = {}
     for seed in range(first_seed, first_seed + seeds):
         for name in names:
             m = MODELS[name]
             data = data_of(seed, m["T"], m["passage"])
             flags = flags_of(name, seed, data)
-            todo.append((name, seed, folder_of(name, seed, flags), data))
-            commands.append(kit.flags(flags))
-    folders = [folder for _, _, folder, _ in todo]
-    trained = kit.in_parallel(jobs, kit.train, folders, commands)
+            folder = folder_of(name, seed, flags)
+            commands[folder] = kit.flags(flags)
+            todo[folder] = (name, seed, data)
+    trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
     # A model is tested while the next ones are trained.
-    for (name, seed, folder, data), _ in tqdm(zip(todo, trained), "models", len(todo)):
+    for folder, _ in tqdm(zip(todo, trained), "models", len(todo), unit="model"):
+        name, seed, data = todo[folder]
         path = f"{folder}/rows.jsonl"
         if not os.path.isfile(path):
             kit.write_rows(path, test_small(name, seed, folder, data))
