@@ -37,7 +37,7 @@ def run_script(script, args, log, threads=None, device=None):
     Run `python -m script args...` in a process of its own. Returns its exit code and the last line that it printed.
 
     log: the file that its output goes to. threads: of the CPU; None = $OMP_NUM_THREADS, or one, because several runs
-    share the machine. device: number of the only GPU that it may see; None = it sees all.
+    share the machine. device: name of the only GPU that it may see; None = it sees all.
     """
     os.makedirs(os.path.dirname(log), exist_ok=True)
     threads = threads or os.environ.get("OMP_NUM_THREADS", 1)
@@ -89,14 +89,17 @@ def in_parallel(at_a_time, work, *columns):
     """
     map(work, *columns) in threads: yields the results in order. work gets one more argument, its device.
 
-    At most at_a_time run at once; 0 = one for each GPU, or for each CPU core where there is no GPU. device: the number
+    At most at_a_time run at once; 0 = one for each GPU, or for each CPU core where there is no GPU. device: the name
     of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled.
     """
-    gpus = torch.cuda.device_count()
-    at_a_time = at_a_time or gpus or os.cpu_count()
+    # Of the GPUs that this process may see, as whoever started it has named them.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = torch.cuda.device_count()
+    gpus = visible.split(",")[:count] if visible else range(count)
+    at_a_time = at_a_time or count or os.cpu_count()
     free = queue.SimpleQueue()
     for i in range(at_a_time):
-        free.put(i % gpus if gpus else None)
+        free.put(gpus[i % count] if count else None)
 
     def on_free_device(*args):
         device = free.get()
