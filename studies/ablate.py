@@ -32,7 +32,6 @@ import dataclasses
 import glob
 import math
 import os
-import runpy
 import statistics
 import textwrap
 
@@ -96,8 +95,7 @@ def check_arguments(argv):
         if arg.startswith("--"):
             named.add(arg[2:].split("=")[0])
         else:
-            found = runpy.run_path(configurator.config_file(arg))
-            named |= configurator.settings(found).keys()
+            named |= configurator.read_config(configurator.config_file(arg)).keys()
     return {key: resolved[key] for key in sorted(named - {"out"})}
 
 
@@ -391,7 +389,7 @@ def finished_studies():
     found = []
     for path in sorted(glob.glob(f"{out}/*/runs.jsonl")):
         name = os.path.basename(os.path.dirname(path))
-        config = runpy.run_path(f"{ROOT}/configs/ablations/{name}.py")
+        config = configurator.read_config(f"{ROOT}/configs/ablations/{name}.py")
         found.append((name, config, kit.read_rows(path)))
     if not found:
         raise ValueError(f"no studies in {out}: run one first, "
