@@ -85,4 +85,4 @@ def test_only_configs_and_reward_files_that_the_user_names_are_run():
         with open(os.path.join(ROOT, file), encoding="utf-8") as f:
             if {n.attr for n in ast.walk(ast.parse(f.read())) if isinstance(n, ast.Attribute)} & {"run_path", "run_module", "exec_module"}:
                 runs.add(os.path.basename(file))
-    assert "configurator.py" in runs and runs <= {"configurator.py", "ablate.py", "qrpo.py"}
+    assert "configurator.py" in runs and runs <= {"configurator.py", "references.py"}
