@@ -36,7 +36,7 @@ from configurator import lengths, run, settings
 from data import StagedDataset, TokenDataset, begun
 from model import Apertus, ApertusConfig
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
-from engine.hardware import pick_device, pick_dtype
+from engine.hardware import pick_device, pick_dtype, vendor_flops
 from generate import generate
 from schedule import batch_size as batch_at
 from schedule import cosine, samples_at, steps_in, wsd
@@ -120,8 +120,6 @@ skip_nonfinite = 0              # steps in a row that may be skipped because los
 wandb_log = False               # also log to Weights & Biases (pip install wandb)
 wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
-
-BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}   # dense, vendor
 
 
 def build_optimizer(model, steps, compiled):
@@ -335,7 +333,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or sample it: "
                          f"python sample.py --init_from={out}")
     flops = model.flops_per_token(block_size)
-    peak = next((v for k, v in BF16_PEAK.items() if place.startswith("cuda") and k in torch.cuda.get_device_name()), None)
+    peak = vendor_flops(place)
     log = open_log(config, start, validate=last) if ranks.first else lambda **entry: None
     if ranks.first:
         if compile and not compiled:

@@ -416,9 +416,9 @@ MISTAKES = [
     ("tools/plan.py", "held = 20 * parameters / shards", "held = 20 * parameters", "held by all instead of each"),
     ("tools/plan.py", "max(compute, links)", "min(compute, links)", "the faster of the two decides"),
     # bench
-    ("tools/bench.py", "names[n % len(names):] + names[:n % len(names)]", "names", "the same contestant always runs first"),
-    ("tools/bench.py", "if not abs(value - values[\"ours\"]) <= tolerance", "if abs(value - values[\"ours\"]) > tolerance", "a NaN agrees"),
-    ("tools/bench.py", "ratio=[float(np.median(s / b))", "ratio=[float(np.median(s) / np.median(b))", "the ratio of medians, which drift decides"),
+    ("tools/bench.py", "names[turn:] + names[:turn]", "names", "the same contestant always runs first"),
+    ("tools/bench.py", "if not abs(value - expected) <= tolerance", "if abs(value - expected) > tolerance", "a NaN agrees"),
+    ("tools/bench.py", "[np.median(ratios), low, high]", "[np.median(seconds) / np.median(base_seconds), low, high]", "the ratio of medians, which drift decides"),
     ("tools/bench.py", "(lengths.double() ** 2 / 2).sum()", "(lengths.double() ** 2).sum()", "the masked half counts"),
     # peers
     ("tools/peers.py", "m2.mul_(b3).add_(g, alpha=1 - b3)", "m2.mul_(b3).add_(g, alpha=1 - b2)", "the slow average too fast"),
