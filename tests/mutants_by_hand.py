@@ -412,7 +412,7 @@ MISTAKES = [
     ("tools/plan.py", "* (shards - 1) / shards / speed", "/ speed", "what a GPU has itself travels too"),
     ("tools/plan.py", "speed = (inside if shards <= node else between)", "speed = (inside if shards < node else between)", "a whole node talks over the network"),
     ("tools/plan.py", "3 * (per_block(config)", "2 * (per_block(config)", "backward costs as much as forward"),
-    ("tools/plan.py", "room = node_gbs or inside, net_gbs or between, memory * (1 - reserve)", "room = node_gbs or inside, net_gbs or between, memory", "no reserve"),
+    ("tools/plan.py", "room, most = spec.memory * (1 - reserve)", "room, most = spec.memory", "no reserve"),
     ("tools/plan.py", "held = 20 * parameters / shards", "held = 20 * parameters", "held by all instead of each"),
     ("tools/plan.py", "max(compute, links)", "min(compute, links)", "the faster of the two decides"),
     # bench
