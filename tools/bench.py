@@ -41,6 +41,7 @@ import functools
 import glob
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -65,6 +66,7 @@ from engine.plot import finish, has_log, pyplot
 from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
+from studies.structured import StructuredLinear, forms
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
 paths = []              # a mode (train optim goldfish loader ...), or results (*.json) to print as a table
@@ -84,9 +86,18 @@ seed = 28               # of weights, batches and documents
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
 
-# documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish.
+# documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack: as many layers of
+# the 8B as one GPU holds with their optimizer.
 COLUMNS = (
-    "batch", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings",
+    "batch",
+    "block_size",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "ffn_dim",
+    "vocab_size",
+    "tie_embeddings",
     "documents")
 PRESETS = {
     "cpu": (4, 512, 6, 6, 2, 384, 2048, 16384, False, 0),
@@ -94,15 +105,11 @@ PRESETS = {
     "laptop": (4, 256, 4, 2, 1, 128, 672, 4096, False, 0),
     "124m": (16, 1024, 12, 12, 4, 768, 3584, 50304, True, 0),
     "1b5": (2, 4096, 16, 32, 8, 2048, 12288, 131072, False, 1000),
-    "8b-stack": (1, 4096, 32, 32, 8, 4096, 21504, 131072, False, 1000),
+    "8b-stack": (1, 4096, 8, 32, 8, 4096, 21504, 131072, False, 1000),
     "tiny": (2, 64, 2, 4, 2, 64, 160, 320, False, 20)}
-
-# The layers of which `train` makes the 32 of the 8b-stack.
-DEPTHS = (4, 8, 16)
 
 CHOICES = dict(
     preset=list(PRESETS),
-    device=["auto", "cuda", "cpu"],
     dtype=["auto", "float32", "bfloat16"],
     clock=["auto", "cpu", "wall"],
     optimizer=["ademamix", "adamw"])
@@ -149,19 +156,18 @@ def full_or_tiny(full, tiny):
 # a race: who takes part, that they agree, their times in turn, the ratios
 
 
-def chosen(ways):
+def chosen(*names):
     """
-    Those of {name: anything} that take part: ours, first, and what --impls asks for, or else all.
+    The contestants that take part: ours, first, and those that --impls asks for, or else all.
 
     Without a compiler the compiled ones stay out, and so does "ours eager", because "ours" is then the same.
     """
-    names = [
-        name for name in ways
-        if compiles() or name != "ours eager" and not name.endswith("compile")]
+    if not compiles():
+        names = [name for name in names if name != "ours eager" and not name.endswith("compile")]
     asked = [name.strip() for name in impls.split(",")] if impls else names
     if not set(asked) <= set(names):
         raise ValueError(f"impls={impls!r}: this mode and preset have {', '.join(names)}")
-    return {name: ways[name] for name in dict.fromkeys(["ours", *asked])}
+    return list(dict.fromkeys(["ours", *asked]))
 
 
 def agree(what, values, tolerance, base="ours"):
@@ -181,8 +187,10 @@ def agree_on_gradients(found, tolerance):
     """
     if dtype == "bfloat16":
         tolerance = 2e-3
-    agree("loss of the first batch", {name: loss for name, (loss, _) in found.items()}, tolerance)
-    agree("norm of its gradient", {name: norm for name, (_, norm) in found.items()}, 10 * tolerance)
+    losses = {name: loss for name, (loss, _) in found.items()}
+    agree("loss of the first batch", losses, tolerance)
+    norms = {name: norm for name, (_, norm) in found.items()}
+    agree("norm of its gradient", norms, 10 * tolerance)
 
 
 def now():
@@ -202,7 +210,12 @@ def race(contestants):
     names = list(contestants)
     rows = {name: dict(seconds=[]) for name in names}
     uncounted = max(warmup, 1)
-    for n in tqdm(range(uncounted + rounds), desc=f"{len(names)} contestants", unit="round", leave=False):
+    bar = tqdm(
+        range(uncounted + rounds),
+        desc=f"{len(names)} contestants",
+        unit="round",
+        leave=False)
+    for n in bar:
         turn = n % len(names)
         for name in names[turn:] + names[:turn]:
             wall, start = time.perf_counter(), now()
@@ -226,7 +239,8 @@ def judge(rows, base="ours"):
     for row in rows.values():
         seconds = np.array(row["seconds"])
         ratios = seconds / base_seconds
-        low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+        medians = np.median(ratios[draws], axis=1)
+        low, high = np.percentile(medians, [2.5, 97.5])
         quarter, median, three_quarters = np.percentile(seconds, [25, 50, 75])
         row["median"] = median
         row["min"] = seconds.min()
@@ -254,9 +268,9 @@ def compete(contestants, rates, probe=None, base="ours"):
     return rows
 
 
-def each(ways, run):
+def each(names, run):
     """{name: f(round)} for compete(), where f is run(name, round)."""
-    return {name: functools.partial(run, name) for name in ways}
+    return {name: functools.partial(run, name) for name in names}
 
 
 def gemm_probe():
@@ -269,7 +283,12 @@ def gemm_probe():
     rows, inner = full_or_tiny((rows, inner), (256, 256))
     a, b = torch.randn(2, rows, inner, device=device, dtype=work_dtype())
     tflop = 4 * 2 * rows**2 * inner / 1e12
-    return "GEMM probe", "TFLOP/s", lambda n: [linear(a, b) for _ in range(4)], tflop
+
+    def multiply(n):
+        for _ in range(4):
+            linear(a, b)
+
+    return "GEMM probe", "TFLOP/s", multiply, tflop
 
 
 def bandwidth_probe(read_only=False):
@@ -310,13 +329,16 @@ def make_batch(n, config, batch, documents):
     transformers gives the padding id 3 no gradient. In plain windows keep, doc and mask are None.
     """
     T, generator = config.block_size, np.random.default_rng([seed, n])
-    stream = torch.from_numpy(generator.integers(4, config.vocab_size, (batch, T + 1)))
-    parts = [stream[:, :-1].contiguous(), stream[:, 1:].contiguous()]
+    ids = generator.integers(4, config.vocab_size, (batch, T + 1))
+    stream = torch.from_numpy(ids)
+    idx = stream[:, :-1].contiguous()
+    targets = stream[:, 1:].contiguous()
+    parts = [idx, targets]
     if documents:
-        begins = torch.from_numpy(generator.random((batch, T)) < 1 / documents)
-        doc = begins.cumsum(1)
-        mask = (doc[:, :, None] == doc[:, None]).tril()[:, None]
-        parts += [goldfish_mask(parts[1]), doc, mask]
+        begins = generator.random((batch, T)) < 1 / documents
+        doc = torch.from_numpy(begins).cumsum(1)
+        same = doc[:, :, None] == doc[:, None]                              # (B, T, T)
+        parts += [goldfish_mask(targets), doc, same.tril()[:, None]]
     return Batch(*(part.to(device) for part in parts))
 
 
@@ -353,8 +375,8 @@ def contestant(name, ours):
 
         def loss(batch):
             if name == "ours full logits":
-                logits, _ = model(batch.idx)                                # (B, T, V)
-                return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten())
+                logits, _ = model(batch.idx)
+                return loss_of_logits(logits, batch.targets)
             doc = None if name == "ours plain" else batch.doc
             return model(batch.idx, batch.targets, batch.keep, doc)[1]
         return model, loss
@@ -367,8 +389,8 @@ def contestant(name, ours):
         model = hugging_face(ours)
 
         def forward(idx, targets, mask):
-            logits = model(idx, attention_mask=mask, use_cache=False).logits                # (B, T, V)
-            return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+            logits = model(idx, attention_mask=mask, use_cache=False).logits
+            return loss_of_logits(logits, targets)
     if name.endswith("compile"):
         forward = torch.compile(forward)
 
@@ -379,6 +401,11 @@ def contestant(name, ours):
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             return forward(batch.idx, targets, batch.mask)
     return model, loss
+
+
+def loss_of_logits(logits, targets):
+    """Mean loss in fp32. logits (B, T, V); targets (B, T), -100 where there is none."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def gradient_norm(model):
@@ -422,51 +449,18 @@ def train():
     """A whole training step: forward, backward, clipping, optimizer."""
     if device == "cpu":
         keep_freed_memory()                                # as train.py does; it holds for every contestant
-    _, _, documents = shape()
-    other = "ours plain" if documents else "nanoGPT compile"
-    names = chosen(dict.fromkeys(["ours", "ours eager", other, "hf", "hf compile"]))
-    return train_stack(names) if preset == "8b-stack" else train_race(names)
-
-
-def train_stack(names):
-    """
-    The step of 32 layers of the 8B, which no GPU holds with their optimizer, from fewer of the same layers.
-
-    Its time is affine in the depth, so three depths give the time of a layer and that of the rest. All contestants
-    run at the smallest depth, ours alone at the others.
-    """
-    rows, seconds = {}, []
-    for n_layer in DEPTHS:
-        found, facts = train_race(names, n_layer=n_layer)
-        names = ["ours"]
-        rows |= {f"{name}, {n_layer} layers": row for name, row in found.items()}
-        seconds.append(found["ours"]["median"])
-    per_layer, rest = np.polyfit(DEPTHS, seconds, 1)
-    config, batch, _ = shape()
-    whole = config.n_layer * per_layer + rest
-    with torch.device("meta"):
-        flops = Apertus(config).flops_per_token(2 * facts["attended"])
-    flops *= batch * config.block_size
-    facts |= {
-        "seconds a layer": per_layer,
-        "seconds of 32 layers": whole,
-        "TFLOP/s at 32 layers": flops / whole / 1e12}
-    return rows, facts
-
-
-def train_race(names, **changes):
-    """The race of `train` between `names`; changes: other values for columns of the preset."""
-    config, batch, documents = shape(**changes)
+    config, batch, documents = shape()
     T, N = config.block_size, batch * config.block_size
     batches = make_batches(config, batch, documents)
     seen = np.mean([attended(batch.doc, T) for batch in batches])
     ours = new_model(config)
+    other = "ours plain" if documents else "nanoGPT compile"
     steps, found, flops = {}, {}, {}
-    for name in names:
+    for name in chosen("ours", "ours eager", other, "hf", "hf compile"):
         model, loss = contestant(name, ours)
         steps[name] = train_step(model, loss, batches)
-        # Without the document mask, or as another model, the loss is another one.
-        if name not in ("ours plain", "nanoGPT compile"):
+        # Without the document mask, or as another model, it is another loss.
+        if name != other:
             found[name] = loss_and_norm(model, loss, batches[0])
             model.zero_grad()
         counted = model if name == "nanoGPT compile" else ours
@@ -476,16 +470,13 @@ def train_race(names, **changes):
 
     def rates(name, seconds, gemm):
         speed = flops[name] / seconds / 1e12
-        found = {"tok/s": N / seconds, "TFLOP/s": speed, "of GEMM peak": speed / gemm}
+        shares = {"of GEMM peak": speed / gemm}
         if peak:
-            found["MFU"] = speed * 1e12 / peak
-        return found
+            shares["MFU"] = speed * 1e12 / peak
+        return {"tok/s": N / seconds, "TFLOP/s": speed, **shares}
 
     rows = compete(steps, rates, gemm_probe())
-    facts = dict(loss=found["ours"][0], parameters=ours.num_params(), attended=seen)
-    if device == "cuda":
-        facts["GPU memory GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    return rows, facts
+    return rows, dict(loss=found["ours"][0], parameters=ours.num_params(), attended=seen)
 
 
 def optim():
@@ -495,7 +486,12 @@ def optim():
     `first` is with nothing compiled before. Bytes in fp32: read p, g, v and the averages, write all of them but g.
     """
     from torch._inductor.utils import fresh_cache
-    how = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1)
+    how = dict(
+        lr=1e-3,
+        betas=(0.9, 0.999, 0.9999),
+        alpha=8.0,
+        eps=1e-8,
+        weight_decay=0.1)
 
     def stepper(name, params):
         if name == "per-tensor loop":
@@ -509,7 +505,7 @@ def optim():
     model = new_model(shape()[0])
     N = model.num_params()
     steps, params = {}, {}
-    for name in chosen(dict.fromkeys(["ours", "ours eager", "AdamW fused", "per-tensor loop"])):
+    for name in chosen("ours", "ours eager", "AdamW fused", "per-tensor loop"):
         torch.manual_seed(seed)                            # the same gradients for all
         params[name] = [p.detach().clone().requires_grad_() for p in model.parameters()]
         for p in params[name]:
@@ -524,10 +520,12 @@ def optim():
         rows = compete(steps, rates, bandwidth_probe())
 
     # After as many steps all have the same parameters, but for AdamW, which computes something else.
-    facts = dict(parameters=N, tensors=len(params["ours"]))
+    facts = dict(parameters=N)
     for name in steps.keys() - {"ours", "AdamW fused"}:
-        pairs = zip(params[name], params["ours"])
-        apart = max(((p - q).abs().max() / q.abs().max()).item() for p, q in pairs)
+        apart = 0.0
+        for p, q in zip(params[name], params["ours"]):
+            distance = (p - q).abs().max() / q.abs().max()
+            apart = max(distance.item(), apart)
         facts[f"{name}: furthest from ours"] = apart
         if not apart <= 1e-5:
             raise ValueError(f"{name} ended {apart:.2g} (relative) away from ours: they do not compute the same")
@@ -543,27 +541,37 @@ def memory():
     """
     T, V = full_or_tiny((4096, 131072), (256, 16384))
     config = ApertusConfig(
-        block_size=T, vocab_size=V, n_layer=2, n_head=4, n_kv_head=1, n_embd=256, ffn_dim=1344, init_std=0.02)
+        block_size=T,
+        vocab_size=V,
+        n_layer=2,
+        n_head=4,
+        n_kv_head=1,
+        n_embd=256,
+        ffn_dim=1344,
+        init_std=0.02)
     if impls.startswith("only "):
         print(json.dumps(peak_of(impls.removeprefix("only "), config)))
         raise SystemExit(0)
     settings = [f"--{key}={globals()[key]}" for key in ("preset", "device", "dtype", "threads", "seed")]
-    names = chosen(dict.fromkeys(["ours", "ours full logits", "hf", "hf compile"]))
-    rows = {}
+    names = chosen("ours", "ours full logits", "hf", "hf compile")
+    rows, found = {}, {}
     for name in tqdm(names, desc="memory", leave=False):
-        said = finished(name, "-m", "tools.bench", "memory", f"--impls=only {name}", *settings)
-        rows[name] = json.loads(said.splitlines()[-1])
-    agree_on_gradients({name: (row["loss"], row["gradient norm"]) for name, row in rows.items()}, 1e-6)
-    for row in rows.values():
+        said = finished("-m", "tools.bench", "memory", f"--impls=only {name}", *settings)
+        row = rows[name] = json.loads(said.splitlines()[-1])
         row["ratio"] = [row["peak MiB"] / rows["ours"]["peak MiB"]] * 3
-    return rows | head_race(V, full_or_tiny(384, 64)), dict(T=T, vocab_size=V, n_embd=256, n_layer=2)
+        found[name] = row["loss"], row["gradient norm"]
+    agree_on_gradients(found, 1e-6)
+    rows |= head_race(V, full_or_tiny(384, 64))
+    return rows, dict(T=T, vocab_size=V, n_embd=256, n_layer=2)
 
 
-def finished(what, *arguments):
+def finished(*arguments):
     """The output of Python with these arguments, in a process of its own. ValueError with its last line if it fails."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
-        raise ValueError(f"{what} ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        last_line = done.stderr.strip().splitlines()[-1:]
+        raise ValueError(f"{shlex.join(command)} failed: {last_line}")
     return done.stdout
 
 
@@ -573,7 +581,8 @@ def peak_of(name, config):
     batch = make_batch(0, config, 1, 0)
     # A short pass first, so that gradients exist and libraries have their buffers; hf compile would compile for it.
     if name != "hf compile":
-        loss(Batch(batch.idx[:, :32], batch.targets[:, :32])).backward()
+        short = Batch(batch.idx[:, :32], batch.targets[:, :32])
+        loss(short).backward()
         model.zero_grad(set_to_none=False)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -582,7 +591,6 @@ def peak_of(name, config):
     _, peak = memory_and_peak()
     return {
         "peak MiB": (peak - before) / 2**20,
-        "before MiB": before / 2**20,
         "loss": value,
         "gradient norm": norm}
 
@@ -596,8 +604,8 @@ def memory_and_peak():
     if device == "cuda":
         return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     with open("/proc/self/status") as f:
-        lines = dict(line.split(":", 1) for line in f)
-    return [int(lines[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")]
+        kib = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", f.read()))
+    return int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024
 
 
 def head_race(V, C):
@@ -613,16 +621,22 @@ def head_race(V, C):
 
     @compiled
     def full(h, head):
-        return F.cross_entropy((h @ head.T.to(h.dtype)).float(), targets)
+        logits = h @ head.T.to(h.dtype)                                     # (N, V)
+        return F.cross_entropy(logits.float(), targets)
+
+    def in_chunks(h, head):
+        loss, _ = ChunkedCrossEntropy.apply(h, head, targets, weights, rows, one_chunk)
+        return loss
 
     base = "loss in chunks"
-    ways = {
-        base: lambda: ChunkedCrossEntropy.apply(h, head, targets, weights, rows, one_chunk)[0],
-        "loss with full logits": lambda: full(h, head)}
-    tolerance = 2e-3 if dtype == "bfloat16" else 1e-6
-    agree("loss of the head alone", {name: loss().item() for name, loss in ways.items()}, tolerance, base)
-    passes = each(ways, lambda name, n: torch.autograd.grad(ways[name](), (h, head)))
-    return compete(passes, lambda *_: {}, base=base)
+    ways = {base: in_chunks, "loss with full logits": full}
+    values = {name: loss(h, head).item() for name, loss in ways.items()}
+    agree("loss of the head alone", values, 2e-3 if dtype == "bfloat16" else 1e-6, base)
+
+    def run(name, n):
+        torch.autograd.grad(ways[name](h, head), (h, head))
+
+    return compete(each(ways, run), lambda *_: {}, base=base)
 
 
 def cold():
@@ -634,24 +648,29 @@ def cold():
     global clock
     clock = "wall"
     config, depth = full_or_tiny(("laptop", 4), ("tiny", 2))
-    ways = chosen({
+    ways = {
         "ours": (True, depth),
         f"ours, {2 * depth} layers": (True, 2 * depth),
         f"ours, {4 * depth} layers": (True, 4 * depth),
         "ours eager": (False, depth),
-        f"ours eager, {4 * depth} layers": (False, 4 * depth)})
+        f"ours eager, {4 * depth} layers": (False, 4 * depth)}
 
     def run(name, n):
         compile, layers = ways[name]
         return first_step(f"configs/{config}.py", f"--compile={compile}", f"--n_layer={layers}")
 
-    rows = compete(each(ways, run), lambda name, seconds, _: {"s to the first step": seconds})
+    names = chosen(*ways)
+    rows = compete(each(names, run), lambda name, seconds, _: {"s to the first step": seconds})
     return rows, dict(config=config, layers=depth)
 
 
 def first_step(*arguments):
-    """Wall seconds of train.py from its start to the log's line of its first step; then it is killed."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+    """
+    Wall seconds of train.py from its start to the line that it logs of its first step. Then it is killed.
+
+    ValueError with the last line that it said, if it ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
         run_folder = os.path.join(folder, "run")
         command = [sys.executable, os.path.join(ROOT, "train.py"), *arguments]
         command += [f"--data={data}", f"--device={device}", f"--out={run_folder}"]
@@ -659,21 +678,20 @@ def first_step(*arguments):
             os.environ,
             TORCHINDUCTOR_CACHE_DIR=os.path.join(folder, "cache"),
             OMP_NUM_THREADS=str(threads or os.cpu_count()))
+        streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         began = time.perf_counter()
-        run = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-        try:
-            while not has_log(run_folder):
-                if run.poll() is not None:
-                    said.seek(0)
-                    last_line = said.read().strip().splitlines()[-1:]
-                    raise ValueError(f"{' '.join(command)} ended before its first step: {last_line}")
-                time.sleep(0.02)
-            return time.perf_counter() - began
-        finally:
-            # The whole session, because torch.compile has processes that would outlive the run.
-            if run.poll() is None:
-                os.killpg(run.pid, signal.SIGKILL)
-            run.wait()
+        with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as run:
+            try:
+                while not has_log(run_folder):
+                    if run.poll() is not None:
+                        last_line = run.stderr.read().strip().splitlines()[-1:]
+                        raise ValueError(f"{shlex.join(command)} ended before its first step: {last_line}")
+                    time.sleep(0.02)
+                return time.perf_counter() - began
+            finally:
+                # All of its session, because torch.compile has processes that would outlive the run.
+                if run.poll() is None:
+                    os.killpg(run.pid, signal.SIGKILL)
 
 
 # -----------------------------------------------------------------------------
@@ -683,29 +701,42 @@ def first_step(*arguments):
 def goldfish():
     """The Goldfish mask of 64 windows of 4096 labels, k = h = 50, four windows at a time as the loader asks for it."""
     B, T = full_or_tiny((64, 4096), (2, 256))
-    labels = torch.from_numpy(np.random.default_rng(seed).integers(0, 131072, (B, T)))
-    masks = chosen({
+    ids = np.random.default_rng(seed).integers(0, 131072, (B, T))
+    labels = torch.from_numpy(ids)
+    masks = {
         "ours": goldfish_mask,
         "published": published_mask,
-        "ours, hash=mix": functools.partial(goldfish_mask, hash="mix")})
-    if "published" in masks and not torch.equal(goldfish_mask(labels), published_mask(labels, 50, 50)):
+        "ours, hash=mix": functools.partial(goldfish_mask, hash="mix")}
+    if not torch.equal(goldfish_mask(labels), published_mask(labels)):
         raise ValueError("our Goldfish mask is not the published one")
-    passes = each(masks, lambda name, n: [masks[name](x, 50, 50) for x in labels.split(4)])
-    rows = compete(passes, lambda name, seconds, _: {"ns/token": seconds / (B * T) * 1e9}, bandwidth_probe())
-    return rows, dict(tokens=B * T)
+
+    def run(name, n):
+        for four in labels.split(4):
+            masks[name](four)
+
+    def rates(name, seconds, _):
+        return {"ns/token": seconds / (B * T) * 1e9}
+
+    names = chosen(*masks)
+    return compete(each(names, run), rates, bandwidth_probe()), dict(tokens=B * T)
 
 
-def synthetic_shard(folder, n, vocab_size, documents):
-    """Write a data folder like prepare.py's, one shard of n random ids, for TokenDataset. Returns the shard's path."""
+def synthetic_shard(folder, n_tokens, vocab_size):
+    """
+    Write a data folder such as prepare.py's, for TokenDataset: one shard of random ids. Returns the shard's path.
+
+    Documents have 800 tokens in the mean and stand between <s>, 1, and </s>, 2.
+    """
     generator = np.random.default_rng(seed)
-    stream = generator.integers(4, vocab_size, n).astype(np.uint32)
-    ends = np.flatnonzero(generator.random(n - 1) < 1 / documents)
-    stream[ends], stream[ends + 1] = 2, 1                  # </s> <s>
+    stream = generator.integers(4, vocab_size, n_tokens).astype(np.uint32)
+    ends = np.flatnonzero(generator.random(n_tokens - 1) < 1 / 800)
+    stream[ends] = 2
+    stream[ends + 1] = 1
     path = os.path.join(folder, "shard.npy")
     np.save(path, stream)
-    split = dict(shards=[dict(file="shard.npy", tokens=n)])
+    sources = dict(a=dict(train=dict(shards=[dict(file="shard.npy", tokens=n_tokens)])))
     with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump(dict(bos=1, eos=2, vocab_size=vocab_size, sources=dict(a=dict(train=split))), f)
+        json.dump(dict(bos=1, eos=2, vocab_size=vocab_size, sources=sources), f)
     return path
 
 
@@ -715,41 +746,52 @@ def loader():
 
     All seconds are those of as many tokens, 32 batches; a training step's are scaled.
     """
-    n_tokens, B, T, V = full_or_tiny((2**24, 8, 4096, 131072), (2**16, 4, 256, 4096))
+    full, tiny = (2**24, 8, 4096, 131072), (2**16, 4, 256, 4096)
+    n_tokens, B, T, V = full_or_tiny(full, tiny)
     repeat = 32
     with tempfile.TemporaryDirectory() as folder:
-        path = synthetic_shard(folder, n_tokens, V, 800)
+        path = synthetic_shard(folder, n_tokens, V)
         plain = TokenDataset(folder, "train", T, seed)
         fish = TokenDataset(folder, "train", T, seed, goldfish_k=50)
-        ways = chosen({
+        ways = {
             "ours": lambda n: plain.batch(n * B, B),
             "ours, Goldfish": lambda n: fish.batch(n * B, B),
-            "nanoGPT": lambda n: nanogpt_batch(path, B, T, n),
-            "train step": None})
-        passes = each(ways, lambda name, n: [ways[name](n * repeat + i) for i in range(repeat)])
-        if "train step" in ways:
+            "nanoGPT": lambda n: nanogpt_batch(path, B, T, n)}
+        names = chosen(*ways, "train step")
+
+        def run(name, n):
+            for i in range(repeat):
+                ways[name](n * repeat + i)
+
+        passes = each(names, run)
+        if "train step" in names:
             config, batch, documents = shape()
             model, loss = contestant("ours", new_model(config))
             step = train_step(model, loss, make_batches(config, batch, documents))
 
+            as_many = repeat * B * T / (batch * config.block_size)
+
             def scaled_step(n):
                 start = now()
                 step(n)
-                return (now() - start) * repeat * B * T / (batch * config.block_size)
+                return (now() - start) * as_many
 
             passes["train step"] = scaled_step
-        rows = compete(
-            passes, lambda name, seconds, _: {"ms/M tokens": seconds / (repeat * B * T) * 1e9}, bandwidth_probe())
-    if "train step" in ways:
-        for name in ways.keys() - {"train step"}:
+
+        def rates(name, seconds, _):
+            return {"ms/M tokens": seconds / (repeat * B * T) * 1e9}
+
+        rows = compete(passes, rates, bandwidth_probe())
+    if "train step" in names:
+        for name in names[:-1]:
             rows[name]["of a step"] = rows[name]["median"] / rows["train step"]["median"]
     return rows, dict(shard_tokens=n_tokens)
 
 
 def python_sources(kind, pattern):
     """The texts of this Python's files in the folder `kind` of sysconfig, sorted by path, one at a time."""
-    paths = glob.glob(os.path.join(sysconfig.get_path(kind), pattern), recursive=True)
-    for path in sorted(paths):
+    folder = sysconfig.get_path(kind)
+    for path in sorted(glob.glob(os.path.join(folder, pattern), recursive=True)):
         with open(path, encoding="utf-8", errors="replace") as f:
             yield f.read()
 
@@ -768,23 +810,25 @@ def tokenize():
     theirs = tokenizers.Tokenizer.from_str(json.dumps(convert.hf_files(ours)["tokenizer.json"]))
     text = "".join(python_sources("stdlib", "*.py"))[:full_or_tiny(3_000_000, 20_000)]
     documents = [text[i:i + 4000] for i in range(0, len(text), 4000)]
+    ways = {
+        "ours": lambda text: ours.encode(text),
+        "hf": lambda text: theirs.encode(text, add_special_tokens=False).ids}
 
-    def batch(n):
-        return [found.ids for found in theirs.encode_batch_fast(documents, add_special_tokens=False)]
+    def run(name, n):
+        if name == "hf batch":
+            return [found.ids for found in theirs.encode_batch_fast(documents, add_special_tokens=False)]
+        return [ways[name](document) for document in documents]
 
-    ways = chosen({
-        "ours": lambda n: [ours.encode(document) for document in documents],
-        "hf batch": batch,
-        "hf": lambda n: [theirs.encode(document, add_special_tokens=False).ids for document in documents]})
-    ids = ways["ours"](0)
-    if any(encode(0) != ids for encode in ways.values()):
+    names = chosen("ours", "hf batch", "hf")
+    ids = run("ours", 0)
+    if any(run(name, 0) != ids for name in names):
         raise ValueError("Hugging Face's tokenizers give other ids than ours")
     size, count = len(text.encode()), sum(map(len, ids))
 
     def rates(name, seconds, _):
         return {"MB/s": size / seconds / 1e6, "M tok/s": count / seconds / 1e6}
 
-    return compete(ways, rates, bandwidth_probe()), dict(bytes=size, tokens=count)
+    return compete(each(names, run), rates, bandwidth_probe()), dict(bytes=size, tokens=count)
 
 
 def prepare():
@@ -801,24 +845,28 @@ def prepare():
             "--near_dedup=0.72", "--keep_licenses=MIT", "--keep_languages=eng_Latn", "--min_chars=20",
             "--score_field=score", "--keep_top=0.99", "--max_field=toxicity",
             f"--robots={at('robots.jsonl')}", f"--decontaminate={at('prompts.txt')}"]
-        ways = chosen({"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]})
+        flags = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
         vocabulary = full_or_tiny("apertus", "byte")
 
         def run(name, n):
             before = os.times()
             finished(
-                f"prepare.py ({name})", "prepare.py", at("pages.jsonl"), f"--out={at('out')}", "--workers=1",
-                f"--tokenizer={vocabulary}", *ways[name])
+                "prepare.py", at("pages.jsonl"), f"--out={at('out')}", "--workers=1", f"--tokenizer={vocabulary}",
+                *flags[name])
             after = os.times()
             with open(at("out", "report.json"), encoding="utf-8") as f:
                 totals[name] = json.load(f)["total"]
             shutil.rmtree(at("out"))
-            if clock == "wall":
-                return after.elapsed - before.elapsed
-            return sum(after[2:4]) - sum(before[2:4])      # user and system time of children
+            if clock == "cpu":
+                return sum(after[2:4]) - sum(before[2:4])  # user and system time of children
 
-        rows = compete(each(ways, run), lambda name, seconds, _: {"MB/s": totals[name]["bytes"] / seconds / 1e6})
-    return rows, dict(bytes_in=totals["ours"]["bytes_in"], bytes_kept=totals["ours"]["bytes"])
+        def rates(name, seconds, _):
+            return {"MB/s": totals[name]["bytes"] / seconds / 1e6}
+
+        names = chosen(*flags)
+        rows = compete(each(names, run), rates)
+    ours = totals["ours"]
+    return rows, dict(bytes_in=ours["bytes_in"], bytes_kept=ours["bytes"])
 
 
 def write_pages(folder, size):
@@ -873,27 +921,32 @@ def decode():
     # The layout for CPUs is what sample.py takes, unless it compiles; on a GPU it changes nothing.
     laid_out = copy.deepcopy(ours) if device == "cpu" else ours
     lay_out_for_decoding(laid_out)
-    ways = chosen({
+    ways = {
         "ours": lambda: generate(ours, prompt, tokens, temperature=0, compile=compiles()),
         "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
-        "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)})
+        "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
     said = {}
 
     def run(name, n):
         said[name] = ways[name]()[0]
 
-    read = [p.nbytes for name, p in ours.named_parameters() if config.tie_embeddings or "embed" not in name]
-    gb = sum(read) / 1e9
+    weight_bytes = sum(
+        p.nbytes for name, p in ours.named_parameters()
+        if config.tie_embeddings or "embed" not in name)
 
     def rates(name, seconds, bandwidth):
         speed = tokens / seconds
-        return {"tok/s": speed, "of weight-read bound": gb * speed / bandwidth}
+        return {"tok/s": speed, "of weight-read bound": weight_bytes / 1e9 * speed / bandwidth}
 
-    rows = compete(each(ways, run), rates, bandwidth_probe(read_only=True))
-    same = {name: (ids == said["ours"]).cumprod(0).sum().item() - 32 for name, ids in said.items()}
+    names = chosen(*ways)
+    rows = compete(each(names, run), rates, bandwidth_probe(read_only=True))
+    same = {}
+    for name, ids in said.items():
+        agrees = ids == said["ours"]                                        # (32 + tokens,)
+        same[name] = agrees.cumprod(0).sum().item() - 32
     if dtype == "float32" and min(same.values()) < tokens:
         raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
-    return rows, dict(tokens=tokens, weight_bytes=sum(read), agreeing_tokens=same)
+    return rows, dict(tokens=tokens, weight_bytes=weight_bytes, agreeing_tokens=same)
 
 
 def ffn():
@@ -903,45 +956,47 @@ def ffn():
     training: forward and backward of 512 tokens. decoding: one token through so many copies (256 MB of them, at most
     100) that the weights come from memory, as in a whole model; seconds are those of one copy.
     """
-    from studies.structured import forms
     rows, fastest = {}, []
     for C in full_or_tiny(widths, (48,)):
-        x = torch.randn(full_or_tiny(512, 8), C, device=device, dtype=work_dtype(), requires_grad=True)
+        x = torch.randn(full_or_tiny(512, 8), C, device=device, dtype=work_dtype())
+        x.requires_grad_()
         grad, one = torch.randn_like(x), x[:1].detach()
         copies, shares = {}, {}
-        for form in forms(C):
-            mlp = feed_forward(C, *form)
+        for kind, *form in forms(C):
+            mlp = feed_forward(C, kind, form)
             size = sum(p.numel() for p in mlp.parameters())
             share = size / (8 * C * C)
-            name = "dense" if form[0] == "dense" else f"{form[0]} {share:.0%}"
-            count = min(100, -(-2**28 // (size * x.itemsize)))
-            shares[name] = share
-            copies[name] = [mlp] + [feed_forward(C, *form) for _ in range(count - 1)]
+            name = kind if kind == "dense" else f"{kind} {share:.0%}"
+            shares[name] = {"of dense parameters": share}
+            count = min(100, math.ceil(2**28 / (size * x.itemsize)))
+            copies[name] = [mlp] + [feed_forward(C, kind, form) for _ in range(count - 1)]
 
-        def train(name, n):
+        def training(name, n):
             copies[name][0](x).backward(grad)
 
         @torch.inference_mode()
-        def decode(name, n):
+        def decoding(name, n):
             start = now()
             for mlp in copies[name]:
                 mlp(one)
             return (now() - start) / len(copies[name])
 
-        for what, run in (("training", train), ("decoding", decode)):
-            found = compete(each(copies, run), lambda name, *_: {"of dense parameters": shares[name]}, base="dense")
-            rows |= {f"{what} {C}, {name}": row for name, row in found.items()}
+        for run in (training, decoding):
+            found = compete(each(copies, run), lambda name, *_: shares[name], base="dense")
+            rows |= {f"{run.__name__} {C}, {name}": row for name, row in found.items()}
             best = min(found, key=lambda name: found[name]["ratio"][0])
-            fastest.append(f"dense {what} at {C} {1 / found[best]['ratio'][0]:.2f}x ({best})")
+            fastest.append(f"dense {run.__name__} at {C} {1 / found[best]['ratio'][0]:.2f}x ({best})")
     return rows, {"base": "dense", "fastest": "; ".join(fastest)}
 
 
-def feed_forward(C, kind, *form):
-    """An MLP of width C in a form of studies.structured.forms, with random weights."""
-    from studies.structured import StructuredLinear
-    layers = [
-        Linear(n_in, n_out) if kind == "dense" else StructuredLinear(n_in, n_out, kind, *form)
-        for n_in, n_out in ((C, 4 * C), (4 * C, C))]
+def feed_forward(C, kind, form):
+    """An MLP of width C with random weights. kind, form: of studies.structured.forms."""
+    layers = []
+    for n_in, n_out in ((C, 4 * C), (4 * C, C)):
+        if kind == "dense":
+            layers.append(Linear(n_in, n_out))
+        else:
+            layers.append(StructuredLinear(n_in, n_out, kind, *form))
     mlp = torch.nn.Sequential(*layers).to(device, work_dtype())
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -949,8 +1004,16 @@ def feed_forward(C, kind, *form):
 
 
 MODES = dict(
-    train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, prepare=prepare, decode=decode,
-    memory=memory, cold=cold, ffn=ffn)
+    train=train,
+    optim=optim,
+    goldfish=goldfish,
+    loader=loader,
+    tokenize=tokenize,
+    prepare=prepare,
+    decode=decode,
+    memory=memory,
+    cold=cold,
+    ffn=ffn)
 
 
 # -----------------------------------------------------------------------------
@@ -961,9 +1024,13 @@ RATES = ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB", "s to t
 TIMES = ("seconds", "median", "min", "spread", "ratio", "first")
 
 
+def is_share(key):
+    return key.startswith(("of ", "MFU"))
+
+
 def number(key, value):
-    """A number with its unit. What begins with "of", and MFU, is a share."""
-    if key.startswith(("of ", "MFU")):
+    """A number with its unit, or a share in percent with what it is a share of."""
+    if is_share(key):
         text = f"{value * 100:.2g}%" if value < 0.01 else f"{value:.0%}"
     else:
         text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -1001,16 +1068,20 @@ def table(record):
 def picture(record, path):
     """Bars: time (or memory) as a multiple of the base's, with the interval of the ratio."""
     rows = compared(record)
-    middle, low, high = np.array([row["ratio"] for row in rows.values()]).T
-    figure, axis = pyplot().subplots(figsize=(7, 0.6 + 0.42 * len(rows)), layout="constrained")
+    ratios = [row["ratio"] for row in rows.values()]
+    middle, low, high = np.transpose(ratios)
+    height = 0.6 + 0.42 * len(rows)
+    figure, axis = pyplot().subplots(figsize=(7, height), layout="constrained")
+    errors = np.maximum([middle - low, high - middle], 0)
     colors = ["C0" if name.startswith("ours") else "C7" for name in rows]
-    bars = axis.barh(list(rows), middle, xerr=np.maximum([middle - low, high - middle], 0), color=colors)
-    axis.bar_label(bars, [f"{row['ratio'][0]:.2f}x   {rate(row)}" for row in rows.values()], padding=4, fontsize=8)
+    bars = axis.barh(list(rows), middle, xerr=errors, color=colors)
+    labels = [f"{row['ratio'][0]:.2f}x   {rate(row)}" for row in rows.values()]
+    axis.bar_label(bars, labels, padding=4, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.35 * high.max())
+    axis.margins(x=0.35)
     axis.axvline(1, color="black", linewidth=0.6)
     what = "memory" if record["mode"] == "memory" else "time"
-    title = ", ".join(record[key] for key in ("mode", "preset", "dtype"))
+    title = f"{record['mode']}, {record['preset']}, {record['dtype']}"
     axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)", fontsize=10)
     finish(figure, path)
 
@@ -1022,9 +1093,10 @@ def summary_line(record):
     What ours does, as a share of what the machine could, how much faster than the others, and the command.
     """
     rows = record["rows"]
-    own = next((name for name in rows if name.split(",")[0] == "ours"), None)               # in `ffn` there is none
+    # In `ffn` there is no row of ours.
+    own = next((name for name in rows if name.split(",")[0] == "ours"), None)
     ours = rows.get(own, {})
-    shares = [number(key, value) for key, value in ours.items() if key.startswith(("of ", "MFU"))]
+    shares = [number(key, value) for key, value in ours.items() if is_share(key)]
     others = []
     for name, row in compared(record).items():
         middle, low, high = row["ratio"]
@@ -1097,6 +1169,7 @@ def circumstances():
     import transformers
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
     describe = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT)
     return dict(
         date=time.strftime("%Y-%m-%d"),
         command=f"python -m tools.bench {shlex.join(arguments)}",
@@ -1109,7 +1182,7 @@ def circumstances():
         torch=torch.__version__,
         transformers=transformers.__version__,
         seed=seed,
-        commit=subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip())
+        commit=commit.stdout.strip())
 
 
 def main():
@@ -1127,7 +1200,14 @@ def main():
     mode = paths[0]
     rows, facts = MODES[mode]()
 
-    record = dict(mode=mode, preset=preset, dtype=dtype, **circumstances(), rounds=rounds, facts=facts, rows=rows)
+    record = dict(
+        mode=mode,
+        preset=preset,
+        dtype=dtype,
+        **circumstances(),
+        rounds=rounds,
+        facts=facts,
+        rows=rows)
     os.makedirs(out, exist_ok=True)
     path = os.path.join(out, f"{mode}-{preset}-{dtype}")
     with open(path + ".json", "w", encoding="utf-8") as f:

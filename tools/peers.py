@@ -146,7 +146,7 @@ def published_table():
     return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073))
 
 
-def published_mask(labels, k, h):
+def published_mask(labels, k=50, h=50):
     """
     True where the loss keeps a label: labels (B, T) int64 -> (B, T) bool, as goldfish_mask in goldfish.py.
 
