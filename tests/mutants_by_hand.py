@@ -411,7 +411,7 @@ MISTAKES = [
     # plan
     ("tools/plan.py", "* (shards - 1) / shards / speed", "/ speed", "what a GPU has itself travels too"),
     ("tools/plan.py", "speed = (inside if shards <= node else between)", "speed = (inside if shards < node else between)", "a whole node talks over the network"),
-    ("tools/plan.py", "3 * (per_block(config)", "2 * (per_block(config)", "backward costs as much as forward"),
+    ("tools/plan.py", "(3 * forward)", "(2 * forward)", "backward costs as much as forward"),
     ("tools/plan.py", "room, most = spec.memory * (1 - reserve)", "room, most = spec.memory", "no reserve"),
     ("tools/plan.py", "held = 20 * parameters / shards", "held = 20 * parameters", "held by all instead of each"),
     ("tools/plan.py", "max(compute, links)", "min(compute, links)", "the faster of the two decides"),
@@ -423,7 +423,7 @@ MISTAKES = [
     # peers
     ("tools/peers.py", "m2.mul_(b3).add_(g, alpha=1 - b3)", "m2.mul_(b3).add_(g, alpha=1 - b2)", "the slow average too fast"),
     ("tools/peers.py", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)", "y = F.scaled_dot_product_attention(q, k, v)", "nanoGPT sees the future"),
-    ("tools/peers.py", "< 1 / k)", "< 2 / k)", "twice as many forgotten"),
+    ("tools/peers.py", "(draws < 1 / k)", "(draws < 2 / k)", "twice as many forgotten"),
     # chat
     ("chat.py", "yield control(\"assistant_end\", said=True)", "yield control(\"assistant_end\")", "the end of a turn is not learnt"),
     ("chat.py", "plain(text, said=kind != \"outputs\")", "plain(text, said=True)", "the outputs of tools are learnt"),

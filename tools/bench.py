@@ -86,8 +86,8 @@ seed = 28               # of weights, batches and documents
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
 
-# documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack: as many layers of
-# the 8B as one GPU holds with their optimizer.
+# documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack has the exact
+# layers of the 8B, but eight of them, because no GPU holds all 32 with their optimizer.
 COLUMNS = (
     "batch",
     "block_size",
@@ -139,6 +139,7 @@ def resolve_settings():
 
 
 def work_dtype():
+    """The torch.dtype of activations and GEMMs."""
     return getattr(torch, dtype)
 
 
@@ -310,13 +311,18 @@ Batch = collections.namedtuple("Batch", "idx targets keep doc mask", defaults=(N
 
 
 def shape(**changes):
-    """The preset with other values for some of its columns: (ApertusConfig, batch, documents)."""
+    """
+    The preset as (ApertusConfig, batch, documents). changes: other values for fields of the config.
+
+    Unlike the published models these begin with weights of one size, init_std = 0.02.
+    """
     values = dict(zip(COLUMNS, PRESETS[preset]))
     batch, documents = values.pop("batch"), values.pop("documents")
     return ApertusConfig(**{"init_std": 0.02, **values, **changes}), batch, documents
 
 
 def new_model(config):
+    """An Apertus with the initial weights of `seed`, fp32, on the device. All contestants get copies of one."""
     with torch.device(device):
         return Apertus(config, seed)
 
@@ -409,6 +415,7 @@ def loss_of_logits(logits, targets):
 
 
 def gradient_norm(model):
+    """L2 norm of all gradients, a 0-d tensor: no waiting for the GPU within a step."""
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
 
 
@@ -446,13 +453,18 @@ def train_step(model, loss, batches):
 
 
 def train():
-    """A whole training step: forward, backward, clipping, optimizer."""
+    """
+    A whole training step: forward, backward, clipping, optimizer.
+
+    FLOPs are counted from what each contestant has to compute: with documents masked, only the pairs inside them, also
+    where an implementation computes all pairs and throws most away.
+    """
     if device == "cpu":
         keep_freed_memory()                                # as train.py does; it holds for every contestant
     config, batch, documents = shape()
     T, N = config.block_size, batch * config.block_size
     batches = make_batches(config, batch, documents)
-    seen = np.mean([attended(batch.doc, T) for batch in batches])
+    seen = np.mean([attended(made.doc, T) for made in batches])
     ours = new_model(config)
     other = "ours plain" if documents else "nanoGPT compile"
     steps, found, flops = {}, {}, {}
@@ -566,7 +578,11 @@ def memory():
 
 
 def finished(*arguments):
-    """The output of Python with these arguments, in a process of its own. ValueError with its last line if it fails."""
+    """
+    The output of Python with these arguments, run to its end in a process of its own.
+
+    ValueError with the last line of its errors, if it fails.
+    """
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
@@ -576,7 +592,11 @@ def finished(*arguments):
 
 
 def peak_of(name, config):
-    """What a forward and backward pass needs beyond weights and gradients, in this process."""
+    """
+    What a forward and backward pass of one window needs beyond weights and gradients, in this process.
+
+    Returns the row of a contestant: peak in MiB, and the loss and the norm of its gradient to compare.
+    """
     model, loss = contestant("ours eager" if name == "ours" else name, new_model(config))
     batch = make_batch(0, config, 1, 0)
     # A short pass first, so that gradients exist and libraries have their buffers; hf compile would compile for it.
@@ -609,7 +629,11 @@ def memory_and_peak():
 
 
 def head_race(V, C):
-    """The loss alone, forward and backward at 1024 positions, in chunks and with all logits, both compiled."""
+    """
+    The loss alone, forward and backward at 1024 positions: in chunks, and with all logits, both compiled.
+
+    V words, hidden states of width C. Returns the rows of both.
+    """
     N = 1024
     h = torch.randn(N, C, device=device, dtype=work_dtype(), requires_grad=True)
     head = torch.randn(V, C, device=device, requires_grad=True)
@@ -699,7 +723,11 @@ def first_step(*arguments):
 
 
 def goldfish():
-    """The Goldfish mask of 64 windows of 4096 labels, k = h = 50, four windows at a time as the loader asks for it."""
+    """
+    The Goldfish mask of 64 windows of 4096 labels, k = h = 50: the published expression, ours, and our other hash.
+
+    Four windows at a time, which is how the loader asks for it.
+    """
     B, T = full_or_tiny((64, 4096), (2, 256))
     ids = np.random.default_rng(seed).integers(0, 131072, (B, T))
     labels = torch.from_numpy(ids)
@@ -768,7 +796,6 @@ def loader():
             config, batch, documents = shape()
             model, loss = contestant("ours", new_model(config))
             step = train_step(model, loss, make_batches(config, batch, documents))
-
             as_many = repeat * B * T / (batch * config.block_size)
 
             def scaled_step(n):
@@ -789,7 +816,11 @@ def loader():
 
 
 def python_sources(kind, pattern):
-    """The texts of this Python's files in the folder `kind` of sysconfig, sorted by path, one at a time."""
+    """
+    The texts of this Python's files, one at a time and sorted by path: text that is on every machine.
+
+    kind: of sysconfig's folders, stdlib or purelib (installed packages). pattern: a glob below it.
+    """
     folder = sysconfig.get_path(kind)
     for path in sorted(glob.glob(os.path.join(folder, pattern), recursive=True)):
         with open(path, encoding="utf-8", errors="replace") as f:
@@ -842,16 +873,26 @@ def prepare():
         at = functools.partial(os.path.join, folder)
         write_pages(folder, full_or_tiny(120e6, 2e5))
         every = [
-            "--near_dedup=0.72", "--keep_licenses=MIT", "--keep_languages=eng_Latn", "--min_chars=20",
-            "--score_field=score", "--keep_top=0.99", "--max_field=toxicity",
-            f"--robots={at('robots.jsonl')}", f"--decontaminate={at('prompts.txt')}"]
+            "--near_dedup=0.72",
+            "--keep_licenses=MIT",
+            "--keep_languages=eng_Latn",
+            "--min_chars=20",
+            "--score_field=score",
+            "--keep_top=0.99",
+            "--max_field=toxicity",
+            f"--robots={at('robots.jsonl')}",
+            f"--decontaminate={at('prompts.txt')}"]
         flags = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
         vocabulary = full_or_tiny("apertus", "byte")
 
         def run(name, n):
             before = os.times()
             finished(
-                "prepare.py", at("pages.jsonl"), f"--out={at('out')}", "--workers=1", f"--tokenizer={vocabulary}",
+                "prepare.py",
+                at("pages.jsonl"),
+                f"--out={at('out')}",
+                "--workers=1",
+                f"--tokenizer={vocabulary}",
                 *flags[name])
             after = os.times()
             with open(at("out", "report.json"), encoding="utf-8") as f:
@@ -885,11 +926,17 @@ def write_pages(folder, size):
         for n, text in enumerate(texts):
             if written > size:
                 break
-            line = json.dumps(dict(
-                id=str(n), url=f"https://site{n % 50}.org/{n}", text=text, language="eng_Latn", license="MIT",
-                score=n * 0.618 % 1, toxicity=n * 0.414 % 0.99))
+            page = dict(
+                id=str(n),
+                url=f"https://site{n % 50}.org/{n}",
+                text=text,
+                language="eng_Latn",
+                license="MIT",
+                score=n * 0.618 % 1,
+                toxicity=n * 0.414 % 0.99)
+            line = json.dumps(page) + "\n"
             written += len(line)
-            yield line + "\n"
+            yield line
 
     def robots():
         for n in range(50):
@@ -1018,6 +1065,9 @@ MODES = dict(
 
 # -----------------------------------------------------------------------------
 # records as tables and pictures
+#
+# A record is what main() writes: circumstances, facts, and a row per contestant. Those in records/ are committed, so
+# keys that once were written must still be read.
 
 # The first of these that a row has stands for the row where there is room for one.
 RATES = ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB", "s to the first step")
@@ -1025,6 +1075,7 @@ TIMES = ("seconds", "median", "min", "spread", "ratio", "first")
 
 
 def is_share(key):
+    """Whether a rate is a share of what was possible: of bandwidth, of GEMM peak, ..., MFU."""
     return key.startswith(("of ", "MFU"))
 
 
@@ -1038,6 +1089,7 @@ def number(key, value):
 
 
 def rate(row):
+    """The one rate that stands for a row, as text; empty for a row without any."""
     return next((number(key, row[key]) for key in RATES if key in row), "")
 
 
@@ -1066,23 +1118,25 @@ def table(record):
 
 
 def picture(record, path):
-    """Bars: time (or memory) as a multiple of the base's, with the interval of the ratio."""
+    """
+    Draw bars: time (or memory) as a multiple of the base's, with the interval of the ratio.
+
+    The line at 1 is the base. Only rows with a ratio are drawn, so a probe is not.
+    """
     rows = compared(record)
-    ratios = [row["ratio"] for row in rows.values()]
-    middle, low, high = np.transpose(ratios)
+    middle, low, high = np.transpose([row["ratio"] for row in rows.values()])
+    errors = np.maximum([middle - low, high - middle], 0)
+    labels = [f"{row['ratio'][0]:.2f}x   {rate(row)}" for row in rows.values()]
     height = 0.6 + 0.42 * len(rows)
     figure, axis = pyplot().subplots(figsize=(7, height), layout="constrained")
-    errors = np.maximum([middle - low, high - middle], 0)
-    colors = ["C0" if name.startswith("ours") else "C7" for name in rows]
-    bars = axis.barh(list(rows), middle, xerr=errors, color=colors)
-    labels = [f"{row['ratio'][0]:.2f}x   {rate(row)}" for row in rows.values()]
-    axis.bar_label(bars, labels, padding=4, fontsize=8)
+    bars = axis.barh(list(rows), middle, xerr=errors)
+    axis.bar_label(bars, labels, padding=4)
     axis.invert_yaxis()
     axis.margins(x=0.35)
-    axis.axvline(1, color="black", linewidth=0.6)
+    axis.axvline(1, color="black")
     what = "memory" if record["mode"] == "memory" else "time"
     title = f"{record['mode']}, {record['preset']}, {record['dtype']}"
-    axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)", fontsize=10)
+    axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)")
     finish(figure, path)
 
 
@@ -1186,6 +1240,7 @@ def circumstances():
 
 
 def main():
+    """Show results, or run a mode: its record as JSON, its picture, its table."""
     if paths and all(path.endswith(".json") for path in paths):
         return show(paths)
     if len(paths) != 1 or paths[0] not in MODES:

@@ -41,7 +41,10 @@ def hugging_face(ours):
 
 
 # -----------------------------------------------------------------------------
-# nanoGPT: model.py and train.py of github.com/karpathy/nanoGPT
+# nanoGPT: model.py and train.py of github.com/karpathy/nanoGPT, with bias=False, its faster setting
+
+linear = functools.partial(nn.Linear, bias=False)
+layer_norm = functools.partial(nn.LayerNorm, bias=False)
 
 
 class GPTBlock(nn.Module):
@@ -54,20 +57,22 @@ class GPTBlock(nn.Module):
     def __init__(self, C, H):
         super().__init__()
         self.H = H
-        self.ln_1 = nn.LayerNorm(C, bias=False)
-        self.c_attn = nn.Linear(C, 3 * C, bias=False)
-        self.attn_proj = nn.Linear(C, C, bias=False)
-        self.ln_2 = nn.LayerNorm(C, bias=False)
-        self.c_fc = nn.Linear(C, 4 * C, bias=False)
-        self.c_proj = nn.Linear(4 * C, C, bias=False)
+        self.ln_1 = layer_norm(C)
+        self.c_attn = linear(C, 3 * C)
+        self.attn_proj = linear(C, C)
+        self.ln_2 = layer_norm(C)
+        self.c_fc = linear(C, 4 * C)
+        self.c_proj = linear(4 * C, C)
 
     def forward(self, x):
         B, T, C = x.shape
         qkv = self.c_attn(self.ln_1(x)).split(C, dim=2)
         q, k, v = (t.view(B, T, self.H, -1).transpose(1, 2) for t in qkv)   # (B, H, T, C/H)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x))))
+        y = y.transpose(1, 2).reshape(B, T, C)
+        x = x + self.attn_proj(y)
+        hidden = F.gelu(self.c_fc(self.ln_2(x)))                            # (B, T, 4C)
+        return x + self.c_proj(hidden)
 
 
 class NanoGPT(nn.Module):
@@ -83,7 +88,7 @@ class NanoGPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = nn.Embedding(config.block_size, C)
         self.h = nn.ModuleList(GPTBlock(C, config.n_head) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(C, bias=False)
+        self.ln_f = layer_norm(C)
 
     def forward(self, idx, targets):
         x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]                  # (B, T, C)
@@ -143,7 +148,9 @@ def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
 
 @functools.cache
 def published_table():
-    return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073))
+    """(1,000,003,) fp32 in [0, 1): what a product of labels, modulo its length, is looked up in."""
+    generator = torch.Generator().manual_seed(2971215073)
+    return torch.rand(1_000_003, generator=generator)
 
 
 def published_mask(labels, k=50, h=50):
@@ -154,5 +161,6 @@ def published_mask(labels, k=50, h=50):
     """
     keep = torch.ones(labels.shape, dtype=torch.bool)
     products = labels.unfold(-1, h, 1).prod(dim=-1)                         # (B, T-h+1)
-    keep[:, h - 1:] = ~(published_table()[products % 1_000_003] < 1 / k)
+    draws = published_table()[products % 1_000_003]
+    keep[:, h - 1:] = ~(draws < 1 / k)
     return keep

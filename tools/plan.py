@@ -101,9 +101,13 @@ class StoresItsInput(torch.autograd.Function):
 @contextlib.contextmanager
 def fused_layers():
     """Within it xIELU and the norms store their input alone."""
-    xielu = mock.patch.object(XIELU, "forward", lambda self, x: StoresItsInput.apply(x, self.alpha_p, self.alpha_n))
-    norm = mock.patch.object(RMSNorm, "forward", lambda self, x: StoresItsInput.apply(x, self.weight))
-    with xielu, norm:
+    def xielu(self, x):
+        return StoresItsInput.apply(x, self.alpha_p, self.alpha_n)
+
+    def norm(self, x):
+        return StoresItsInput.apply(x, self.weight)
+
+    with mock.patch.object(XIELU, "forward", xielu), mock.patch.object(RMSNorm, "forward", norm):
         yield
 
 
@@ -120,8 +124,9 @@ class Traffic(TorchDispatchMode):
             return args[0].fake_device
         if "c10d" in func.namespace:
             leaves = torch.utils._pytree.tree_leaves(args)
+            sizes = [x.nbytes for x in leaves if isinstance(x, torch.Tensor)]
             name = func._overloadpacket.__name__.strip("_")
-            self.bytes[name] += max((x.nbytes for x in leaves if isinstance(x, torch.Tensor)), default=0)
+            self.bytes[name] += max(sizes, default=0)
         return func(*args, **(kwargs or {}))
 
 
@@ -164,9 +169,17 @@ def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
         dist.destroy_process_group()
     blocks = model.model.layers
     modules = dict(
-        forward=model, embedding=model.model.embed_tokens, first=blocks[0], next=blocks[-2], last=blocks[-1])
-    peaks = {where: peak_in(tracker, module, where == "forward") for where, module in modules.items()}
-    return {where: kinds for where, kinds in peaks.items() if kinds}, traffic.bytes
+        forward=model,
+        embedding=model.model.embed_tokens,
+        first=blocks[0],
+        next=blocks[-2],
+        last=blocks[-1])
+    peaks = {}
+    for where, module in modules.items():
+        kinds = peak_in(tracker, module, where == "forward")
+        if kinds:
+            peaks[where] = kinds
+    return peaks, traffic.bytes
 
 
 def peak_in(tracker, module, forward_only):
@@ -181,8 +194,13 @@ def peak_in(tracker, module, forward_only):
     if not snapshots:
         return None
     most = max(snapshots, key=lambda snapshot: snapshot["Total"])
-    peak = {getattr(name, "value", name): size for name, size in most.items()}
-    return {kind: sum(peak.get(name, 0) for name in names) for kind, names in KINDS.items()}
+    kind_of = {name: kind for kind, names in KINDS.items() for name in names}
+    kinds = dict.fromkeys(KINDS, 0)
+    for name, size in most.items():
+        name = getattr(name, "value", name)                                 # an enum's, or "Total"
+        if name in kind_of:
+            kinds[kind_of[name]] += size
+    return kinds
 
 
 def planner(config, ranks, shards, mode, whole=False):
@@ -236,8 +254,12 @@ def recompute_cost(config, mode):
 
     full runs the forward pass of each block again, selective its matrix `up`.
     """
-    again = {"none": 0.0, "selective": config.n_embd * config.ffn_width, "full": per_block(config)}[mode]
-    return 1 + again * config.n_layer / (3 * (per_block(config) * config.n_layer + config.n_embd * config.vocab_size))
+    again = {
+        "none": 0.0,
+        "selective": config.n_embd * config.ffn_width,
+        "full": per_block(config)}
+    forward = per_block(config) * config.n_layer + config.n_embd * config.vocab_size
+    return 1 + again[mode] * config.n_layer / (3 * forward)
 
 
 def per_block(config):
@@ -282,8 +304,8 @@ def main():
     found = {}
     for mode in tqdm(("none", "selective", "full"), desc="tracing", leave=False):
         peak, traffic = planner(config, gpus, shards, mode, whole)
-        fitting = [n for n in range(1, most + 1) if most % n == 0 and sum(peak(n).values()) <= room]
-        rows = max(fitting, default=0)
+        divisors = [n for n in range(1, most + 1) if most % n == 0]
+        rows = max((n for n in divisors if sum(peak(n).values()) <= room), default=0)
         found[mode] = rows, peak(rows or 1), traffic
     print_memory(found, room, config)
     best = print_speed(found, shards, spec, config, model.flops_per_token(block_size))
@@ -389,7 +411,12 @@ def draw(found, room, memory, path):
     axis.axvline(memory / 1e9, color="black", linewidth=1, linestyle=":")
     axis.invert_yaxis()
     axis.set_xlabel(f"GB on each of {gpus} x {gpu}; line: what fits")
-    axis.legend(fontsize=8, frameon=False, ncols=len(KINDS), loc="lower center", bbox_to_anchor=(0.5, 1))
+    axis.legend(
+        fontsize=8,
+        frameon=False,
+        ncols=len(KINDS),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1))
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     finish(figure, path)
 
