@@ -69,14 +69,14 @@ from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_los
 from studies.structured import StructuredLinear, forms
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
-paths = []              # a mode (train optim goldfish loader ...), or results (*.json) to print as a table
+paths = []              # one of the modes above, or results (*.json) to print as a table
 preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
 optimizer = "ademamix"  # ademamix | adamw (fused): of every contestant in `train`
-rounds = 7              # that count
-warmup = 1              # rounds before them; the agreement check has run, and compiled, everyone once already
+rounds = 7              # that are counted
+warmup = 1              # rounds before them, at least one: what compiles at its first call has compiled then
 clock = "auto"          # cpu = time of this process, on one thread; wall; auto: cpu on a CPU, wall on CUDA
 threads = 1             # of the CPU; 0 = torch's choice
 tokens = 64             # to generate in `decode`, after a prompt of 32
@@ -182,9 +182,10 @@ def agree(what, values, tolerance, base="ours"):
 
 def agree_on_gradients(found, tolerance):
     """
-    agree() on {name: (loss, norm of its gradient)}. tolerance: of the loss in fp32, a tenth of the norm's.
+    agree() on {name: (loss, norm of its gradient)}.
 
-    bf16 keeps 8 bits: two orders of summation then come no closer than 2e-3.
+    tolerance: of the loss in fp32; the norm may differ by ten times as much. bf16 keeps 8 bits, with which two orders
+    of summation come no closer than 2e-3.
     """
     if dtype == "bfloat16":
         tolerance = 2e-3
@@ -533,7 +534,9 @@ def optim():
 
     # After as many steps all have the same parameters, but for AdamW, which computes something else.
     facts = dict(parameters=N)
-    for name in steps.keys() - {"ours", "AdamW fused"}:
+    for name in steps:
+        if name in ("ours", "AdamW fused"):
+            continue
         apart = 0.0
         for p, q in zip(params[name], params["ours"]):
             distance = (p - q).abs().max() / q.abs().max()
@@ -683,8 +686,11 @@ def cold():
         compile, layers = ways[name]
         return first_step(f"configs/{config}.py", f"--compile={compile}", f"--n_layer={layers}")
 
+    def rates(name, seconds, _):
+        return {"s to the first step": seconds}
+
     names = chosen(*ways)
-    rows = compete(each(names, run), lambda name, seconds, _: {"s to the first step": seconds})
+    rows = compete(each(names, run), rates)
     return rows, dict(config=config, layers=depth)
 
 
@@ -746,7 +752,8 @@ def goldfish():
         return {"ns/token": seconds / (B * T) * 1e9}
 
     names = chosen(*masks)
-    return compete(each(names, run), rates, bandwidth_probe()), dict(tokens=B * T)
+    rows = compete(each(names, run), rates, bandwidth_probe())
+    return rows, dict(tokens=B * T)
 
 
 def synthetic_shard(folder, n_tokens, vocab_size):
@@ -859,7 +866,8 @@ def tokenize():
     def rates(name, seconds, _):
         return {"MB/s": size / seconds / 1e6, "M tok/s": count / seconds / 1e6}
 
-    return compete(each(names, run), rates, bandwidth_probe()), dict(bytes=size, tokens=count)
+    rows = compete(each(names, run), rates, bandwidth_probe())
+    return rows, dict(bytes=size, tokens=count)
 
 
 def prepare():
@@ -898,8 +906,10 @@ def prepare():
             with open(at("out", "report.json"), encoding="utf-8") as f:
                 totals[name] = json.load(f)["total"]
             shutil.rmtree(at("out"))
+            # On the wall clock race() takes the time; here it is user and system time of child processes.
             if clock == "cpu":
-                return sum(after[2:4]) - sum(before[2:4])  # user and system time of children
+                return sum(after[2:4]) - sum(before[2:4])
+            return None
 
         def rates(name, seconds, _):
             return {"MB/s": totals[name]["bytes"] / seconds / 1e6}
@@ -1039,11 +1049,11 @@ def ffn():
 def feed_forward(C, kind, form):
     """An MLP of width C with random weights. kind, form: of studies.structured.forms."""
     layers = []
-    for n_in, n_out in ((C, 4 * C), (4 * C, C)):
+    for sizes in ((C, 4 * C), (4 * C, C)):
         if kind == "dense":
-            layers.append(Linear(n_in, n_out))
+            layers.append(Linear(*sizes))
         else:
-            layers.append(StructuredLinear(n_in, n_out, kind, *form))
+            layers.append(StructuredLinear(*sizes, kind, *form))
     mlp = torch.nn.Sequential(*layers).to(device, work_dtype())
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.02)
