@@ -1115,13 +1115,13 @@ def compared(record):
 
 def table(record):
     """A record as Markdown lines: for each contestant its times, the ratio with its interval, rates and shares."""
-    yield f"| {'':32} | {'median':>12} | {'spread':>9} | {'first':>7} | against {base_of(record)} (95 %) | rates |"
+    yield f"| {'':32} | {'median':>12} | {'spread':>9} | {'first s':>7} | against {base_of(record)} (95 %) | rates |"
     yield "|---|--:|--:|--:|--:|---|"
     for name, row in record["rows"].items():
         times = ["", "", ""]
         if "median" in row:
             noisy = "noisy " if row["spread"] > 0.1 else ""
-            times = [number("ms", row["median"] * 1e3), f"{noisy}{row['spread']:.0%}", f"{row['first']:.1f} s"]
+            times = [number("ms", row["median"] * 1e3), f"{noisy}{row['spread']:.0%}", f"{row['first']:.1f}"]
         ratio = "{:.3g}x ({:.3g} - {:.3g})".format(*row["ratio"]) if name in compared(record) else ""
         rates = ", ".join(number(key, value) for key, value in row.items() if key not in TIMES)
         yield f"| {name:32} | {times[0]:>12} | {times[1]:>9} | {times[2]:>7} | {ratio:>23} | {rates} |"
