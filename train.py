@@ -33,7 +33,7 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun
 from engine import checkpoint, plot, runs
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
 from model import Apertus, ApertusConfig
@@ -119,18 +119,6 @@ skip_nonfinite = 0              # steps in a row whose loss or gradient may be n
 wandb_log = False               # also log to Weights & Biases (pip install wandb)
 wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
-
-# Dense bf16 FLOP/s by the vendor's data sheet: what MFU is measured against.
-BF16_PEAK = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "4090": 165e12,
-}
-
 
 def lr_at(samples):
     """The learning rate of a step that begins after so many samples."""
@@ -406,8 +394,7 @@ def on_gpu(model, ranks, speed):
     """
     if not next(model.parameters()).is_cuda:
         return dict(mfu=None, memory_gib=None)
-    name = torch.cuda.get_device_name()
-    peak = next((flops for gpu, flops in BF16_PEAK.items() if gpu in name), None)
+    peak = vendor_flops("cuda")
     mfu = None
     if peak:
         needed = model.flops_per_token(block_size) * speed

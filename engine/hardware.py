@@ -18,6 +18,7 @@ import os
 import shutil
 import sys
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -259,3 +260,35 @@ def can_compile(device):
         return find_spec("triton") is not None
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     return device.type == "cpu" and shutil.which(cxx) is not None
+
+
+# -----------------------------------------------------------------------------
+# kinds of GPU
+
+
+class GPU(NamedTuple):
+    """A kind of GPU. Its vendor says FLOP/s and bytes; the links are what is left of the vendor's, about 80 and 90 %."""
+    flops: float              # bf16 FLOP/s of a dense matrix product
+    memory: float             # bytes
+    node_gbs: float = 0.0     # GB/s of one GPU to the others of its node; 0: it has no such link
+    net_gbs: float = 0.0      # GB/s of one GPU to other nodes
+    per_node: int = 1
+
+
+# By what torch.cuda.get_device_name() contains, in lower case. A GH200 is called H200 as well, so it stands first.
+GPUS = {
+    "a100": GPU(312e12, 80e9, 240, 22, 8),
+    "h100": GPU(989e12, 80e9, 360, 45, 8),
+    "gh200": GPU(989e12, 96e9, 360, 22, 4),
+    "h200": GPU(989e12, 141e9, 360, 45, 8),
+    "b200": GPU(2250e12, 180e9, 720, 45, 8),
+    "l40s": GPU(362e12, 48e9),
+    "4090": GPU(165e12, 24e9)}
+
+
+def vendor_flops(device):
+    """bf16 FLOP/s of this machine's GPU as its vendor says; None for another device, and for a GPU that is not in GPUS."""
+    if not device.startswith("cuda"):
+        return None
+    name = torch.cuda.get_device_name().lower()
+    return next((gpu.flops for kind, gpu in GPUS.items() if kind in name), None)

@@ -410,19 +410,19 @@ MISTAKES = [
     # plan
     ("tools/plan.py", "* (shards - 1) / shards / speed", "/ speed", "what a GPU has itself travels too"),
     ("tools/plan.py", "speed = (inside if shards <= node else between)", "speed = (inside if shards < node else between)", "a whole node talks over the network"),
-    ("tools/plan.py", "3 * (per_block(config)", "2 * (per_block(config)", "backward costs as much as forward"),
-    ("tools/plan.py", "room = node_gbs or inside, net_gbs or between, memory * (1 - reserve)", "room = node_gbs or inside, net_gbs or between, memory", "no reserve"),
+    ("tools/plan.py", "(3 * forward)", "(2 * forward)", "backward costs as much as forward"),
+    ("tools/plan.py", "room, most = spec.memory * (1 - reserve)", "room, most = spec.memory", "no reserve"),
     ("tools/plan.py", "held = 20 * parameters / shards", "held = 20 * parameters", "held by all instead of each"),
     ("tools/plan.py", "max(compute, links)", "min(compute, links)", "the faster of the two decides"),
     # bench
-    ("tools/bench.py", "names[n % len(names):] + names[:n % len(names)]", "names", "the same contestant always runs first"),
-    ("tools/bench.py", "if not abs(value - values[\"ours\"]) <= tolerance", "if abs(value - values[\"ours\"]) > tolerance", "a NaN agrees"),
-    ("tools/bench.py", "ratio=[float(np.median(s / b))", "ratio=[float(np.median(s) / np.median(b))", "the ratio of medians, which drift decides"),
+    ("tools/bench.py", "names[turn:] + names[:turn]", "names", "the same contestant always runs first"),
+    ("tools/bench.py", "if not abs(value - expected) <= tolerance", "if abs(value - expected) > tolerance", "a NaN agrees"),
+    ("tools/bench.py", "[np.median(ratios), low, high]", "[np.median(seconds) / np.median(base_seconds), low, high]", "the ratio of medians, which drift decides"),
     ("tools/bench.py", "(lengths.double() ** 2 / 2).sum()", "(lengths.double() ** 2).sum()", "the masked half counts"),
     # peers
     ("tools/peers.py", "m2.mul_(b3).add_(g, alpha=1 - b3)", "m2.mul_(b3).add_(g, alpha=1 - b2)", "the slow average too fast"),
     ("tools/peers.py", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)", "y = F.scaled_dot_product_attention(q, k, v)", "nanoGPT sees the future"),
-    ("tools/peers.py", "< 1 / k)", "< 2 / k)", "twice as many forgotten"),
+    ("tools/peers.py", "(draws < 1 / k)", "(draws < 2 / k)", "twice as many forgotten"),
     # chat
     ("chat.py", "yield control(\"assistant_end\", said=True)", "yield control(\"assistant_end\")", "the end of a turn is not learnt"),
     ("chat.py", "plain(text, said=kind != \"outputs\")", "plain(text, said=True)", "the outputs of tools are learnt"),

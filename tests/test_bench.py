@@ -22,6 +22,7 @@ def no_compiler(monkeypatch):
 def tiny(monkeypatch):
     monkeypatch.setattr(bench, "preset", "tiny")
     monkeypatch.setattr(bench, "device", "cpu")
+    monkeypatch.setattr(bench, "dtype", "float32")
     monkeypatch.setattr(bench, "rounds", 4)
 
 
@@ -133,7 +134,7 @@ def test_ratios_are_medians_within_rounds(tiny):
 def test_everyone_runs_once_a_round_and_the_order_turns(tiny, monkeypatch):
     monkeypatch.setattr(bench, "warmup", 1)
     calls = []
-    result = bench.race({name: lambda n, name=name: calls.append((n, name)) for name in "abc"}, "")
+    result = bench.race({name: lambda n, name=name: calls.append((n, name)) for name in "abc"})
     assert all(sorted(name for m, name in calls if m == n) == list("abc") for n in range(5))
     assert all(len(r["seconds"]) == 4 for r in result.values())
     assert {calls[3 * n][1] for n in range(5)} == set("abc")
@@ -170,3 +171,11 @@ def test_a_file_that_is_no_result_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"rows": {}}')
     done = script("tools.bench", tmp_path / "x.json")
     assert done.returncode == 2 and "is not a result of tools/bench.py" in done.stderr
+
+
+@pytest.mark.parametrize("name, flops", [("NVIDIA GH200 480GB", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+                                         ("NVIDIA GeForce RTX 4090", 165e12), ("Tesla T4", None)])
+def test_a_gpu_is_known_by_the_name_that_torch_gives_it(monkeypatch, name, flops):
+    """The vendors' data sheets: bf16, dense. What is not in the table, and a CPU, have no peak to compare with."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+    assert bench.vendor_flops("cuda") == bench.vendor_flops("cuda:1") == flops and bench.vendor_flops("cpu") is None

@@ -121,7 +121,7 @@ def test_where_pure_fsdp_stops_making_sense_and_what_to_change_where_nothing_fit
     """The 70B's batch of 2,048 windows; the links of a micro-batch take as long as the compute of 8,580 tokens: 3 windows, so 682 GPUs."""
     for key, value in dict(gpus=512, batch_size=2048, block_size=4096, parallel="fsdp").items():
         monkeypatch.setattr(plan, key, value)
-    say = lambda best, found={}, shards=512, most=4: "\n".join(plan.advice(None, 70e9, found, best, shards, 8, most, 73.6e9))
+    say = lambda best, found={}, shards=512, most=4: "\n".join(plan.advice(70e9, found, best, shards, 8, most, 73.6e9))
     hidden = say(("full", 1.0, 4, False, 8580, 8580))
     assert "--micro_batch=4, 1 of them" in hidden and "makes sense up to 682 GPUs" in hidden and "torchtitan" in hidden
     bound = say(("full", 1.0, 2, True, 8580, 8580), most=2)
@@ -154,5 +154,5 @@ def test_the_links_of_the_8b():
     """42 GB of traffic on 8 GPUs with bf16 gradients are 117 ms of NVLink; on 64, 48 GB are 1.06 s of 45 GB/s. Fp32 gradients: a third more."""
     n = 8_053_338_176
     traffic = {"allgather_base": 2 * 2 * n, "reduce_scatter_base": 2 * n}
-    assert plan.seconds_of(traffic, 8, 8, 8, 360, 45) == pytest.approx(0.117, rel=0.01)      # 42 GB at 360 GB/s
-    assert plan.seconds_of(traffic, 64, 64, 8, 360, 45) == pytest.approx(1.06, rel=0.01)     # 48 GB at 45 GB/s
+    assert plan.seconds_of(traffic, 8, 8, 360, 45) == pytest.approx(0.117, rel=0.01)      # 42 GB at 360 GB/s
+    assert plan.seconds_of(traffic, 64, 8, 360, 45) == pytest.approx(1.06, rel=0.01)     # 48 GB at 45 GB/s

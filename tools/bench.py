@@ -1,21 +1,32 @@
 """
-Speed, measured so that one can believe it: ours against transformers' Apertus, against torch's optimizers, against the machine.
+Speed: ours against transformers' Apertus, nanoGPT, torch's optimizers, and what this machine can do at all.
 
-    MFU = (6 matrix parameters + 12 L H D attended) tokens / seconds / GEMM peak          attended: positions a token sees, on average
+    MFU = (6 matrix parameters + 12 L H D attended) tokens / seconds / GEMM peak
 
-Every contestant has the same weights and must first give the same loss (ids, mask, parameters): nobody races with wrong maths. Then
-they run in turns, A B C, B C A, ..., so that a neighbour's load hits all alike; what is reported is the median of the ratios *within*
-a round, with a 95 % interval by bootstrap. A GEMM and a bandwidth probe run in the same turns: each figure is also a share of what
-this machine could do at that moment. The head counts as FLOPs, the embedding does not, causal attention counts once, a recompute or a
-masked pair never (PaLM, arXiv 2204.02311, app. B). The clock on a CPU is the process's own time on one thread: others' load stays out.
+attended is the number of positions that a token sees, on average. The head counts, the embedding is a look-up and does
+not; causal attention counts once, a recomputed or a masked pair never (PaLM, arXiv 2204.02311, app. B).
 
-$ python -m tools.bench train --preset=cpu            # a training step against Hugging Face, eager and compiled
-$ python -m tools.bench train --preset=packed         # the same on documents of 100 tokens, masked
-$ python -m tools.bench optim                         # AdEMAMix against AdamW (fused), a per-tensor loop, and the memory's bandwidth
-$ python -m tools.bench goldfish | loader | tokenize | prepare | decode | memory
-$ python -m tools.bench cold                          # seconds from `python train.py` to the end of its first step, eager and compiled
-$ python -m tools.bench ffn                           # structured feed-forward layers (studies/structured.py) against dense ones, by width
-$ python -m tools.bench records/*/*.json              # committed results again, as the README's table
+A race is believable only if three things hold, and the code below sees to them:
+- All contestants compute the same. They have the same weights, and must give the same loss, ids, mask or parameters.
+  Otherwise there is an error and no record.
+- A neighbour's load hits all of them alike. They run in turns, A B C, B C A, ..., and what is reported is the median of
+  the ratios within a round, with a 95 % interval by bootstrap. On a CPU the clock is the process's own time on one
+  thread, which others' load does not enter.
+- The machine is measured at the same moment. A GEMM or a bandwidth probe runs in the same turns, so that a rate can be
+  given as a share of what was possible.
+
+$ python -m tools.bench train --preset=cpu      # a training step against Hugging Face, eager and compiled
+$ python -m tools.bench train --preset=packed   # the same on documents of 100 tokens, masked
+$ python -m tools.bench optim                   # AdEMAMix against AdamW (fused) and a loop over tensors
+$ python -m tools.bench goldfish                # the mask against the published expression
+$ python -m tools.bench loader                  # batches from disk, with and without Goldfish, against nanoGPT's
+$ python -m tools.bench tokenize                # Apertus' tokenizer against Hugging Face's
+$ python -m tools.bench prepare                 # prepare.py with every filter and with none
+$ python -m tools.bench decode                  # greedy generation at batch 1
+$ python -m tools.bench memory                  # peak memory of a pass with a vocabulary of 131,072
+$ python -m tools.bench cold                    # seconds from `python train.py` to the end of its first step
+$ python -m tools.bench ffn                     # structured feed-forward layers against dense ones, by width
+$ python -m tools.bench records/*/*.json        # committed results again, as the README's table
 """
 
 import sys
@@ -24,14 +35,16 @@ if __name__ == "__main__" and not __package__:
     print("bench.py: start it from the project's root, python -m tools.bench", file=sys.stderr)
     sys.exit(2)
 
+import collections
 import copy
-import dataclasses
 import functools
 import glob
+import itertools
 import json
+import math
 import os
 import platform
-import resource
+import re
 import shlex
 import shutil
 import signal
@@ -46,716 +59,1048 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix, param_groups
-from engine.hardware import can_compile
 from configurator import ROOT
-from engine.hardware import linear
 from data import TokenDataset
-from goldfish import goldfish_mask
-from model import Apertus, ApertusConfig, Linear
-from engine.hardware import keep_freed_memory
+from engine.hardware import can_compile, keep_freed_memory, linear, vendor_flops
+from engine.plot import finish, has_log, pyplot
 from generate import generate, lay_out_for_decoding
-from tools.peers import NanoGPT, hugging_face, loop_ademamix, published_mask
+from goldfish import goldfish_mask
+from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
+from studies.structured import StructuredLinear, forms
+from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
-paths = []              # a mode (train optim goldfish loader tokenize prepare decode memory cold ffn), or results (*.json) to print as a table
+paths = []              # one of the modes above, or results (*.json) to print as a table
 preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
-dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states are fp32. auto: bfloat16 on CUDA
+dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
 optimizer = "ademamix"  # ademamix | adamw (fused): of every contestant in `train`
-rounds = 7              # that count
-warmup = 1              # rounds before them; the agreement check has run, and compiled, everyone once already
-clock = "auto"          # cpu = time of this process, for noisy machines and one thread; wall; auto: cpu on a CPU, wall on CUDA
+rounds = 7              # that are counted
+warmup = 1              # rounds before them, at least one: what compiles at its first call has compiled then
+clock = "auto"          # cpu = time of this process, on one thread; wall; auto: cpu on a CPU, wall on CUDA
 threads = 1             # of the CPU; 0 = torch's choice
 tokens = 64             # to generate in `decode`, after a prompt of 32
-widths = (512, 1024, 2048)          # of the model, in `ffn`; the MLP is four times as wide
+widths = (512, 1024, 2048)  # of the model, in `ffn`; the MLP is four times as wide
 data = "data/stdlib"    # what prepare.py wrote, for `cold`
-seed = 28
+seed = 28               # of weights, batches and documents
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
 
-CPU = dict(batch=4, block_size=512, n_layer=6, n_head=6, n_kv_head=2, n_embd=384, ffn_dim=2048, vocab_size=16384)
-BIG = dict(block_size=4096, n_head=32, n_kv_head=8, vocab_size=131072)
-PRESETS = {                                                # documents: their mean length in tokens; none = plain causal windows
-    "cpu": CPU,
-    "packed": dict(CPU, documents=100),
-    "laptop": dict(batch=4, block_size=256, n_layer=4, n_head=2, n_kv_head=1, n_embd=128, ffn_dim=672, vocab_size=4096),
-    "124m": dict(batch=16, block_size=1024, n_layer=12, n_head=12, n_kv_head=4, n_embd=768, ffn_dim=3584, vocab_size=50304,
-                 tie_embeddings=True),
-    "1b5": dict(BIG, batch=2, n_layer=16, n_embd=2048, ffn_dim=12288, documents=1000),
-    "8b-stack": dict(BIG, batch=1, n_layer=(4, 8, 16), n_embd=4096, ffn_dim=21504, documents=1000),   # exact 8B layers, slope per layer
-    "tiny": dict(batch=2, block_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=160, vocab_size=320, documents=20)}
-BF16_PEAK = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12}             # dense, the vendor's number
+# documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack has the exact
+# layers of the 8B, but eight of them, because no GPU holds all 32 with their optimizer.
+COLUMNS = (
+    "batch",
+    "block_size",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "ffn_dim",
+    "vocab_size",
+    "tie_embeddings",
+    "documents")
+PRESETS = {
+    "cpu": (4, 512, 6, 6, 2, 384, 2048, 16384, False, 0),
+    "packed": (4, 512, 6, 6, 2, 384, 2048, 16384, False, 100),
+    "laptop": (4, 256, 4, 2, 1, 128, 672, 4096, False, 0),
+    "124m": (16, 1024, 12, 12, 4, 768, 3584, 50304, True, 0),
+    "1b5": (2, 4096, 16, 32, 8, 2048, 12288, 131072, False, 1000),
+    "8b-stack": (1, 4096, 8, 32, 8, 4096, 21504, 131072, False, 1000),
+    "tiny": (2, 64, 2, 4, 2, 64, 160, 320, False, 20)}
+
+CHOICES = dict(
+    preset=list(PRESETS),
+    dtype=["auto", "float32", "bfloat16"],
+    clock=["auto", "cpu", "wall"],
+    optimizer=["ademamix", "adamw"])
 
 
-def place():
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+def resolve_settings():
+    """
+    Refuse what cannot be measured, then put what "auto" stands for into device, dtype and clock.
 
-
-def compiles():
-    """Whether torch.compile has what it needs here; without it the compiled contestants stay out, and ours runs eagerly."""
-    return can_compile(torch.device(place()))
+    ValueError, one line, that names the setting and what there is.
+    """
+    global device, dtype, clock
+    for name, choices in CHOICES.items():
+        if globals()[name] not in choices:
+            have = f"{', '.join(choices[:-1])} and {choices[-1]}"
+            raise ValueError(f"{name}={globals()[name]!r}: there is {have}")
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: want at least 1")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    if clock == "auto":
+        clock = "cpu" if device == "cpu" else "wall"
+    if clock == "cpu" and threads != 1:
+        raise ValueError(f"threads={threads}: the CPU clock adds up the time of all; take --threads=1 or --clock=wall")
 
 
 def work_dtype():
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
-    return getattr(torch, ("bfloat16" if place() == "cuda" else "float32") if dtype == "auto" else dtype)
+    """The torch.dtype of activations and GEMMs."""
+    return getattr(torch, dtype)
+
+
+def compiles():
+    """Whether torch.compile has what it needs here; without it everyone runs eagerly."""
+    return can_compile(torch.device(device))
+
+
+def full_or_tiny(full, tiny):
+    """A size, or that of --preset=tiny, with which the tests run everything."""
+    return tiny if preset == "tiny" else full
+
+
+# -----------------------------------------------------------------------------
+# a race: who takes part, that they agree, their times in turn, the ratios
+
+
+def chosen(*names):
+    """
+    The contestants that take part: ours, first, and those that --impls asks for, or else all.
+
+    Without a compiler the compiled ones stay out, and so does "ours eager", because "ours" is then the same.
+    """
+    if not compiles():
+        names = [name for name in names if name != "ours eager" and not name.endswith("compile")]
+    asked = [name.strip() for name in impls.split(",")] if impls else names
+    if not set(asked) <= set(names):
+        raise ValueError(f"impls={impls!r}: this mode and preset have {', '.join(names)}")
+    return list(dict.fromkeys(["ours", *asked]))
+
+
+def agree(what, values, tolerance, base="ours"):
+    """ValueError unless all of {name: number} lie within a relative tolerance of the base's. A NaN never does."""
+    expected = values[base]
+    for name, value in values.items():
+        if not abs(value - expected) <= tolerance * abs(expected):
+            raise ValueError(f"{what}: {name} has {value:.8g} and {base} {expected:.8g}, further apart than "
+                             f"{tolerance:g}: they do not compute the same, so their times mean nothing")
+
+
+def agree_on_gradients(found, tolerance):
+    """
+    agree() on {name: (loss, norm of its gradient)}.
+
+    tolerance: of the loss in fp32; the norm may differ by ten times as much. bf16 keeps 8 bits, with which two orders
+    of summation come no closer than 2e-3.
+    """
+    if dtype == "bfloat16":
+        tolerance = 2e-3
+    losses = {name: loss for name, (loss, _) in found.items()}
+    agree("loss of the first batch", losses, tolerance)
+    norms = {name: norm for name, (_, norm) in found.items()}
+    agree("norm of its gradient", norms, 10 * tolerance)
 
 
 def now():
-    if place() == "cuda":
+    """Seconds by the chosen clock, after everything that was given to the GPU."""
+    if device == "cuda":
         torch.cuda.synchronize()
-    return time.process_time() if clock == "cpu" or clock == "auto" and place() == "cpu" else time.perf_counter()
+    return time.process_time() if clock == "cpu" else time.perf_counter()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the race
-
-
-def race(contestants, title):
+def race(contestants):
     """
-    Time {name: f(round)} in turns; an f that returns a float has timed itself. The order moves on by one each round: who runs after whom
-    does not decide. Returns {name: dict(seconds=[one a round], first=wall seconds of the first call)}.
+    Time {name: f(round)} in turns. An f that returns a float has timed itself.
+
+    The order moves on by one in each round: who runs after whom decides nothing. Returns {name: row} with
+    seconds, a list with one entry per round, and first, the wall seconds of the first call.
     """
     names = list(contestants)
-    result = {name: dict(seconds=[]) for name in names}
-    for n in tqdm(range(-max(warmup, 1), rounds), desc=title, unit="round", leave=False, dynamic_ncols=True):
-        for name in names[n % len(names):] + names[:n % len(names)]:
+    rows = {name: dict(seconds=[]) for name in names}
+    uncounted = max(warmup, 1)
+    bar = tqdm(
+        range(uncounted + rounds),
+        desc=f"{len(names)} contestants",
+        unit="round",
+        leave=False)
+    for n in bar:
+        turn = n % len(names)
+        for name in names[turn:] + names[:turn]:
             wall, start = time.perf_counter(), now()
-            own = contestants[name](n + max(warmup, 1))
+            own = contestants[name](n)
             seconds = own if isinstance(own, float) else now() - start
-            result[name].setdefault("first", time.perf_counter() - wall)
-            if n >= 0:
-                result[name]["seconds"].append(seconds)
-    return result
+            rows[name].setdefault("first", time.perf_counter() - wall)
+            if n >= uncounted:
+                rows[name]["seconds"].append(seconds)
+    return rows
 
 
-def judge(result, base="ours"):
-    """Add to each contestant: median, min, spread (interquartile range / median), and ratio = its time / base's as [median, low, high]."""
-    draw = np.random.default_rng(0).integers(0, rounds, (2000, rounds))                     # bootstrap over rounds
-    for name, r in result.items():
-        s, b = np.array(r["seconds"]), np.array(result[base]["seconds"])
-        low, high = np.percentile(np.median((s / b)[draw], axis=1), [2.5, 97.5])
-        r.update(median=float(np.median(s)), min=float(s.min()), spread=float(np.subtract(*np.percentile(s, [75, 25])) / np.median(s)),
-                 ratio=[float(np.median(s / b)), float(low), float(high)])
-    return result
+def judge(rows, base="ours"):
+    """
+    Add to each row of race() its median, min, spread and ratio. Returns the rows.
+
+    spread: interquartile range as a share of the median. ratio: the time as a multiple of the base's in the same
+    round, [median, low, high], where low and high are the 95 % interval of a bootstrap over rounds.
+    """
+    draws = np.random.default_rng(0).integers(0, rounds, (2000, rounds))
+    base_seconds = np.array(rows[base]["seconds"])
+    for row in rows.values():
+        seconds = np.array(row["seconds"])
+        ratios = seconds / base_seconds
+        medians = np.median(ratios[draws], axis=1)
+        low, high = np.percentile(medians, [2.5, 97.5])
+        quarter, median, three_quarters = np.percentile(seconds, [25, 50, 75])
+        row["median"] = median
+        row["min"] = seconds.min()
+        row["spread"] = (three_quarters - quarter) / median
+        row["ratio"] = [np.median(ratios), low, high]
+    return rows
+
+
+def compete(contestants, rates, probe=None, base="ours"):
+    """
+    race(), judge(), and what a time means: the rows of a mode.
+
+    rates: f(name, median seconds, speed of the probe or None) -> {unit: number}, added to a row.
+    probe: (name, unit of its speed, f(round), work of one call), a contestant more.
+    """
+    speed = None
+    if probe:
+        name, unit, f, work = probe
+        rows = judge(race({**contestants, name: f}), base)
+        speed = rows[name][unit] = work / rows[name]["median"]
+    else:
+        rows = judge(race(contestants), base)
+    for name in contestants:
+        rows[name] |= rates(name, rows[name]["median"], speed)
+    return rows
+
+
+def each(names, run):
+    """{name: f(round)} for compete(), where f is run(name, round)."""
+    return {name: functools.partial(run, name) for name in names}
 
 
 def gemm_probe():
-    """(f, FLOPs): one square-ish matrix product in the working dtype, random data (zeros are faster on a GPU)."""
-    M, N, K = (256, 256, 256) if preset == "tiny" else (2048, 2048, 512) if place() == "cpu" else (8192, 8192, 8192)
-    a, b = (torch.randn(n, K, device=place(), dtype=work_dtype()) for n in (M, N))
-    repeat = 4
-    return (lambda n: [linear(a, b) for _ in range(repeat)]), repeat * 2 * M * N * K
+    """
+    A matrix product in the working dtype, (rows, inner) by (inner, rows), four times.
+
+    The numbers are random, because zeros are faster on a GPU.
+    """
+    rows, inner = (2048, 512) if device == "cpu" else (8192, 8192)
+    rows, inner = full_or_tiny((rows, inner), (256, 256))
+    a, b = torch.randn(2, rows, inner, device=device, dtype=work_dtype())
+    tflop = 4 * 2 * rows**2 * inner / 1e12
+
+    def multiply(n):
+        for _ in range(4):
+            linear(a, b)
+
+    return "GEMM probe", "TFLOP/s", multiply, tflop
 
 
-def bandwidth_probe(kind="update"):
-    """(f, bytes): 'update' reads and writes an array in place, 'read' sums it; far larger than any cache."""
-    x = torch.ones(2**20 if preset == "tiny" else 64 * 2**20 if place() == "cpu" else 512 * 2**20, device=place())
-    return ((lambda n: x.mul_(1.0)), 8 * x.numel()) if kind == "update" else ((lambda n: x.sum()), 4 * x.numel())
+def bandwidth_probe(read_only=False):
+    """An array, far larger than any cache, that is updated in place, or only read and summed up."""
+    millions = full_or_tiny(64 if device == "cpu" else 512, 1)
+    x = torch.ones(millions * 2**20, device=device)
+    gb = x.nbytes / 1e9
+    if read_only:
+        return "bandwidth probe", "GB/s", lambda n: x.sum(), gb
+    return "bandwidth probe", "GB/s", lambda n: x.mul_(1.0), 2 * gb
 
 
-def race_beside_bandwidth(contestants, title, kind="update"):
-    """race() with the bandwidth probe in it, judged. Returns (result, the probe's bytes a second)."""
-    probe, moved = bandwidth_probe(kind)
-    result = judge(race({**contestants, "bandwidth probe": probe}, title))
-    speed = moved / result["bandwidth probe"]["median"]
-    result["bandwidth probe"]["GB/s"] = speed / 1e9
-    return result, speed
+# -----------------------------------------------------------------------------
+# models and batches
+#
+# Letters: B batch, T time, V words of the vocabulary, C width, N tokens of a step.
 
-
-def agree(what, values, tolerance):
-    """Refuse to race unless all values (name: number) lie within a relative tolerance of ours."""
-    for name, value in values.items():
-        if not abs(value - values["ours"]) <= tolerance * abs(values["ours"]):
-            raise ValueError(f"{what}: {name} has {value:.8g} and ours {values['ours']:.8g}, further apart than {tolerance:g}: "
-                             "they do not compute the same, so their times mean nothing")
-
-
-def chosen(all_names):
-    names = [n.strip() for n in impls.split(",")] if impls else all_names
-    if set(names) - set(all_names):
-        raise ValueError(f"impls={impls!r}: this mode and preset have {', '.join(all_names)}")
-    return ["ours"] + [n for n in names if n != "ours"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the models
+Batch = collections.namedtuple("Batch", "idx targets keep doc mask", defaults=(None, None, None))
 
 
 def shape(**changes):
-    """The preset's ApertusConfig and what is not of the model: (config, batch, documents)."""
-    if preset not in PRESETS:
-        raise ValueError(f"preset={preset!r}: there is {', '.join(PRESETS)}")
-    p = {**PRESETS[preset], **changes}
-    extra = dict(batch=p.pop("batch"), documents=p.pop("documents", None))
-    return ApertusConfig(**p, init_std=0.02), extra["batch"], extra["documents"]
+    """
+    The preset as (ApertusConfig, batch, documents). changes: other values for fields of the config.
+
+    Unlike the published models these begin with weights of one size, init_std = 0.02.
+    """
+    values = dict(zip(COLUMNS, PRESETS[preset]))
+    batch, documents = values.pop("batch"), values.pop("documents")
+    return ApertusConfig(**{"init_std": 0.02, **values, **changes}), batch, documents
+
+
+def new_model(config):
+    """An Apertus with the initial weights of `seed`, fp32, on the device. All contestants get copies of one."""
+    with torch.device(device):
+        return Apertus(config, seed)
 
 
 def make_batch(n, config, batch, documents):
     """
-    Batch n: idx, targets, keep, doc, and for Hugging Face the same document mask as a tensor (B, 1, T, T), made outside of the race.
-    Documents have exponential lengths, so that every batch is cut elsewhere; ids are uniform from 4 on (transformers gives the padding
-    id 3 no gradient). Plain windows have no Goldfish either: keep, doc and mask are None.
+    Batch n: idx, targets, keep, doc (B, T), and for Hugging Face the document mask as a tensor (B, 1, T, T).
+
+    Documents have exponential lengths, so that every batch is cut elsewhere. Ids are uniform from 4 on, because
+    transformers gives the padding id 3 no gradient. In plain windows keep, doc and mask are None.
     """
-    T, g = config.block_size, np.random.default_rng([seed, n])
-    stream = torch.from_numpy(g.integers(4, config.vocab_size, (batch, T + 1)))
-    idx, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-    if not documents:
-        return [idx.to(place()), targets.to(place()), None, None, None]
-    doc = torch.from_numpy(g.random((batch, T)) < 1 / documents).cumsum(1)                 # (B, T)
-    keep = goldfish_mask(targets, 50, 50)
-    i = torch.arange(T)
-    mask = ((i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :]))           # (B, 1, T, T)
-    return [t.to(place()) for t in (idx, targets, keep, doc, mask)]
+    T, generator = config.block_size, np.random.default_rng([seed, n])
+    ids = generator.integers(4, config.vocab_size, (batch, T + 1))
+    stream = torch.from_numpy(ids)
+    idx = stream[:, :-1].contiguous()
+    targets = stream[:, 1:].contiguous()
+    parts = [idx, targets]
+    if documents:
+        begins = generator.random((batch, T)) < 1 / documents
+        doc = torch.from_numpy(begins).cumsum(1)
+        same = doc[:, :, None] == doc[:, None]                              # (B, T, T)
+        parts += [goldfish_mask(targets), doc, same.tril()[:, None]]
+    return Batch(*(part.to(device) for part in parts))
+
+
+def make_batches(config, batch, documents):
+    """A batch for each round where documents are cut anew, otherwise one for all rounds."""
+    count = max(warmup, 1) + rounds if documents else 1
+    return [make_batch(n, config, batch, documents) for n in range(count)]
 
 
 def attended(doc, T):
-    """Mean number of positions that a token attends to: half the window, or of its document. Without the +1/2 of the diagonal."""
+    """
+    Mean number of positions that a token sees, half of itself left out.
+
+    doc (B, T): ids that rise along a row; None: plain windows, T / 2.
+    """
     if doc is None:
         return T / 2
-    _, lengths = torch.unique_consecutive((doc + torch.arange(len(doc), device=doc.device)[:, None] * T).flatten(), return_counts=True)
+    lengths = torch.cat([row.bincount() for row in doc])                    # of all documents, and zeros
     return (lengths.double() ** 2 / 2).sum().item() / doc.numel()
 
 
 def contestant(name, ours):
-    """(model, loss(idx, targets, keep, doc, mask)) of one implementation, with a copy of the weights of `ours`."""
+    """
+    An implementation with a copy of the weights of `ours`: (model, loss(batch)).
+
+    name: ours, ours eager, ours plain (without the document mask), ours full logits, hf, hf compile,
+    nanoGPT compile (which has weights of its own).
+    """
     if name.startswith("ours"):
-        model = Apertus(ours.config)
-        model.load_state_dict(ours.state_dict())
-        model.to(place()).dtype = work_dtype()
-        if name != "ours eager" and compiles():
+        model = copy.deepcopy(ours)
+        model.dtype = work_dtype()
+        if name in ("ours", "ours plain") and compiles():
             model.compile_blocks()
 
-        def loss(idx, targets, keep, doc, mask):
-            return model(idx, targets, keep, None if name == "ours plain" else doc)[1]
+        def loss(batch):
+            if name == "ours full logits":
+                logits, _ = model(batch.idx)
+                return loss_of_logits(logits, batch.targets)
+            doc = None if name == "ours plain" else batch.doc
+            return model(batch.idx, batch.targets, batch.keep, doc)[1]
         return model, loss
+
     if name == "nanoGPT compile":
-        with torch.device(place()):
+        with torch.device(device):
             model = NanoGPT(ours.config)
-        forward = torch.compile(model)
+        forward = lambda idx, targets, mask: model(idx, targets)
+    else:
+        model = hugging_face(ours)
 
-        def loss(idx, targets, keep, doc, mask):
-            with torch.autocast(place(), torch.bfloat16, enabled=work_dtype() == torch.bfloat16):
-                return forward(idx, targets)
-        return model, loss
-    model = hugging_face(ours)
+        def forward(idx, targets, mask):
+            logits = model(idx, attention_mask=mask, use_cache=False).logits
+            return loss_of_logits(logits, targets)
+    if name.endswith("compile"):
+        forward = torch.compile(forward)
 
-    def loss(idx, targets, mask):
-        with torch.autocast(place(), torch.bfloat16, enabled=work_dtype() == torch.bfloat16):
-            logits = model(idx, attention_mask=mask, use_cache=False).logits               # (B, T, V)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
-    compiled = torch.compile(loss) if name == "hf compile" else loss
-    return model, lambda idx, targets, keep, doc, mask: compiled(idx, targets if keep is None else targets.masked_fill(~keep, -100), mask)
+    def loss(batch):
+        targets = batch.targets
+        if batch.keep is not None:
+            targets = targets.masked_fill(~batch.keep, -100)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            return forward(batch.idx, targets, batch.mask)
+    return model, loss
+
+
+def loss_of_logits(logits, targets):
+    """Mean loss in fp32. logits (B, T, V); targets (B, T), -100 where there is none."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def gradient_norm(model):
+    """L2 norm of all gradients, a 0-d tensor: no waiting for the GPU within a step."""
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+def loss_and_norm(model, loss, batch):
+    """The loss of a batch and the norm of its gradient, which stays in the model."""
+    value = loss(batch)
+    value.backward()
+    return value.item(), gradient_norm(model).item()
 
 
 def train_step(model, loss, batches):
-    """f(round): forward, backward, clip, update: what train.py does in a step."""
-    if optimizer not in ("ademamix", "adamw"):
-        raise ValueError(f"optimizer={optimizer!r}: there is ademamix and adamw")
+    """f(round): forward, backward, clip, update, which is what train.py does in a step."""
     groups = param_groups(model)
-    opt = (AdEMAMix(groups, lr=1e-5, alpha_warmup=1000, beta3_warmup=1000) if optimizer == "ademamix"
-           else torch.optim.AdamW(groups, lr=1e-5, fused=True))
+    if optimizer == "adamw":
+        opt = torch.optim.AdamW(groups, lr=1e-5, fused=True)
+    else:
+        opt = AdEMAMix(groups, lr=1e-5, alpha_warmup=1000, beta3_warmup=1000)
 
     def step(n):
-        loss(*batches[n % len(batches)]).backward()
-        grads = [p.grad for p in model.parameters()]
-        scale = (0.1 / (torch.nn.utils.get_total_norm(grads) + 1e-6)).clamp(max=1.0)
-        if optimizer == "ademamix":
-            opt.step(grad_scale=scale)
-        else:
-            torch._foreach_mul_(grads, scale)
+        loss(batches[n % len(batches)]).backward()
+        if optimizer == "adamw":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             opt.step()
+        else:
+            scale = 0.1 / (gradient_norm(model) + 1e-6)
+            opt.step(grad_scale=scale.clamp(max=1.0))
         opt.zero_grad()
     return step
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# the modes: each returns (rows {name: what judge() made, and its rates}, facts)
+# -----------------------------------------------------------------------------
+# training: the step, the optimizer, memory, the cold start
+#
+# Each mode returns ({name: row}, facts {name: number or text}).
 
 
 def train():
-    """A whole training step: forward, backward, clipping, optimizer."""
-    if place() == "cpu":
-        keep_freed_memory()                                # as train.py does; of the process, so every contestant has it
-    layers = PRESETS[preset]["n_layer"] if preset in PRESETS else 0                         # shape() says what there is
-    if not isinstance(layers, tuple):
-        return train_at()
-    rows, facts, seconds = {}, {}, []
-    for n_layer in layers:                                                                 # Hugging Face at the smallest only
-        some, facts = train_at(n_layer=n_layer, names=None if n_layer == layers[0] else ["ours"])
-        rows.update({f"{name}, {n_layer} layers": r for name, r in some.items()})
-        seconds.append(some["ours"]["median"])
-    slope, rest = np.polyfit(layers, seconds, 1)                                           # a step's time is affine in depth
-    whole, batch, _ = shape(n_layer=32)
-    with torch.device("meta"):
-        flops = Apertus(whole).flops_per_token(2 * facts["attended"]) * batch * whole.block_size
-    seconds = slope * 32 + rest
-    return rows, {**facts, "seconds a layer": slope, "seconds of 32 layers": seconds, "TFLOP/s at 32 layers": flops / seconds / 1e12}
+    """
+    A whole training step: forward, backward, clipping, optimizer.
 
-
-def train_at(names=None, **changes):
-    config, batch, documents = shape(**changes)
-    names = names or chosen(["ours"] + ["ours eager"] * compiles() + ["ours plain"] * bool(documents) + ["hf"] + ["hf compile"] * compiles()
-                            + ["nanoGPT compile"] * (compiles() and not documents))
-    batches = [make_batch(n, config, batch, documents) for n in range(warmup + rounds if documents else 1)]
-    with torch.device(place()):
-        ours = Apertus(config, seed)
-    losses, norms, steps = {}, {}, {}
-    for name in names:
+    FLOPs are counted from what each contestant has to compute: with documents masked, only the pairs inside them, also
+    where an implementation computes all pairs and throws most away.
+    """
+    if device == "cpu":
+        keep_freed_memory()                                # as train.py does; it holds for every contestant
+    config, batch, documents = shape()
+    T, N = config.block_size, batch * config.block_size
+    batches = make_batches(config, batch, documents)
+    seen = np.mean([attended(made.doc, T) for made in batches])
+    ours = new_model(config)
+    other = "ours plain" if documents else "nanoGPT compile"
+    steps, found, flops = {}, {}, {}
+    for name in chosen("ours", "ours eager", other, "hf", "hf compile"):
         model, loss = contestant(name, ours)
-        if name not in ("ours plain", "nanoGPT compile"):  # without the document mask it is another function
-            value = loss(*batches[0])
-            value.backward()
-            losses[name], norms[name] = value.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-            model.zero_grad()
         steps[name] = train_step(model, loss, batches)
-    low = work_dtype() == torch.bfloat16
-    agree("loss of the first batch", losses, 2e-3 if low else 1e-5)
-    agree("norm of its gradient", norms, 2e-2 if low else 1e-4)
+        # Without the document mask, or as another model, it is another loss.
+        if name != other:
+            found[name] = loss_and_norm(model, loss, batches[0])
+            model.zero_grad()
+        counted = model if name == "nanoGPT compile" else ours
+        flops[name] = N * counted.flops_per_token(T if name == "ours plain" else 2 * seen)
+    agree_on_gradients(found, 1e-5)
+    peak = vendor_flops(device)
 
-    gemm, gemm_flops = gemm_probe()
-    result = judge(race({**steps, "GEMM probe": gemm}, "train"))
-    peak = gemm_flops / result["GEMM probe"]["median"]
-    N, T = batch * config.block_size, config.block_size
-    seen = {name: np.mean([attended(None if name == "ours plain" else b[3], T) for b in batches]) for name in steps}
-    for name in steps:
-        flops = ours.flops_per_token(2 * seen[name]) if name != "nanoGPT compile" else NanoGPT(config).flops_per_token(config)
-        flops *= N / result[name]["median"]                # 6 L H D T is 12 L H D (T / 2)
-        result[name].update({"tok/s": N / result[name]["median"], "TFLOP/s": flops / 1e12, "of GEMM peak": flops / peak})
-        if (vendor := vendor_peak()):
-            result[name]["MFU"] = flops / vendor
-    result["GEMM probe"].update({"TFLOP/s": peak / 1e12})
-    return result, dict(loss=losses["ours"], parameters=ours.num_params(), attended=seen["ours"], **memory_peak())
+    def rates(name, seconds, gemm):
+        speed = flops[name] / seconds / 1e12
+        shares = {"of GEMM peak": speed / gemm}
+        if peak:
+            shares["MFU"] = speed * 1e12 / peak
+        return {"tok/s": N / seconds, "TFLOP/s": speed, **shares}
 
-
-def vendor_peak():
-    return next((v for k, v in BF16_PEAK.items() if place() == "cuda" and k in torch.cuda.get_device_name()), None)
-
-
-def memory_peak():
-    return {"GPU memory GiB": torch.cuda.max_memory_allocated() / 2**30} if place() == "cuda" else {}
+    rows = compete(steps, rates, gemm_probe())
+    return rows, dict(loss=found["ours"][0], parameters=ours.num_params(), attended=seen)
 
 
 def optim():
-    """One optimizer step over the preset's parameters, with gradients that are there. `first` is with nothing compiled before."""
+    """
+    One step of an optimizer over the preset's parameters, with gradients that are there.
+
+    `first` is with nothing compiled before. Bytes in fp32: read p, g, v and the averages, write all of them but g.
+    """
     from torch._inductor.utils import fresh_cache
-    config, _, _ = shape()
-    with torch.device(place()):
-        first = Apertus(config, seed)
-    names = chosen(["ours"] + ["ours eager"] * compiles() + ["AdamW fused", "per-tensor loop"])
-    how = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1)
-    steps, ends, apart = {}, {}, {}
-    for name in names:
-        params = [torch.nn.Parameter(p.detach().clone()) for p in first.parameters()]
-        g = torch.Generator(place()).manual_seed(seed)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g, device=place())
+    how = dict(
+        lr=1e-3,
+        betas=(0.9, 0.999, 0.9999),
+        alpha=8.0,
+        eps=1e-8,
+        weight_decay=0.1)
+
+    def stepper(name, params):
         if name == "per-tensor loop":
-            states, count = [[torch.zeros_like(p) for _ in range(3)] for p in params], [0]
-            def step(n, params=params, states=states, count=count):
-                count[0] += 1
-                with torch.no_grad():
-                    loop_ademamix(params, states, count[0], **how)
-        elif name == "AdamW fused":
+            return loop_ademamix(params, **how)
+        if name == "AdamW fused":
             opt = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True)
-            step = lambda n, opt=opt: opt.step()
         else:
             opt = AdEMAMix(params, **how, compile=name == "ours" and compiles())
-            step = lambda n, opt=opt: opt.step()
-        steps[name], ends[name] = step, params
+        return lambda n: opt.step()
+
+    model = new_model(shape()[0])
+    N = model.num_params()
+    steps, params = {}, {}
+    for name in chosen("ours", "ours eager", "AdamW fused", "per-tensor loop"):
+        torch.manual_seed(seed)                            # the same gradients for all
+        params[name] = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        for p in params[name]:
+            p.grad = torch.randn_like(p)
+        steps[name] = stepper(name, params[name])
+
+    def rates(name, seconds, bandwidth):
+        speed = (28 if name == "AdamW fused" else 36) * N / seconds / 1e9
+        return {"GB/s": speed, "of bandwidth": speed / bandwidth}
+
     with fresh_cache():
-        result, speed = race_beside_bandwidth(steps, "optim")
-    for name, params in ends.items():                      # after as many steps each: the same parameters, but for AdamW's
-        apart[name] = max(((p - q).abs().max() / q.abs().max()).item() for p, q in zip(params, ends["ours"]))
-        if name != "AdamW fused" and not apart[name] <= 1e-5:
-            raise ValueError(f"{name} ended {apart[name]:.2g} (relative) away from ours after {warmup + rounds} steps: "
-                             "they do not compute the same")
-    N = first.num_params()
+        rows = compete(steps, rates, bandwidth_probe())
+
+    # After as many steps all have the same parameters, but for AdamW, which computes something else.
+    facts = dict(parameters=N)
     for name in steps:
-        moves = (28 if name == "AdamW fused" else 36) * N                                  # fp32: read p, g, m1, m2, v; write p, m1, m2, v
-        result[name].update({"GB/s": moves / result[name]["median"] / 1e9, "of bandwidth": moves / result[name]["median"] / speed})
-    return result, dict(parameters=N, tensors=len(ends["ours"]),
-                        **{f"{name}: furthest from ours": d for name, d in apart.items() if "loop" in name or "eager" in name})
-
-
-def goldfish():
-    """The Goldfish mask of 64 windows of 4096 labels, k = h = 50."""
-    B, T = (64, 4096) if preset != "tiny" else (2, 256)
-    batches = torch.from_numpy(np.random.default_rng(seed).integers(0, 131072, (B, T))).split(4)                   # as the loader calls it
-    ways = {"ours": lambda x: goldfish_mask(x, 50, 50), "published": lambda x: published_mask(x, 50, 50),
-            "ours, hash=mix": lambda x: goldfish_mask(x, 50, 50, "mix")}
-    names = chosen(list(ways))
-    if "published" in names and not all(torch.equal(ways["ours"](x), ways["published"](x)) for x in batches):
-        raise ValueError("our Goldfish mask is not the published one")
-    result, _ = race_beside_bandwidth({name: lambda n, f=ways[name]: [f(x) for x in batches] for name in names}, "goldfish")
-    for name in names:
-        result[name]["ns/token"] = result[name]["median"] / (B * T) * 1e9
-    return result, dict(tokens=B * T)
-
-
-def synthetic_shard(folder, n, vocab_size, documents):
-    """What prepare.py writes, from random ids: one shard of n tokens."""
-    g = np.random.default_rng(seed)
-    stream = g.integers(4, vocab_size, n).astype(np.uint32)
-    ends = np.flatnonzero(g.random(n - 1) < 1 / documents)
-    stream[ends], stream[ends + 1] = 2, 1                  # </s> <s>
-    np.save(os.path.join(folder, "shard.npy"), stream)
-    split = dict(shards=[dict(file="shard.npy", tokens=n)], tokens=n, documents=len(ends), bytes=4 * n)
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump(dict(bos=1, eos=2, vocab_size=vocab_size, tokenizer="synthetic", sources=dict(a=dict(train=split, val=split))), f)
-    return stream
-
-
-def loader():
-    """Batches of 8 windows of 4096 tokens from a shard on disk, documents of 800 tokens; and the preset's training step beside them."""
-    with tempfile.TemporaryDirectory() as folder:
-        n, B, T, vocab = (2**24, 8, 4096, 131072) if preset != "tiny" else (2**16, 4, 256, 4096)
-        stream = synthetic_shard(folder, n, vocab, 800)
-        plain, fish = TokenDataset(folder, "train", T, seed), TokenDataset(folder, "train", T, seed, goldfish_k=50)
-        idx, targets, keep, doc = plain.batch(0, B)
-        for b in range(B):                                 # what a loop over the tokens says
-            number = torch.tensor([t == 1 for t in idx[b].tolist()]).cumsum(0)
-            if not all(map(torch.equal, (doc[b], targets[b, :-1], keep[b]), (number, idx[b, 1:], idx[b] != 2))):
-                raise ValueError("the loader's documents, masks or targets are not those of a loop over its tokens")
-
-        def nanogpt(n):                                    # get_batch of nanoGPT's train.py, without masks and document ids
-            data = np.load(os.path.join(folder, "shard.npy"), mmap_mode="r", allow_pickle=False)
-            ix = np.random.default_rng(n).integers(0, len(data) - T, B)
-            x = torch.stack([torch.from_numpy(data[i:i + T].astype(np.int64)) for i in ix])
-            return x, torch.stack([torch.from_numpy(data[i + 1:i + 1 + T].astype(np.int64)) for i in ix])
-
-        ways = {"ours": lambda n: plain.batch(n * B, B), "ours, Goldfish": lambda n: fish.batch(n * B, B), "nanoGPT": nanogpt}
-        names = chosen(list(ways) + ["train step"])
-        repeat = 32
-        runs = {name: lambda n, f=ways[name]: [f(n * repeat + i) for i in range(repeat)] for name in names if name in ways}
-        if "train step" in names:
-            config, batch, documents = shape()
-            with torch.device(place()):
-                model, loss = contestant("ours", Apertus(config, seed))
-            runs["train step"] = train_step(model, loss, [make_batch(n, config, batch, documents) for n in range(warmup + rounds)])
-        result, _ = race_beside_bandwidth(runs, "loader")
-    for name in names:
-        count = batch * config.block_size if name == "train step" else repeat * B * T
-        result[name]["ms/M tokens"] = result[name]["median"] / count * 1e9
-        result[name]["ratio"] = [x * repeat * B * T / count for x in result[name]["ratio"]]  # a token of it against a token of ours
-    if "train step" in names:
-        for name in names[:-1]:
-            result[name]["of a step"] = result[name]["ms/M tokens"] / result["train step"]["ms/M tokens"]
-    return result, dict(shard_tokens=len(stream))
-
-
-def tokenize():
-    """Apertus' tokenizer on the standard library's source, in documents of 4 kB, against Hugging Face's tokenizers with the same ids."""
-    import tokenizers
-    import convert
-    import tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    name = "apertus" if preset != "tiny" else "apertus:2048"
-    ours = tokenizer.load(name)
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(convert.hf_files(ours)["tokenizer.json"]))
-    stdlib, text = sysconfig.get_path("stdlib"), ""
-    for file in sorted(f for f in os.listdir(stdlib) if f.endswith(".py")):
-        with open(os.path.join(stdlib, file), encoding="utf-8") as f:
-            text += f.read()
-    size = 3_000_000 if preset != "tiny" else 20_000
-    documents = [text[i:i + 4000] for i in range(0, min(size, len(text)), 4000)]
-    ways = {"ours": lambda: [ours.encode(d) for d in documents],
-            "hf batch": lambda: [e.ids for e in theirs.encode_batch_fast(documents, add_special_tokens=False)],
-            "hf": lambda: [theirs.encode(d, add_special_tokens=False).ids for d in documents]}
-    names = chosen(list(ways))
-    ids = {n: ways[n]() for n in names}
-    if any(ids[n] != ids["ours"] for n in names):
-        raise ValueError("Hugging Face's tokenizers give other ids than ours")
-    size, count = sum(len(d.encode()) for d in documents), sum(map(len, ids["ours"]))
-    result, _ = race_beside_bandwidth({n: lambda _, f=ways[n]: f() for n in names}, "tokenize")
-    for n in names:
-        result[n].update({"MB/s": size / result[n]["median"] / 1e6, "M tok/s": count / result[n]["median"] / 1e6})
-    return result, dict(bytes=size, tokens=count)
-
-
-def prepare():
-    """
-    prepare.py from start to end, one process, on 120 MB of pages (this Python's and its packages' sources): with every filter on, nearly all
-    of them passing, and with none. MB of the text that is kept.
-    """
-    size, files = 120e6 if preset != "tiny" else 2e5, []
-    for kind in ("stdlib", "purelib"):
-        files += sorted(glob.iglob(os.path.join(sysconfig.get_path(kind), "**", "*.py"), recursive=True))
-    with tempfile.TemporaryDirectory() as folder:
-        at = functools.partial(os.path.join, folder)
-        with open(at("pages.jsonl"), "w", encoding="utf-8") as f:
-            for n, file in enumerate(files):
-                if f.tell() > size:
-                    break
-                with open(file, encoding="utf-8", errors="replace") as source:
-                    page = dict(id=str(n), url=f"https://site{n % 50}.org/{n}", text=source.read(), language="eng_Latn", license="MIT",
-                                score=n * 0.618 % 1, toxicity=n * 0.414 % 0.99)
-                f.write(json.dumps(page) + "\n")
-        with open(at("robots.jsonl"), "w", encoding="utf-8") as f:
-            for n in range(50):
-                rule = f"User-agent: {'GPTBot' if n == 0 else 'Somebot'}\nDisallow: /\n\nUser-agent: *\nDisallow: /private"
-                f.write(json.dumps(dict(domain=f"site{n}.org", content=rule)) + "\n")
-        with open(at("prompts.txt"), "w", encoding="utf-8") as f:
-            f.writelines(f"Which of these {n} numbers is the sum of the first {n + 1} primes, and which is not a prime at all?\n" for n in range(1000))
-        every = ["--near_dedup=0.72", "--keep_licenses=MIT", "--keep_languages=eng_Latn", "--min_chars=20", "--score_field=score", "--keep_top=0.99",
-                 "--max_field=toxicity", f"--robots={at('robots.jsonl')}", f"--decontaminate={at('prompts.txt')}"]
-        kept = {}
-
-        def run(n, name, flags):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            done = subprocess.run([sys.executable, os.path.join(ROOT, "prepare.py"), at("pages.jsonl"), f"--out={at('out')}", "--workers=1",
-                                   "--tokenizer=apertus" if preset != "tiny" else "--tokenizer=byte", *flags], capture_output=True, text=True)
-            after = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            if done.returncode:
-                raise ValueError(f"prepare.py {' '.join(flags)} ended with exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-            with open(at("out", "report.json"), encoding="utf-8") as f:
-                kept[name] = json.load(f)["total"]
-            shutil.rmtree(at("out"))
-            cpu = sum(getattr(after[0], k) - getattr(before[0], k) for k in ("ru_utime", "ru_stime"))
-            return after[1] - before[1] if clock == "wall" else cpu
-
-        ways = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
-        names = chosen(list(ways))
-        result = judge(race({name: functools.partial(run, name=name, flags=ways[name]) for name in names}, "prepare"))
-    for name in names:
-        result[name]["MB/s"] = kept[name]["bytes"] / result[name]["median"] / 1e6
-    return result, dict(bytes_in=kept["ours"]["bytes_in"], bytes_kept=kept["ours"]["bytes"])
-
-
-def decode():
-    """Greedy generation at batch 1 after a prompt of 32, KV cache. The bound: all weights but the embedding are read once a token."""
-    config, _, _ = shape(**({} if not isinstance(PRESETS.get(preset, {}).get("n_layer"), tuple) else dict(n_layer=32)))
-    with torch.device(place()):
-        first = Apertus(dataclasses.replace(config, init_std=0.1), seed)                    # decided logits: greedy has no ties to break
-    prompt = make_batch(0, config, 1, None)[0][:, :32]
-    names = chosen(["ours"] + ["ours eager"] * compiles() + ["hf"])
-    first.to(work_dtype())
-    theirs = hugging_face(first).to(work_dtype()).eval() if "hf" in names else None
-    laid_out = copy.deepcopy(first) if place() == "cpu" else first                          # elsewhere it changes nothing
-    lay_out_for_decoding(laid_out)                        # as sample.py does, unless it compiles
-    ways = {"ours": lambda: generate(first, prompt, tokens, temperature=0, compile=compiles()),
-            "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
-            "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
-    said, firsts = {}, {}
-    for name in names:
-        began = time.perf_counter()
-        said[name], firsts[name] = ways[name]()[0].tolist(), time.perf_counter() - began
-    same = {name: next((i for i, (a, b) in enumerate(zip(ids, said["ours"])) if a != b), len(ids)) - 32 for name, ids in said.items()}
-    if work_dtype() == torch.float32 and min(same.values()) < tokens:
-        raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
-    result, speed = race_beside_bandwidth({n: lambda _, f=ways[n]: f() for n in names}, "decode", "read")
-    weights = sum(p.numel() * p.element_size() for n, p in first.named_parameters() if config.tie_embeddings or "embed_tokens" not in n)
-    for name in names:
-        rate = tokens / result[name]["median"]
-        result[name].update({"tok/s": rate, "of weight-read bound": weights * rate / speed, "first": firsts[name]})
-    return result, dict(tokens=tokens, weight_bytes=weights, agreeing_tokens=same)
+        if name in ("ours", "AdamW fused"):
+            continue
+        apart = 0.0
+        for p, q in zip(params[name], params["ours"]):
+            distance = (p - q).abs().max() / q.abs().max()
+            apart = max(distance.item(), apart)
+        facts[f"{name}: furthest from ours"] = apart
+        if not apart <= 1e-5:
+            raise ValueError(f"{name} ended {apart:.2g} (relative) away from ours: they do not compute the same")
+    return rows, facts
 
 
 def memory():
     """
-    Peak memory of a forward and backward pass of 4096 tokens at 131,072 words, beyond weights and gradients; and what chunking the loss
-    costs in time. Each contestant in a process of its own, since a peak does not go down again.
+    Peak memory of a pass over 4096 tokens with 131,072 words, and what the loss in chunks costs in time.
+
+    A peak does not go down again, so each contestant has a process of its own: this mode with --impls="only NAME",
+    which prints what it found.
     """
-    T, V = (4096, 131072) if preset != "tiny" else (256, 16384)
-    config = ApertusConfig(block_size=T, vocab_size=V, n_layer=2, n_head=4, n_kv_head=1, n_embd=256, ffn_dim=1344, init_std=0.02)
-    all_names = ["ours", "ours full logits", "hf"] + ["hf compile"] * compiles()
-    if impls.startswith("only "):                          # it is this process that is measured
-        return {impls[5:]: peak_of(impls[5:], config)}, {}
-    names, rows = chosen(all_names), {}
-    for name in tqdm(names, desc="memory", leave=False, dynamic_ncols=True):
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = [f"--{k}={globals()[k]}" for k in ("preset", "device", "dtype", "threads", "seed")]
-            command = [sys.executable, "-m", "tools.bench", "memory", f"--impls=only {name}", f"--out={folder}", *arguments]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise ValueError(f"{name} did not finish (exit code {done.returncode}): {done.stderr.strip().splitlines()[-1:]}")
-            with open(os.path.join(folder, f"{record_name()}.json"), encoding="utf-8") as f:
-                rows[name] = json.load(f)["rows"][name]
-    low = work_dtype() == torch.bfloat16
-    agree("loss", {n: r["loss"] for n, r in rows.items()}, 2e-3 if low else 1e-6)
-    agree("norm of the gradient", {n: r["gradient norm"] for n, r in rows.items()}, 2e-2 if low else 1e-5)
-    for r in rows.values():
-        r["ratio"] = [r["peak MiB"] / rows["ours"]["peak MiB"]] * 3
-    return {**rows, **head_race(V, 384 if V > 20000 else 64)}, dict(T=T, vocab_size=V, n_embd=256, n_layer=2)
+    T, V = full_or_tiny((4096, 131072), (256, 16384))
+    config = ApertusConfig(
+        block_size=T,
+        vocab_size=V,
+        n_layer=2,
+        n_head=4,
+        n_kv_head=1,
+        n_embd=256,
+        ffn_dim=1344,
+        init_std=0.02)
+    if impls.startswith("only "):
+        print(json.dumps(peak_of(impls.removeprefix("only "), config)))
+        raise SystemExit(0)
+    settings = [f"--{key}={globals()[key]}" for key in ("preset", "device", "dtype", "threads", "seed")]
+    names = chosen("ours", "ours full logits", "hf", "hf compile")
+    rows, found = {}, {}
+    for name in tqdm(names, desc="memory", leave=False):
+        said = finished("-m", "tools.bench", "memory", f"--impls=only {name}", *settings)
+        row = rows[name] = json.loads(said.splitlines()[-1])
+        row["ratio"] = [row["peak MiB"] / rows["ours"]["peak MiB"]] * 3
+        found[name] = row["loss"], row["gradient norm"]
+    agree_on_gradients(found, 1e-6)
+    rows |= head_race(V, full_or_tiny(384, 64))
+    return rows, dict(T=T, vocab_size=V, n_embd=256, n_layer=2)
+
+
+def finished(*arguments):
+    """
+    The output of Python with these arguments, run to its end in a process of its own.
+
+    ValueError with the last line of its errors, if it fails.
+    """
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        last_line = done.stderr.strip().splitlines()[-1:]
+        raise ValueError(f"{shlex.join(command)} failed: {last_line}")
+    return done.stdout
 
 
 def peak_of(name, config):
-    with torch.device(place()):
-        ours = Apertus(config, seed)
-    if name == "ours full logits":
-        model = ours
-        model.dtype = work_dtype()
-        loss = lambda idx, targets, *_: F.cross_entropy(model(idx)[0].float().flatten(0, 1), targets.flatten())
-    else:
-        model, loss = contestant(name.replace("ours", "ours eager"), ours)
-        del ours
-    idx, targets = make_batch(0, config, 1, None)[:2]
-    if name != "hf compile":                               # a short pass first: gradients exist, libraries have their buffers
-        loss(idx[:, :32], targets[:, :32], None, None, None).backward()
+    """
+    What a forward and backward pass of one window needs beyond weights and gradients, in this process.
+
+    Returns the row of a contestant: peak in MiB, and the loss and the norm of its gradient to compare.
+    """
+    model, loss = contestant("ours eager" if name == "ours" else name, new_model(config))
+    batch = make_batch(0, config, 1, 0)
+    # A short pass first, so that gradients exist and libraries have their buffers; hf compile would compile for it.
+    if name != "hf compile":
+        short = Batch(batch.idx[:, :32], batch.targets[:, :32])
+        loss(short).backward()
         model.zero_grad(set_to_none=False)
-    before = torch.cuda.memory_allocated() if place() == "cuda" else resident()
-    if place() == "cuda":
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    value = loss(idx, targets, None, None, None)
-    value.backward()
-    peak = torch.cuda.max_memory_allocated() if place() == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    return {"peak MiB": (peak - before) / 2**20, "before MiB": before / 2**20, "loss": value.item(), "gradient norm": norm}
+    before, _ = memory_and_peak()
+    value, norm = loss_and_norm(model, loss, batch)
+    _, peak = memory_and_peak()
+    return {
+        "peak MiB": (peak - before) / 2**20,
+        "loss": value,
+        "gradient norm": norm}
 
 
-def resident():
-    """Bytes of this process in memory now; its peak so far where /proc is not there."""
-    if not os.path.exists("/proc/self/statm"):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open("/proc/self/statm") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory_and_peak():
+    """
+    Bytes that tensors take on the GPU, or on a CPU this process: now, and at most so far.
+
+    OSError on a CPU without /proc.
+    """
+    if device == "cuda":
+        return torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    with open("/proc/self/status") as f:
+        kib = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+)", f.read()))
+    return int(kib["VmRSS"]) * 1024, int(kib["VmHWM"]) * 1024
 
 
 def head_race(V, C):
-    """The loss alone, forward and backward, in chunks and with all logits, both compiled: N = 1024 positions."""
-    import model as model_file
+    """
+    The loss alone, forward and backward at 1024 positions: in chunks, and with all logits, both compiled.
+
+    V words, hidden states of width C. Returns the rows of both.
+    """
     N = 1024
-    h = torch.randn(N, C, device=place(), dtype=work_dtype(), requires_grad=True)
-    head = torch.randn(V, C, device=place(), requires_grad=True)
-    targets, weights = torch.randint(0, V, (N,), device=place()), torch.full((N,), 1 / N, device=place())
-    full = lambda h, head: F.cross_entropy((h @ head.T.to(h.dtype)).float(), targets)
-    chunk_loss = model_file.chunk_loss
-    if compiles():
-        full, chunk_loss = torch.compile(full), torch.compile(chunk_loss)
-    rows = model_file.chunk_rows(V, place())
-    ways = {"ours": lambda: model_file.ChunkedCrossEntropy.apply(h, head, targets, weights, rows, chunk_loss)[0], "full": lambda: full(h, head)}
-    values = {name: f().item() for name, f in ways.items()}
-    agree("loss of the head alone", values, 2e-3 if work_dtype() == torch.bfloat16 else 1e-6)
-    result = judge(race({name: lambda _, f=f: torch.autograd.grad(f(), (h, head)) for name, f in ways.items()}, "loss"))
-    return {f"loss {'in chunks' if name == 'ours' else 'with full logits'}": r for name, r in result.items()}
+    h = torch.randn(N, C, device=device, dtype=work_dtype(), requires_grad=True)
+    head = torch.randn(V, C, device=device, requires_grad=True)
+    targets = torch.randint(0, V, (N,), device=device)
+    weights = torch.full((N,), 1 / N, device=device)
+    compiled = torch.compile if compiles() else lambda f: f
+    one_chunk = compiled(chunk_loss)
+    rows = chunk_rows(V, device)
+
+    @compiled
+    def full(h, head):
+        logits = h @ head.T.to(h.dtype)                                     # (N, V)
+        return F.cross_entropy(logits.float(), targets)
+
+    def in_chunks(h, head):
+        loss, _ = ChunkedCrossEntropy.apply(h, head, targets, weights, rows, one_chunk)
+        return loss
+
+    base = "loss in chunks"
+    ways = {base: in_chunks, "loss with full logits": full}
+    values = {name: loss(h, head).item() for name, loss in ways.items()}
+    agree("loss of the head alone", values, 2e-3 if dtype == "bfloat16" else 1e-6, base)
+
+    def run(name, n):
+        torch.autograd.grad(ways[name](h, head), (h, head))
+
+    return compete(each(ways, run), lambda *_: {}, base=base)
 
 
 def cold():
     """
-    Wall seconds from `python train.py configs/laptop.py` to the end of its first step, in a process of its own with nothing compiled
-    before but torch's headers (8 s of g++, once a machine); and with two and four times the layers: blocks share one compilation.
+    Wall seconds from `python train.py configs/laptop.py` to the end of its first step, with nothing compiled before.
+
+    Also with two and four times the layers, which should cost no more: blocks share one compilation.
     """
     global clock
     clock = "wall"
-    config, depth = ("laptop", 4) if preset != "tiny" else ("tiny", 2)
+    config, depth = full_or_tiny(("laptop", 4), ("tiny", 2))
+    ways = {
+        "ours": (True, depth),
+        f"ours, {2 * depth} layers": (True, 2 * depth),
+        f"ours, {4 * depth} layers": (True, 4 * depth),
+        "ours eager": (False, depth),
+        f"ours eager, {4 * depth} layers": (False, 4 * depth)}
 
-    def first_step(compile, layers):
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, os.path.join(ROOT, "train.py"), f"configs/{config}.py", f"--data={data}", f"--out={folder}/run",
-                       f"--device={place()}", f"--compile={compile}", f"--n_layer={layers}"]
-            environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=f"{folder}/cache", OMP_NUM_THREADS=str(threads or os.cpu_count()))
-            log, began = os.path.join(folder, "run", "log.jsonl"), time.perf_counter()
-            with open(os.path.join(folder, "said"), "w+") as said:
-                run = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
-                try:
-                    while not (os.path.exists(log) and os.path.getsize(log)):
-                        if run.poll() is not None:
-                            said.seek(0)
-                            raise ValueError(f"{' '.join(command)} ended before its first step: {said.read().strip().splitlines()[-1:]}")
-                        time.sleep(0.02)
-                    return time.perf_counter() - began
-                finally:
-                    if run.poll() is None:
-                        os.killpg(run.pid, signal.SIGKILL)                               # and the processes that compile for it
-                    run.wait()
+    def run(name, n):
+        compile, layers = ways[name]
+        return first_step(f"configs/{config}.py", f"--compile={compile}", f"--n_layer={layers}")
 
-    ways = {"ours": (compiles(), depth), **{f"ours, {n} layers": (True, n) for n in (2 * depth, 4 * depth) if compiles()},
-            "ours eager": (False, depth), f"ours eager, {4 * depth} layers": (False, 4 * depth)}
-    result = judge(race({name: lambda n, way=ways[name]: first_step(*way) for name in chosen(list(ways))}, "cold"))
-    for r in result.values():
-        r["s to the first step"] = r["median"]
-    return result, dict(config=config, layers=depth)
+    def rates(name, seconds, _):
+        return {"s to the first step": seconds}
+
+    names = chosen(*ways)
+    rows = compete(each(names, run), rates)
+    return rows, dict(config=config, layers=depth)
+
+
+def first_step(*arguments):
+    """
+    Wall seconds of train.py from its start to the line that it logs of its first step. Then it is killed.
+
+    ValueError with the last line that it said, if it ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run_folder = os.path.join(folder, "run")
+        command = [sys.executable, os.path.join(ROOT, "train.py"), *arguments]
+        command += [f"--data={data}", f"--device={device}", f"--out={run_folder}"]
+        environment = dict(
+            os.environ,
+            TORCHINDUCTOR_CACHE_DIR=os.path.join(folder, "cache"),
+            OMP_NUM_THREADS=str(threads or os.cpu_count()))
+        streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        began = time.perf_counter()
+        with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as run:
+            try:
+                while not has_log(run_folder):
+                    if run.poll() is not None:
+                        last_line = run.stderr.read().strip().splitlines()[-1:]
+                        raise ValueError(f"{shlex.join(command)} ended before its first step: {last_line}")
+                    time.sleep(0.02)
+                return time.perf_counter() - began
+            finally:
+                # All of its session, because torch.compile has processes that would outlive the run.
+                if run.poll() is None:
+                    os.killpg(run.pid, signal.SIGKILL)
+
+
+# -----------------------------------------------------------------------------
+# data: the mask, the loader, the tokenizer, prepare.py
+
+
+def goldfish():
+    """
+    The Goldfish mask of 64 windows of 4096 labels, k = h = 50: the published expression, ours, and our other hash.
+
+    Four windows at a time, which is how the loader asks for it.
+    """
+    B, T = full_or_tiny((64, 4096), (2, 256))
+    ids = np.random.default_rng(seed).integers(0, 131072, (B, T))
+    labels = torch.from_numpy(ids)
+    masks = {
+        "ours": goldfish_mask,
+        "published": published_mask,
+        "ours, hash=mix": functools.partial(goldfish_mask, hash="mix")}
+    if not torch.equal(goldfish_mask(labels), published_mask(labels)):
+        raise ValueError("our Goldfish mask is not the published one")
+
+    def run(name, n):
+        for four in labels.split(4):
+            masks[name](four)
+
+    def rates(name, seconds, _):
+        return {"ns/token": seconds / (B * T) * 1e9}
+
+    names = chosen(*masks)
+    rows = compete(each(names, run), rates, bandwidth_probe())
+    return rows, dict(tokens=B * T)
+
+
+def synthetic_shard(folder, n_tokens, vocab_size):
+    """
+    Write a data folder such as prepare.py's, for TokenDataset: one shard of random ids. Returns the shard's path.
+
+    Documents have 800 tokens in the mean and stand between <s>, 1, and </s>, 2.
+    """
+    generator = np.random.default_rng(seed)
+    stream = generator.integers(4, vocab_size, n_tokens).astype(np.uint32)
+    ends = np.flatnonzero(generator.random(n_tokens - 1) < 1 / 800)
+    stream[ends] = 2
+    stream[ends + 1] = 1
+    path = os.path.join(folder, "shard.npy")
+    np.save(path, stream)
+    sources = dict(a=dict(train=dict(shards=[dict(file="shard.npy", tokens=n_tokens)])))
+    with open(os.path.join(folder, "meta.json"), "w") as f:
+        json.dump(dict(bos=1, eos=2, vocab_size=vocab_size, sources=sources), f)
+    return path
+
+
+def loader():
+    """
+    Batches of 8 windows of 4096 tokens from a shard with documents of 800 tokens, and the preset's training step.
+
+    All seconds are those of as many tokens, 32 batches; a training step's are scaled.
+    """
+    full, tiny = (2**24, 8, 4096, 131072), (2**16, 4, 256, 4096)
+    n_tokens, B, T, V = full_or_tiny(full, tiny)
+    repeat = 32
+    with tempfile.TemporaryDirectory() as folder:
+        path = synthetic_shard(folder, n_tokens, V)
+        plain = TokenDataset(folder, "train", T, seed)
+        fish = TokenDataset(folder, "train", T, seed, goldfish_k=50)
+        ways = {
+            "ours": lambda n: plain.batch(n * B, B),
+            "ours, Goldfish": lambda n: fish.batch(n * B, B),
+            "nanoGPT": lambda n: nanogpt_batch(path, B, T, n)}
+        names = chosen(*ways, "train step")
+
+        def run(name, n):
+            for i in range(repeat):
+                ways[name](n * repeat + i)
+
+        passes = each(names, run)
+        if "train step" in names:
+            config, batch, documents = shape()
+            model, loss = contestant("ours", new_model(config))
+            step = train_step(model, loss, make_batches(config, batch, documents))
+            as_many = repeat * B * T / (batch * config.block_size)
+
+            def scaled_step(n):
+                start = now()
+                step(n)
+                return (now() - start) * as_many
+
+            passes["train step"] = scaled_step
+
+        def rates(name, seconds, _):
+            return {"ms/M tokens": seconds / (repeat * B * T) * 1e9}
+
+        rows = compete(passes, rates, bandwidth_probe())
+    if "train step" in names:
+        for name in names[:-1]:
+            rows[name]["of a step"] = rows[name]["median"] / rows["train step"]["median"]
+    return rows, dict(shard_tokens=n_tokens)
+
+
+def python_sources(kind, pattern):
+    """
+    The texts of this Python's files, one at a time and sorted by path: text that is on every machine.
+
+    kind: of sysconfig's folders, stdlib or purelib (installed packages). pattern: a glob below it.
+    """
+    folder = sysconfig.get_path(kind)
+    for path in sorted(glob.glob(os.path.join(folder, pattern), recursive=True)):
+        with open(path, encoding="utf-8", errors="replace") as f:
+            yield f.read()
+
+
+def tokenize():
+    """
+    Apertus' tokenizer against Hugging Face's, which must give the same ids.
+
+    The text is 3 MB of the standard library, in documents of 4 kB.
+    """
+    import convert
+    import tokenizer
+    import tokenizers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    ours = tokenizer.load(full_or_tiny("apertus", "apertus:2048"))
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(convert.hf_files(ours)["tokenizer.json"]))
+    text = "".join(python_sources("stdlib", "*.py"))[:full_or_tiny(3_000_000, 20_000)]
+    documents = [text[i:i + 4000] for i in range(0, len(text), 4000)]
+    ways = {
+        "ours": lambda text: ours.encode(text),
+        "hf": lambda text: theirs.encode(text, add_special_tokens=False).ids}
+
+    def run(name, n):
+        if name == "hf batch":
+            return [found.ids for found in theirs.encode_batch_fast(documents, add_special_tokens=False)]
+        return [ways[name](document) for document in documents]
+
+    names = chosen("ours", "hf batch", "hf")
+    ids = run("ours", 0)
+    if any(run(name, 0) != ids for name in names):
+        raise ValueError("Hugging Face's tokenizers give other ids than ours")
+    size, count = len(text.encode()), sum(map(len, ids))
+
+    def rates(name, seconds, _):
+        return {"MB/s": size / seconds / 1e6, "M tok/s": count / seconds / 1e6}
+
+    rows = compete(each(names, run), rates, bandwidth_probe())
+    return rows, dict(bytes=size, tokens=count)
+
+
+def prepare():
+    """
+    prepare.py from start to end, one process, on 120 MB of pages: with every filter on, and with none.
+
+    By the CPU clock it is the child's time that counts. MB are those of the text that is kept.
+    """
+    totals = {}
+    with tempfile.TemporaryDirectory() as folder:
+        at = functools.partial(os.path.join, folder)
+        write_pages(folder, full_or_tiny(120e6, 2e5))
+        every = [
+            "--near_dedup=0.72",
+            "--keep_licenses=MIT",
+            "--keep_languages=eng_Latn",
+            "--min_chars=20",
+            "--score_field=score",
+            "--keep_top=0.99",
+            "--max_field=toxicity",
+            f"--robots={at('robots.jsonl')}",
+            f"--decontaminate={at('prompts.txt')}"]
+        flags = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
+        vocabulary = full_or_tiny("apertus", "byte")
+
+        def run(name, n):
+            before = os.times()
+            finished(
+                "prepare.py",
+                at("pages.jsonl"),
+                f"--out={at('out')}",
+                "--workers=1",
+                f"--tokenizer={vocabulary}",
+                *flags[name])
+            after = os.times()
+            with open(at("out", "report.json"), encoding="utf-8") as f:
+                totals[name] = json.load(f)["total"]
+            shutil.rmtree(at("out"))
+            # On the wall clock race() takes the time; here it is user and system time of child processes.
+            if clock == "cpu":
+                return sum(after[2:4]) - sum(before[2:4])
+            return None
+
+        def rates(name, seconds, _):
+            return {"MB/s": totals[name]["bytes"] / seconds / 1e6}
+
+        names = chosen(*flags)
+        rows = compete(each(names, run), rates)
+    ours = totals["ours"]
+    return rows, dict(bytes_in=ours["bytes_in"], bytes_kept=ours["bytes"])
+
+
+def write_pages(folder, size):
+    """
+    `size` characters of pages for prepare.py, and what its filters read: robots.txt files and prompts.
+
+    The pages are the sources of this Python and its packages. Nearly all of them pass every filter.
+    """
+    def write(name, lines):
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
+            f.writelines(lines)
+
+    def pages():
+        texts = itertools.chain(python_sources("stdlib", "**/*.py"), python_sources("purelib", "**/*.py"))
+        written = 0
+        for n, text in enumerate(texts):
+            if written > size:
+                break
+            page = dict(
+                id=str(n),
+                url=f"https://site{n % 50}.org/{n}",
+                text=text,
+                language="eng_Latn",
+                license="MIT",
+                score=n * 0.618 % 1,
+                toxicity=n * 0.414 % 0.99)
+            line = json.dumps(page) + "\n"
+            written += len(line)
+            yield line
+
+    def robots():
+        for n in range(50):
+            agent = "Somebot" if n else "GPTBot"
+            rules = f"User-agent: {agent}\nDisallow: /\n\nUser-agent: *\nDisallow: /private"
+            yield json.dumps(dict(domain=f"site{n}.org", content=rules)) + "\n"
+
+    write("pages.jsonl", pages())
+    write("robots.jsonl", robots())
+    prompt = "Which of these {} numbers is the sum of the first {} primes, and which is not a prime at all?\n"
+    write("prompts.txt", (prompt.format(n, n + 1) for n in range(1000)))
+
+
+# -----------------------------------------------------------------------------
+# generation, and structured layers
+
+
+def decode():
+    """
+    Greedy generation at batch 1 after a prompt of 32 tokens, with a KV cache.
+
+    The bound is the memory's: all weights but the embedding are read once per token. They are five times as large as
+    in training, so that no two logits are close and rounding decides over no token.
+    """
+    config, _, _ = shape(init_std=0.1)
+    ours = new_model(config).to(work_dtype())
+    prompt = make_batch(0, config, 1, 0).idx[:, :32]
+    theirs = hugging_face(ours).to(work_dtype()).eval()
+    # The layout for CPUs is what sample.py takes, unless it compiles; on a GPU it changes nothing.
+    laid_out = copy.deepcopy(ours) if device == "cpu" else ours
+    lay_out_for_decoding(laid_out)
+    ways = {
+        "ours": lambda: generate(ours, prompt, tokens, temperature=0, compile=compiles()),
+        "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
+        "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
+    said = {}
+
+    def run(name, n):
+        said[name] = ways[name]()[0]
+
+    weight_bytes = sum(
+        p.nbytes for name, p in ours.named_parameters()
+        if config.tie_embeddings or "embed" not in name)
+
+    def rates(name, seconds, bandwidth):
+        speed = tokens / seconds
+        return {"tok/s": speed, "of weight-read bound": weight_bytes / 1e9 * speed / bandwidth}
+
+    names = chosen(*ways)
+    rows = compete(each(names, run), rates, bandwidth_probe(read_only=True))
+    same = {}
+    for name, ids in said.items():
+        agrees = ids == said["ours"]                                        # (32 + tokens,)
+        same[name] = agrees.cumprod(0).sum().item() - 32
+    if dtype == "float32" and min(same.values()) < tokens:
+        raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
+    return rows, dict(tokens=tokens, weight_bytes=weight_bytes, agreeing_tokens=same)
 
 
 def ffn():
     """
-    One MLP's two matrices, C -> 4 C -> C, dense and in each form of studies/structured.py, eager: forward and backward of 512 tokens, and one
-    token through so many copies (256 MB or 100) that the weights come from memory, as in a whole model; seconds are those of one copy.
+    One MLP, C -> 4 C -> C, dense and in each form of studies/structured.py, eager.
+
+    training: forward and backward of 512 tokens. decoding: one token through so many copies (256 MB of them, at most
+    100) that the weights come from memory, as in a whole model; seconds are those of one copy.
     """
-    from studies.structured import StructuredLinear, forms
-    rows, best = {}, ""
-    for C in widths if preset != "tiny" else (48,):
-        x = torch.randn(512 if preset != "tiny" else 8, C, device=place(), dtype=work_dtype(), requires_grad=True)
-        training, decoding, share = {}, {}, {}
+    rows, fastest = {}, []
+    for C in full_or_tiny(widths, (48,)):
+        x = torch.randn(full_or_tiny(512, 8), C, device=device, dtype=work_dtype())
+        x.requires_grad_()
+        grad, one = torch.randn_like(x), x[:1].detach()
+        copies, shares = {}, {}
         for kind, *form in forms(C):
-            def pair():
-                made = [Linear(a, b) if kind == "dense" else StructuredLinear(a, b, kind, *form)
-                        for a, b in ((C, 4 * C), (4 * C, C))]
-                for p in (p for m in made for p in m.parameters()):
-                    torch.nn.init.normal_(p, std=0.02)
-                return torch.nn.Sequential(*made).to(place(), work_dtype())
-
-            def train(n, mlp, grad):
-                start = now()
-                mlp(x).backward(grad)
-                return now() - start
-
-            @torch.inference_mode()
-            def decode(n, mlps, one):
-                start = now()
-                for mlp in mlps:
-                    mlp(one)
-                return (now() - start) / len(mlps)
-
-            mlp = pair()
+            mlp = feed_forward(C, kind, form)
             size = sum(p.numel() for p in mlp.parameters())
-            name = "dense" if kind == "dense" else f"{kind} {size / (8 * C * C):.0%}"
-            share[name] = size / (8 * C * C)
-            mlps = [mlp] + [pair() for _ in range(min(100, -(-2**28 // (size * x.itemsize))) - 1)]
-            training[name] = functools.partial(train, mlp=mlp, grad=torch.randn_like(x))
-            decoding[name] = functools.partial(decode, mlps=mlps, one=x.detach()[:1])
-        for what, ways in (("training", training), ("decoding", decoding)):
-            result = judge(race(ways, f"{what}, width {C}"), base="dense")
-            for name, r in result.items():
-                r["of dense parameters"] = share[name]
-            rows.update({f"{what} {C}, {name}": r for name, r in result.items()})
-            name = min(result, key=lambda n: result[n]["ratio"][0])
-            best += f"{'; ' * bool(best)}dense {what} at {C} {1 / result[name]['ratio'][0]:.2f}x ({name})"
-    return rows, {"base": "dense", "fastest": best}
+            share = size / (8 * C * C)
+            name = kind if kind == "dense" else f"{kind} {share:.0%}"
+            shares[name] = {"of dense parameters": share}
+            count = min(100, math.ceil(2**28 / (size * x.itemsize)))
+            copies[name] = [mlp] + [feed_forward(C, kind, form) for _ in range(count - 1)]
+
+        def training(name, n):
+            copies[name][0](x).backward(grad)
+
+        @torch.inference_mode()
+        def decoding(name, n):
+            start = now()
+            for mlp in copies[name]:
+                mlp(one)
+            return (now() - start) / len(copies[name])
+
+        for run in (training, decoding):
+            found = compete(each(copies, run), lambda name, *_: shares[name], base="dense")
+            rows |= {f"{run.__name__} {C}, {name}": row for name, row in found.items()}
+            best = min(found, key=lambda name: found[name]["ratio"][0])
+            fastest.append(f"dense {run.__name__} at {C} {1 / found[best]['ratio'][0]:.2f}x ({best})")
+    return rows, {"base": "dense", "fastest": "; ".join(fastest)}
 
 
-MODES = dict(train=train, optim=optim, goldfish=goldfish, loader=loader, tokenize=tokenize, prepare=prepare, decode=decode,
-             memory=memory, cold=cold, ffn=ffn)
+def feed_forward(C, kind, form):
+    """An MLP of width C with random weights. kind, form: of studies.structured.forms."""
+    layers = []
+    for sizes in ((C, 4 * C), (4 * C, C)):
+        if kind == "dense":
+            layers.append(Linear(*sizes))
+        else:
+            layers.append(StructuredLinear(*sizes, kind, *form))
+    mlp = torch.nn.Sequential(*layers).to(device, work_dtype())
+    for p in mlp.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    return mlp
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# records, tables, the picture
+MODES = dict(
+    train=train,
+    optim=optim,
+    goldfish=goldfish,
+    loader=loader,
+    tokenize=tokenize,
+    prepare=prepare,
+    decode=decode,
+    memory=memory,
+    cold=cold,
+    ffn=ffn)
 
 
-def record_name():
-    return "-".join([paths[0], preset, str(work_dtype())[6:]])
+# -----------------------------------------------------------------------------
+# records as tables and pictures
+#
+# A record is what main() writes: circumstances, facts, and a row per contestant. Those in records/ are committed, so
+# keys that once were written must still be read.
+
+# The first of these that a row has stands for the row where there is room for one.
+RATES = ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB", "s to the first step")
+TIMES = ("seconds", "median", "min", "spread", "ratio", "first")
 
 
-def circumstances():
-    """Where and with what the numbers were taken."""
-    import transformers
-    cpu = platform.processor()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            cpu = next((line.split(":")[1].strip() for line in f if line.startswith("model name")), cpu)
-
-    def git(*args):
-        return subprocess.run(["git", *args], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-
-    return dict(date=time.strftime("%Y-%m-%d"),
-                command="python -m tools.bench " + shlex.join(a for a in sys.argv[1:] if not a.startswith("--out=")),
-                cpu=f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
-                gpu=torch.cuda.get_device_name() if place() == "cuda" else None, threads=torch.get_num_threads(),
-                clock="cpu" if clock == "cpu" or clock == "auto" and place() == "cpu" else "wall", load=os.getloadavg()[0],
-                python=platform.python_version(), torch=torch.__version__, transformers=transformers.__version__, seed=seed,
-                commit=git("rev-parse", "--short", "HEAD") + " + changes" * bool(git("status", "--porcelain", "--", "*.py")))
+def is_share(key):
+    """Whether a rate is a share of what was possible: of bandwidth, of GEMM peak, ..., MFU."""
+    return key.startswith(("of ", "MFU"))
 
 
-RATES = ("tok/s", "GB/s", "ns/token", "ms/M tokens", "MB/s", "peak MiB", "s to the first step")   # the first that a row has stands for it
+def number(key, value):
+    """A number with its unit, or a share in percent with what it is a share of."""
+    if is_share(key):
+        text = f"{value * 100:.2g}%" if value < 0.01 else f"{value:.0%}"
+    else:
+        text = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{text} {key}"
 
 
-def cell(key, value):
-    if value is None:
-        return ""
-    if key.startswith(("of ", "MFU")):
-        return f"{value * 100:.2g}%" if value < 0.01 else f"{value:.0%}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def rate(row):
+    """The one rate that stands for a row, as text; empty for a row without any."""
+    return next((number(key, row[key]) for key in RATES if key in row), "")
 
 
 def base_of(record):
@@ -763,117 +1108,180 @@ def base_of(record):
     return record["facts"].get("base", "ours")
 
 
+def compared(record):
+    """The rows whose ratio means something, which a probe's does not."""
+    return {name: row for name, row in record["rows"].items() if "ratio" in row and "probe" not in name}
+
+
 def table(record):
-    """A record as Markdown lines: a row a contestant, time, rates, shares, and how much faster ours is."""
-    rows, rates = record["rows"], []
-    for r in rows.values():
-        rates += [k for k in r if k not in ("seconds", "median", "min", "spread", "ratio", "first", *rates)]
-    times = ["ms", "min", "spread", "first s"] * any("median" in r for r in rows.values())
-    head = ["", *times, *rates, f"against {base_of(record)}", "95 %"]
-    lines = [head, ["---"] + ["--:"] * (len(head) - 1)]
-    for name, r in rows.items():
-        timed, ratio = [""] * 4, ["", ""]
-        if "median" in r:
-            ms = [f"{x * 1e3:,.1f}" if x > 0.01 else f"{x * 1e3:.3g}" for x in (r["median"], r["min"])]
-            timed = [*ms, f"{r['spread']:.0%}" + " noisy" * (r["spread"] > 0.1), f"{r['first']:.1f}"]
-        if "probe" not in name and "ratio" in r:
-            ratio = [f"{r['ratio'][0]:.3g}x", f"{r['ratio'][1]:.3g} - {r['ratio'][2]:.3g}" * ("median" in r)]
-        lines.append([name] + timed * bool(times) + [cell(k, r.get(k)) for k in rates] + ratio)
-    width = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    return ["| " + " | ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, width))) + " |" for line in lines]
+    """A record as Markdown lines: for each contestant its times, the ratio with its interval, rates and shares."""
+    yield f"| {'':32} | {'median':>12} | {'spread':>9} | {'first s':>7} | against {base_of(record)} (95 %) | rates |"
+    yield "|---|--:|--:|--:|--:|---|"
+    for name, row in record["rows"].items():
+        times = ["", "", ""]
+        if "median" in row:
+            noisy = "noisy " if row["spread"] > 0.1 else ""
+            times = [number("ms", row["median"] * 1e3), f"{noisy}{row['spread']:.0%}", f"{row['first']:.1f}"]
+        ratio = "{:.3g}x ({:.3g} - {:.3g})".format(*row["ratio"]) if name in compared(record) else ""
+        rates = ", ".join(number(key, value) for key, value in row.items() if key not in TIMES)
+        yield f"| {name:32} | {times[0]:>12} | {times[1]:>9} | {times[2]:>7} | {ratio:>23} | {rates} |"
 
 
 def picture(record, path):
-    """Bars: time (or memory) against ours, with the interval of the ratio."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    rows = {n: r for n, r in record["rows"].items() if "probe" not in n and "ratio" in r}
-    figure, axis = plt.subplots(figsize=(7, 0.6 + 0.42 * len(rows)), layout="constrained")
-    for i, (name, r) in enumerate(rows.items()):
-        middle, low, high = r["ratio"]
-        axis.barh(i, middle, color="C0" if name.startswith("ours") else "C7")
-        axis.errorbar(middle, i, xerr=[[max(middle - low, 0)], [max(high - middle, 0)]], color="black", linewidth=1)
-        rate = next((f"{cell(k, r[k])} {k}" for k in RATES if k in r), "")
-        axis.text(high, i, f"  {middle:.2f}x   {rate}", va="center", fontsize=8)
-    axis.set_yticks(range(len(rows)), rows, fontsize=9)
+    """
+    Draw bars: time (or memory) as a multiple of the base's, with the interval of the ratio.
+
+    The line at 1 is the base. Only rows with a ratio are drawn, so a probe is not.
+    """
+    rows = compared(record)
+    middle, low, high = np.transpose([row["ratio"] for row in rows.values()])
+    errors = np.maximum([middle - low, high - middle], 0)
+    labels = [f"{row['ratio'][0]:.2f}x   {rate(row)}" for row in rows.values()]
+    height = 0.6 + 0.42 * len(rows)
+    figure, axis = pyplot().subplots(figsize=(7, height), layout="constrained")
+    bars = axis.barh(list(rows), middle, xerr=errors)
+    axis.bar_label(bars, labels, padding=4)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(r["ratio"][2] for r in rows.values()) * 1.35)
-    axis.axvline(1, color="black", linewidth=0.6)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(x=0.35)
+    axis.axvline(1, color="black")
     what = "memory" if record["mode"] == "memory" else "time"
-    title = ", ".join(record[k] for k in ("mode", "preset", "dtype"))
-    axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)", fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    title = f"{record['mode']}, {record['preset']}, {record['dtype']}"
+    axis.set_title(f"{title}: {what} against {base_of(record)} (less is better)")
+    finish(figure, path)
+
+
+def summary_line(record):
+    """
+    A record as a line of the README's table.
+
+    What ours does, as a share of what the machine could, how much faster than the others, and the command.
+    """
+    rows = record["rows"]
+    # In `ffn` there is no row of ours.
+    own = next((name for name in rows if name.split(",")[0] == "ours"), None)
+    ours = rows.get(own, {})
+    shares = [number(key, value) for key, value in ours.items() if is_share(key)]
+    others = []
+    for name, row in compared(record).items():
+        middle, low, high = row["ratio"]
+        interval = f" ({low:.2f}-{high:.2f})" if "median" in row else ""
+        if name not in (own, "train step"):
+            others.append(f"{name} {middle:.2f}x{interval}")
+    instructions = record["cpu"].rsplit(", ", 1)[-1]
+    what = f"{record['mode']}, {record['preset']}, {record['dtype']}, {record['gpu'] or instructions}"
+    faster_than = record["facts"].get("fastest", "; ".join(others))
+    return f"| {what} | {rate(ours)} | {'; '.join(shares)} | {faster_than} | `{record['command']}` |"
 
 
 def summary(records):
-    """All records as one Markdown table, a line each: what ours does, of what the machine could, how much faster than whom, the command."""
-    lines = ["| measured | ours | of the machine | ours is faster than | command |", "|---|---|---|---|---|"]
+    """All records as the README's table, and what they were measured on."""
+    machines = set()
     for r in records:
-        base = next((k for k in r["rows"] if k.split(",")[0] == "ours"), None)
-        ours = r["rows"].get(base, {})                     # in `ffn` nobody
-        rate = next((f"{cell(k, ours[k])} {k}" for k in RATES if k in ours), "")
-        share = "; ".join(f"{cell(k, v)} {k}" for k, v in ours.items() if k.startswith(("of ", "MFU")))
-        than = "; ".join(f"{n} {v['ratio'][0]:.2f}x" + (f" ({v['ratio'][1]:.2f}-{v['ratio'][2]:.2f})" if "median" in v else "")
-                         for n, v in r["rows"].items() if n not in (base, "train step") and "probe" not in n and "ratio" in v)
-        than = r["facts"].get("fastest", than)
-        what = ", ".join([r["mode"], r["preset"], r["dtype"], r["gpu"] or r["cpu"].rsplit(", ", 1)[-1]])      # of a CPU: its instruction set
-        lines.append(f"| {what} | {rate} | {share} | {than} | `{r['command']}` |")
-    where = sorted({f"{r['gpu'] or r['cpu']}, {r['threads']} thread{'s' * (r['threads'] > 1)}, torch {r['torch']}, "
-                    f"transformers {r['transformers']}, {r['clock']} clock, {r['date']}" for r in records})
-    return "\n".join([*lines, "", "Measured on: " + "; ".join(where) + "."])
+        plural = "s" if r["threads"] > 1 else ""
+        machines.add(
+            f"{r['gpu'] or r['cpu']}, {r['threads']} thread{plural}, torch {r['torch']}, "
+            f"transformers {r['transformers']}, {r['clock']} clock, {r['date']}")
+    return "\n".join([
+        "| measured | ours | of the machine | ours is faster than | command |",
+        "|---|---|---|---|---|",
+        *map(summary_line, records),
+        "",
+        f"Measured on: {'; '.join(sorted(machines))}."])
 
 
 def show(files):
+    """Print records as tables and as the README's one, which also goes into the file `readme`, if that is set."""
     records = []
     for path in files:
         try:
             with open(path, encoding="utf-8") as f:
-                records.append(json.load(f))
-            print(f"\n{path}: `{records[-1]['command']}`, {records[-1]['gpu'] or records[-1]['cpu']}\n")
-            print("\n".join(table(records[-1])))
+                record = json.load(f)
+            print(f"\n{path}: `{record['command']}`, {record['gpu'] or record['cpu']}\n", *table(record), sep="\n")
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is not a result of tools/bench.py: want the JSON that `python -m tools.bench train` writes") from None
+            raise ValueError(f"{path} is not a result of tools/bench.py: want the JSON that "
+                             "`python -m tools.bench train` writes") from None
+        records.append(record)
     print("\n" + summary(records))
     if readme:
         mark = "<!-- bench -->\n"
         with open(readme, encoding="utf-8") as f:
             parts = f.read().split(mark)
         if len(parts) != 3:
-            raise ValueError(f"{readme} has {len(parts) - 1} lines '{mark.strip()}': want two, with the table between them")
+            raise ValueError(f"{readme} has {len(parts) - 1} lines '{mark.strip()}': "
+                             "want two, with the table between them")
+        parts[1] = summary(records) + "\n"
         with open(readme, "w", encoding="utf-8") as f:
-            f.write(mark.join([parts[0], summary(records) + "\n", parts[2]]))
+            f.write(mark.join(parts))
+
+
+# -----------------------------------------------------------------------------
+# the command
+
+
+def processor():
+    """The processor's name."""
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            names = re.findall("model name.*: (.*)", f.read())
+        if names:
+            return names[0]
+    return platform.processor()
+
+
+def circumstances():
+    """Where and with what the numbers were taken, and the command that takes them again."""
+    import transformers
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT)
+    return dict(
+        date=time.strftime("%Y-%m-%d"),
+        command=f"python -m tools.bench {shlex.join(arguments)}",
+        cpu=f"{processor()}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+        threads=torch.get_num_threads(),
+        clock=clock,
+        load=os.getloadavg()[0],
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        seed=seed,
+        commit=commit.stdout.strip())
 
 
 def main():
-    if paths and all(p.endswith(".json") for p in paths):
+    """Show results, or run a mode: its record as JSON, its picture, its table."""
+    if paths and all(path.endswith(".json") for path in paths):
         return show(paths)
     if len(paths) != 1 or paths[0] not in MODES:
         raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(MODES)}, or results (*.json): "
                          "python -m tools.bench train --preset=cpu")
-    if clock not in ("auto", "cpu", "wall"):
-        raise ValueError(f"clock={clock!r}: there is auto, cpu and wall")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}: want at least 1")
-    if place() == "cpu" and clock != "wall" and threads != 1:
-        raise ValueError(f"threads={threads} with clock={clock}: the CPU clock adds up all threads' time; take --threads=1 or --clock=wall")
+    resolve_settings()
     if threads:
         torch.set_num_threads(threads)
     if not compiles():
-        print(f"no compiler found for {place()} (on CPU: a C++ one, like g++): everyone runs eagerly")
+        print(f"no compiler found for {device} (on CPU: a C++ one, like g++): everyone runs eagerly")
     torch.manual_seed(seed)
-    rows, facts = MODES[paths[0]]()
-    record = dict(mode=paths[0], preset=preset, dtype=str(work_dtype())[6:], **circumstances(), rounds=rounds, facts=facts, rows=rows)
+    mode = paths[0]
+    rows, facts = MODES[mode]()
+
+    record = dict(
+        mode=mode,
+        preset=preset,
+        dtype=dtype,
+        **circumstances(),
+        rounds=rounds,
+        facts=facts,
+        rows=rows)
     os.makedirs(out, exist_ok=True)
-    path = os.path.join(out, record_name())
+    path = os.path.join(out, f"{mode}-{preset}-{dtype}")
     with open(path + ".json", "w", encoding="utf-8") as f:
         json.dump(record, f, indent=1)
-    if any("ratio" in r for r in rows.values()):
-        picture(record, path + ".png")
-    print("\n".join(table(record)))
-    print(f"\n{', '.join(f'{k} {v:.6g}' if isinstance(v, float) else f'{k} {v}' for k, v in facts.items())}\nwrote {path}.json and .png")
+    picture(record, path + ".png")
+    print(*table(record), sep="\n")
+    for fact, value in facts.items():
+        print(f"{fact}: {value}")
+    print(f"wrote {path}.json and .png")
 
 
 if __name__ == "__main__":

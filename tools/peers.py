@@ -1,87 +1,166 @@
 """
-What tools/bench.py races against: transformers' Apertus with our weights, nanoGPT's model, AdEMAMix tensor by tensor, the published Goldfish mask.
+What people would otherwise run, for tools/bench.py to race against.
 
-What people would otherwise run: nothing here is tuned by us, and tools/bench.py first checks that it computes the same.
+    peer                    what it is                                            its name in a race
+    hugging_face(ours)      transformers' Apertus, with our weights               hf
+    NanoGPT(config)         nanoGPT's model of the same width and depth           nanoGPT compile
+    nanogpt_batch(...)      nanoGPT's loader                                      nanoGPT
+    loop_ademamix(...)      AdEMAMix as its authors wrote it                      per-tensor loop
+    published_mask(...)     the Goldfish mask by Apertus' own expression          published
+
+Each is written as its source has it, and none is tuned by us. All but nanoGPT's compute what ours does, and
+tools/bench.py checks that before it believes a time. nanoGPT's model is another one: only its speed is compared.
 """
 
 import functools
 
+import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+
+# Letters: B batch, T time, C width, H heads, V words of the vocabulary, h labels that a Goldfish hash sees.
 
 
 def hugging_face(ours):
-    """transformers' ApertusForCausalLM with the weights of ours, on the same device."""
+    """
+    transformers' ApertusForCausalLM with the weights of `ours`, in fp32 and on the same device.
+
+    It has no end-of-text token, or generate() might stop before it has made all tokens that are timed.
+    """
     import transformers
     import convert
     transformers.logging.set_verbosity_error()
-    config = transformers.ApertusConfig(**convert.config_to_hf(ours.config), attn_implementation="sdpa", pad_token_id=3)
+    settings = convert.config_to_hf(ours.config)
+    config = transformers.ApertusConfig(**settings, attn_implementation="sdpa", pad_token_id=3)
     with ours.lm_head.weight.device:
         theirs = transformers.ApertusForCausalLM(config).float()
     theirs.load_state_dict({**theirs.state_dict(), **ours.state_dict()})
-    theirs.generation_config.eos_token_id = None           # or generate may stop early
+    theirs.generation_config.eos_token_id = None
     return theirs
 
 
-class GPTBlock(torch.nn.Module):
-    """A block of nanoGPT's model.py (GPT-2): layer norms without bias, one matrix for q, k and v, GELU, 4 C wide."""
+# -----------------------------------------------------------------------------
+# nanoGPT: model.py and train.py of github.com/karpathy/nanoGPT, with bias=False, its faster setting
+
+linear = functools.partial(nn.Linear, bias=False)
+layer_norm = functools.partial(nn.LayerNorm, bias=False)
+
+
+class GPTBlock(nn.Module):
+    """
+    A block of GPT-2: layer norms without bias, one matrix for q, k and v, GELU, and an MLP of width 4 C.
+
+    x (B, T, C) -> (B, T, C).
+    """
 
     def __init__(self, C, H):
         super().__init__()
-        self.H, linear = H, lambda n, m: torch.nn.Linear(n, m, bias=False)
-        self.ln_1, self.c_attn, self.attn_proj = torch.nn.LayerNorm(C, bias=False), linear(C, 3 * C), linear(C, C)
-        self.ln_2, self.c_fc, self.c_proj = torch.nn.LayerNorm(C, bias=False), linear(C, 4 * C), linear(4 * C, C)
+        self.H = H
+        self.ln_1 = layer_norm(C)
+        self.c_attn = linear(C, 3 * C)
+        self.attn_proj = linear(C, C)
+        self.ln_2 = layer_norm(C)
+        self.c_fc = linear(C, 4 * C)
+        self.c_proj = linear(4 * C, C)
 
     def forward(self, x):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.H, C // self.H).transpose(1, 2) for t in self.c_attn(self.ln_1(x)).split(C, dim=2))
+        qkv = self.c_attn(self.ln_1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.H, -1).transpose(1, 2) for t in qkv)   # (B, H, T, C/H)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attn_proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x))))
+        y = y.transpose(1, 2).reshape(B, T, C)
+        x = x + self.attn_proj(y)
+        hidden = F.gelu(self.c_fc(self.ln_2(x)))                            # (B, T, 4C)
+        return x + self.c_proj(hidden)
 
 
-class NanoGPT(torch.nn.Module):
-    """nanoGPT of the same width, depth and vocabulary: another model, so its loss is not compared, and it has fewer FLOPs a token."""
+class NanoGPT(nn.Module):
+    """
+    nanoGPT with the width, depth, heads and vocabulary of an ApertusConfig.
 
-    def __init__(self, c):
+    idx (B, T), targets (B, T), -100 where there is none -> the mean loss. Its weights are as torch initialises them.
+    """
+
+    def __init__(self, config):
         super().__init__()
-        self.wte, self.wpe = torch.nn.Embedding(c.vocab_size, c.n_embd), torch.nn.Embedding(c.block_size, c.n_embd)
-        self.h = torch.nn.ModuleList(GPTBlock(c.n_embd, c.n_head) for _ in range(c.n_layer))
-        self.ln_f = torch.nn.LayerNorm(c.n_embd, bias=False)
+        C = config.n_embd
+        self.wte = nn.Embedding(config.vocab_size, C)
+        self.wpe = nn.Embedding(config.block_size, C)
+        self.h = nn.ModuleList(GPTBlock(C, config.n_head) for _ in range(config.n_layer))
+        self.ln_f = layer_norm(C)
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]
+        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]                  # (B, T, C)
         for block in self.h:
             x = block(x)
-        return F.cross_entropy((self.ln_f(x) @ self.wte.weight.T).flatten(0, 1), targets.flatten())
+        logits = self.ln_f(x) @ self.wte.weight.T                           # (B, T, V)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def flops_per_token(self, c):
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1) - self.wpe.weight.numel()   # wte is the head as well
-        return 6 * matrices + 6 * c.n_layer * c.n_embd * c.block_size
+    def flops_per_token(self, T):
+        """As Apertus.flops_per_token counts: wte is the head as well and multiplies, wpe is a look-up."""
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1)
+        matrices -= self.wpe.weight.numel()
+        return 6 * matrices + 6 * len(self.h) * self.wte.embedding_dim * T
 
 
-def loop_ademamix(params, states, t, lr, betas, alpha, eps, weight_decay):
-    """AdEMAMix tensor by tensor and operation by operation, as its authors' reference does it (apple/ml-ademamix), warm-ups done."""
+def nanogpt_batch(path, B, T, n):
+    """
+    Batch n by get_batch of nanoGPT: idx, targets (B, T) int64, cut at random places out of the tokens in a .npy file.
+
+    There are no document ids and no masks. The file is opened anew for each batch, as nanoGPT does.
+    """
+    data = np.load(path, mmap_mode="r", allow_pickle=False)
+    window = lambda i: torch.from_numpy(data[i:i + T].astype(np.int64))
+    starts = np.random.default_rng(n).integers(0, len(data) - T, B)
+    idx = torch.stack([window(i) for i in starts])
+    targets = torch.stack([window(i + 1) for i in starts])
+    return idx, targets
+
+
+# -----------------------------------------------------------------------------
+# AdEMAMix and the Goldfish mask
+
+
+def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
+    """
+    step(n), n = 0, 1, 2, ..., that updates `params` by their gradients with AdEMAMix, its warm-ups done.
+
+    Tensor by tensor and operation by operation, as in the reference. Source: github.com/apple/ml-ademamix.
+    """
     b1, b2, b3 = betas
-    for p, (m1, m2, v) in zip(params, states):
-        g = p.grad
-        m1.mul_(b1).add_(g, alpha=1 - b1)
-        m2.mul_(b3).add_(g, alpha=1 - b3)
-        v.mul_(b2).addcmul_(g, g, value=1 - b2)
-        denominator = (v.sqrt() / (1 - b2**t) ** 0.5).add_(eps)
-        update = (m1 / (1 - b1**t) + alpha * m2) / denominator
-        update.add_(p, alpha=weight_decay)
-        p.add_(-lr * update)
+    averages = [[torch.zeros_like(p) for _ in range(3)] for p in params]
+
+    @torch.no_grad()
+    def step(n):
+        t = n + 1
+        for p, (m1, m2, v) in zip(params, averages):
+            g = p.grad
+            m1.mul_(b1).add_(g, alpha=1 - b1)
+            m2.mul_(b3).add_(g, alpha=1 - b3)
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+            denominator = (v.sqrt() / (1 - b2**t) ** 0.5).add_(eps)
+            update = (m1 / (1 - b1**t) + alpha * m2) / denominator
+            update.add_(p, alpha=weight_decay)
+            p.add_(-lr * update)
+    return step
 
 
 @functools.cache
 def published_table():
-    return torch.rand(1_000_003, generator=torch.Generator().manual_seed(2971215073))
+    """(1,000,003,) fp32 in [0, 1): what a product of labels, modulo its length, is looked up in."""
+    generator = torch.Generator().manual_seed(2971215073)
+    return torch.rand(1_000_003, generator=generator)
 
 
-def published_mask(labels, k, h):
-    """The mask by the expression that Apertus ran (swiss-ai/Megatron-LM, apply_goldfish), a row at a time."""
-    table = published_table()
+def published_mask(labels, k=50, h=50):
+    """
+    True where the loss keeps a label: labels (B, T) int64 -> (B, T) bool, as goldfish_mask in goldfish.py.
+
+    Source: apply_goldfish in swiss-ai/Megatron-LM.
+    """
     keep = torch.ones(labels.shape, dtype=torch.bool)
-    keep[:, h - 1:] = ~(table[labels.unfold(-1, h, 1).prod(dim=-1) % 1_000_003] < 1 / k)
+    products = labels.unfold(-1, h, 1).prod(dim=-1)                         # (B, T-h+1)
+    draws = published_table()[products % 1_000_003]
+    keep[:, h - 1:] = ~(draws < 1 / k)
     return keep
