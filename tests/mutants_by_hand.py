@@ -203,9 +203,9 @@ MISTAKES = [
     ("train.py", "        if not last and eval_every and", "        if last or eval_every and", "validation comes before the last save"),
     ("train.py", "epochs = samples_before(end) / run.train.n_windows", "epochs = end * batch_size / run.train.n_windows", "epochs forget the ramp"),
     # checkpoint
-    ("engine/checkpoint.py", "    flush(os.path.dirname(os.path.abspath(path)))\n", "    pass\n", "the folder's names may not be on disk"),
-    ("engine/checkpoint.py", "        flush(holder)\n", "        pass\n", "the run folder's own name may not be on disk"),
-    ("engine/checkpoint.py", "            os.fsync(f.fileno())\n", "            pass\n", "the manifest may not be on disk"),
+    ("engine/files.py", "    flush(os.path.dirname(os.path.abspath(path)))\n", "    pass\n", "the folder's names may not be on disk"),
+    ("engine/files.py", "        flush(holder)\n", "        pass\n", "the run folder's own name may not be on disk"),
+    ("engine/files.py", "            os.fsync(f.fileno())\n", "            pass\n", "the manifest may not be on disk"),
     ("engine/checkpoint.py", 'device=param.device if on_device else "cpu"', 'device="cpu"', "fused AdamW finds its step on the CPU"),
     ("engine/checkpoint.py", "            flush(folder)\n", "            pass\n", "the rename may not be on disk"),
     ("engine/checkpoint.py", '                flush(f"{tmp}/{file}")\n', "                pass\n", "weights may not be on disk"),
@@ -216,7 +216,7 @@ MISTAKES = [
     ("engine/checkpoint.py", "for step in reversed(everyone(", "for step in (everyone(", "the oldest checkpoint"),
     ("engine/checkpoint.py", 't.to("cpu", copy=True)\n', 't.to("cpu")\n', "training changes what is being written"),
     ("engine/checkpoint.py", "self.failures = 0\n        except", "pass\n        except", "failures long ago count"),
-    ("engine/checkpoint.py", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "no lock"),
+    ("engine/files.py", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", "no lock"),
     # parallel
     ("engine/parallel.py", "norm * norm / ranks.copies", "norm * norm", "the norm counts copies"),
     ("engine/parallel.py", "module.set_gradient_divide_factor(1.0)", "pass", "FSDP's mean"),
