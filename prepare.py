@@ -2,151 +2,201 @@
 Documents -> token shards that train.py reads, and an audit of what is in them and what is not.
 
     sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
-    judge      has the same text, or nearly, been there before: in the order of the input
-    order      by a hash of the document's id; the hash also says train or val, so that adding a file moves no other document
+    judge      has the same text, or nearly the same, been there before: in the order of the input
+    order      by a hash of the document's id, which also says train or val: adding a file moves no other document
     tokenize   <s> text </s>, personal data replaced by <email-pii>, <ip-pii>, <iban-pii>
     report     documents in = kept + removed for a reason: report.md, report.json, flow.png, removed.jsonl.gz
 
-$ python prepare.py                                    # the source of this Python's standard library -> data/stdlib, in seconds
+$ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
-$ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/german
-$ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --out=data/german-hq
+$ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/deu
+$ python prepare.py "hf://datasets/epfml/FineWeb2-HQ/deu_Latn/*.parquet" --max_bytes=4e9 --out=data/deu-hq
 
-The last one is, by its card, the best tenth of FineWeb-2 by the column quality_score. On files with such a column (FineWeb-Edu: score)
---score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first pass over the scores of all files.
+The last one is, by its card, the best tenth of FineWeb-2 by the column quality_score. On files with such a column
+(FineWeb-Edu: score) --score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first
+pass over the scores of all files.
 
-Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text (40 bytes a document
-stay, 152 with near-duplicates; on disk three times the text while it runs). Killed at any moment, the same command goes on, and
-the result is the same to the byte, whatever the number of workers.
+Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 40 bytes
+a document stay, 152 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
+same command goes on, and the result is the same to the byte, whatever the number of workers.
 """
 
 import glob
 import gzip
+import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import time
+from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from corpus import audit as reports
 import tokenizer as tokenizers
-from corpus.robots import AGENTS, blocked_domains, open_robots
 from configurator import ROOT, run, settings
-from corpus.readers import batches, check, find, place, sha256
-from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts, text_key
+from corpus import audit as reports
+from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
 from corpus.quality import TOXICITY, TopShare
-from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
-from corpus.shards import Bucket, claim, clear, long_parts, publish, tokenize, write_shards
-from corpus.shards import write_shard      # noqa: F401 (studies/memorize.py takes it from here)
+from corpus.readers import batches, check, find, id_hash
+from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
+from corpus.shards import DOCUMENT, counts_of, long_parts, texts, tokenize, write_shards
+from corpus.shards import claim, clear, publish
+from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
+from engine.files import sha256, write_flushed
 
-paths = []                          # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; nothing = the standard library
-out = "data/stdlib"                 # the folder to write; default data/stdlib, data/mine when paths are given
-tokenizer = ""                      # byte | apertus | apertus:K | a tokenizer.json; "" = train_bpe
-train_bpe = 4096                    # size of a BPE vocabulary trained on the documents, where no tokenizer is named
-val_share = 0.04                    # of the documents, by hash of their id
-shard_tokens = 100_000_000          # tokens a shard at most
+paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; none: the stdlib
+out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
+tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json; "" = train_bpe
+train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
+val_share = 0.04            # of the documents, by hash of their id
+shard_tokens = 100_000_000  # tokens a shard at most
 # what is in the data
-text_field = "text"                 # the column or field that holds the text
-source_by = ""                      # a set of shards for each value of this column, like language or license, or each "file"; "" = one
-default_language = ""               # of documents that do not say (columns language or lang)
-default_license = ""                # of documents that do not say (column license)
-max_bytes = 0.0                     # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
+text_field = "text"         # the column or field that holds the text
+source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
+default_language = ""       # of documents that do not say (columns language or lang)
+default_license = ""        # of documents that do not say (column license)
+max_bytes = 0.0             # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
 # may one train on it (corpus/robots.py)
-robots = ""                         # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
-blocked = ""                        # list of blocked domains
-missing = "allow"                   # a host without robots.txt: allow (Apertus) | deny
-agents = ""                         # file of agents, one a line; "" = the 15 of Apertus
-agents_no_star = False              # only opt-outs that name an AI agent, not those for everybody
-keep_licenses = ""                  # only these, with commas between
-pii = True                          # replace e-mail and IP addresses and IBANs...
-pii_in_code = False                 # ...in .py files and documents of language "code" too; Apertus left code as it is
+robots = ""                 # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
+blocked = ""                # list of blocked domains
+missing = "allow"           # a host without robots.txt: allow (Apertus) | deny
+agents = ""                 # file of agents, one a line; "" = the 15 of Apertus
+agents_no_star = False      # only opt-outs that name an AI agent, not those for everybody
+keep_licenses = ""          # only these, with commas between
+pii = True                  # replace e-mail and IP addresses and IBANs...
+pii_in_code = False         # ...in .py files and documents of language "code" too; Apertus left code as it is
 # is it worth it (corpus/quality.py)
-keep_languages = ""                 # only these, with commas between
-min_chars = 0                       # of a document
-max_chars = 0                       # 0 = any
-score_field = ""                    # column of a quality score, of which...
-keep_top = 0.33                     # ...this share of each language is kept
-max_field = ""                      # column of a score like toxicity, which must be below...
-max_value = "apertus"               # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
-keep_rate = ""                      # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
-seed = 42                           # of that choice
-dedup = True                        # of equal texts keep the first
-near_dedup = 0.0                    # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
-decontaminate = ""                  # evaluation prompts: .jsonl with prompt, question or text, or one a line
+keep_languages = ""         # only these, with commas between
+min_chars = 0               # of a document
+max_chars = 0               # 0 = any
+score_field = ""            # column of a quality score, of which...
+keep_top = 0.33             # ...this share of each language is kept
+max_field = ""              # column of a score like toxicity, which must be below...
+max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
+keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
+seed = 42                   # of that choice
+dedup = True                # of equal texts keep the first
+near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
+decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
 # memorisation probes
-probes = ""                         # passages to plant: .jsonl with text, or one a line
-repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)   # how often: passages are dealt out to these; 0 = never seen, for comparison
+probes = ""                 # passages to plant: .jsonl with text, or one a line
+repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # how often: passages are dealt out to these; 0 = never, to compare
 # how
-workers = 0                         # processes; 0 = one a core
-dry_run = False                     # print the report, write nothing
-strict = False                      # stop at the first file, line or URL that cannot be read
+workers = 0                 # processes; 0 = one a core
+dry_run = False             # print the report, write nothing
+strict = False              # stop at the first file, line or URL that cannot be read
 
-# Left out of the default corpus: tests, and tables of characters and of documentation that would dominate a small validation set.
+# Left out of the default corpus: tests, and tables of characters and of documentation that would dominate a small
+# validation set.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
-BUCKET = 16 << 20                   # bytes of text that a process tokenizes at once
-BPE_BYTES = 200_000_000             # text that a vocabulary is trained on at most
+# What a killed run has left depends on these files, and is used again only while they are the same.
+CODE = [
+    "prepare.py",
+    "tokenizer.py",
+    "corpus/sift.py",
+    "corpus/shards.py",
+    "corpus/readers.py",
+    "corpus/quality.py",
+    "corpus/dedup.py",
+    "corpus/robots.py",
+    "corpus/pii.py",
+]
+# Bytes of text that a process tokenizes at once.
+BUCKET = 16 << 20
+# Text that a vocabulary is trained on at most, in characters.
+BPE_CHARS = 200_000_000
+# Bytes of input up to which starting processes costs more than it saves.
+SMALL = 1 << 24
 
 
 def main():
     global out
     if paths and out == "data/stdlib":
         out = "data/mine"
-    local = inputs() if not paths else find([p for p in paths if not p.startswith("hf://")])
-    named = [path for pattern in [*paths, robots] for path in glob.glob(pattern, recursive=True)]
-    final, tmp, lock = claim(out, [*named, *(path for _, path in local)])
+    # The hub is asked later, and by a new run alone: a push in between must not end one that was interrupted.
+    local = [path for path in paths if not path.startswith("hf://")]
+    here = find(local) if paths else standard_library()
+    read = [path for _, path in here]
+    for pattern in [*paths, robots]:
+        read += glob.glob(pattern, recursive=True)
+    final, tmp, lock = claim(out, read)
     out = os.path.normpath(out)
     try:
         with lock:
-            prepare(local, final, tmp)
+            prepare(here, final, tmp)
     except OSError as e:
-        if e.errno is None:                                # one of ours
+        # One of ours has no number.
+        if e.errno is None:
             raise
-        raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None   # a full disk shows in any library
+        # A full disk shows in any library. Raised here it is an error of ours, which is told without a traceback.
+        raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None
 
 
-def prepare(local, final, tmp):
-    began, half_done, work = time.time(), os.path.join(tmp, "data"), os.path.join(tmp, "work")
-    files = survey(local, work, half_done)
-    os.makedirs(half_done, exist_ok=True)
-    audit, skipped = reports.Audit(), {}
+def prepare(here, final, tmp):
+    """
+    From files to the data folder `final`. here: (name, path) of the inputs that are on this machine.
+
+    tmp/work holds what a killed run goes on with; tmp/data is the new folder until it takes the place of the old one.
+    """
+    began = time.time()
+    work, new = tmp / "work", tmp / "data"
+    files = survey(here, work, new)
+    new.mkdir(exist_ok=True)
     rules = read_rules(files, work)
-    with gzip.GzipFile(os.path.join(half_done, "removed.jsonl.gz"), "wb", mtime=0) as removed:
-        kept = judge(files, rules, audit, removed, skipped)
-    for why, (n, first) in skipped.items():
-        print(f"skipped {n}: {why} (the first: {first})")
-    if not len(kept["place"]):
+    audit = reports.Audit()
+    documents = judge(rules, audit, new / "removed.jsonl.gz")
+    if not len(documents):
         clear(tmp)
-        raise ValueError(f"no text left of {paths}: .txt, .md, .py are documents, .jsonl and .parquet need a field {text_field!r}"
-                         + (f"; they have {', '.join(audit.columns)}" if audit.columns else "") + explain(audit))
-    planted = plant(kept, work)
-    buckets = in_order(kept)
-    tok, name = vocabulary(buckets, work, half_done)
-    tokens = tokenize_all(tok, buckets, rules, work)
-    meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
-    meta["sources"] = {} if dry_run else write_shards(tok, buckets, kept, tokens, shard_tokens, work, half_done)
-    count_tokens(audit, kept, tokens)
-    if planted:
-        planted = write_probes(planted, tok, tokens, kept, half_done)
-    account = reports.build(audit, describe(name, tok, began), files, outputs(meta, tok, kept), describe_robots(rules),
-                            dict(scrubbed=pii, in_code=pii_in_code), planted)
+        raise ValueError(nothing_left(audit))
+
+    sources, documents, halved = split(documents, audit, work)
+    passages, copies = plant(work, 2 * len(sources))
+    if passages:
+        sources.append("probes")
+    documents, cuts = in_order(np.concatenate([documents, copies]))
+    tok, name = vocabulary(documents, cuts, work, new)
+    tokens = tokenize_all(tok, documents, cuts, files, work)
+
+    meta = dict(
+        tokenizer=name,
+        tokenizer_hash=tok.hash,
+        vocab_size=tok.vocab_size,
+        bos=tok.bos,
+        eos=tok.eos,
+        sources={},
+    )
+    if not dry_run:
+        meta["sources"] = write_shards(tok, documents, tokens, cuts, sources, shard_tokens, work, new)
+    count_tokens(audit, documents, tokens)
+    account = reports.build(
+        audit,
+        describe(name, tok, began),
+        files,
+        outputs(meta, tok, halved),
+        describe_robots(rules),
+        dict(scrubbed=pii, in_code=pii_in_code),
+        write_probes(passages, tok, documents, tokens, new) if passages else None,
+    )
     if dry_run:
         clear(tmp)
-        return print(reports.markdown(account))
+        print(reports.markdown(account))
+        return
     meta["about"] = audit.about()
-    write_json(os.path.join(half_done, "meta.json"), meta)
-    write_json(os.path.join(half_done, "report.json"), account)
-    with open(os.path.join(half_done, "report.md"), "w", encoding="utf-8") as f:
-        f.write(reports.markdown(account))
-    reports.picture(account, os.path.join(half_done, "flow.png"))
-    reports.verify(half_done)                              # once more, from the files: in = kept + removed, hashes, tokens
+    write_json(new / "meta.json", meta)
+    write_json(new / "report.json", account)
+    write_flushed(new / "report.md", reports.markdown(account))
+    reports.picture(account, new / "flow.png")
+    # Once more, from the files: in = kept + removed, hashes, tokens.
+    reports.verify(new)
     publish(final, tmp)
     say(meta, account, time.time() - began)
 
@@ -155,371 +205,531 @@ def prepare(local, final, tmp):
 # before the first document
 
 
-def inputs():
-    """The files to read, as (name, path)."""
-    if paths:
-        return find(paths)
-    root = sysconfig.get_path("stdlib")
-    found = [os.path.relpath(f, root) for f in glob.glob(os.path.join(root, "**", "*.py"), recursive=True)]
-    return [(f.replace(os.sep, "/"), os.path.join(root, f)) for f in sorted(found) if not NOT_PROSE & set(f.split(os.sep))]
+def standard_library():
+    """[(name, path)] of the sources of this Python's standard library."""
+    found = find([sysconfig.get_path("stdlib")])
+    code = [(name, path) for name, path in found if name.endswith(".py")]
+    return [(name, path) for name, path in code if not NOT_PROSE & set(name.split("/"))]
 
 
-def survey(local, work, half_done):
+def survey(here, work, new):
     """
-    The files with their hashes, as documents.check says; local: those that are here, as (name, path). A run that was killed left them
-    in work/plan.json; where settings, files and these scripts are still the same its results are used, and otherwise removed.
+    The files with their hashes, as readers.check says. here: (name, path) of the inputs on this machine.
+
+    A run that was killed left them in work/plan.json. Where settings, inputs and code are still the same, all that it
+    left is used; otherwise it is removed, since results of two different runs must not be mixed.
     """
-    decides = {k: v for k, v in settings(globals()).items() if k not in ("workers", "strict", "dry_run")}
-    stats = [(name, path, os.stat(path).st_size, os.stat(path).st_mtime_ns) for name, path in local]
-    code = ["prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in ("sift", "shards", "readers", "quality", "dedup", "robots", "pii"))]
-    code = [os.path.join(ROOT, file) for file in code]
-    others = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
-    key = json.loads(json.dumps([decides, stats, BACKEND, [sha256(p) for p in others if os.path.exists(p)], [sha256(p) for p in code]]))
-    try:
-        with open(os.path.join(work, "plan.json"), encoding="utf-8") as f:
-            plan = json.load(f)
-        if plan["key"] == key:
-            print(f"going on with what the run before left in {work}")
-            return plan["files"]
-    except (OSError, ValueError, KeyError):
-        pass
+    # The others change what is told and how fast, but no document.
+    decides = settings(globals())
+    for name in ("workers", "strict", "dry_run"):
+        del decides[name]
+    stats = [os.stat(path) for _, path in here]
+    sizes = [stat.st_size for stat in stats]
+    times = [stat.st_mtime_ns for stat in stats]
+    named = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
+    hashes = [digest(path) for path in named if os.path.exists(path)]
+    hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
+    key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
+    plan = Path(work, "plan.json")
+    found = tokenizers.read_json(plan) if plan.exists() else {}
+    if found.get("key") == key:
+        print(f"going on with what the run before left in {work}")
+        return found["files"]
     shutil.rmtree(work, ignore_errors=True)
-    shutil.rmtree(half_done, ignore_errors=True)
-    tasks = [(name, (name, path, text_field)) for name, path in inputs()]
-    many = sum(size for _, _, size, _ in stats) > SMALL or len(tasks) > len(stats)       # a footer on the hub takes a second
-    found = ordered(check, (), tasks, processes() if many else 1)
-    files = [file for _, file in tqdm(found, "looking at the files", total=len(tasks), unit="file", disable=None if many else True)]
-    bad = next((f for f in files if f["problem"]), None)
-    if strict and bad:
-        raise ValueError(f"{bad['path']}: {bad['problem']} (--strict)")
+    shutil.rmtree(new, ignore_errors=True)
+
+    inputs = find(paths) if paths else here
+    tasks = [(None, (name, path, text_field)) for name, path in inputs]
+    # A file on the hub takes a second, whatever its size.
+    size = sum(sizes) if len(inputs) == len(here) else math.inf
+    checked = ordered(check, (), tasks, processes(size))
+    checked = tqdm(checked, "looking at the files", len(tasks), unit="file", disable=None, leave=False)
+    files = [file for _, file in checked]
     os.makedirs(work)
-    write_json(os.path.join(work, "plan.json"), dict(key=key, files=files))
+    write_json(plan, dict(key=key, files=files))
     return files
 
 
+def digest(path):
+    """The sha256 of a file, or of the names and the sha256 of all files in a folder."""
+    if not os.path.isdir(path):
+        return sha256(path)
+    lines = [f"{name} {sha256(file)}" for name, file in find([path])]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
 def read_rules(files, work):
-    """The settings above as pipeline.Rules. ValueError for one that makes no sense, before any work is done."""
-    if missing not in ("allow", "deny"):
-        raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
+    """The settings as sift.Rules. ValueError for one that makes no sense, before any work is done."""
+    # Raises for another value than allow and deny, although no document is asked about yet.
+    verdict(None, missing=missing)
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
-    who = AGENTS
-    if agents:
-        with open(agents, encoding="utf-8") as f:
-            who = tuple(line.split("#")[0].strip() for line in f if line.split("#")[0].strip())
-    if agents_no_star:
-        who = tuple(a for a in who if a != "*")
-    columns = dict(licenses=listed(keep_licenses), languages=listed(keep_languages), min_chars=min_chars, max_chars=max_chars or None,
-                   rate=table("keep_rate", keep_rate), seed=seed)
+    asked = dict(
+        store=open_robots(robots) if robots else None,
+        agents=asked_agents(),
+        missing=missing,
+        blocked=blocked_domains(blocked) if blocked else frozenset(),
+        explicit=agents_no_star,
+    )
+    columns = dict(
+        licenses=listed(keep_licenses),
+        languages=listed(keep_languages),
+        min_chars=min_chars,
+        max_chars=max_chars or None,
+        rate=by_language("keep_rate", keep_rate),
+        seed=seed,
+    )
     if max_field:
-        columns["below"] = (max_field, TOXICITY if max_value == "apertus" else table("max_value", max_value))
-    rules = Rules(files=files, folder=work, strict=strict, text_field=text_field,
-                  robots=open_robots(robots) if robots else None, blocked=blocked_domains(blocked) if blocked else frozenset(),
-                  agents=who, missing=missing, explicit=agents_no_star, columns=columns, pii=pii, pii_in_code=pii_in_code,
-                  wanted=tuple(c for c in (score_field, max_field, source_by) if c), source_by=source_by,
-                  near=NearDuplicates(near_dedup) if near_dedup else None,
-                  contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
-                  name=os.path.basename(os.path.normpath(out)), language=default_language or ("" if paths else "code"),
-                  license=default_license or ("" if paths else "PSF-2.0"))
+        most = TOXICITY if max_value == "apertus" else by_language("max_value", max_value)
+        columns["below"] = (max_field, most)
+    rules = Rules(
+        files=files,
+        text_field=text_field,
+        wanted=[column for column in (score_field, max_field, source_by) if column],
+        spool=work,
+        name=os.path.basename(os.path.normpath(out)),
+        source_by=source_by,
+        defaults=dict(
+            language=default_language or ("" if paths else "code"),
+            license=default_license or ("" if paths else "PSF-2.0"),
+        ),
+        robots=asked if robots or blocked else None,
+        columns=columns,
+        contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
+        near=NearDuplicates(near_dedup) if near_dedup else None,
+        pii=pii,
+        pii_in_code=pii_in_code,
+        strict=strict,
+    )
     if score_field:
-        columns["top"] = (score_field, top_thresholds(rules, files, work))
+        columns["top"] = (score_field, top_thresholds(rules))
     return rules
 
 
+def asked_agents():
+    """The agents whose opt-outs count; without `*`, those that name an AI agent alone."""
+    names = AGENTS
+    if agents:
+        with open(agents, encoding="utf-8") as f:
+            lines = [line.partition("#")[0].strip() for line in f]
+        names = [name for name in lines if name]
+    return tuple(name for name in names if name != "*" or not agents_no_star)
+
+
 def listed(text):
+    """'mit,cc0' -> a set; nothing -> None, no rule."""
     return {part.strip() for part in text.split(",")} if text else None
 
 
-def table(name, text):
-    """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict by language."""
+def by_language(name, text):
+    """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict by language; nothing -> None, no rule."""
     try:
         pairs = [part.rpartition(":") for part in text.split(",") if part.strip()]
         values = {language.strip(): float(value) for language, _, value in pairs}
     except ValueError:
-        raise ValueError(f"{name}={text!r}: want a number, or numbers by language like deu_Latn:0.9,*:0.3") from None
+        raise ValueError(
+            f"{name}={text!r}: want a number, or numbers by language like deu_Latn:0.9,*:0.3"
+        ) from None
     return values.get("", values) if values else None
 
 
-def top_thresholds(rules, files, work):
+def top_thresholds(rules):
     """First pass over the scores alone: {language: the score that the top share reaches} (report sec. 3)."""
-    path = os.path.join(work, "thresholds.json")
-    if not os.path.exists(path):
+    path = rules.spool / "thresholds.json"
+    if not path.exists():
         top = TopShare(keep_top)
-        tasks = ((seen, (number, rows, score_field)) for number, rows, seen in batches(files))
-        with bar(files, "scores") as progress:
-            for seen, found in ordered(scores, (rules,), tasks, processes(files)):
-                for one in found:
-                    top.add(*one)
-                progress.update(seen - progress.n)
+        for _, _, found in each_batch("scores", scores, rules, score_field):
+            for doc_id, language, score in found:
+                top.add(doc_id, language, score)
         write_json(path, top.thresholds())
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
+    return tokenizers.read_json(path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what stays
 
 
-def judge(files, rules, audit, removed, skipped):
+class Removed:
     """
-    Sift all batches, and remove what was there before, in the order of the input. Returns what stays as arrays, in that order:
-    place (hash of the id), batch, offset, length (where the text lies in the spool), stream (source and split), group.
+    The documents that go, and why.
+
+    Each is a line of removed.jsonl.gz, never with its text, and a number in the audit. What could not be read is
+    printed at the end, one line for each kind of problem.
     """
-    exact, near, columns, written, read = Seen() if dedup else None, rules.near.seen if rules.near else None, [], 0, set()
-    if probes and dedup:
-        exact.first(np.array([fingerprint(text) for text in read_prompts(probes)], np.uint64)[:, None])
-    have = lambda number: os.path.exists(os.path.join(rules.folder, f"{number}.npz"))
-    tasks = (((number, seen), (number, [] if have(number) else rows)) for number, rows, seen in batches(files))
-    for file in files:
-        if file["problem"]:
-            group = (rules.name, rules.language, rules.license)
-            tell(audit, removed, skipped, group, file["name"], None, "unreadable:" + file["problem"], 0)
-    with bar(files, "sifting") as progress:
-        for (number, seen), _ in ordered(sift, (rules,), tasks, processes(files)):
-            arrays, info = sifted(rules.folder, number)
-            audit.hear(info)
-            gone = info["removed"]                                               # (row, group, id, url, reason, size)
-            stays = np.ones(len(arrays["place"]), bool)                          # (n,) documents of the batch
-            for reason, seen_before, keys in (("duplicate", exact, arrays["key"][:, None]), ("near-duplicate", near, arrays["bands"])):
-                if seen_before is not None:
-                    left = np.flatnonzero(stays)
-                    again = left[~seen_before.first(keys[left])]
-                    stays[again] = False
-                    for i in again.tolist():
-                        gone.append([arrays["row"][i], arrays["group"][i], info["ids"][i], info["urls"][i], reason, int(arrays["size"][i])])
-            for _, group, *what in sorted(gone, key=lambda row: row[0]):
-                tell(audit, removed, skipped, info["groups"][group], *what)
-            arrays = {k: v[stays] for k, v in arrays.items() if k not in ("key", "bands")}
-            groups = [audit.number(key) for key in info["groups"]]
-            for g, key in enumerate(info["groups"]):
-                mine = arrays["group"] == g
-                if mine.any():
-                    audit.keep(key, int(mine.sum()), int(arrays["size"][mine].sum()), int(arrays["length"][mine].sum()),
-                               dict(zip(KINDS, arrays["found"][mine].sum(0).tolist())))
-            group = np.array(groups, np.int32)[arrays["group"]]
-            length = arrays["length"].astype(np.int32)
-            columns.append((arrays["place"], np.full(len(group), number, np.int32), arrays["offset"], length, group))
-            written += int(arrays["length"].sum())
-            progress.update(seen - progress.n)
-            read.update(info["files"])
+
+    def __init__(self, path, audit):
+        # A time in the header of the archive would make two equal runs differ.
+        self.file = gzip.GzipFile(path, "wb", mtime=0)
+        self.audit = audit
+        self.skipped = {}
+
+    def add(self, key, doc_id, url, reason, size):
+        """key: (source, language, license). ValueError for an unreadable document in a strict run."""
+        line = dict(id=doc_id, url=url, reason=reason)
+        if not url:
+            del line["url"]
+        line = json.dumps(line, ensure_ascii=False)
+        self.file.write(f"{line}\n".encode())
+        self.audit.remove(key, reason, size)
+        kind, _, problem = reason.partition(":")
+        if kind == "unreadable":
+            if strict:
+                raise ValueError(f"{doc_id}: {problem} (--strict)")
+            n, first = self.skipped.get(problem, (0, doc_id))
+            self.skipped[problem] = n + 1, first
+
+    def close(self):
+        self.file.close()
+        for problem, (n, first) in self.skipped.items():
+            print(f"skipped {n}: {problem} (the first: {first})")
+
+
+def judge(rules, audit, path):
+    """
+    Sift all batches, and remove what was there before, in the order of the input.
+
+    Returns what stays, in that order: an array of DOCUMENT whose streams are not yet known. path: removed.jsonl.gz.
+    """
+    seen_texts = []
+    if dedup:
+        # The probes come first: the corpus must not hold one, or it would be seen more often than promised.
+        passages = read_prompts(probes) if probes else []
+        keys = np.array([fingerprint(text) for text in passages], np.uint64)
+        exact = Seen()
+        exact.first(keys.reshape(-1, 1))
+        seen_texts.append(("duplicate", exact, "key"))
+    if rules.near:
+        seen_texts.append(("near-duplicate", rules.near.seen, "bands"))
+    kept, written = [np.zeros(0, DOCUMENT)], 0
+    with closing(Removed(path, audit)) as removed:
+        for file in rules.files:
+            if file["problem"]:
+                key = (rules.name, *rules.defaults.values())
+                removed.add(key, file["name"], None, "unreadable:" + file["problem"], 0)
+        for number, last, _ in each_batch("sifting", sift, rules):
+            documents, info = sifted(rules.spool, number)
+            audit.hear(vars(info))
+            documents = without_copies(documents, info, seen_texts)
+            for _, group, *what in sorted(info.removed, key=lambda row: row[0]):
+                removed.add(info.groups[group], *what)
+            kept.append(counted(documents, info.groups, audit))
+            written += int(documents["length"].sum())
             if max_bytes and written >= max_bytes:
-                for i, file in enumerate(files):
-                    file["problem"] = file["problem"] or (None if i in read else "not read: --max_bytes was reached")
+                for file in rules.files[last + 1:]:
+                    file["problem"] = file["problem"] or "not read: --max_bytes was reached"
                 break
-    names = ("place", "batch", "offset", "length", "group")
-    kept = {name: np.concatenate([c[i] for c in columns]) if columns else np.zeros(0, np.int64) for i, name in enumerate(names)}
-    val = kept["place"] / 2.0**64 < val_share
-    if not val.any() and len(val) > 1:                                           # a handful of documents: the first by hash validates
-        val[kept["place"].argmin()] = True
-    kept["halved"] = len(val) == 1 and halve(kept, rules.folder)
-    if kept["halved"]:
+    return np.concatenate(kept)
+
+
+def without_copies(documents, info, seen_texts):
+    """
+    What stays of a batch because nothing before it has the same text, or nearly. The rest goes to info.removed.
+
+    seen_texts: rows of (reason, dedup.Seen, name of the field with its keys). What one of them removes, the next one
+    does not remember.
+    """
+    stays = np.ones(len(documents), bool)
+    for reason, seen, field in seen_texts:
+        left = np.flatnonzero(stays)
+        again = left[~seen.first(documents[field][left])]
+        stays[again] = False
+        for i in again.tolist():
+            row, group, size = documents[["row", "group", "size"]][i].item()
+            why = (info.ids[i], info.urls[i], reason, size)
+            info.removed.append((row, group, *why))
+    return documents[stays]
+
+
+def counted(documents, keys, audit):
+    """
+    The documents of a batch that stay as an array of DOCUMENT, with groups as the audit numbers them.
+
+    keys: (source, language, license) of the batch's own groups. The audit counts the documents.
+    """
+    groups = np.array([audit.number(key) for key in keys], np.int32)
+    for group, key in enumerate(keys):
+        mine = documents[documents["group"] == group]
+        if len(mine):
+            size, written = (int(mine[name].sum()) for name in ("size", "length"))
+            replaced = mine["pii"].sum(0).tolist()
+            audit.keep(key, len(mine), size, written, dict(zip(KINDS, replaced)))
+    documents["group"] = groups[documents["group"]]
+    return documents[list(DOCUMENT.names)].astype(DOCUMENT)
+
+
+def split(documents, audit, work):
+    """
+    Sources by name, and for each document its stream: the number of its source, and whether it is for validation.
+
+    Returns (names, documents, whether the only document was cut in two).
+    """
+    names = [name for name, _, _ in audit.groups]
+    sources, source_of = np.unique(names, return_inverse=True)
+    halves = halve(documents, work) if len(documents) == 1 else documents
+    halved = len(halves) > len(documents)
+    if halved:
         val = np.array([False, True])
-    sources = sorted({key[0] for key in audit.groups})
-    kept["sources"] = sources
-    source = np.array([sources.index(key[0]) for key in audit.groups] or [0])[kept["group"]]
-    kept["stream"] = (2 * source + val).astype(np.int32)
-    return kept
+    else:
+        val = documents["id_hash"] / 2.0**64 < val_share
+        # Of a handful of documents the first in the order validates.
+        if len(val) > 1 and not val.any():
+            val[documents["id_hash"].argmin()] = True
+    halves["stream"] = 2 * source_of[halves["group"]] + val
+    return sources.tolist(), halves, halved
 
 
-def halve(kept, folder):
-    """A single document, like a book: its end, from a line break or a space on, validates. False if there is none."""
-    with open(os.path.join(folder, f"{kept['batch'][0]}.text"), "rb") as f:
-        raw = f.read()
+def halve(documents, work):
+    """
+    A single document, like a book, as two of the same id: its end validates, from a line break or a space on.
+
+    As it is where there is neither, or where nothing is to validate.
+    """
+    (text,) = texts(documents, work)
+    raw = text.encode()
     at = int(len(raw) * (1 - val_share))
-    cut = next((n + 1 for n in (raw.find(b"\n", at), raw.find(b" ", at)) if 0 <= n < len(raw) - 1), 0)
+    borders = raw.find(b"\n", at), raw.find(b" ", at)
+    cut = next((border + 1 for border in borders if 0 <= border < len(raw) - 1), 0)
     if not cut or not val_share:
-        return False
-    for name in ("place", "batch", "offset", "length", "group"):
-        kept[name] = np.repeat(kept[name], 2)
-    kept["offset"][1], kept["length"][:] = cut, (cut, len(raw) - cut)
-    return True
+        return documents
+    halves = np.repeat(documents, 2)
+    halves["length"] = cut, len(raw) - cut
+    halves["offset"][1] += cut
+    return halves
 
 
-def tell(audit, removed, skipped, key, doc_id, url, reason, size):
-    """A document goes: a line in removed.jsonl.gz, a count in the audit."""
-    removed.write((json.dumps(dict(id=doc_id, **(dict(url=url) if url else {}), reason=reason), ensure_ascii=False) + "\n").encode())
-    audit.remove(key, reason, size)
-    if reason.startswith("unreadable:"):
-        if strict:
-            raise ValueError(f"{doc_id}: {reason[11:]} (--strict)")
-        n, first = skipped.get(reason[11:], (0, doc_id))
-        skipped[reason[11:]] = n + 1, first
+def plant(work, stream):
+    """
+    (passages, copies): the passages of --probes, and an array of DOCUMENT with each as often as its repetitions say.
+
+    The copies have ids of their own, so they are spread over the stream, which is a source of its own.
+    """
+    lines = read_prompts(probes) if probes else []
+    found = [(f"probe/{i}", text) for i, text in enumerate(lines)]
+    found.sort(key=lambda one: id_hash("".join(one)))
+    passages, copies = [], []
+    with open(work / "-1.text", "wb") as f:
+        for n, (name, text) in enumerate(found):
+            times = repetitions[n % len(repetitions)]
+            passages.append(dict(id=name, repetitions=times, text=text))
+            begin = f.tell()
+            length = f.write(text.encode())
+            for k in range(times):
+                copies.append((id_hash(f"{name}#{k}"), -1, begin, length, -1, stream))
+    return passages, np.array(copies, DOCUMENT)
 
 
-def fingerprint(text):
-    return int.from_bytes(text_key(text)[:8], "little")
+def in_order(documents):
+    """
+    (documents in the order of their hashes, cuts).
 
-
-def plant(kept, work):
-    """Add the passages of --probes to what stays, each as often as its repetitions say: a source of its own, in an order of its own."""
-    if not probes:
-        return None
-    passages = [dict(id=f"probe/{i}", text=text) for i, text in enumerate(read_prompts(probes))]
-    passages.sort(key=lambda p: place(p["id"] + p["text"]))
-    source, at, added = len(kept["sources"]), 0, []
-    with open(os.path.join(work, "-1.text"), "wb") as f:
-        for n, passage in enumerate(passages):
-            raw = passage["text"].encode()
-            passage["repetitions"] = repetitions[n % len(repetitions)]
-            for k in range(passage["repetitions"]):
-                added.append((place(f"{passage['id']}#{k}"), -1, at, len(raw), -1, 2 * source))
-            at += f.write(raw)
-    kept["sources"] = [*kept["sources"], "probes"]
-    for i, name in enumerate(("place", "batch", "offset", "length", "group", "stream")):
-        kept[name] = np.concatenate((kept[name], np.array([row[i] for row in added], kept[name].dtype)))
-    return passages
-
-
-def in_order(kept):
-    """What stays, in the order of its hashes, in buckets of BUCKET bytes. Sorts the arrays of `kept` in place."""
-    order = np.argsort(kept["place"], kind="stable")
-    for name in ("place", "batch", "offset", "length", "group", "stream"):
-        kept[name] = kept[name][order]
-    ends = np.cumsum(kept["length"].astype(np.int64))
-    cuts = np.flatnonzero(np.diff((ends - kept["length"]) // BUCKET)) + 1
-    parts = (np.split(kept[name], cuts) for name in ("batch", "offset", "length", "stream"))
-    return [Bucket(number, *part) for number, part in enumerate(zip(*parts))]
+    np.split at the cuts gives buckets, of about BUCKET bytes of text each, which are tokenized one by one.
+    """
+    documents = documents[np.argsort(documents["id_hash"], kind="stable")]
+    begins = np.cumsum(documents["length"], dtype=np.int64) - documents["length"]
+    return documents, np.flatnonzero(np.diff(begins // BUCKET)) + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tokens
 
 
-def vocabulary(buckets, work, half_done):
+def vocabulary(documents, cuts, work, new):
     """(the Tokenizer, its name in meta.json). Trained on the training split where none is named."""
+    path = str(new / "tokenizer.json")
     if tokenizer:
         tok = tokenizers.load(tokenizer)
         if not tok.name.startswith("bpe:"):
             return tok, tok.name
-        shutil.copy(tok.name.removeprefix("bpe:"), os.path.join(half_done, "tokenizer.json"))   # the folder is complete in itself
+        # A copy, so that the folder is complete in itself.
+        shutil.copy(tok.name.removeprefix("bpe:"), path)
         return tok, "tokenizer.json"
-    path = os.path.join(half_done, "tokenizer.json")
     if os.path.exists(path):
         return tokenizers.load(path), "tokenizer.json"
-
-    def texts():
-        size = 0
-        for bucket in buckets:
-            train = bucket.stream % 2 == 0
-            for text in Bucket(0, *(x[train] for x in (bucket.batch, bucket.offset, bucket.length, bucket.stream))).texts(work):
-                yield from long_parts(text)
-                size += len(text)
-            if size > BPE_BYTES:
-                return
-    return tokenizers.train_bpe(texts(), train_bpe, path), "tokenizer.json"
+    buckets = np.split(documents, cuts)
+    train = (bucket[bucket["stream"] % 2 == 0] for bucket in buckets)
+    return tokenizers.train_bpe(some_text(train, work), train_bpe, path), "tokenizer.json"
 
 
-def tokenize_all(tok, buckets, rules, work):
-    """All buckets into work/{number}.tokens. Returns the number of tokens of each document, in the final order."""
-    size, began, done, counts = sum(int(b.length.sum()) for b in buckets), time.time(), 0, []
-    with tqdm(desc="tokenizing", total=size, unit="B", unit_scale=True) as progress:
-        tasks = ((b, (b,)) for b in buckets)
-        for b, tokens in ordered(tokenize, (tok, work), tasks, processes(rules.files)):
-            done += tokens
-            progress.set_postfix_str(f"{done / max(time.time() - began, 1e-3) / 1e6:.2f}M tokens/s", refresh=False)
-            progress.update(int(b.length.sum()))
-    for b in buckets:
-        with open(os.path.join(work, f"{b.number}.json"), encoding="utf-8") as f:
-            counts.append(np.array(json.load(f)["counts"], np.int64))
-    return np.concatenate(counts)
+def some_text(buckets, work):
+    """Yield the texts of whole buckets, in parts, until there are BPE_CHARS characters."""
+    size = 0
+    for bucket in buckets:
+        for text in texts(bucket, work):
+            yield from long_parts(text)
+            size += len(text)
+        if size > BPE_CHARS:
+            return
+
+
+def tokenize_all(tok, documents, cuts, files, work):
+    """All buckets into work/{number}.tokens. Returns the tokens of each document: int64 (n,)."""
+    buckets = np.split(documents, cuts)
+    tasks = ((number, (number, bucket)) for number, bucket in enumerate(buckets))
+    done = ordered(tokenize, (tok, work), tasks, processes(volume(files)))
+    done = tqdm(done, "tokenizing", total=len(buckets), unit="bucket")
+    return np.concatenate([counts_of(work, number) for number, _ in done])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the account
 
 
-def count_tokens(audit, kept, tokens):
-    """The tokens of what was kept, by group."""
-    mine = kept["group"] >= 0                                                    # not the probes
-    for key, n in zip(list(audit.groups), np.bincount(kept["group"][mine], tokens[mine], len(audit.groups))):
-        audit.groups[key]["tokens"] = int(n)
+def count_tokens(audit, documents, tokens):
+    """Tell the audit the tokens of what was kept, by group. Probes have none."""
+    mine = documents["group"] >= 0
+    sums = np.bincount(documents["group"][mine], tokens[mine], len(audit.groups))
+    for group, n in zip(audit.groups.values(), sums):
+        group["tokens"] = int(n)
 
 
-def write_probes(passages, tok, tokens, kept, half_done):
-    """probes.json for memorize.py: each passage, its ids, how often it stands in the training split. Returns the audit's line."""
-    planted = kept["group"] < 0
-    write_json(os.path.join(half_done, "probes.json"), dict(
-        tokenizer_hash=tok.hash, repetitions=list(repetitions), source="probes",
-        probes=[dict(id=p["id"], repetitions=p["repetitions"], text=p["text"], ids=tok.encode(p["text"])) for p in passages]))
-    return dict(file=probes, sha256=sha256(probes), passages=len(passages), repetitions=list(repetitions),
-                documents=int(planted.sum()), tokens=int(tokens[planted].sum()))
+def write_probes(passages, tok, documents, tokens, new):
+    """
+    probes.json for studies/memorize.py: each passage, its ids, how often it stands in the training split.
+
+    Returns what the audit says of them. Copies are the documents that belong to no group.
+    """
+    planted = documents["group"] < 0
+    encoded = [dict(passage, ids=tok.encode(passage["text"])) for passage in passages]
+    content = dict(
+        tokenizer_hash=tok.hash,
+        repetitions=list(repetitions),
+        source="probes",
+        probes=encoded,
+    )
+    write_json(new / "probes.json", content)
+    return dict(
+        file=probes,
+        sha256=sha256(probes),
+        passages=len(passages),
+        repetitions=list(repetitions),
+        documents=int(planted.sum()),
+        tokens=int(tokens[planted].sum()),
+    )
 
 
 def describe(name, tok, began):
     """Who made this, when, with what."""
-    def of(package):
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return None
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        asked = ["git", "rev-parse", "HEAD"]
+        git = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         git = ""
-    command = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-    return dict(out=out, command=command, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
-                minhash=BACKEND if near_dedup else None, code=git or None, python=sys.version.split()[0],
-                settings={k: v for k, v in settings(globals()).items() if k != "paths"},
-                packages={p: of(p) for p in ("numpy", "tiktoken", "pyarrow", "rensa", "huggingface_hub")},
-                tokenizer=name, tokenizer_sha256=tok.hash)
+    packages = ("numpy", "tiktoken", "pyarrow", "rensa", "huggingface_hub")
+    return dict(
+        out=out,
+        command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
+        minhash=BACKEND if near_dedup else None,
+        code=git or None,
+        python=sys.version.split()[0],
+        settings={name: value for name, value in settings(globals()).items() if name != "paths"},
+        packages={package: version_of(package) for package in packages},
+        tokenizer=name,
+        tokenizer_sha256=tok.hash,
+    )
 
 
-def outputs(meta, tok, kept):
-    shards = [shard for source in meta["sources"].values() for split in source.values() for shard in split["shards"]]
-    return dict(shards=shards, bos=tok.bos, eos=tok.eos, halved=kept["halved"],
-                rule="The only document was cut in two: its end is for validation." if kept["halved"] else
-                f"A document is for validation where the first 64 bits of the sha256 of its id, over 2^64, are below {val_share}.")
+def version_of(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def outputs(meta, tok, halved):
+    """The shards, and by which rule documents went to training or to validation."""
+    rule = (
+        "A document is for validation where the first 64 bits of the sha256 of its id, "
+        f"over 2^64, are below {val_share}."
+    )
+    if halved:
+        rule = "The only document was cut in two: its end is for validation."
+    parts = [part for source in meta["sources"].values() for part in source.values()]
+    shards = [shard for part in parts for shard in part["shards"]]
+    return dict(shards=shards, bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
 
 
 def describe_robots(rules):
-    if not robots and not blocked:
+    """What was asked of whom, or None."""
+    if not rules.robots:
         return None
-    where = robots or blocked
-    return dict(store=where, sha256=sha256(where), date=time.strftime("%Y-%m-%d", time.gmtime(os.stat(where).st_mtime)),
-                agents=list(rules.agents), missing=missing, only_explicit=agents_no_star)
+    store = robots or blocked
+    return dict(
+        store=store,
+        sha256=digest(store),
+        date=time.strftime("%Y-%m-%d", time.gmtime(os.stat(store).st_mtime)),
+        agents=list(rules.robots["agents"]),
+        missing=missing,
+        only_explicit=agents_no_star,
+    )
 
 
-def explain(audit):
-    """Why nothing was left, for the error."""
-    gone = reports.total(audit.groups.values())["removed"]
-    return f" (removed: {', '.join(f'{n} {reason}' for reason, (n, _) in gone.items())})" if gone else ""
+def nothing_left(audit):
+    """Why there is no document, for the error."""
+    removed = reports.total(audit.groups.values())["removed"]
+    have = f"; they have {', '.join(audit.columns)}" if audit.columns else ""
+    why = f" (removed: {', '.join(f'{n} {reason}' for reason, (n, _) in removed.items())})" if removed else ""
+    return (
+        f"no text left of {paths}: .txt, .md, .py are documents, "
+        f".jsonl and .parquet need a field {text_field!r}{have}{why}"
+    )
 
 
 def say(meta, account, seconds):
-    t = account["total"]
+    """What a user wants to know at once: the sums, the bytes a token, where the audit is."""
+    total = account["total"]
     sources = meta["sources"].values()
-    documents, tokens, size = (sum(s["train"][k] for s in sources) for k in ("documents", "tokens", "bytes"))
-    if t["documents"] < t["documents_in"]:
-        gone = " + ".join(f"{n:,} {reason}" for reason, (n, _) in t["removed"].items())
-        print(f"{t['documents_in']:,} documents in = {t['documents']:,} kept + {gone}")
-    print(f"{out}: {documents:,} documents, {tokens:,} tokens to train on ({size / max(tokens, 1):.2f} bytes each), "
-          f"{sum(s['val']['tokens'] for s in sources):,} to validate; tokenizer {meta['tokenizer']} of {meta['vocab_size']:,}")
-    print(f"the audit: {out}/report.md, flow.png   {seconds:.0f} s, {t['bytes_in'] / 1e6 / seconds:.1f} MB/s")
+    if total["removed"]:
+        gone = " + ".join(f"{n:,} {reason}" for reason, (n, _) in total["removed"].items())
+        print(f"{total['documents_in']:,} documents in = {total['documents']:,} kept + {gone}")
+    documents = sum(source["train"]["documents"] for source in sources)
+    tokens = sum(source["train"]["tokens"] for source in sources)
+    size = sum(source["train"]["bytes"] for source in sources)
+    val = sum(source["val"]["tokens"] for source in sources)
+    print(
+        f"{out}: {documents:,} documents, {tokens:,} tokens to train on ({size / max(tokens, 1):.2f} bytes each), "
+        f"{val:,} to validate; tokenizer {meta['tokenizer']} of {meta['vocab_size']:,}"
+    )
+    print(f"the audit: {out}/report.md, flow.png   {seconds:.0f} s, {total['bytes_in'] / 1e6 / seconds:.1f} MB/s")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # helpers that are not the lesson
 
 
-SMALL = 1 << 24                     # bytes of input up to which starting processes costs more than it saves
+def volume(files):
+    """The bytes of text in the files that can be used."""
+    return sum(file.get("unpacked") or file["bytes"] for file in files if not file["problem"])
 
 
-def processes(files=None):
-    if files is not None and sum(f.get("unpacked") or f["bytes"] for f in files) <= SMALL and not workers:
+def processes(size):
+    """How many processes to start for so many bytes of input: one a core that this process may use."""
+    if workers:
+        return workers
+    if size <= SMALL:
         return 1
-    return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def bar(files, what):
-    return tqdm(desc=what, total=sum(f.get("unpacked") or f["bytes"] for f in files if not f["problem"]), unit="B", unit_scale=True)
+def each_batch(what, work, rules, *args):
+    """
+    Yield (number, number of its last file, work(rules, number, rows, *args)) for all batches, in their order.
+
+    The bar counts bytes of input, and is called `what`.
+    """
+    tasks = (
+        ((number, rows[-1][0], seen), (number, rows, *args))
+        for number, rows, seen in batches(rules.files)
+    )
+    size = volume(rules.files)
+    with tqdm(desc=what, total=size, unit="B", unit_scale=True) as progress:
+        for (number, last, seen), value in ordered(work, (rules,), tasks, processes(size)):
+            yield number, last, value
+            progress.update(seen - progress.n)
 
 
 def write_json(path, content):
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump(content, f, indent=1, ensure_ascii=False)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    write_flushed(path, json.dumps(content, indent=1, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Files to documents: what the command line names -> batches of raw rows -> {"id",
     .parquet               a document a row, column "text"      the same; read row group by row group
     hf://datasets/...      parquet on the hub, streamed the same way, nothing else is downloaded
 
-The main process cuts files into batches of about 4 MB of whole lines, so that neither a long file nor a long list of files is
-ever in memory; worker processes parse them. What cannot be read (bytes that are no UTF-8, lines that are no JSON, a torn
-archive) is a row with a problem instead of a text: it is counted and named, never silently lost.
+The main process cuts files into batches of about 4 MB of whole lines, so that neither a long file nor a long list of
+files is ever in memory; worker processes parse them. What cannot be read (bytes that are no UTF-8, lines that are no
+JSON, a torn archive) is a row with a problem instead of a text: it is counted and named, never silently lost.
 """
 
 import glob
@@ -22,23 +22,23 @@ from functools import lru_cache
 
 from tqdm import tqdm
 
+from engine.files import sha256
+
 ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-BATCH = 4 << 20                     # bytes of raw text a batch, about: a process holds some ten times as much
-SLICE = 64 << 20                    # bytes of a parquet row group that are taken at once; larger groups are cut by rows
+# Bytes of raw text in a batch, about. A worker needs some ten times as much memory.
+BATCH = 4 << 20
+# Bytes of a parquet row group that are read at once. Larger row groups are cut by rows.
+SLICE = 64 << 20
 
 
-def sha256(path):
-    """Of a file, or of all files of a folder with their names."""
-    if os.path.isdir(path):
-        inside = sorted(f for f in glob.glob(os.path.join(path, "**", "*"), recursive=True) if os.path.isfile(f))
-        return hashlib.sha256("\n".join(f"{os.path.relpath(f, path)} {sha256(f)}" for f in inside).encode()).hexdigest()
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+def id_hash(doc_id):
+    """
+    A 64-bit integer that depends on the id alone.
 
-
-def place(doc_id):
-    """An integer of 64 bits that depends on the id alone: documents stand in its order, and over 2^64 below val_share is validation."""
-    return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8], "big")
+    Documents are trained on in its order, and where it is below val_share * 2^64 they are for validation.
+    """
+    digest = hashlib.sha256(doc_id.encode()).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -47,77 +47,101 @@ def place(doc_id):
 
 def find(paths):
     """
-    Files, folders, globs, hf:// -> [(name, path)]. A name is relative to what the user named, so that moving a folder changes
-    nothing; where two files would share one, the later gets the folder that the user named in front.
+    [(name, path)] of all files that the command line names: files, folders, globs, hf://.
+
+    A name is relative to what the user named, so that moving a folder changes no id. Where two files would share one,
+    the later gets the folder that the user named in front. ValueError: nothing matches, or even then two share a name.
     """
     files = {}
     for path in paths:
         if path.startswith("hf://"):
             files.update(hub_files(path))
             continue
-        matches = sorted(glob.glob(path, recursive=True)) or ([path] if os.path.exists(path) else [])
+        matches = sorted(glob.glob(path, recursive=True))
+        # A file whose own name reads like a pattern, as notes[1].txt does, matches no glob.
+        if not matches and os.path.exists(path):
+            matches = [path]
         if not matches:
             raise ValueError(f"no such file, folder or pattern: {path!r}")
         for match in matches:
-            inside, root = [match], os.path.dirname(match)
-            if os.path.isdir(match):
-                inside, root = sorted(glob.glob(os.path.join(match, "**", "*"), recursive=True)), match
-                inside = [f for f in inside if f.endswith(ENDINGS) and os.path.isfile(f)]
+            root, inside = files_of(match)
             for file in inside:
                 name = os.path.relpath(file, root).replace(os.sep, "/")
                 if files.get(name, file) != file:
                     name = f"{os.path.basename(os.path.abspath(root))}/{name}"
-                if files.get(name, file) != file:
-                    raise ValueError(f"{file} and {files[name]} would both be called {name!r}: name a folder above both instead")
-                files[name] = file
+                if files.setdefault(name, file) != file:
+                    raise ValueError(
+                        f"{file} and {files[name]} would both be called {name!r}: name a folder above both instead"
+                    )
     return list(files.items())
+
+
+def files_of(path):
+    """(the folder that names are relative to, the files): of a folder those that can be read, at any depth."""
+    if not os.path.isdir(path):
+        return os.path.dirname(path), [path]
+    inside = sorted(glob.glob(os.path.join(path, "**", "*"), recursive=True))
+    return path, [file for file in inside if file.endswith(ENDINGS) and os.path.isfile(file)]
 
 
 def check(name, path, text_field="text"):
     """
     Read a file once from end to end: {"name", "path", "bytes", "sha256", "problem"}, problem None if it can be used.
 
-    A torn .gz or .zst shows only at its end, so they are unpacked here (130 MB/s and more) rather than used by half.
-    ValueError if a parquet file has no text column; OSError if the hub cannot be reached.
+    Compressed files are unpacked to their end, since a torn one shows only there, and half a file must not be used.
+    "unpacked" is then their size in bytes. ValueError if a parquet file has no text column; OSError if the hub cannot
+    be reached.
     """
     file = dict(name=name, path=path, bytes=0, sha256=None, problem=None)
     if path.startswith("hf://"):
         return hub_info(file, text_field)
     if not path.endswith(ENDINGS):
         return dict(file, problem="unknown kind of file")
+    parquet = None
     try:
-        with open(path, "rb") as f:
-            file["bytes"] = os.fstat(f.fileno()).st_size
-            file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
+        file["bytes"] = os.path.getsize(path)
+        file["sha256"] = sha256(path)
         if path.endswith(".parquet"):
             parquet = open_parquet(path)
-            columns, file["unpacked"] = parquet.schema_arrow.names, sum(size for _, size in row_groups(parquet))
-            if text_field not in columns:
-                raise NoColumn(f"{path}: no column {text_field!r}; it has {', '.join(columns) or 'none'}. Choose one with --text_field")
-        elif ".jsonl" in os.path.basename(path):
+            file["unpacked"] = sum(size for _, size in row_groups(parquet))
+        elif has_lines(path):
             with open_lines(path) as f:
                 if b"\0" in f.read(1 << 16):
                     file["problem"] = "binary"
                 while path.endswith((".gz", ".zst")) and f.read(1 << 20):
                     file["unpacked"] = f.tell()
-    except NoColumn:
-        raise
     except (OSError, EOFError, zlib.error, ValueError):
         file["problem"] = "unreadable"
+    if parquet:
+        want_column(parquet, path, text_field)
     return file
 
 
 class NoColumn(ValueError):
-    pass
+    """The data are sound, but lack a column that the user named."""
+
+
+def want_column(parquet, path, text_field):
+    """NoColumn, with the columns there are, if a parquet file has none of that name."""
+    columns = parquet.schema_arrow.names
+    if text_field not in columns:
+        have = ", ".join(columns) or "none"
+        raise NoColumn(f"{path}: no column {text_field!r}; it has {have}. Choose one with --text_field")
+
+
+def has_lines(path):
+    """Is every line of the file a document?"""
+    return ".jsonl" in os.path.basename(path)
 
 
 def open_lines(path):
-    """A binary stream of a .jsonl, .jsonl.gz or .jsonl.zst."""
+    """A binary stream of a .jsonl, .jsonl.gz or .jsonl.zst. Reading a torn one raises."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
+        # The reader of the package zstandard ends a torn stream in silence.
         import pyarrow
-        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")      # tells a torn stream; zstandard's reader does not
+        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
     return open(path, "rb")
 
 
@@ -125,20 +149,23 @@ def open_lines(path):
 # files to batches: a batch is a list of pieces (number of the file, first row, raw bytes or rows of a row group)
 
 
-def batches(files, done=lambda number: False):
+def batches(files):
     """
-    Yield (number, pieces, bytes of input so far). Where done(number) the pieces of a parquet file are not even looked at.
+    Yield (number, pieces, bytes of input so far).
 
     Which rows form a batch depends on the files alone, so that a run that was killed finds its batches again.
     """
-    number, pieces, size, seen = 0, [], 0, 0
+    number = size = seen = 0
+    pieces = []
     for i, file in enumerate(files):
         if file["problem"]:
             continue
         for piece, n in pieces_of(i, file):
             if pieces and size + n > BATCH:
-                yield number, pieces, seen + size
-                number, pieces, seen, size = number + 1, [], seen + size, 0
+                seen += size
+                yield number, pieces, seen
+                number += 1
+                pieces, size = [], 0
             pieces.append(piece)
             size += n
     if pieces:
@@ -146,32 +173,47 @@ def batches(files, done=lambda number: False):
 
 
 def pieces_of(i, file):
-    """Yield ((i, first row, raw), size in memory) of one file; for parquet raw is (row group, first row in it, end row in it)."""
+    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i."""
     path = file["path"]
     if path.endswith(".parquet"):
-        row = 0
-        for group, (rows, size) in enumerate(file.get("groups") or row_groups(open_parquet(path))):
-            step = max(1, -(-rows * SLICE // max(size, 1)))
-            for begin in range(0, rows, step):
-                end = min(begin + step, rows)
-                yield (i, row + begin, (group, begin, end)), size * (end - begin) // max(rows, 1)
-            row += rows
-    elif ".jsonl" not in os.path.basename(path):
+        yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
+    elif has_lines(path):
+        yield from line_blocks(i, path)
+    else:
         with open(path, "rb") as f:
             raw = f.read()
         yield (i, 0, raw), len(raw)
-    else:
-        row, rest = 0, []
-        with open_lines(path) as f:
-            while block := f.read(BATCH):
-                cut = block.rfind(b"\n") + 1
-                rest.append(block[:cut] if cut else block)
-                if cut:
-                    raw = b"".join(rest)
-                    yield (i, row, raw), len(raw)
-                    row, rest = row + raw.count(b"\n"), [block[cut:]]
-        if raw := b"".join(rest):
+
+
+def row_ranges(i, groups):
+    """Pieces of a parquet file: raw is (row group, first row in it, end row in it), and the worker reads the rows."""
+    row = 0
+    for group, (rows, size) in enumerate(groups):
+        step = max(1, -(-rows * SLICE // max(size, 1)))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            share = size * (end - begin) // rows
+            yield (i, row + begin, (group, begin, end)), share
+        row += rows
+
+
+def line_blocks(i, path):
+    """Pieces of a file of lines: raw is whole lines, of about BATCH bytes. The last line may lack its line break."""
+    row, rest = 0, []
+    with open_lines(path) as f:
+        while block := f.read(BATCH):
+            cut = block.rfind(b"\n") + 1
+            # A line longer than a block is collected, and joined only once.
+            if not cut:
+                rest.append(block)
+                continue
+            raw = b"".join([*rest, block[:cut]])
             yield (i, row, raw), len(raw)
+            row += raw.count(b"\n")
+            rest = [block[cut:]]
+    raw = b"".join(rest)
+    if raw:
+        yield (i, row, raw), len(raw)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,27 +222,36 @@ def pieces_of(i, file):
 
 def documents(files, pieces, text_field="text", columns=()):
     """
-    Yield a dict for each row of a batch: its own columns, "file", "id", "text", and "language" where it is known (FineWeb-2's
-    language and script are joined: deu_Latn). A row that cannot be used has text None and a "problem".
+    Yield a dict for each row of a batch: its own columns, "file", "id", "text", and "language" where it is known.
+
+    columns: those of parquet files that are read beside the usual ones. A row that cannot be used has text None and a
+    "problem". FineWeb-2's language and script are joined: deu_Latn.
     """
     for i, first, raw in pieces:
         name, path = files[i]["name"], files[i]["path"]
         if path.endswith(".parquet"):
             yield from parquet_documents(name, path, first, raw, text_field, columns)
-        elif ".jsonl" in os.path.basename(path):
+        elif has_lines(path):
             for row, line in enumerate(raw.split(b"\n"), first):
                 if line and not line.isspace():
                     yield json_document(name, row, line, text_field)
         else:
-            try:
-                doc = dict(file=name, id=name, text=raw.decode("utf-8-sig")) if b"\0" not in raw else broken(name, name, "binary")
-                yield dict(doc, language="code") if path.endswith(".py") else doc
-            except UnicodeDecodeError:
-                yield broken(name, name, "not UTF-8")
+            doc = file_document(name, raw)
+            yield dict(doc, language="code") if path.endswith(".py") else doc
 
 
-def broken(name, row_id, problem, columns=()):
-    return dict(file=name, id=row_id, text=None, problem=problem, columns=list(columns))
+def broken(name, doc_id, problem, columns=()):
+    """A document without text. columns: what its row has instead."""
+    return dict(file=name, id=doc_id, text=None, problem=problem, columns=list(columns))
+
+
+def file_document(name, raw):
+    if b"\0" in raw:
+        return broken(name, name, "binary")
+    try:
+        return dict(file=name, id=name, text=raw.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return broken(name, name, "not UTF-8")
 
 
 def json_document(name, row, line, text_field):
@@ -209,19 +260,23 @@ def json_document(name, row, line, text_field):
     except UnicodeDecodeError:
         return broken(name, f"{name}:{row}", "not UTF-8")
     except (ValueError, RecursionError):
-        return broken(name, f"{name}:{row}", "a line without JSON text")
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        return broken(name, f"{name}:{row}", "a line without JSON text", record if isinstance(record, dict) else ())
-    return document(name, row, record, text_field)
+        # RecursionError: a line of a million brackets.
+        record = None
+    record = record if isinstance(record, dict) else {}
+    return document(name, row, record, text_field, "a line without JSON text")
 
 
-def document(name, row, record, text_field):
-    """A row of named columns as a document."""
+def document(name, row, record, text_field, problem):
+    """A row of named columns as a document; one with `problem` if it has no text."""
+    text = record.get(text_field)
+    if not isinstance(text, str):
+        return broken(name, f"{name}:{row}", problem, record)
     own = record.get("id")
-    doc = dict(record, file=name, text=writable(record[text_field]), id=writable(f"{name}:{row if own is None else own}"))
+    own_id = row if own is None else own
+    doc = dict(record, file=name, text=writable(text), id=writable(f"{name}:{own_id}"))
     language = record.get("language") or record.get("lang")
+    script = record.get("language_script")
     if language:
-        script = record.get("language_script")
         doc["language"] = f"{language}_{script}" if script and "_" not in language else language
     return doc
 
@@ -236,27 +291,29 @@ def writable(text):
 
 
 def parquet_documents(name, path, first, rows, text_field, columns):
-    group, begin, end = rows
+    """Documents of rows = (row group, begin, end) of a parquet file; one broken document if they cannot be read."""
+    group = rows[0]
     wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
     try:
-        if path.startswith("hf://"):                                            # the network may fail in the middle: all rows, or once more
-            records = hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), group, begin, end, wanted)))
+        if path.startswith("hf://"):
+            # Where the network fails half-way, all rows are read once more, so that none is yielded twice.
+            records = hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), *rows, wanted)))
         else:
-            records = parquet_rows(open_parquet(path), group, begin, end, wanted)
+            records = parquet_rows(open_parquet(path), *rows, wanted)
         for row, record in enumerate(records, first):
-            if isinstance(record[text_field], str):
-                yield document(name, row, record, text_field)
-            else:
-                yield broken(name, f"{name}:{row}", "a row without text")
-    except ValueError:                                                          # pyarrow's errors of content are ValueErrors
+            yield document(name, row, record, text_field, "a row without text")
+    # What pyarrow says of damaged contents is a ValueError.
+    except ValueError:
         yield broken(name, f"{name}:row group {group}", "unreadable")
 
 
-def parquet_rows(file, group, begin, end, wanted):
+def parquet_rows(parquet, group, begin, end, wanted):
     """Yield rows begin to end of a row group as dicts of the wanted columns that exist; other columns are not read."""
+    columns = [name for name in parquet.schema_arrow.names if name in wanted]
     at = 0
-    for batch in file.iter_batches(512, row_groups=[group], columns=[c for c in file.schema_arrow.names if c in wanted]):
-        low, high = max(begin - at, 0), min(end - at, len(batch))
+    for batch in parquet.iter_batches(512, row_groups=[group], columns=columns):
+        low = max(begin - at, 0)
+        high = min(end - at, len(batch))
         if low < high:
             yield from batch.slice(low, high - low).to_pylist()
         at += len(batch)
@@ -265,19 +322,16 @@ def parquet_rows(file, group, begin, end, wanted):
 
 
 def open_parquet(path):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ValueError("parquet needs pyarrow: pip install pyarrow") from None
     if path.startswith("hf://"):
         return hub_try(path, lambda fs: hub_parquet(fs, path))
+    import pyarrow.parquet
     return pyarrow.parquet.ParquetFile(path)
 
 
-def row_groups(file):
+def row_groups(parquet):
     """[(rows, bytes unpacked)] of a parquet file, from its footer."""
-    groups = (file.metadata.row_group(k) for k in range(file.metadata.num_row_groups))
-    return [(g.num_rows, g.total_byte_size) for g in groups]
+    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
+    return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,30 +339,38 @@ def row_groups(file):
 
 
 def hub():
-    try:
-        from huggingface_hub import HfFileSystem
-    except ImportError:
-        raise ValueError("hf:// needs huggingface_hub: pip install huggingface_hub") from None
+    """The hub as a file system. Imported here, since most runs do not need it."""
+    from huggingface_hub import HfFileSystem
     return HfFileSystem()
 
 
 def hub_try(path, ask, tries=4):
-    """ask(file system), again after 1, 4 and 16 seconds where the network fails. OSError, one line, if it stays away."""
+    """
+    ask(file system), again after 1, 4 and 16 seconds where the network fails.
+
+    OSError, one line, if it stays away. ValueError and FileNotFoundError are answers, and are raised at once.
+    """
     for n in range(tries):
         try:
             return ask(hub())
         except (ValueError, FileNotFoundError):
             raise
-        except Exception as e:                                                  # httpx, requests and the hub have a dozen kinds
-            kind, why = type(e).__name__, " ".join(str(e).split())[:200]
+        # Errors of the network come from httpx, requests and the hub, and share no class.
+        except Exception as e:
+            kind = type(e).__name__
+            why = " ".join(str(e).split())[:200]
             if kind in ("OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError") or n + 1 == tries:
                 break
             tqdm.write(f"{path}: {kind}; again in {4**n} s")
             time.sleep(4**n)
-    raise OSError(f"{path} could not be read from the hub ({kind}: {why}). Nothing is lost: the same command goes on where it stopped")
+    raise OSError(
+        f"{path} could not be read from the hub ({kind}: {why}). "
+        "Nothing is lost: the same command goes on where it stopped"
+    )
 
 
-@lru_cache(maxsize=2)                                                           # a footer holds all row groups: read once, not for each
+# A footer describes all row groups: it is downloaded once, not once for each of them.
+@lru_cache(maxsize=2)
 def hub_parquet(fs, path):
     import pyarrow.parquet
     return pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb"))
@@ -316,27 +378,29 @@ def hub_parquet(fs, path):
 
 def hub_files(path):
     """hf://datasets/OWNER/NAME[@revision]/GLOB -> {name: path at the revision of now}. Only parquet."""
-    parts = path.removeprefix("hf://").split("/")
+    parts = path.removeprefix("hf://").split("/", 3)
     if len(parts) < 4 or parts[0] != "datasets" or not path.endswith(".parquet"):
-        raise ValueError(f"{path!r}: want hf://datasets/OWNER/NAME/FILES.parquet, where FILES may be a pattern like data/*/train/*")
-    repo, _, revision = parts[2].partition("@")
+        raise ValueError(
+            f"{path!r}: want hf://datasets/OWNER/NAME/FILES.parquet, where FILES may be a pattern like data/*/train/*"
+        )
+    _, owner, name, pattern = parts
+    # One commit for the whole run, so that a push to the repository in between mixes nothing.
+    name, _, revision = name.partition("@")
     if not revision:
-        revision = hub_try(path, lambda fs: fs._api.dataset_info(f"{parts[1]}/{repo}").sha)
-    root = f"datasets/{parts[1]}/{repo}@{revision}/"
-    found = hub_try(path, lambda fs: fs.glob(root + "/".join(parts[3:])))
+        revision = hub_try(path, lambda fs: fs._api.dataset_info(f"{owner}/{name}").sha)
+    root = f"datasets/{owner}/{name}@{revision}/"
+    found = hub_try(path, lambda fs: fs.glob(root + pattern))
     if not found:
         raise ValueError(f"no file on the hub matches {path!r}")
-    short = [f.split("/", 3)[3] for f in found]
-    return {f"{parts[1]}/{repo}/{name}": f"hf://{root}{name}" for name in sorted(short)}
+    inside = sorted(file.split("/", 3)[3] for file in found)
+    return {f"{owner}/{name}/{file}": f"hf://{root}{file}" for file in inside}
 
 
 def hub_info(file, text_field):
-    """What is known of a file on the hub without downloading it: size, sha256 of its LFS object, row groups from the footer."""
-    info = hub_try(file["path"], lambda fs: fs.info(file["path"].removeprefix("hf://")))
-    parquet = open_parquet(file["path"])
-    columns = parquet.schema_arrow.names
-    if text_field not in columns:
-        raise NoColumn(f"{file['path']}: no column {text_field!r}; it has {', '.join(columns)}. Choose one with --text_field")
+    """What is known of a file on the hub without a download: size, sha256 of its LFS object, row groups (footer)."""
+    path = file["path"]
+    info = hub_try(path, lambda fs: fs.info(path.removeprefix("hf://")))
+    parquet = open_parquet(path)
+    want_column(parquet, path, text_field)
     lfs = info.get("lfs") or {}
-    sha = lfs.get("sha256") if isinstance(lfs, dict) else getattr(lfs, "sha256", None)
-    return dict(file, bytes=info["size"], sha256=sha, groups=row_groups(parquet))
+    return dict(file, bytes=info["size"], sha256=lfs.get("sha256"), groups=row_groups(parquet))

@@ -3,87 +3,99 @@ Documents in the spool of prepare.py -> token shards: 1-D .npy arrays, uint16 wh
 
     bucket     documents of one stretch of the final order, tokenized by one process: <s> ids </s>, one after the other
     stream     all documents of one source and split, from all buckets in order
-    shard      shard_tokens of a stream at most, flushed to disk, its sha256 in meta.json
-    folder     made beside its place as OUT.tmp, whole before it gets its name; nothing is replaced that prepare.py did not write
+    shard      shard_tokens of a stream at most, its sha256 in meta.json
+    folder     made beside its place as OUT.tmp, whole and on disk before it gets its name; what prepare.py did not
+               write is never replaced
 
-Arrays describe themselves and are memory-mapped by data.py without a pickle. A bucket's tokens are a file under its final name or
-not there, so that a run which was killed does only what is missing.
+Arrays describe themselves, and data.py maps them into memory without a pickle. A bucket is done when the file that is
+written last stands under its final name, so a run that was killed does only what is missing.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import sha256
+from engine.files import flush, lock_file, sha256
 
-try:
-    import fcntl
-except ImportError:                                      # Windows: two runs in one folder are not told apart there
-    fcntl = None
-
-
-class Bucket:
-    """A stretch of the final order: for each document the batch it is in, where, how long, its stream (of a source and split)."""
-
-    def __init__(self, number, batch, offset, length, stream):
-        self.number, self.batch, self.offset, self.length, self.stream = number, batch, offset, length, stream
-
-    def texts(self, folder):
-        """Yield the documents' texts, in order."""
-        files = {}
-        try:
-            for batch, offset, length in zip(self.batch.tolist(), self.offset.tolist(), self.length.tolist()):
-                if batch not in files:
-                    if len(files) > 200:                                         # of the open files that a process may have
-                        files.pop(next(iter(files))).close()
-                    files[batch] = open(os.path.join(folder, f"{batch}.text"), "rb")
-                files[batch].seek(offset)
-                yield files[batch].read(length).decode()
-        finally:
-            for f in files.values():
-                f.close()
+# A document that stays: 32 bytes in memory, however long its text.
+DOCUMENT = np.dtype([
+    ("id_hash", np.uint64),         # the final order
+    ("batch", np.int32),            # its text lies in {batch}.text of the spool...
+    ("offset", np.int64),           # ...from this byte on...
+    ("length", np.int32),           # ...and has so many bytes
+    ("group", np.int32),            # number of (source, language, license) in the audit, -1 for a probe
+    ("stream", np.int32),           # 2 * number of the source, and 1 more for validation
+])
 
 
-def tokenize(tok, folder, bucket):
+def texts(documents, spool):
+    """Yield the texts of an array of DOCUMENT, in order. spool: the folder that sift() wrote to."""
+    # Batches are many, and the files that a process may have open are few.
+    mapped = lru_cache(200)(lambda batch: np.memmap(spool / f"{batch}.text", mode="r"))
+    for batch, offset, length in documents[["batch", "offset", "length"]].tolist():
+        yield mapped(batch)[offset:offset + length].tobytes().decode()
+
+
+def dtype_of(tok):
+    """The smaller of two types that holds every id of a vocabulary."""
+    small = tok.vocab_size <= 2**16
+    return np.dtype(np.uint16 if small else np.uint32)
+
+
+def tokenize(tok, work, number, documents):
     """
-    Documents of a bucket -> {number}.tokens, the streams one after the other, and {number}.json: [stream, tokens] in that order,
-    and the number of tokens of each document.
+    Tokenize bucket `number`, an array of DOCUMENT, in a worker process.
+
+    work/{number}.tokens holds the streams in rising order, one after the other; work/{number}.counts, which is renamed
+    when both are whole, the tokens of each document.
     """
-    path = os.path.join(folder, f"{bucket.number}.tokens")
-    if os.path.exists(path.replace(".tokens", ".json")):
-        return 0
-    dtype = np.uint16 if tok.vocab_size <= 2**16 else np.uint32
-    streams, counts = {}, []
-    encode = lambda part: tok.encode_array(part).astype(dtype)
-    for text, stream in zip(bucket.texts(folder), bucket.stream.tolist()):
-        before = len(streams.setdefault(stream, []))
-        streams[stream] += [np.array([tok.bos], dtype), *(encode(part) for part in long_parts(text)), np.array([tok.eos], dtype)]
-        counts.append(sum(len(part) for part in streams[stream][before:]))
-    with open(path, "wb") as f:
-        for stream in sorted(streams):
-            for part in streams[stream]:
-                f.write(part.tobytes())
-    sizes = [[stream, sum(len(part) for part in streams[stream])] for stream in sorted(streams)]
-    with open(os.path.join(folder, f"{bucket.number}.json.tmp"), "w", encoding="utf-8") as f:
-        json.dump(dict(streams=sizes, counts=counts), f)
-    os.replace(f.name, f.name.removesuffix(".tmp"))
-    return sum(counts)
+    done = work / f"{number}.counts"
+    if done.exists():
+        return
+    dtype = dtype_of(tok)
+    bos, eos = np.array([[tok.bos], [tok.eos]], dtype)
+    counts = np.zeros(len(documents), np.int64)
+    order = np.argsort(documents["stream"], kind="stable")
+    with open(work / f"{number}.tokens", "wb") as f:
+        for i, text in zip(order, texts(documents[order], work)):
+            # Part by part, since four bytes an id are too many for all of a long text.
+            ids = [tok.encode_array(part).astype(dtype) for part in long_parts(text)]
+            for part in [bos, *ids, eos]:
+                f.write(part)
+                counts[i] += len(part)
+    # Not tofile or np.save, which say "requested and written" where the disk is full.
+    half_done = Path(f"{done}.tmp")
+    half_done.write_bytes(counts.tobytes())
+    half_done.replace(done)
 
 
-# No token of Apertus' expression crosses these places: after a line break before a letter, before a space between letters.
+def counts_of(work, number):
+    """The tokens of each document of a bucket: int64 (n,)."""
+    return np.fromfile(work / f"{number}.counts", np.int64)
+
+
+# No token of Apertus' expression crosses these places: after a line break before a letter, before a space between
+# letters.
 _BORDER = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_])(?= [^\W\d_])")
 
 
 def long_parts(text, size=1_000_000):
-    """A text in parts of about a million characters whose tokens, one after the other, are those of the text: memory stays bounded."""
+    """
+    A text in parts of about `size` characters, so that memory stays bounded.
+
+    The tokens of the parts, one after the other, are those of the text. Only a stretch of 100,000 characters without a
+    border is cut anywhere.
+    """
     begin = 0
     while len(text) - begin > size:
         border = _BORDER.search(text, begin + size, begin + size + 100_000)
-        end = border.start() if border else begin + size                         # 100,000 characters without a border: cut anywhere
+        end = border.start() if border else begin + size
         yield text[begin:end]
         begin = end
     yield text[begin:] if begin else text
@@ -93,102 +105,111 @@ def long_parts(text, size=1_000_000):
 # tokens to shards
 
 
-def write_shards(tok, buckets, kept, tokens, shard_tokens, work, folder):
-    """The streams of each source and split, from all buckets in order, cut into shards. Returns meta.json's "sources"."""
-    dtype, sources = np.dtype(np.uint16 if tok.vocab_size <= 2**16 else np.uint32), {}
-    sizes = []
-    for b in buckets:
-        with open(os.path.join(work, f"{b.number}.json"), encoding="utf-8") as f:
-            sizes.append(json.load(f)["streams"])
-    for s, name in enumerate(kept["sources"]):
-        sources[name] = {}
-        for split, stream in (("train", 2 * s), ("val", 2 * s + 1)):
-            mine = kept["stream"] == stream
-            left, shards, prefix = int(tokens[mine].sum()), [], "" if len(kept["sources"]) == 1 else f"{safe(name)}_"
-            pieces, rest = stream_of(buckets, sizes, stream, dtype, work), []
-            while left:
-                n, file = min(left, shard_tokens), f"{prefix}{split}_{len(shards):05d}.npy"
-                shards.append(dict(file=file, **write_shard(os.path.join(folder, file), take(pieces, n, rest), n, dtype)))
-                left -= n
-            size = int(kept["length"][mine].astype(np.int64).sum())
-            sources[name][split] = dict(documents=int(mine.sum()), tokens=int(tokens[mine].sum()), bytes=size, shards=shards)
-    return sources
+def write_shards(tok, documents, tokens, cuts, sources, shard_tokens, work, folder):
+    """
+    Cut the streams of all sources into shards of at most shard_tokens. Returns meta.json's "sources".
+
+    documents: an array of DOCUMENT in the final order; tokens: how many each of them has, int64 (n,). cuts: where
+    np.split cuts the two into buckets. sources: names, by number.
+    """
+    dtype = dtype_of(tok)
+    buckets = list(zip(np.split(documents, cuts), np.split(tokens, cuts)))
+    written = {}
+    for number, name in enumerate(sources):
+        prefix = f"{safe(name)}_" if len(sources) > 1 else ""
+        written[name] = {}
+        for is_val, split in enumerate(("train", "val")):
+            stream = 2 * number + is_val
+            mine = documents["stream"] == stream
+            total = int(tokens[mine].sum())
+            shards = []
+            pieces = stream_of(stream, buckets, dtype, shard_tokens, work)
+            for begin in range(0, total, shard_tokens):
+                file = f"{prefix}{split}_{len(shards):05d}.npy"
+                n = min(shard_tokens, total - begin)
+                shard = write_shard(folder / file, pieces, n, dtype)
+                shards.append(dict(file=file, **shard))
+            written[name][split] = dict(
+                documents=int(mine.sum()),
+                tokens=total,
+                bytes=int(documents["length"][mine].sum(dtype=np.int64)),
+                shards=shards,
+            )
+    return written
 
 
-def stream_of(buckets, sizes, stream, dtype, work):
-    """Yield the tokens of one stream, a million at a time."""
-    for b, streams in zip(buckets, sizes):
-        at = 0
-        for s, n in streams:
-            if s == stream:
-                with open(os.path.join(work, f"{b.number}.tokens"), "rb") as f:
-                    f.seek(at * dtype.itemsize)
-                    for begin in range(0, n, 1 << 20):
-                        yield np.fromfile(f, dtype, min(1 << 20, n - begin))
-            at += n
+def stream_of(stream, buckets, dtype, shard_tokens, work):
+    """Yield the tokens of one stream as arrays, in order; none of them crosses a multiple of shard_tokens."""
+    at = 0
+    for number, (documents, tokens) in enumerate(buckets):
+        begin = tokens[documents["stream"] < stream].sum()
+        end = begin + tokens[documents["stream"] == stream].sum()
+        rest = np.memmap(work / f"{number}.tokens", dtype, "r")[begin:end]
+        while len(rest):
+            room = shard_tokens - at % shard_tokens
+            piece, rest = rest[:room], rest[room:]
+            yield piece
+            at += len(piece)
 
 
-def take(pieces, n, rest):
-    """Yield n tokens of an iterator of arrays; what is over of the last array waits in the list `rest`."""
-    while n:
-        piece = rest.pop() if rest else next(pieces)
-        if len(piece) > n:
-            rest.append(piece[n:])
-        yield piece[:n]
-        n -= len(piece[:n])
+def write_shard(path, tokens, n=None, dtype=None):
+    """
+    Write a 1-D .npy. Returns what meta.json says of it: tokens, sha256.
 
-
-def write_shard(path, tokens, n=0, dtype=None):
-    """Write a 1-D .npy, flushed to disk, from an array or from an iterator of arrays of n tokens in all. Returns its line for meta.json."""
-    pieces, n, dtype = ([tokens], len(tokens), tokens.dtype) if isinstance(tokens, np.ndarray) else (tokens, n, dtype)
+    tokens: an array, or an iterator of arrays with a dtype, of which the next ones are taken until they are n tokens.
+    """
+    if isinstance(tokens, np.ndarray):
+        tokens, n, dtype = iter([tokens]), len(tokens), tokens.dtype
+    header = dict(descr=dtype.str, fortran_order=False, shape=(n,))
     with open(path, "wb") as f:
-        np.lib.format.write_array_header_1_0(f, dict(descr=dtype.str, fortran_order=False, shape=(n,)))
-        for piece in pieces:
-            f.write(piece.tobytes())                       # np.save hides a full disk behind "requested and written"
-        f.flush()
-        os.fsync(f.fileno())
+        np.lib.format.write_array_header_1_0(f, header)
+        left = n
+        while left:
+            piece = next(tokens)
+            f.write(piece)
+            left -= len(piece)
     return dict(tokens=n, sha256=sha256(path))
 
 
 def safe(name):
     """A source's name as part of a file name."""
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in name)[:80]
+    return re.sub(r"[^\w.-]", "-", name)[:80]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the folder
 
 
-LOCK = ".prepare.lock"              # marks OUT.tmp as ours
-WRITTEN = {"meta.json", "report.json", "report.md", "removed.jsonl.gz", "flow.png", "tokenizer.json", "probes.json"}   # and shards
+# Marks OUT.tmp as ours.
+LOCK = ".prepare.lock"
+# The files of a data folder, beside its shards.
+WRITTEN = {
+    "meta.json",
+    "report.json",
+    "report.md",
+    "removed.jsonl.gz",
+    "flow.png",
+    "tokenizer.json",
+    "probes.json",
+}
 
 
 def claim(out, inputs, joined=False):
     """
-    Lock a data folder for this process, before anything is written. Returns (final, tmp, lock): the folder itself, without links; the
-    one beside it for work/ and data/, which publish() puts in its place; what to close at the end. The kernel frees the lock of a
-    process that was killed.
+    Lock a data folder for this process, before anything is written. Returns (final, tmp, lock).
 
-    inputs: paths that are read. joined: the folder is data.py's, of --join, and not prepare.py's.
-    ValueError if something would be lost there that we did not write, or if another process writes there.
+    final is the folder itself, without links; tmp the one beside it for work/ and data/, which publish() puts in its
+    place; lock what to close at the end, although the kernel frees it too when its process dies.
+
+    inputs: paths that are read. joined: the folder is data.py's, of --join, and not prepare.py's. ValueError if
+    something would be lost there that we did not write, or if another process writes there.
     """
-    final = os.path.realpath(out)
-    tmp = final + ".tmp"
-    if lies_in(os.getcwd(), final):
-        raise ValueError(f"{out} is or holds the working directory, and would be replaced by the new data: choose another folder")
-    for folder in {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}:
-        if lies_in(folder, final):
-            raise ValueError(f"{out} is or holds {folder}, which is to be read, and would be replaced: choose another folder")
-    for path in inputs:
-        if os.path.isdir(path) and lies_in(final, path):
-            raise ValueError(f"{out} lies in {path}, which is to be read: choose a folder beside it")
-    if os.path.ismount(final):
-        raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
-    if os.path.lexists(tmp) and (not os.path.isdir(tmp) or os.listdir(tmp) and not os.path.exists(os.path.join(tmp, LOCK))):
-        raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another folder")
+    final = Path(os.path.realpath(out))
+    tmp = Path(f"{final}.tmp")
+    refuse(out, final, tmp, inputs)
     try:
-        os.makedirs(tmp, exist_ok=True)
-        lock = open(os.path.join(tmp, LOCK), "a+", encoding="utf-8")
+        tmp.mkdir(parents=True, exist_ok=True)
+        lock = open(tmp / LOCK, "a+", encoding="utf-8")
     except OSError as e:
         raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
     hold(lock, out)
@@ -196,93 +217,120 @@ def claim(out, inputs, joined=False):
     if stranger:
         clear(tmp)
         lock.close()
-        raise ValueError(f"{out} holds {stranger}, which is not of a data folder that may be replaced: choose another folder, or an empty one")
-    old = os.path.join(tmp, "old")
-    if os.path.isdir(old) and not os.path.exists(final):                         # killed just as the new data took its place
+        raise ValueError(
+            f"{out} holds {stranger}, which is not of a data folder that may be replaced: "
+            "choose another folder, or an empty one"
+        )
+    # A run was killed just as the new data took the place of the old.
+    old = tmp / "old"
+    if old.is_dir() and not final.exists():
         os.rename(old, final)
     shutil.rmtree(old, ignore_errors=True)
     return final, tmp, lock
 
 
+def refuse(out, final, tmp, inputs):
+    """ValueError if writing or replacing `final` would touch the working directory, the inputs or a user's folder."""
+    if lies_in(os.getcwd(), final):
+        raise ValueError(
+            f"{out} is or holds the working directory, and would be replaced by the new data: choose another folder"
+        )
+    # Folders and not files: a glob may name a hundred thousand files of one folder.
+    holders = {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}
+    for folder in holders:
+        if lies_in(folder, final):
+            raise ValueError(
+                f"{out} is or holds {folder}, which is to be read, and would be replaced: choose another folder"
+            )
+    for path in inputs:
+        if os.path.isdir(path) and lies_in(final, path):
+            raise ValueError(f"{out} lies in {path}, which is to be read: choose a folder beside it")
+    if os.path.ismount(final):
+        raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
+    ours = tmp.is_dir() and (LOCK in os.listdir(tmp) or not os.listdir(tmp))
+    if os.path.lexists(tmp) and not ours:
+        raise ValueError(f"{tmp} is in the way, and not of prepare.py: move it, or choose another folder")
+
+
 def lies_in(path, folder):
     """Whether a path is this folder or is in it, however the two are spelled."""
-    if not os.path.exists(folder):
-        return False
     path = Path(os.path.realpath(path))
-    return any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
+    return os.path.exists(folder) and any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
 
 
 def hold(lock, out):
     """Lock an open file for this process alone, until it is closed. ValueError: another process has it."""
     try:
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        held = lock_file(lock)
+    except OSError as e:
+        # Lustre and some network disks.
+        print(f"{out}: its file system has no locks ({e.strerror}). See to it that no other prepare.py writes there")
+        held = True
+    if not held:
         lock.seek(0)
         owner = lock.read()
         lock.close()
-        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder") from None
-    except OSError as e:                                                         # Lustre and some network disks
-        print(f"{out}: its file system has no locks ({e.strerror}). See to it that no other prepare.py writes there")
-    if not os.path.exists(lock.name) or not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
-        lock.close()                                                             # its owner finished between the two lines above
-        raise ValueError(f"{out}: another prepare.py has just finished there: start again if it is to be done once more")
+        raise ValueError(
+            f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder"
+        )
+    # Its owner may have finished, and removed it, after it was opened here and before it was locked.
+    mine = os.fstat(lock.fileno())
+    if not os.path.exists(lock.name) or not os.path.samestat(mine, os.stat(lock.name)):
+        lock.close()
+        raise ValueError(
+            f"{out}: another prepare.py has just finished there: start again if it is to be done once more"
+        )
+    # A worker inherits the open file, and with it the lock, which would last until the last worker is gone.
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lock.close)                           # or it would be held until the last worker is gone
+        os.register_at_fork(after_in_child=lock.close)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
 
 
 def not_ours(folder, joined):
-    """The name of something in a folder that prepare.py (or data.py --join) did not write there; None if there is nothing of the kind."""
-    if not os.path.isdir(folder):
-        return os.path.basename(folder) if os.path.lexists(folder) else None
-    entries, own = sorted(os.listdir(folder)), set()
+    """The name of something in a folder that prepare.py (or data.py --join) did not write there, or None."""
+    if not folder.is_dir():
+        return folder.name if os.path.lexists(folder) else None
+    entries = sorted(os.listdir(folder))
+    ours = set()
     try:
-        with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
-            sources = json.load(f)["sources"].values()
+        meta = json.loads((folder / "meta.json").read_text("utf-8"))
+        sources = meta["sources"].values()
         if joined:
-            own = {"meta.json", "tokenizer.json"}
+            ours = {"meta.json", "tokenizer.json"}
         elif "report.json" in entries:
-            own = WRITTEN | {shard["file"] for source in sources for split in source.values() for shard in split["shards"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):           # no meta.json, or another program's
+            shards = [shard for source in sources for split in source.values() for shard in split["shards"]]
+            ours = WRITTEN | {shard["file"] for shard in shards}
+    # There is no meta.json, or it is another program's.
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    return next((name for name in entries if name not in own), None)
+    return next((name for name in entries if name not in ours), None)
 
 
 def publish(final, tmp):
     """Put tmp/data in the place of `final`, whose old data go only when the new ones stand, and remove tmp."""
-    data, old = os.path.join(tmp, "data"), os.path.join(tmp, "old")
-    for name in os.listdir(data):
-        flush(os.path.join(data, name))
+    data, old = tmp / "data", tmp / "old"
+    for file in data.iterdir():
+        flush(file)
     flush(data)
-    if os.path.isdir(final):
+    if final.is_dir():
         os.rename(final, old)
     try:
         os.rename(data, final)
     except OSError:
-        if os.path.isdir(old):
+        if old.is_dir():
             os.rename(old, final)
         raise
-    flush(os.path.dirname(final))
+    flush(final.parent)
     clear(tmp)
 
 
 def clear(tmp):
-    """Remove what a run made in its tmp folder; the lock last, so that a kill in between leaves no folder that nobody owns."""
+    """Remove what a run made in its tmp folder; the lock last, so that a kill in between leaves a folder of ours."""
     for name in ("work", "data", "old"):
-        shutil.rmtree(os.path.join(tmp, name), ignore_errors=True)
-    try:
-        os.remove(os.path.join(tmp, LOCK))
+        shutil.rmtree(tmp / name, ignore_errors=True)
+    # What the user has put there keeps the folder.
+    with contextlib.suppress(OSError):
+        os.remove(tmp / LOCK)
         os.rmdir(tmp)
-    except OSError:                                                              # the user has put something there
-        pass
-
-
-def flush(path):
-    """To disk: a rename may reach it before the data that it names."""
-    if os.name == "posix":
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)

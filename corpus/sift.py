@@ -1,11 +1,11 @@
 """
 What every process of prepare.py does first: a batch of rows through the rules that look at one document alone.
 
-    sift       rows -> documents -> robots, licence, language, length, scores, contamination -> without personal data -> spool
+    rows -> documents -> robots, licence, language, length, scores, contamination -> personal data replaced -> spool
 
-A result is a file under its final name or it is not there: after kill -9 the work that is missing is done again, nothing else.
-All that a document meets here depends on the document alone; duplicates, which depend on others, are judged by prepare.py in
-the order of the input, on the keys that sift computed. So any number of processes gives the same bytes.
+A result is a file under its final name, or it is not there: after kill -9 the missing work is done again, and nothing
+else. All that a document meets here depends on the document alone. Duplicates depend on others, so prepare.py judges
+them, in the order of the input, by the keys that are computed here. Hence any number of processes gives the same bytes.
 """
 
 import json
@@ -15,131 +15,126 @@ import threading
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from types import SimpleNamespace
 
 import numpy as np
 
-from corpus.pii import TAGS, scrub_pii
-from corpus.robots import host_key, verdict
-from corpus.readers import documents, place
 from corpus.dedup import pieces, signatures, text_key, words
+from corpus.pii import TAGS, scrub_pii
 from corpus.quality import column_reason
-from corpus.shards import long_parts
+from corpus.readers import documents, id_hash
+from corpus.robots import host_key, verdict
+from corpus.shards import DOCUMENT, long_parts
 
-KINDS = tuple(TAGS)                                      # email, ip, iban: the columns of what was scrubbed
-LONG = 1_000_000                                         # characters of a document that near-duplicates are judged by
+# Kinds of personal data: email, ip, iban.
+KINDS = tuple(TAGS)
+# Characters of a document by which near-duplicates are judged.
+LONG = 1_000_000
 
 
-class Rules:
+class Rules(SimpleNamespace):
     """
-    What decides about one document. A plain record of settings: files (documents.check), folder of the spool, robots
-    (a store or None) with agents, missing, explicit and blocked; columns (arguments of filters.column_reason);
-    contamination and near (filters.Contamination, NearDuplicates, or None); pii, pii_in_code; text_field, wanted (columns), name,
-    source_by, language, license; strict.
+    What decides about one document: the settings of prepare.py, for every process.
+
+        files, text_field, wanted       where documents come from: readers.check of each file, columns to read
+        spool                           the folder that batches are written to
+        name, source_by                 the name of the only source, or the column that names it
+        defaults                        {"language", "license"} of documents that do not say
+        robots                          arguments of robots.verdict, or None
+        columns                         arguments of quality.column_reason
+        contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
+        pii, pii_in_code                is personal data replaced, and in code too?
+        strict                          raise where a URL is none
     """
 
-    def __init__(self, **settings):
-        self.__dict__.update(settings)
-
-    def reason(self, doc, size, robots):
-        """Why this document goes, by its URL and its columns, or None. Counts in `robots` what its host said."""
-        if not doc["text"].strip():
-            return "empty"
-        if self.robots is not None or self.blocked:
-            outcome = verdict(doc.get("url") or None, self.robots, self.agents, self.missing, self.blocked, self.explicit)
-            self.count(robots, outcome, doc, size)
-            if outcome.startswith("drop:"):
-                return outcome[5:]
-        return column_reason(doc, **self.columns)
-
-    def contaminated(self, texts, ids, ends):
-        """{number of a text: why it goes}. ids, ends: filters.words(texts); one look at all of them rules nearly every text out."""
-        found = np.searchsorted(ends, self.contamination.candidates(ids), side="right").tolist()
-        reasons = {}
-        for i in {*found, *(i for i, text in enumerate(texts) if len(text) > LONG)}:
-            for part in pieces(texts[i], overlap=20_000):
-                prompt = self.contamination.check(part)
-                if prompt is not None:
-                    reasons[i] = f"contaminated:prompt {prompt}"
-                    break
-        return reasons
-
-    def count(self, robots, outcome, doc, size):
-        kind, host = ":".join(outcome.split(":")[:2]), host_key(doc.get("url"))
-        add(robots["outcomes"], kind, size)
-        if host:
-            known = "unparsable" if kind.endswith("unparsable") else "without" if kind.endswith("no-robots") else "with"
-            robots["hosts"][host] = known
-        if kind in ("drop:robots", "drop:blocked-domain"):
-            add(robots["blocked"], host, size)
-            if kind == "drop:robots":
-                add(robots["agents"], outcome.split(":")[2], size)
+    def documents(self, rows):
+        """The documents of a batch."""
+        return documents(self.files, rows, self.text_field, self.wanted)
 
 
-def add(table, key, size, documents=1):
-    """table[key] += (documents, bytes)"""
-    row = table.setdefault(key, [0, 0])
-    row[0] += documents
-    row[1] += size
+# ----------------------------------------------------------------------------------------------------------------------
+# the spool
 
 
 def sift(rules, number, rows):
     """
-    Documents of a batch -> {number}.text, the UTF-8 of those that pass, sorted by the hash of their ids; and {number}.npz: in the
-    order of the input, for each of them its row, its place (the hash), where its text lies, its size before and after scrubbing,
-    its group, keys for finding duplicates, personal data by kind; and as JSON the ids, the groups, and all that was removed.
+    Rows of a batch -> two files in the spool, which sifted() reads again.
+
+        {number}.text    UTF-8 of the documents that pass, in the order of the input, without anything between
+        {number}.npz     an array of spool_type; and as JSON their ids and URLs, the groups, what was removed and why,
+                         what the hosts said
+
+    The second is renamed when both are whole, so where it stands the batch is done.
     """
-    if os.path.exists(os.path.join(rules.folder, f"{number}.npz")):             # done before a kill
+    done = rules.spool / f"{number}.npz"
+    if done.exists():
         return
-    info = dict(files=sorted({i for i, _, _ in rows}), rows=0, ids=[], urls=[], groups=[], removed=[], columns=[], dates=[None, None],
-                robots=dict(outcomes={}, hosts={}, blocked={}, agents={}))
-    groups, places, sizes, keys, bands, found, texts = {}, [], [], [], [], [], []
-    for docs in handfuls(documents(rules.files, rows, rules.text_field, rules.wanted)):
-        staying = by_columns(rules, docs, info, groups)
-        if staying and (rules.near or rules.contamination):
-            staying, some = by_words(rules, staying, info)
-            bands.append(some)
-        for doc, row, group, url, size in staying:
-            date = doc.get("date")
-            if isinstance(date, str) and date[:4].isdigit():
-                low, high = info["dates"]
-                info["dates"] = [min(low or date, date), max(high or date, date)]
-            scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
-            counts, parts = dict.fromkeys(KINDS, 0), []
-            for part in long_parts(doc["text"]):                                 # of a document of 100 MB one copy is enough
-                part, hits = scrub_pii(part) if scrub else (part, {})
-                parts.append(part.encode())
-                for kind, n in hits.items():
-                    counts[kind] += n
-            keys.append(text_key(doc["text"])[:8])
-            info["ids"].append(doc["id"])
-            info["urls"].append(url)
-            places.append(place(doc["id"]))
-            found.append(list(counts.values()))
-            texts.append(parts)
-            sizes.append((group, size, sum(map(len, parts)), row))
-    info["groups"] = list(groups)
-    order = sorted(range(len(texts)), key=places.__getitem__)
-    offsets, at = np.zeros(len(texts), np.int64), 0
-    with open(os.path.join(rules.folder, f"{number}.text.tmp"), "wb") as f:
-        for i in order:
-            offsets[i], at = at, at + sizes[i][2]
-            f.writelines(texts[i])
-    sizes = np.array(sizes, np.int64).reshape(-1, 4)
-    with open(os.path.join(rules.folder, f"{number}.npz.tmp"), "wb") as f:
-        np.savez(f, place=np.array(places, np.uint64), offset=offsets, key=np.frombuffer(b"".join(keys), np.uint64),
-                 bands=np.concatenate(bands) if bands else np.zeros((len(texts), 0), np.uint64),
-                 group=sizes[:, 0], size=sizes[:, 1], length=sizes[:, 2], row=sizes[:, 3],
-                 found=np.array(found, np.int64).reshape(-1, len(KINDS)), info=np.frombuffer(json.dumps(info).encode(), np.uint8))
-    for ending in ("text", "npz"):
-        path = os.path.join(rules.folder, f"{number}.{ending}")
-        os.replace(path + ".tmp", path)
+    info = SimpleNamespace(ids=[], urls=[], groups={}, removed=[], columns=[])
+    info.robots = dict(outcomes={}, hosts={}, blocked={}, agents={})
+    spooled, dates = [], []
+    with open(rules.spool / f"{number}.text", "wb") as f:
+        for some in handfuls(rules.documents(rows)):
+            candidates = by_columns(rules, some, info)
+            for one in by_words(rules, candidates, info):
+                begin = f.tell()
+                replaced = write_scrubbed(f, rules, one.doc)
+                # In the order of spool_type. The stream, 0, is not known before all batches are.
+                spooled.append((
+                    id_hash(one.id),
+                    number,
+                    begin,
+                    f.tell() - begin,
+                    one.group,
+                    0,
+                    one.row,
+                    one.size,
+                    # Of the text as it was: two that differ in an address alone are two.
+                    [fingerprint(one.doc["text"])],
+                    one.bands,
+                    replaced,
+                ))
+                info.ids.append(one.id)
+                info.urls.append(one.url)
+                date = one.doc.get("date")
+                if isinstance(date, str) and date[:4].isdigit():
+                    dates.append(date)
+    info.groups = list(info.groups)
+    info.dates = [min(dates, default=None), max(dates, default=None)]
+    said = json.dumps(vars(info)).encode()
+    with open(f"{done}.tmp", "wb") as f:
+        np.savez(f, documents=np.array(spooled, spool_type(rules)), info=np.array(said))
+    os.replace(f.name, done)
+
+
+def spool_type(rules):
+    """The numpy type of a document in {number}.npz: what stays in memory to the end, and what its copies need."""
+    bands = rules.near.bands if rules.near else 0
+    return np.dtype([
+        *DOCUMENT.descr,                    # group: number of (source, language, license) in info.groups
+        ("row", np.int64),                  # of the batch: the order of the input
+        ("size", np.int64),                 # bytes before personal data was replaced
+        ("key", np.uint64, (1,)),           # the same for equal texts
+        ("bands", np.uint64, (bands,)),     # near-duplicates share one
+        ("pii", np.int64, (len(KINDS),)),   # what was replaced, by kind
+    ])
+
+
+def sifted(spool, number):
+    """What sift wrote: (array of spool_type, info)."""
+    with np.load(spool / f"{number}.npz", allow_pickle=False) as saved:
+        return saved["documents"], SimpleNamespace(**json.loads(saved["info"].item()))
 
 
 def handfuls(docs, size=300_000):
-    """Documents in lists of about so many characters: what numpy does to one page costs mostly the call, and to megabytes the memory."""
+    """
+    Documents as lists of (row, document), each of about `size` characters.
+
+    The words of a list are hashed together. Of a page alone the calls would take longer than the work; of a whole
+    batch the arrays would take many times its memory.
+    """
     some, n = [], 0
-    for doc in docs:
-        some.append(doc)
+    for row, doc in enumerate(docs):
+        some.append((row, doc))
         n += len(doc["text"] or "")
         if n >= size:
             yield some
@@ -148,61 +143,147 @@ def handfuls(docs, size=300_000):
         yield some
 
 
-def by_columns(rules, docs, info, groups):
-    """[(document, row, group, URL, bytes)] of those that stay by what their URLs and columns say; the others go to info["removed"]."""
+def fingerprint(text):
+    """A key for exact duplicates: an integer of 64 bits."""
+    return int.from_bytes(text_key(text)[:8], "little")
+
+
+def write_scrubbed(f, rules, doc):
+    """
+    Write a document without personal data as UTF-8. Returns how much was replaced, by kind: int64 (kinds,).
+
+    Part by part, since of a document of 100 MB one copy is enough. Apertus left code as it is.
+    """
+    scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
+    replaced = np.zeros(len(KINDS), np.int64)
+    for part in long_parts(doc["text"]):
+        if scrub:
+            part, counts = scrub_pii(part)
+            replaced += [counts[kind] for kind in KINDS]
+        f.write(part.encode())
+    return replaced
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the rules about one document
+
+
+def by_columns(rules, docs, info):
+    """Candidates: what stays of [(row, document)] by its URL and columns. The others go to info.removed."""
     staying = []
-    for doc in docs:
-        if rules.license:
-            doc.setdefault("license", rules.license)
-        if rules.language:
-            doc.setdefault("language", rules.language)
-        key = (str(doc.get(rules.source_by) or "none") if rules.source_by else rules.name,
-               str(doc.get("language") or ""), str(doc.get("license") or ""))
-        group = groups.setdefault(key, len(groups))
-        url = doc["url"] if isinstance(doc.get("url"), str) else None
-        info["rows"] += 1
-        if rules.strict and doc.get("url") and not host_key(doc["url"]):
-            raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
-        if doc["text"] is None:
-            info["columns"] = info["columns"] or doc["columns"]
-            info["removed"].append((info["rows"], group, doc["id"], None, "unreadable:" + doc["problem"], 0))
-            continue
-        size = len(doc["text"].encode())
-        reason = rules.reason(doc, size, info["robots"])
+    for row, doc in docs:
+        for column, value in rules.defaults.items():
+            if value:
+                doc.setdefault(column, value)
+        source = str(doc.get(rules.source_by) or "none") if rules.source_by else rules.name
+        language, license = (str(doc.get(column) or "") for column in ("language", "license"))
+        group = info.groups.setdefault((source, language, license), len(info.groups))
+        url = doc.get("url")
+        one = SimpleNamespace(
+            doc=doc,
+            id=doc["id"],
+            row=row,
+            group=group,
+            url=url if isinstance(url, str) else None,
+            size=len((doc["text"] or "").encode()),
+            bands=(),
+        )
+        reason = reason_by_columns(rules, one, info)
         if reason:
-            info["removed"].append((info["rows"], group, doc["id"], url, reason, size))
+            remove(one, reason, info)
         else:
-            staying.append((doc, info["rows"], group, url, size))
+            staying.append(one)
     return staying
 
 
-def by_words(rules, staying, info):
-    """Those that stay by their words (evaluation prompts), and their keys for near-duplicates: uint64 (n, bands)."""
-    texts = [doc["text"] for doc, *_ in staying]
+def reason_by_columns(rules, one, info):
+    """Why a candidate goes by its URL and its columns, or None. ValueError in a strict run, for a URL that is none."""
+    doc = one.doc
+    if doc["text"] is None:
+        info.columns = info.columns or doc["columns"]
+        return "unreadable:" + doc["problem"]
+    if rules.strict and doc.get("url") and not host_key(doc["url"]):
+        raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
+    if not doc["text"].strip():
+        return "empty"
+    if rules.robots:
+        url = doc.get("url") or None
+        outcome = verdict(url, **rules.robots)
+        note_outcome(info.robots, outcome, host_key(url), one.size)
+        if outcome.startswith("drop:"):
+            return outcome.removeprefix("drop:")
+    return column_reason(doc, **rules.columns)
+
+
+def note_outcome(seen, outcome, host, size):
+    """Count an outcome of robots.verdict, what its host has, and whose rule it was that refused."""
+    fate, reason, *particulars = outcome.split(":")
+    add(seen["outcomes"], f"{fate}:{reason}", size)
+    if host:
+        has = {"unparsable": "unparsable", "no-robots": "without"}
+        seen["hosts"][host] = has.get(reason, "with")
+    if reason in ("robots", "blocked-domain"):
+        add(seen["blocked"], host, size)
+    if reason == "robots":
+        add(seen["agents"], particulars[0], size)
+
+
+def add(table, key, size):
+    """One more document of `size` bytes: table[key] is (documents, bytes)."""
+    n, total = table.get(key, (0, 0))
+    table[key] = n + 1, total + size
+
+
+def by_words(rules, candidates, info):
+    """What stays of the candidates by its words. Gives each its keys for near-duplicates; the others are removed."""
+    if not candidates or not (rules.near or rules.contamination):
+        return candidates
+    texts = [one.doc["text"] for one in candidates]
     ids, ends = words([text[:LONG] for text in texts])
-    gone = rules.contaminated(texts, ids, ends) if rules.contamination else {}
-    info["removed"] += [(row, group, doc["id"], url, gone[i], size) for i, (doc, row, group, url, size) in enumerate(staying) if i in gone]
-    stays = [i for i in range(len(staying)) if i not in gone]
-    bands = rules.near.keys(signatures(ids, ends)) if rules.near else np.zeros((len(staying), 0), np.uint64)
-    return [staying[i] for i in stays], bands[stays]
+    if rules.near:
+        keys = rules.near.keys(signatures(ids, ends))
+        for one, bands in zip(candidates, keys):
+            one.bands = bands
+    gone = contaminated(rules.contamination, texts, ids, ends) if rules.contamination else {}
+    for i, prompt in gone.items():
+        remove(candidates[i], f"contaminated:prompt {prompt}", info)
+    return [one for i, one in enumerate(candidates) if i not in gone]
 
 
-def sifted(folder, number):
-    """What sift wrote: (arrays, info)."""
-    with np.load(os.path.join(folder, f"{number}.npz"), allow_pickle=False) as saved:
-        arrays = {name: saved[name] for name in saved.files}
-    return arrays, json.loads(arrays.pop("info").tobytes())
+def contaminated(contamination, texts, ids, ends):
+    """
+    {number of a text: number of the evaluation prompt in it}. ids, ends: those of dedup.words(texts).
+
+    One look at all ids rules nearly every text out. A long one, whose ids are not all there, is always read.
+    """
+    hits = contamination.candidates(ids)
+    hit = np.searchsorted(ends, hits, side="right").tolist()
+    long = [i for i, text in enumerate(texts) if len(text) > LONG]
+    gone = {}
+    for i in {*hit, *long}:
+        prompts = (contamination.check(part) for part in pieces(texts[i], overlap=20_000))
+        prompt = next((prompt for prompt in prompts if prompt is not None), None)
+        if prompt is not None:
+            gone[i] = prompt
+    return gone
+
+
+def remove(one, reason, info):
+    """A candidate goes: prepare.judge writes it down."""
+    info.removed.append((one.row, one.group, one.id, one.url, reason, one.size))
 
 
 def scores(rules, number, rows, field):
     """First pass of "keep the top share": [(id, language, score)] of a batch."""
     found = []
-    for doc in documents(rules.files, rows, rules.text_field, rules.wanted):
-        if doc["text"] is not None:
-            if field not in doc:
-                raise ValueError(f"no column {field!r} for --score_field; the data has {', '.join(doc)}")
-            if doc[field] is not None:
-                found.append((doc["id"], str(doc.get("language") or rules.language or ""), float(doc[field])))
+    for doc in rules.documents(rows):
+        if doc["text"] is None:
+            continue
+        if field not in doc:
+            raise ValueError(f"no column {field!r} for --score_field; the data has {', '.join(doc)}")
+        if doc[field] is not None:
+            language = doc.get("language") or rules.defaults["language"]
+            found.append((doc["id"], str(language), float(doc[field])))
     return found
 
 
@@ -210,23 +291,29 @@ def scores(rules, number, rows, field):
 # processes
 
 
-_shared = None                                           # what every process has: set once in each by start()
+# What every worker has: set once in each by start().
+_shared = None
 
 
 def start(shared):
+    """In a new worker: keep what all tasks share, and end when the main process does."""
     global _shared
     _shared = shared
-    threading.Thread(target=leave_with_the_main_process, daemon=True).start()
+    threading.Thread(target=end_with_the_main_process, daemon=True).start()
 
 
-def leave_with_the_main_process():
-    """After a kill -9 of it nobody tells the workers to end: they would wait for the next batch for ever."""
+def end_with_the_main_process():
+    """After kill -9 the main process cannot tell its workers to end: they would wait for a batch for ever."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
 def call(work, args):
-    """In a worker. What the user did wrong comes back as a value, so that it is told in one line and not as two tracebacks."""
+    """
+    In a worker: (result, None) or (None, message).
+
+    A raised error would come back with two tracebacks, and what the user did wrong is told in one line.
+    """
     try:
         return work(*_shared, *args), None
     except (ValueError, OSError) as e:
@@ -235,36 +322,41 @@ def call(work, args):
 
 def ordered(work, shared, tasks, workers):
     """
-    Yield (task, work(*shared, *args of the task)) in the order of tasks [(task, args)], done by so many processes.
+    Yield (task, work(*shared, *args)) in the order of tasks, an iterable of (task, args), done by so many processes.
 
-    At most two tasks a process are on their way, so memory does not grow with their number. workers=1: in this process.
+    At most two tasks a process are on their way, so memory does not grow with their number. workers=1: in this
+    process. ValueError: what a worker could not do, or that one was killed.
     """
     if workers == 1:
         for task, args in tasks:
             yield task, work(*shared, *args)
         return
-    kind = "fork" if "fork" in multiprocessing.get_all_start_methods() and os.name == "posix" else None    # what is shared is not copied
-    with ProcessPoolExecutor(workers, multiprocessing.get_context(kind), start, (shared,)) as pool:
+    # A forked process shares what is there already, where a spawned one would get a copy.
+    kind = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
+    context = multiprocessing.get_context(kind)
+    with ProcessPoolExecutor(workers, context, start, (shared,)) as pool:
         waiting = deque()
-
-        def result():
-            task, future = waiting.popleft()
-            try:
-                value, error = future.result()
-            except BrokenProcessPool:
-                raise ValueError("a worker process was killed, most likely for want of memory: try fewer --workers; the same command "
-                                 "goes on where it stopped") from None
-            if error:
-                raise ValueError(error)
-            return task, value
-
         try:
             for task, args in tasks:
                 waiting.append((task, pool.submit(call, work, args)))
                 if len(waiting) >= 2 * workers:
-                    yield result()
+                    yield result(*waiting.popleft())
             while waiting:
-                yield result()
+                yield result(*waiting.popleft())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def result(task, future):
+    """(task, its result), when it is there."""
+    try:
+        value, error = future.result()
+    except BrokenProcessPool:
+        raise ValueError(
+            "a worker process was killed, most likely for want of memory: try fewer --workers; "
+            "the same command goes on where it stopped"
+        ) from None
+    if error:
+        raise ValueError(error)
+    return task, value

@@ -17,8 +17,6 @@ Each process writes, hashes and reads its own part, and any number of processes 
 writes while training goes on.
 """
 
-import contextlib
-import errno
 import glob
 import hashlib
 import json
@@ -31,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+
+from engine.files import NO_LOCKS, flush, lock_file, make_folder, sha256, write_flushed
 
 # DCP warns where there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -366,31 +366,6 @@ def claim(out):
     return lock
 
 
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)     # Lustre mounted without flock, NFS without lockd
-
-
-def lock_file(file):
-    """
-    Lock an open file for this process: False if another holds it, OSError if it cannot be locked at all. On Windows a lock of msvcrt,
-    since that too goes with its owner, which a file made with O_EXCL would not; far beyond the text, since others cannot read what is locked.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        import msvcrt
-        os.lseek(file.fileno(), 2**30, os.SEEK_SET)
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except PermissionError:
-            return False
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def steps_in(folder):
     """The steps of all checkpoints that have their final name, rising."""
     if not os.path.isdir(folder):
@@ -403,48 +378,3 @@ def sealed(manifest):
     """The manifest as a text that carries its own sha256. To check one, seal it again and compare: no bit may flip."""
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     return json.dumps(dict(sha256=digest, manifest=manifest), sort_keys=True, indent=1)
-
-
-def sha256(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
-def write_flushed(path, text):
-    """Write a file, all or nothing: a full disk or a power cut leaves the old one. text: a string, or an iterable of lines."""
-    tmp = f"{path}.tmp"
-    try:
-        with open(tmp, "w", encoding="utf-8") as f:
-            f.writelines([text] if isinstance(text, str) else text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.remove(tmp)
-        e.filename, e.filename2 = str(path), None                              # or the line that the user sees would name no file
-        raise
-    flush(os.path.dirname(os.path.abspath(path)))
-
-
-def make_folder(path):
-    """os.makedirs, and each new name flushed into the folder that holds it: a power cut would take it with everything inside."""
-    holders, at = [], os.path.abspath(path)
-    while not os.path.lexists(at):
-        at = os.path.dirname(at)
-        holders.append(at)
-    os.makedirs(path, exist_ok=True)
-    for holder in holders:
-        flush(holder)
-
-
-def flush(path):
-    """fsync a file or folder that is written already: a rename may reach the disk before the data it names."""
-    windows = os.name == "nt"
-    if windows and os.path.isdir(path):                                        # cannot be opened there: NTFS keeps a journal of names
-        return
-    fd = os.open(path, os.O_RDWR if windows else os.O_RDONLY)                  # Windows flushes only what is open for writing
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

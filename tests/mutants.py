@@ -51,6 +51,7 @@ ALSO = {
     "digits": ["test_qrpo", "test_readme"],
     "explain": ["test_plot"],
     "fairness": ["test_tokenizer"],
+    "files": ["test_checkpoint", "test_prepare"],
     "generate": ["test_model", "test_speed", "test_sample"],
     "hardware": ["test_model", "test_parallel"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],

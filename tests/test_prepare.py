@@ -323,6 +323,22 @@ def test_the_old_data_stand_until_the_new_ones_do_wherever_it_is_stopped(home, m
     assert snapshot(home / "data") == old
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks up what is flushed in /proc")
+def test_new_data_are_on_disk_before_they_get_their_name_and_the_name_is_before_the_old_ones_go(home, monkeypatch):
+    final, tmp, lock = shards.claim(home / "data", [])
+    (tmp / "data").mkdir()
+    (tmp / "data" / "train_00000.npy").write_bytes(b"tokens")
+    done, fsync, rename, rmtree = [], os.fsync, os.rename, shutil.rmtree
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda old, new: (done.append((str(old), str(new))), rename(old, new)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **options: (done.append(f"no {path}"), rmtree(path, **options)))
+    with lock:
+        shards.publish(final, tmp)
+    new, renamed, gone = f"{tmp}/data", (f"{tmp}/data", str(final)), done.index(f"no {tmp}/old")
+    assert {f"{new}/train_00000.npy", new} <= set(done[:done.index(renamed)])
+    assert str(home) in done[done.index(renamed):gone]
+
+
 def test_one_process_at_a_time_writes_a_folder(home):
     lock = shards.claim(f"{home}/data", [])[2]
     for out in ("data", "data/"):
@@ -343,11 +359,12 @@ def test_a_lock_that_its_owner_has_removed_meanwhile_is_none(tmp_path):
                 shards.hold(lock, "out")
 
 
-@pytest.mark.skipif(not shards.fcntl, reason="no locks on this system")
 def test_a_file_system_without_locks_is_told_and_used(home, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
     def none(*args):
         raise OSError(38, "Function not implemented")
-    monkeypatch.setattr(shards.fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", none)
     assert "has no locks (Function not implemented)" in run(home / "texts", f"--out={home}/data", "--tokenizer=byte").stdout
 
 
@@ -533,6 +550,16 @@ def write_x(tmp_path):
     (tmp_path / "d" / "a").mkdir(parents=True)
     (tmp_path / "d" / "a" / "x.txt").write_text("third")
     return str(tmp_path / "d" / "a")
+
+
+def test_of_a_single_document_and_its_copies_the_end_validates_and_no_copy_is_there(tmp_path):
+    """The copies lie in the spool too: only the text of the document that stays may be cut."""
+    book = "\n".join(f"Line {i} of the book." for i in range(1000))
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(book)
+    run(*(tmp_path / f"{name}.txt" for name in "abc"), f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--val_share=0.1")
+    (train,), (val,) = texts_in(tmp_path / "out", ["train"]), texts_in(tmp_path / "out", ["val"])
+    assert train + val == book and account(tmp_path / "out")["total"]["removed"]["duplicate"][0] == 2
 
 
 # ----------------------------------------------------------------------------------------------------------------------

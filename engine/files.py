@@ -1,0 +1,100 @@
+"""
+Files that are whole or absent, whatever happens to the process or to the power.
+
+    write_flushed    temporary name, fsync, rename, fsync of the folder: a reader finds the old file or the new one
+    make_folder      a new folder whose own name is on disk too
+    flush            fsync of what is written already; a rename may reach the disk before the data it names
+    lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
+    sha256           tells later whether a bit has flipped
+
+It imports the standard library alone, so that a data worker or --help need not wait for torch.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+
+# What a file system answers that has no locks: Lustre mounted without flock, NFS without lockd.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def sha256(path):
+    """The sha256 of a file, in hexadecimal."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def write_flushed(path, text):
+    """
+    Write a file, all or nothing: a full disk or a power cut leaves the old one.
+
+    text: a string, or an iterable of lines. OSError names `path`, although the temporary file is what failed.
+    """
+    tmp = f"{path}.tmp"
+    try:
+        with open(tmp, "w", encoding="utf-8") as f:
+            f.writelines([text] if isinstance(text, str) else text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.remove(tmp)
+        e.filename, e.filename2 = str(path), None
+        raise
+    flush(os.path.dirname(os.path.abspath(path)))
+
+
+def make_folder(path):
+    """
+    os.makedirs, and each new name flushed into the folder that holds it.
+
+    A power cut would otherwise take the name, and with it everything inside.
+    """
+    holders, at = [], os.path.abspath(path)
+    while not os.path.lexists(at):
+        at = os.path.dirname(at)
+        holders.append(at)
+    os.makedirs(path, exist_ok=True)
+    for holder in holders:
+        flush(holder)
+
+
+def flush(path):
+    """fsync a file or folder that is written already."""
+    windows = os.name == "nt"
+    # Windows cannot open a folder, and NTFS keeps a journal of names.
+    if windows and os.path.isdir(path):
+        return
+    # Windows flushes only what is open for writing.
+    fd = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def lock_file(file):
+    """
+    Lock an open file for this process, until it is closed: False if another process holds it.
+
+    OSError if it cannot be locked at all (see NO_LOCKS). Windows has no fcntl; its msvcrt locks go with their owner
+    too, which a file made with O_EXCL would not. The locked byte lies far beyond the text, since nobody else can read
+    it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+        os.lseek(file.fileno(), 2**30, os.SEEK_SET)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError:
+            return False
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
