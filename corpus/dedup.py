@@ -124,7 +124,7 @@ _rng = np.random.default_rng(0)
 # order, because signatures, and so what is a duplicate, must not change between versions.
 _A, _B = _rng.integers(0, 2**64, (2, 112), dtype=np.uint64)
 _A |= 1
-# A word's hash is the sum over its bytes of a random number for the byte times one for its place in the word. A byte that
+# A word's hash is a sum over its bytes: a random number for the byte times one for its place in the word. A byte that
 # is in no word has the number 0.
 _BYTE = _rng.integers(1, 2**32, 256, dtype=np.uint32)
 _BYTE[list(re.sub(rb"\w", b"", bytes(range(128))))] = 0
