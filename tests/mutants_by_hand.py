@@ -146,13 +146,13 @@ MISTAKES = [
     ("corpus/dedup.py", "start = max(0, hit - len(prompt))", "start = hit", "what stands before the 8-gram is not seen"),
     ("corpus/quality.py", "hashes.append(uniform(doc_id, seed=0))", "hashes.append(uniform(str(len(hashes)), seed=0))", "the sample depends on the order"),
     # report
-    ("corpus/audit.py", "group[\"documents_in\"] += documents\n        group[\"bytes_in\"] += size", "group[\"documents_in\"] += documents", "bytes that went did not come"),
-    ("corpus/audit.py", "if group[\"bytes_written\"] else (kept", "if False else (kept", "one rate for all groups"),
+    ("corpus/audit.py", "dict(documents_in=documents, bytes_in=size, removed=removed)", "dict(documents_in=documents, removed=removed)", "bytes that went did not come"),
+    ("corpus/audit.py", "if group[\"bytes_written\"] else everything", "if False else everything", "one rate for all groups"),
     ("corpus/audit.py", "if removed != {reason", "if False and removed != {reason", "removed.jsonl.gz is not counted"),
-    ("corpus/audit.py", "if hashlib.file_digest(f, \"sha256\").hexdigest() != shard[\"sha256\"]", "if False", "hashes are not looked at"),
+    ("corpus/audit.py", "if sha256(file) != shard[\"sha256\"]", "if False", "hashes are not looked at"),
     ("corpus/audit.py", "self.dates = [min(dates), max(dates)]", "self.dates = [dates[0], dates[-1]]", "the dates of the last batch"),
     ("corpus/audit.py", "tokens <= 1e13", "tokens < 1e13", "the range of the form"),
-    ("corpus/audit.py", "key=lambda kv: (-kv[1][1], kv[0])", "key=lambda kv: (kv[1][1], kv[0])", "the least blocked hosts"),
+    ("corpus/audit.py", "key=lambda host: (-host[1][1], host[0])", "key=lambda host: (host[1][1], host[0])", "the least blocked hosts"),
     # prepare, pipeline, documents, shards
     ("prepare.py", "val = kept[\"place\"] / 2.0**64 < val_share", "val = kept[\"place\"] / 2.0**64 > val_share", "validation and training swapped"),
     ("prepare.py", "val[kept[\"place\"].argmin()] = True", "val[kept[\"place\"].argmax()] = True", "another document validates"),
