@@ -22,8 +22,8 @@ if __name__ == "__main__" and not __package__:
 import gzip
 import hashlib
 import json
-import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
@@ -195,7 +195,11 @@ def estimate(groups):
 
 
 def build(audit, run, inputs, outputs, robots, pii, probes):
-    """report.json as a dict; see the module docstring. run, inputs, outputs: what prepare.py knows of them."""
+    """
+    report.json as a dict; see the module docstring.
+
+    run, inputs, outputs, pii, probes: what prepare.py knows of them. robots: the same, None if no store was asked.
+    """
     groups = audit.groups
     estimate(groups.values())
     everything = total(groups.values())
@@ -274,10 +278,10 @@ def table(names, rows, at_most=None):
     return "\n".join(lines)
 
 
-def about(*estimates, exact=0):
-    """A sum of tokens, with the sign of what is estimated if anything is."""
-    tokens = exact + sum(estimates)
-    return f"\u2248 {tokens:,}" if any(estimates) else f"{tokens:,}"
+def about(estimate, exact=0):
+    """The sum of two numbers of tokens, with the sign of an estimate if the first is not 0."""
+    tokens = exact + estimate
+    return f"\u2248 {tokens:,}" if estimate else f"{tokens:,}"
 
 
 def replaced(pii):
@@ -287,7 +291,12 @@ def replaced(pii):
 
 
 def markdown(report):
-    """report.md: the same numbers as sentences and tables."""
+    """
+    report.md: the numbers of report.json as sentences and tables, as one str.
+
+    report: what build() returned. Each section below is a function of its part of the report, and returns a block or a
+    list of blocks.
+    """
     run = report["run"]
     return "\n\n".join([
         f"# What is in {run['out']}, and what is not",
@@ -309,12 +318,16 @@ def markdown(report):
 
 
 def flow(t, tokenizer):
-    """From what came in to what was kept, rule by rule."""
+    """
+    From what came in to what was kept, rule by rule, with the share that each rule took.
+
+    t: a total(). tokenizer: its name, which says what a token is.
+    """
     vocabulary = "the vocabulary in tokenizer.json" if tokenizer == "tokenizer.json" else tokenizer
     came = t["documents_in"]
     kept = t["documents"]
     estimates = t["tokens_removed_about"]
-    tokens = about(*estimates.values(), exact=t["tokens"])
+    tokens = about(sum(estimates.values()), t["tokens"])
     rows = [("came in", came, "", t["bytes_in"] / 1e6, tokens)]
     for reason, (n, size) in t["removed"].items():
         tokens = about(estimates[reason])
@@ -529,22 +542,22 @@ def verify(folder):
     Count again, from the files themselves: the lines of removed.jsonl.gz, the documents and the sha256 of each shard,
     the sums of the table. ValueError, one line, at the first that is not what report.json says. Returns the report.
     """
-    path = os.path.join(folder, "report.json")
-    if not os.path.isfile(path):
+    folder = Path(folder)
+    path = folder / "report.json"
+    if not path.is_file():
         raise ValueError(f"{folder} has no report.json: want a folder that prepare.py wrote")
-    with open(path, encoding="utf-8") as f:
-        report = json.load(f)
+    report = json.loads(path.read_bytes())
     t = total(report["table"])
     if t != report["total"]:
         raise ValueError(f"{path}: the rows of the table are not the total")
-    with gzip.open(os.path.join(folder, "removed.jsonl.gz"), "rt", encoding="utf-8") as lines:
+    with gzip.open(folder / "removed.jsonl.gz") as lines:
         removed = dict(Counter(short(json.loads(line)["reason"]) for line in lines))
     if removed != {reason: n for reason, (n, _) in t["removed"].items()}:
         raise ValueError(f"{folder}: removed.jsonl.gz has {removed}, report.json {t['removed']}")
     outputs = report["outputs"]
     documents = tokens = 0
     for shard in outputs["shards"]:
-        file = os.path.join(folder, shard["file"])
+        file = folder / shard["file"]
         if sha256(file) != shard["sha256"]:
             raise ValueError(f"{file} is not what prepare.py wrote: another sha256")
         stream = np.load(file, mmap_mode="r", allow_pickle=False)

@@ -68,10 +68,11 @@ def pieces(text, size=1_000_000, overlap=0):
     if len(text) <= size:
         yield text
         return
+    white_space = re.compile(r"\s")
     at = 0
     while at < len(text):
         end = at + size
-        space = re.compile(r"\s").search(text, end, end + 1000)
+        space = white_space.search(text, end, end + 1000)
         if space:
             end = space.start()
         yield text[max(0, at - overlap):end]
@@ -167,10 +168,12 @@ def words(texts):
     begin = inside.copy()
     begin[1:] &= ~inside[:-1]
     # U+3000 to U+9FFF, kana and Chinese characters: each is a word.
-    begin |= inside & (raw >= 0xE3) & (raw <= 0xE9)
+    east_asian = (raw >= 0xE3) & (raw <= 0xE9)
+    begin |= inside & east_asian
     starts = np.flatnonzero(begin)
-    counts = np.diff(np.searchsorted(starts, ends), prepend=0)  # (n,) words
-    characters = np.array([len(text) for text in texts])
+    last = np.searchsorted(starts, ends)
+    counts = np.diff(last, prepend=0)  # (n,) words
+    characters = np.array(list(map(len, texts)))
     for i in np.flatnonzero(characters > 20 * counts):
         # A script without spaces: the first byte of each character begins a word.
         part = slice(ends[i] - len(encoded[i]) - 1, ends[i])
@@ -230,7 +233,10 @@ def ngrams(ids, n):
 
 
 def _join(left, right):
-    return _mix(left * 0xD6E8FEB86659FD93 ^ right)
+    """The hash of two neighbouring runs from theirs. The constant makes their order count."""
+    h = left * 0xD6E8FEB86659FD93
+    h ^= right
+    return _mix(h)
 
 
 def _mix(h):
@@ -250,7 +256,8 @@ def minhash(text):
     estimates the Jaccard similarity of the sets, +- 0.04 at 0.8. Fewer than 5 words are one shingle. Broder 1997.
     Of a long text the first million characters count.
     """
-    return signatures(*words([text[:1_000_000]]))[0]
+    ids, ends = words([text[:1_000_000]])
+    return signatures(ids, ends)[0]
 
 
 def signatures(ids, ends):
@@ -260,11 +267,12 @@ def signatures(ids, ends):
     shingles = ngrams(ids, 5)
     # The last 4 words of a text begin no shingle of its own.
     inside = np.ones(len(ids), bool)
-    tails = ends[sizes > 0, None] - np.arange(1, 5)
+    filled = sizes > 0
+    tails = ends[filled, None] - np.arange(1, 5)
     inside[np.maximum(tails, 0)] = False
     shingles = shingles[inside[:len(shingles)]]
     # Fewer than 5 words are one shingle.
-    few = np.flatnonzero((0 < sizes) & (sizes < 5))
+    few = np.flatnonzero(filled & (sizes < 5))
     if len(few):
         whole = []
         for i in few:
@@ -350,7 +358,8 @@ class Contamination:
         for number, prompt in enumerate(prompts):
             ids = np.asarray(self.encode(prompt))
             self.prompts.append(ids.tolist())
-            for gram in set(ngrams(ids, 8).tolist()):
+            grams = ngrams(ids, 8).tolist()
+            for gram in set(grams):
                 self.where.setdefault(gram, []).append(number)
         if not self.where:
             raise ValueError(f"none of the {len(self.prompts)} prompts has 8 tokens: nothing can be checked")
@@ -377,7 +386,8 @@ class Contamination:
         # Prompt -> end of what was compared with it, because neighbouring 8-grams find the same passage.
         compared = {}
         for hit in self.candidates(ids).tolist():
-            for number in self.where[int(grams[hit])]:
+            gram = int(grams[hit])
+            for number in self.where[gram]:
                 if hit < compared.get(number, 0):
                     continue
                 prompt = self.prompts[number]
@@ -387,7 +397,8 @@ class Contamination:
                 part = ids[start:end].tolist()
                 matcher = SequenceMatcher(None, part, prompt, autojunk=False)
                 sizes = [block.size for block in matcher.get_matching_blocks()]
-                if 2 * sum(size for size in sizes if size >= 5) >= len(prompt):
+                common = [size for size in sizes if size >= 5]
+                if 2 * sum(common) >= len(prompt):
                     return number
         return None
 
@@ -428,7 +439,8 @@ def main():
     start = time.perf_counter()
     for path in paths:
         with open(path, encoding="utf-8") as lines:
-            for line in tqdm(lines, desc=path, unit=" docs", disable=None, leave=False):
+            progress = tqdm(lines, desc=path, unit=" docs", disable=None, leave=False)
+            for line in progress:
                 text = json.loads(line)["text"]
                 key = text_key(text)
                 if key in seen:
@@ -440,7 +452,8 @@ def main():
                 else:
                     fate = "kept"
                 seen.add(key)
-                counts[fate] = counts.get(fate, 0) + 1
+                counts.setdefault(fate, 0)
+                counts[fate] += 1
                 size += len(text.encode())
     seconds = time.perf_counter() - start
     speed = size / 1e6 / seconds

@@ -57,8 +57,9 @@ class TopShare:
 
     def merge(self, other):
         for language, theirs in other.scores.items():
-            for mine, more in zip(self._columns(language), theirs):
-                mine.extend(more)
+            columns = self._columns(language)
+            for column, more in zip(columns, theirs):
+                column.extend(more)
             self._trim(language)
 
     def _trim(self, language):
@@ -113,12 +114,14 @@ def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=Non
     # The comparisons are written so that a score that is not a number fails both rules.
     if top is not None:
         field, thresholds = top
-        score, threshold = column(field), of_language(thresholds)
+        score = column(field)
+        threshold = of_language(thresholds)
         if threshold is not None and (score is None or not score >= threshold):
             return "score"
     if below is not None:
         field, thresholds = below
-        score, threshold = column(field), of_language(thresholds)
+        score = column(field)
+        threshold = of_language(thresholds)
         if threshold is not None and score is not None and not score < threshold:
             return "above"
     share = of_language(rate)

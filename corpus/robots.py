@@ -155,13 +155,15 @@ def _goes_on(path, at, rest, anchored):
 # ----------------------------------------------------------------------------------------------------------------------
 # URLs
 
+# URLs may be hostile: none of these expressions can match a long text in two ways, so each takes linear time.
 # With a scheme, or none before example.com/a; not mailto:x@example.com.
-_URL = re.compile(r"(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
+_URL = re.compile(r"(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
                   r"([^/?#]*)([^#]*)", re.I)
 # user:password@[IPv6]:port or user:password@host:port
-_AUTHORITY = re.compile(r"(?:.*@)?(?:\[([^\]]*)\]|([^:]*))(?::[0-9]*)?", re.S)
+_AUTHORITY = re.compile(r"(?:.*@)?(?:\[([^\]@]*)\][:0-9]*|([^:@]*)(?::[0-9]*)?)", re.S)
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-_FOREIGN = re.compile(r"[^.]*[^.\0-\x7f][^.]*")
+# A whole label that is not ASCII.
+_FOREIGN = re.compile(r"(?<![^.])[^.]*[^.\0-\x7f][^.]*")
 _NOT_PLAIN = re.compile(r"%[0-9A-Fa-f]{2}|[^!-~]")
 _UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
 
@@ -195,7 +197,7 @@ def _host(authority):
     if not m:
         return None
     address, host = m.groups()
-    if address:
+    if host is None:
         try:
             return ipaddress.IPv6Address(address).compressed
         except ValueError:
@@ -404,6 +406,7 @@ def _rows(file, *columns):
                 row = json.loads(line)
                 row = row if isinstance(row, dict) else {}
                 yield [row[name] for name in _present(f"{path} line {number}", columns, row)]
+    # These two say in one line what is wrong.
     except (NoColumn, FileNotFoundError):
         raise
     except (ValueError, OSError, EOFError, zlib.error) as e:

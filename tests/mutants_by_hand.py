@@ -141,8 +141,8 @@ MISTAKES = [
     ("corpus/dedup.py", "if fresh.isdisjoint(row):", "if True:", "duplicates within a batch stay"),
     ("corpus/dedup.py", "new &= ~found.any(1)", "new &= ~found.all(1)", "all bands must agree"),
     ("corpus/dedup.py", "shingles = ngrams(ids, 5)", "shingles = ngrams(ids, 5) * 0", "one shingle for all"),
-    ("corpus/dedup.py", "2 * sum(size for size in sizes if size >= 5) >= len(prompt)", "2 * sum(sizes) >= len(prompt)", "short runs count"),
-    ("corpus/dedup.py", "2 * sum(size for size in sizes if size >= 5) >= len(prompt)", "sum(size for size in sizes if size >= 5) >= len(prompt)", "all of the prompt"),
+    ("corpus/dedup.py", "2 * sum(common) >= len(prompt)", "2 * sum(sizes) >= len(prompt)", "short runs count"),
+    ("corpus/dedup.py", "2 * sum(common) >= len(prompt)", "sum(common) >= len(prompt)", "all of the prompt"),
     ("corpus/dedup.py", "start = max(0, hit - len(prompt))", "start = hit", "what stands before the 8-gram is not seen"),
     ("corpus/quality.py", "hashes.append(uniform(doc_id, seed=0))", "hashes.append(uniform(str(len(hashes)), seed=0))", "the sample depends on the order"),
     # report
