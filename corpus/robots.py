@@ -27,6 +27,7 @@ import string
 import unicodedata
 import zlib
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -212,12 +213,15 @@ def _host(authority):
 
 def _percent(s):
     """RFC 9309 sec. 2.2.2: %7E and ~ are the same, %c3 and %C3, and e-acute and %C3%A9."""
-    def one(m):
-        if len(m[0]) == 1:
-            return quote(m[0], errors="replace")
-        c = chr(int(m[0][1:], 16))
-        return c if c in _UNRESERVED else m[0].upper()
-    return _NOT_PLAIN.sub(one, s)
+    return _NOT_PLAIN.sub(_escape, s)
+
+
+def _escape(m):
+    """A match of _NOT_PLAIN, a character or an escape, in the one form that both have."""
+    if len(m[0]) == 1:
+        return quote(m[0], errors="replace")
+    c = chr(int(m[0][1:], 16))
+    return c if c in _UNRESERVED else m[0].upper()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -293,7 +297,7 @@ def _compile(rules):
         pattern = _percent(written)
         start, *rest = pattern.removesuffix("$").replace("$", "%24").split("*")
         compiled.append((len(pattern), allow, written, start, rest, pattern.endswith("$")))
-    compiled.sort(key=lambda rule: rule[:2], reverse=True)
+    compiled.sort(key=itemgetter(0, 1), reverse=True)
     return compiled
 
 

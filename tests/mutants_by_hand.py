@@ -99,8 +99,8 @@ MISTAKES = [
     ("data.py", "parts.append(self.parts[s].batch(at - self.begins[s], end - at))", "parts.append(self.parts[s].batch(at, end - at))",
      "a stage does not begin at its beginning"),
     # compliance
-    ("corpus/robots.py", "key=lambda rule: rule[:2], reverse", "key=lambda rule: (rule[0], not rule[1]), reverse", "a disallow wins ties"),
-    ("corpus/robots.py", "key=lambda rule: rule[:2], reverse", "key=lambda rule: (-rule[0], rule[1]), reverse", "the shortest rule wins"),
+    ("corpus/robots.py", "key=itemgetter(0, 1), reverse", "key=lambda rule: (rule[0], not rule[1]), reverse", "a disallow wins ties"),
+    ("corpus/robots.py", "key=itemgetter(0, 1), reverse", "key=lambda rule: (-rule[0], rule[1]), reverse", "the shortest rule wins"),
     ("corpus/robots.py", "if token in groups else for_all", "if groups.get(token) else for_all", "a group without rules obeys the star"),
     ("corpus/robots.py", "at += len(part)\n", "at += 1\n", "two parts of a rule overlap"),
     ("corpus/robots.py", "for part in rest:", "for part in rest[:-1] if anchored else rest:", "the end of a rule overlaps its middle"),
@@ -484,8 +484,8 @@ MISTAKES = [
     ("prepare.py", "    reports.verify(half_done)  ", "    pass  ", "nothing is checked before it gets its name"),
     ("prepare.py", "again = left[~seen_before.first(keys[left])]", "again = left[:0]", "no duplicate goes"),
     # compliance
-    ("corpus/robots.py", "key=lambda rule: rule[:2], reverse", "key=lambda rule: (-rule[0], rule[1]), reverse", "the shortest rule wins"),
-    ("corpus/robots.py", "key=lambda rule: rule[:2], reverse", "key=lambda rule: (rule[0], not rule[1]), reverse", "of equals Disallow wins"),
+    ("corpus/robots.py", "key=itemgetter(0, 1), reverse", "key=lambda rule: (-rule[0], rule[1]), reverse", "the shortest rule wins"),
+    ("corpus/robots.py", "key=itemgetter(0, 1), reverse", "key=lambda rule: (rule[0], not rule[1]), reverse", "of equals Disallow wins"),
     ("corpus/robots.py", "            if in_rules:\n                names, in_rules = [], False",
      "            if True:\n                names, in_rules = [], False", "of two agents of a group the first is forgotten"),
     ("corpus/robots.py", "at = path.find(part, at)", "at = path.find(part)", "an end that overlaps its beginning"),
