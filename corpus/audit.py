@@ -1,16 +1,16 @@
 """
 The audit of a data folder: every document that came in is kept or removed for a reason, and the numbers add up.
 
-    in = kept + sum over reasons of removed            documents and bytes, for each source, language and licence, exactly
+    in = kept + sum over reasons of removed      documents and bytes, for each source, language and licence, exactly
 
-Tokens are counted for what was kept. What was removed is never tokenized: its tokens are estimated from its bytes, at the rate of
-what was kept of the same source, language and licence, and every name of such a number says "about".
+Tokens are counted for what was kept. What was removed is never tokenized: its tokens are estimated from its bytes, at
+the rate of what was kept of the same source, language and licence, and every name of such a number says "about".
 
-prepare.py fills an Audit and writes report.json (all numbers), report.md (for people), flow.png (documents from input to kept)
-and removed.jsonl.gz (id, URL, reason of each document that is not there; never its text). The last section of report.md is the
-text for the boxes of the EU's public summary of training content: see eu_summary.
+prepare.py fills an Audit and writes report.json (all numbers), report.md (for people), flow.png (documents from input
+to kept) and removed.jsonl.gz (id, URL, reason of each document that is not there; never its text). The last section of
+report.md is the text for the boxes of the EU's public summary of training content: see eu_summary.
 
-$ python -m corpus.audit data/mine                # the invariants once more, from the files: counts, hashes of the shards
+$ python -m corpus.audit data/mine           # the invariants once more, from the files: counts, hashes of the shards
 """
 
 import sys
@@ -22,13 +22,17 @@ if __name__ == "__main__" and not __package__:
 import gzip
 import hashlib
 import json
-import os
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 
+from corpus.readers import sha256
+from engine.plot import finish, pyplot
+
 paths = []                          # data folders whose audit is to be checked
 
-# Reasons in the order in which the rules stand, and what each says. "robots" is followed by agent and rule in removed.jsonl.gz.
+# Reasons in the order of the rules, and what each says. "robots" is followed by agent and rule in removed.jsonl.gz.
 REASONS = {
     "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
     "empty": "nothing but white space",
@@ -49,64 +53,102 @@ REASONS = {
 }
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# counting
+
+
 class Audit:
-    """Documents and bytes by (source, language, license): in, removed by reason, kept; and what hosts and files said."""
+    """
+    Documents and bytes by (source, language, license): in, removed by reason, kept; and what hosts and files said.
+
+    groups: {key: a table like empty()}, in the order in which they came. hosts: {hash of a host: "with", "without" or
+    "unparsable" robots.txt}. robots: what corpus/sift.py counts of them, {name: [documents, bytes]}. columns: those of
+    a row without text. dates: the first and the last.
+    """
 
     def __init__(self):
-        self.groups, self.order, self.hosts, self.columns, self.dates = {}, {}, {}, [], [None, None]
-        self.outcomes, self.blocked, self.agents = {}, {}, {}
+        self.groups = {}
+        self.hosts = {}
+        self.robots = dict(outcomes={}, blocked={}, agents={})
+        self.columns = []
+        self.dates = [None, None]
 
     def group(self, key):
-        self.order.setdefault(tuple(key), len(self.order))
-        return self.groups.setdefault(tuple(key), empty())
+        """The counts of (source, language, license), at first all zero."""
+        fresh = dict(empty(), number=len(self.groups))
+        return self.groups.setdefault(tuple(key), fresh)
+
+    def number(self, key):
+        """Groups are numbered as they come: the column "group" of prepare.py."""
+        return self.group(key)["number"]
 
     def remove(self, key, reason, size, documents=1):
-        """Documents that came in and go."""
-        group = self.group(key)
-        row = group["removed"].setdefault(short(reason), [0, 0])
-        row[0] += documents
-        row[1] += size
-        group["documents_in"] += documents
-        group["bytes_in"] += size
+        """Documents that came in and go, and their bytes."""
+        removed = {short(reason): [documents, size]}
+        add(self.group(key), dict(documents_in=documents, bytes_in=size, removed=removed))
 
     def keep(self, key, documents, size, written, pii):
         """Documents that came in and stay: bytes before and after personal data was replaced, {kind: replaced}."""
-        group = self.group(key)
-        for name, n in dict(documents_in=documents, bytes_in=size, documents=documents, bytes=size, bytes_written=written).items():
-            group[name] += n
-        for kind, n in pii.items():
-            group["pii"][kind] = group["pii"].get(kind, 0) + n
+        add(self.group(key), dict(
+            documents_in=documents,
+            bytes_in=size,
+            documents=documents,
+            bytes=size,
+            bytes_written=written,
+            pii=pii))
 
     def hear(self, info):
         """What a batch saw of hosts, dates and columns."""
         robots = info["robots"]
-        self.hosts.update({hashlib.blake2b(host.encode(), digest_size=6).digest(): known for host, known in robots["hosts"].items()})
-        for mine, theirs in ((self.outcomes, robots["outcomes"]), (self.blocked, robots["blocked"]), (self.agents, robots["agents"])):
-            for name, (n, size) in theirs.items():
-                row = mine.setdefault(name, [0, 0])
-                row[0], row[1] = row[0] + n, row[1] + size
+        add(self.robots, {name: robots[name] for name in self.robots})
+        # Six bytes stand for a host, because there may be millions of them.
+        for host, known in robots["hosts"].items():
+            digest = hashlib.blake2b(host.encode(), digest_size=6).digest()
+            self.hosts[digest] = known
         self.columns = self.columns or info["columns"]
-        dates = [d for d in (*self.dates, *info["dates"]) if d]
-        self.dates = [min(dates), max(dates)] if dates else [None, None]
-
-    def number(self, key):
-        """Groups are numbered as they come: the column "group" of prepare.py."""
-        self.group(key)
-        return self.order[tuple(key)]
+        dates = [date for date in (*self.dates, *info["dates"]) if date]
+        if dates:
+            self.dates = [min(dates), max(dates)]
 
     def about(self):
         """{source: documents kept by language and by licence}, for meta.json."""
         out = {}
         for (source, language, license), group in sorted(self.groups.items()):
-            if group["documents"]:
-                mine = out.setdefault(source, dict(languages={}, licenses={}))
-                for table, name in ((mine["languages"], language), (mine["licenses"], license)):
-                    table[name or "?"] = table.get(name or "?", 0) + group["documents"]
+            kept = group["documents"]
+            if kept:
+                languages, licenses = {language or "?": kept}, {license or "?": kept}
+                add(out, {source: dict(languages=languages, licenses=licenses)})
         return out
 
 
 def empty():
-    return dict(documents_in=0, bytes_in=0, removed={}, documents=0, bytes=0, bytes_written=0, tokens=0, pii={}, tokens_removed_about={})
+    """
+    What is counted of a group: what came in, what of it was removed ({reason: [documents, bytes]}) and kept.
+
+    bytes_written: after personal data was replaced. pii: {kind: replaced}. tokens_removed_about: {reason: estimate}.
+    """
+    return dict(
+        documents_in=0,
+        bytes_in=0,
+        removed={},
+        documents=0,
+        bytes=0,
+        bytes_written=0,
+        tokens=0,
+        pii={},
+        tokens_removed_about={})
+
+
+def add(table, more):
+    """Add the numbers of `more` to those of a table, key by key: a number, a row of two numbers, or a table again."""
+    for key, value in more.items():
+        if isinstance(value, dict):
+            add(table.setdefault(key, {}), value)
+        elif isinstance(value, list):
+            before = table.get(key, (0, 0))
+            table[key] = [a + b for a, b in zip(before, value)]
+        else:
+            table[key] = table.get(key, 0) + value
 
 
 def short(reason):
@@ -115,62 +157,92 @@ def short(reason):
 
 
 def total(groups):
-    """The sum of rows. ValueError where in != kept + removed: then prepare.py has a bug, and its numbers are not to be believed."""
+    """The sum of groups. ValueError where in != kept + removed: a bug of prepare.py, whose numbers are then wrong."""
     out = empty()
     for group in groups:
-        for name in out:
-            if name == "removed":
-                for reason, (n, size) in group["removed"].items():
-                    row = out["removed"].setdefault(reason, [0, 0])
-                    row[0], row[1] = row[0] + n, row[1] + size
-            elif isinstance(out[name], dict):
-                for kind, n in group.get(name, {}).items():
-                    out[name][kind] = out[name].get(kind, 0) + n
-            else:
-                out[name] += group[name]
+        add(out, {name: group[name] for name in out})
+    removed = out["removed"]
     for i, name in enumerate(("documents", "bytes")):
-        gone = sum(row[i] for row in out["removed"].values())
-        if out[f"{name}_in"] != out[name] + gone:
-            raise ValueError(f"the audit does not add up: {out[f'{name}_in']} {name} in, {out[name]} kept, {gone} removed")
-    out["removed"] = {reason: out["removed"][reason] for reason in REASONS if reason in out["removed"]}
+        came = out[f"{name}_in"]
+        kept = out[name]
+        gone = sum(row[i] for row in removed.values())
+        if came != kept + gone:
+            raise ValueError(f"the audit does not add up: {came} {name} in, {kept} kept, {gone} removed")
+    out["removed"] = {reason: removed[reason] for reason in REASONS if reason in removed}
     return out
 
 
+def totals(groups, part):
+    """{part(key): the total of the groups with that part of their key}, in order."""
+    members = {}
+    for key in sorted(groups):
+        members.setdefault(part(key), []).append(groups[key])
+    return {name: total(members[name]) for name in sorted(members)}
+
+
 def estimate(groups):
-    """tokens_removed_about of each group, by its tokens per byte, or by those of all groups where nothing of it was kept."""
-    kept = total(groups)
+    """
+    Set tokens_removed_about of each group: the bytes of what was removed times the tokens per byte of what was kept.
+
+    Where nothing of a group was kept, the tokens per byte are those of all groups.
+    """
+    everything = total(groups)
     for group in groups:
-        tokens, size = (group["tokens"], group["bytes_written"]) if group["bytes_written"] else (kept["tokens"], kept["bytes_written"])
-        group["tokens_removed_about"] = {reason: round(n * tokens / max(size, 1)) for reason, (_, n) in group["removed"].items()}
+        like = group if group["bytes_written"] else everything
+        for reason, (_, size) in group["removed"].items():
+            tokens = size * like["tokens"] / max(like["bytes_written"], 1)
+            group["tokens_removed_about"][reason] = round(tokens)
 
 
 def build(audit, run, inputs, outputs, robots, pii, probes):
-    """report.json as a dict; see the module docstring. run, inputs, outputs: what prepare.py knows of them."""
-    estimate(audit.groups.values())
-    everything = total(audit.groups.values())
-    table = {}
-    for (source, language, _), group in sorted(audit.groups.items()):
-        table.setdefault((source, language), []).append(group)
-    licences = {}
-    for (_, _, license), group in audit.groups.items():
-        licences.setdefault(license, []).append(group)
-    known = list(audit.hosts.values())
-    hosts = dict(seen=len(known), with_file=known.count("with"), without=known.count("without"), unparsable=known.count("unparsable"))
-    block = None
-    if robots:
-        gone = sum(everything["removed"].get(r, (0, 0))[1] for r in ("robots", "blocked-domain"))
-        top = sorted(audit.blocked.items(), key=lambda kv: (-kv[1][1], kv[0]))
-        block = dict(robots, hosts=dict(hosts, blocked=len(audit.blocked)), outcomes=dict(sorted(audit.outcomes.items())),
-                     removed_by_agent=dict(sorted(audit.agents.items())), top_blocked_hosts=dict(top[:20]),
-                     share_of_bytes_removed=gone / max(everything["bytes_in"], 1), published_share=dict(english=0.08, multilingual=0.04))
-    return dict(run=run, inputs=inputs, total=everything, dates=audit.dates, robots=block, probes=probes,
-                pii=dict(pii, **everything["pii"]), table=[dict(source=s, language=l, **total(g)) for (s, l), g in table.items()],
-                licenses={name: {k: total(g)[k] for k in ("documents", "bytes", "tokens")} for name, g in sorted(licences.items())},
-                outputs=outputs)
+    """
+    report.json as a dict; see the module docstring.
+
+    run, inputs, outputs, pii, probes: what prepare.py knows of them. robots: the same, None if no store was asked.
+    """
+    groups = audit.groups
+    estimate(groups.values())
+    everything = total(groups.values())
+    languages = totals(groups, lambda key: key[:2])
+    licenses = totals(groups, lambda key: key[2])
+    short_of = ("documents", "bytes", "tokens")
+    return dict(
+        run=run,
+        inputs=inputs,
+        total=everything,
+        dates=audit.dates,
+        robots=robots and {**robots, **opt_outs(audit, everything)},
+        probes=probes,
+        pii={**pii, **everything["pii"]},
+        table=[dict(source=source, language=language, **t) for (source, language), t in languages.items()],
+        licenses={name: {key: t[key] for key in short_of} for name, t in licenses.items()},
+        outputs=outputs)
+
+
+def opt_outs(audit, everything):
+    """What is known of the hosts, and what their robots.txt and the list of blocked domains removed."""
+    known = Counter(audit.hosts.values())
+    outcomes, blocked, agents = audit.robots.values()
+    # The hosts that lost the most bytes come first.
+    top = sorted(blocked.items(), key=lambda host: (-host[1][1], host[0]))
+    removed = everything["removed"]
+    gone = sum(removed[reason][1] for reason in ("robots", "blocked-domain") if reason in removed)
+    return dict(
+        hosts=dict(
+            seen=len(audit.hosts),
+            with_file=known["with"],
+            without=known["without"],
+            unparsable=known["unparsable"],
+            blocked=len(blocked)),
+        outcomes=dict(sorted(outcomes.items())),
+        removed_by_agent=dict(sorted(agents.items())),
+        top_blocked_hosts=dict(top[:20]),
+        share_of_bytes_removed=gone / max(everything["bytes_in"], 1),
+        published_share=dict(english=0.08, multilingual=0.04))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# for people
+# for people: report.md is a list of blocks, each a heading, a paragraph or a table, with an empty line in between
 
 
 def percent(part, whole):
@@ -178,216 +250,335 @@ def percent(part, whole):
     if not whole:
         return "-"
     share = 100 * part / whole
-    return "< 0.1 %" if 0 < share < 0.05 else "> 99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
+    if 0 < share < 0.05:
+        return "< 0.1 %"
+    if 99.95 <= share < 100:
+        return "> 99.9 %"
+    return f"{share:.1f} %"
 
 
-def cells(*values):
-    """A row of a table: numbers with commas, bytes as MB are floats."""
-    return "| " + " | ".join(f"{v:,}" if isinstance(v, int) else f"{v:,.2f}" if isinstance(v, float) else str(v) for v in values) + " |"
+def table(names, rows, at_most=None):
+    """
+    A table of Markdown, of which report.json has the rows after the first at_most.
+
+    rows: a tuple each, as long as names. Whole numbers get commas, floats (MB) two decimals, text stays.
+    """
+    def cell(value):
+        if isinstance(value, int):
+            return f"{value:,}"
+        return f"{value:,.2f}" if isinstance(value, float) else value
+
+    def line(values):
+        return "| " + " | ".join(map(cell, values)) + " |"
+
+    lines = [line(names), "|" + "---|" * len(names)]
+    lines += map(line, rows[:at_most])
+    if at_most and len(rows) > at_most:
+        lines.append(f"\nand {len(rows) - at_most} more in report.json")
+    return "\n".join(lines)
 
 
-def header(*names):
-    return [cells(*names), "|" + "---|" * len(names)]
+def about(estimate, exact=0):
+    """The sum of two numbers of tokens, with the sign of an estimate if the first is not 0."""
+    tokens = exact + estimate
+    return f"\u2248 {tokens:,}" if estimate else f"{tokens:,}"
 
 
-def about(*estimates, exact=0):
-    """A sum of tokens, with the sign of what is estimated if anything is."""
-    return f"\u2248 {exact + sum(estimates):,}" if any(estimates) else f"{exact:,}"
-
-
-def replaced(report):
+def replaced(pii):
+    """How much of each kind of personal data was replaced, as a phrase."""
     names = dict(email="e-mail addresses", ip="IP addresses", iban="IBANs")
-    return ", ".join(f"{report['pii'].get(kind, 0):,} {name}" for kind, name in names.items())
+    return ", ".join(f"{pii.get(kind, 0):,} {name}" for kind, name in names.items())
 
 
 def markdown(report):
-    """report.md: the same numbers as sentences and tables."""
-    t, run, robots = report["total"], report["run"], report["robots"]
-    vocabulary = "the vocabulary in tokenizer.json" if run["tokenizer"] == "tokenizer.json" else run["tokenizer"]
-    lines = [f"# What is in {run['out']}, and what is not", "",
-             f"{t['documents_in']:,} documents ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} stayed, "
-             f"{percent(t['bytes'], t['bytes_in'])} of the bytes: {t['tokens']:,} tokens of {vocabulary}. "
-             + ("Every other document was removed, each for one reason:" if t["removed"] else "Nothing was removed."), "",
-             *header("", "documents", "of all", "MB", "tokens"),
-             cells("came in", t["documents_in"], "", t["bytes_in"] / 1e6, about(*t["tokens_removed_about"].values(), exact=t["tokens"]))]
+    """
+    report.md: the numbers of report.json as sentences and tables, as one str.
+
+    report: what build() returned. Each section below is a function of its part of the report, and returns a block or a
+    list of blocks.
+    """
+    run = report["run"]
+    return "\n\n".join([
+        f"# What is in {run['out']}, and what is not",
+        *flow(report["total"], run["tokenizer"]),
+        "## Opt-outs",
+        *opt_out_blocks(report["robots"]),
+        "## Personal data",
+        personal_data(report["pii"]),
+        *probe_blocks(report["probes"]),
+        "## By source and language",
+        by_language(report["table"]),
+        "## Licences of what was kept",
+        by_license(report["licenses"]),
+        "## Inputs and outputs",
+        *files(report["inputs"], report["outputs"]["shards"]),
+        report["outputs"]["rule"],
+        f"```\n{run['command']}\n```",
+        *eu_summary(report)]) + "\n"
+
+
+def flow(t, tokenizer):
+    """
+    From what came in to what was kept, rule by rule, with the share that each rule took.
+
+    t: a total(). tokenizer: its name, which says what a token is.
+    """
+    vocabulary = "the vocabulary in tokenizer.json" if tokenizer == "tokenizer.json" else tokenizer
+    came = t["documents_in"]
+    kept = t["documents"]
+    estimates = t["tokens_removed_about"]
+    tokens = about(sum(estimates.values()), t["tokens"])
+    rows = [("came in", came, "", t["bytes_in"] / 1e6, tokens)]
     for reason, (n, size) in t["removed"].items():
-        tokens = about(t["tokens_removed_about"][reason])
-        lines.append(cells(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6, tokens))
-    share = percent(t["documents"], t["documents_in"])
-    lines += [cells("**kept**", f"**{t['documents']:,}**", share, t["bytes"] / 1e6, f"**{t['tokens']:,}**"), "",
-              "in = kept + removed, to the document and to the byte. Numbers with \u2248 are estimates from bytes: what is removed is "
-              "never tokenized.", "", "## Opt-outs", ""]
-    if robots:
-        h, denied = robots["hosts"], "consent missing" if robots["missing"] == "deny" else "no opt-out"
-        lines += [f"{h['seen']:,} hosts: {h['with_file']:,} with a robots.txt in the store, {h['without']:,} without (read as {denied}), "
-                  f"{h['unparsable']:,} that serve something else. {h['blocked']:,} hosts lost documents, "
-                  f"{percent(robots['share_of_bytes_removed'], 1)} of the bytes; Apertus lost about 8 % of its English "
-                  "and 4 % of its other tokens.", ""]
-        if h["seen"] and not h["with_file"] + h["unparsable"]:
-            lines += ["**The store knows none of these hosts**: nothing is said here on whether their authors have opted out.", ""]
-        if robots["removed_by_agent"]:
-            by_agent = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
-            lines += [f"Documents by the agent whose rules say no (`*`: the rules for every agent that is not named): {by_agent}.", ""]
-        if robots["top_blocked_hosts"]:
-            rows = [cells(host, n, size / 1e6) for host, (n, size) in robots["top_blocked_hosts"].items()]
-            lines += [*header("host", "documents", "MB"), *rows, ""]
-    else:
-        lines += ["No robots.txt was consulted (`--robots`): nothing is said here on whether the authors have opted out.", ""]
-    lines += ["## Personal data", ""]
-    if report["pii"]["scrubbed"]:
-        lines.append(f"Replaced by tokens of their own: {replaced(report)}."
-                     + ("" if report["pii"]["in_code"] else " Code was left as it is, as Apertus left it (`--pii_in_code`)."))
-    else:
-        lines.append("Personal data was not replaced (`--pii=False`).")
-    if report["probes"]:
-        p = report["probes"]
-        times = ", ".join(map(str, p["repetitions"]))
-        lines += ["", "## Memorisation probes", "",
-                  f"{p['passages']:,} passages of {p['file']} stand {times} times in the training split, as {p['documents']:,} documents "
-                  f"of {p['tokens']:,} tokens that are not counted above (probes.json)."]
-    rows = sorted(report["table"], key=lambda r: -r["bytes_in"])
-    lines += ["", "## By source and language", "",
-              *header("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token")]
-    for r in rows[:60]:
-        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in r["removed"].items()) or "-"
-        each = r["bytes_written"] / r["tokens"] if r["tokens"] else 0.0
-        lines.append(cells(r["source"], r["language"] or "?", r["documents_in"], gone, r["documents"], r["bytes"] / 1e6, r["tokens"], each))
-    if len(rows) > 60:
-        lines.append(f"\nand {len(rows) - 60} more in report.json")
-    by_size = sorted(report["licenses"].items(), key=lambda kv: -kv[1]["bytes"])
-    lines += ["", "## Licences of what was kept", "", *header("licence", "documents", "MB", "tokens")]
-    lines += [cells(name or "not stated", r["documents"], r["bytes"] / 1e6, r["tokens"]) for name, r in by_size[:40] if r["documents"]]
-    lines += ["", "## Inputs and outputs", "", *header("input", "bytes", "sha256")]
-    for file in report["inputs"][:40]:
+        tokens = about(estimates[reason])
+        rows.append((f"{reason}: {REASONS[reason]}", n, percent(n, came), size / 1e6, tokens))
+    share = percent(kept, came)
+    rows.append(("**kept**", f"**{kept:,}**", share, t["bytes"] / 1e6, f"**{t['tokens']:,}**"))
+    removed = "Every other document was removed, each for one reason:" if t["removed"] else "Nothing was removed."
+    return [f"{came:,} documents ({t['bytes_in'] / 1e6:,.1f} MB) came in; {kept:,} stayed, "
+            f"{percent(t['bytes'], t['bytes_in'])} of the bytes: {t['tokens']:,} tokens of {vocabulary}. {removed}",
+            table(("", "documents", "of all", "MB", "tokens"), rows),
+            "in = kept + removed, to the document and to the byte. Numbers with \u2248 are estimates from bytes: what "
+            "is removed is never tokenized."]
+
+
+def opt_out_blocks(robots):
+    """Whose robots.txt was asked, and what that removed, by agent and by host."""
+    if not robots:
+        return ["No robots.txt was consulted (`--robots`): nothing is said here on whether the authors have opted out."]
+    hosts = robots["hosts"]
+    # Without a robots.txt a host may mean either; --missing says which it is taken for.
+    silent = "consent missing" if robots["missing"] == "deny" else "no opt-out"
+    blocks = [f"{hosts['seen']:,} hosts: {hosts['with_file']:,} with a robots.txt in the store, "
+              f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
+              f"{hosts['blocked']:,} hosts lost documents, {percent(robots['share_of_bytes_removed'], 1)} of the "
+              "bytes; Apertus lost about 8 % of its English and 4 % of its other tokens."]
+    if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
+        blocks.append("**The store knows none of these hosts**: nothing is said here on whether their authors have "
+                      "opted out.")
+    agents = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
+    if agents:
+        blocks.append("Documents by the agent whose rules say no (`*`: the rules for every agent that is not named): "
+                      f"{agents}.")
+    rows = [(host, n, size / 1e6) for host, (n, size) in robots["top_blocked_hosts"].items()]
+    if rows:
+        blocks.append(table(("host", "documents", "MB"), rows))
+    return blocks
+
+
+def personal_data(pii):
+    """Whether personal data was replaced, how much, and whether code was left alone."""
+    if not pii["scrubbed"]:
+        return "Personal data was not replaced (`--pii=False`)."
+    code = "" if pii["in_code"] else " Code was left as it is, as Apertus left it (`--pii_in_code`)."
+    return f"Replaced by tokens of their own: {replaced(pii)}.{code}"
+
+
+def probe_blocks(probes):
+    """The passages that --probes planted, which no other number of the report counts."""
+    if not probes:
+        return []
+    times = ", ".join(map(str, probes["repetitions"]))
+    return ["## Memorisation probes",
+            f"{probes['passages']:,} passages of {probes['file']} stand {times} times in the training split, as "
+            f"{probes['documents']:,} documents of {probes['tokens']:,} tokens that are not counted above "
+            "(probes.json)."]
+
+
+def by_language(groups):
+    """One row for each source and language, the largest first."""
+    rows = []
+    for group in sorted(groups, key=lambda group: -group["bytes_in"]):
+        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in group["removed"].items())
+        tokens = group["tokens"]
+        rows.append((
+            group["source"],
+            group["language"] or "?",
+            group["documents_in"],
+            gone or "-",
+            group["documents"],
+            group["bytes"] / 1e6,
+            tokens,
+            group["bytes_written"] / tokens if tokens else 0.0))
+    names = ("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token")
+    return table(names, rows, at_most=60)
+
+
+def by_license(licenses):
+    """One row for each licence of which something was kept, the largest first."""
+    by_size = sorted(licenses.items(), key=lambda license: -license[1]["bytes"])
+    rows = []
+    for name, t in by_size[:40]:
+        if t["documents"]:
+            rows.append((name or "not stated", t["documents"], t["bytes"] / 1e6, t["tokens"]))
+    return table(("licence", "documents", "MB", "tokens"), rows)
+
+
+def files(inputs, shards):
+    """What was read and what was written, by the first half of a hash."""
+    read = []
+    for file in inputs:
         problem = f" ({file['problem']})" if file["problem"] else ""
-        lines.append(cells(file["name"] + problem, file["bytes"], (file["sha256"] or "?")[:16]))
-    if len(report["inputs"]) > 40:
-        lines.append(f"\nand {len(report['inputs']) - 40} more in report.json")
-    lines += ["", *header("shard", "tokens", "sha256")]
-    shards = [cells(s["file"], s["tokens"], s["sha256"][:16]) for s in report["outputs"]["shards"]]
-    lines += shards or [cells("none: this was a dry run", "", "")]
-    lines += ["", report["outputs"]["rule"], "", "```", run["command"], "```", "", *eu_summary(report)]
-    return "\n".join(lines) + "\n"
+        sha = file["sha256"] or "?"
+        read.append((file["name"] + problem, file["bytes"], sha[:16]))
+    written = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in shards]
+    nothing = [("none: this was a dry run", "", "")]
+    return [table(("input", "bytes", "sha256"), read, at_most=40),
+            table(("shard", "tokens", "sha256"), written or nothing)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# for the EU
 
 
 def eu_summary(report):
     """
-    The boxes of the form that this data can fill, as text to paste and to correct.
+    The boxes of the form that this data can fill, as blocks of text to paste and to correct.
 
-    The form: European Commission, Template for the Public Summary of Training Content for general-purpose AI models, C(2025) 8311
-    final of 5 December 2025 (first published on 24 July 2025), for art. 53(1)(d) of the AI Act. Its section numbers, the three ranges
-    of tokens and the titles of the boxes are those of the forms that Apertus (1 September 2025, swiss-ai/apertus-data-transparency)
-    and Cohere (Command A+, 10 September 2026) filled in, which agree; the Commission's own file was not at hand. The form counts the
-    data of a model after filtering, from all its folders and for each modality.
+    The form: European Commission, Template for the Public Summary of Training Content for general-purpose AI models,
+    C(2025) 8311 final of 5 December 2025 (first published on 24 July 2025), for art. 53(1)(d) of the AI Act. Its
+    section numbers, the three ranges of tokens and the titles of the boxes are those of the forms that Apertus (1
+    September 2025, swiss-ai/apertus-data-transparency) and Cohere (Command A+, 10 September 2026) filled in, which
+    agree; the Commission's own file was not at hand. The form counts the data of a model after filtering, from all its
+    folders and for each modality.
     """
-    t, robots, tokens = report["total"], report["robots"], report["total"]["tokens"]
-    bracket = "Less than 1 billion" if tokens < 1e9 else "1 billion to 10 trillion" if tokens <= 1e13 else "More than 10 trillion"
-    languages = {}
-    for r in report["table"]:
-        languages[r["language"] or "not stated"] = languages.get(r["language"] or "not stated", 0) + r["bytes"]
-    common = [name for name in sorted(languages, key=languages.get, reverse=True) if languages[name]]
-    files = [f["name"] for f in report["inputs"] if not f["problem"]]
+    t = report["total"]
+    pii = report["pii"]
+    tokens = t["tokens"]
+    bracket = "More than 10 trillion"
+    if tokens <= 1e13:
+        bracket = "Less than 1 billion" if tokens < 1e9 else "1 billion to 10 trillion"
+    sizes = {}
+    for row in report["table"]:
+        add(sizes, {row["language"] or "not stated": row["bytes"]})
+    # By size, and only those of which something was kept.
+    languages = sorted(filter(sizes.get, sizes), key=sizes.get, reverse=True)
+    sources = [file["name"] for file in report["inputs"] if not file["problem"]]
     latest = (report["dates"][1] or "")[:10] or "not stated in the data; write it here"
-    lines = ["## For the EU public summary of training content", "",
-             "Text to paste, and to correct, for the boxes of the Commission's template C(2025) 8311 (AI Act, art. 53(1)(d)) that these "
-             "files can fill; section numbers are the template's. A model trained on more than this folder adds up all of them. Check the "
-             "wording against the current template: it was taken from published forms, not from the Commission's file.", "",
-             f"- 1.3 Modality: Text. Training data size: {bracket} tokens ({tokens:,} tokens of {report['run']['tokenizer']}, "
-             f"{t['bytes_written'] / 1e9:,.3f} GB).",
-             f"- 1.3 Latest date of data acquisition/collection for model training: {latest}.",
-             f"- 1.3 Linguistic characteristics: {len(common):,} language{'s' * (len(common) != 1)}, by size: {', '.join(common[:10])}"
-             f"{f' and {len(common) - 10:,} more' if len(common) > 10 else ''}.",
-             f"- 2 Data sources: {', '.join(files[:10])}{f' and {len(files) - 10:,} more files' if len(files) > 10 else ''}. "
-             "(2.1 if public, 2.2 if licensed or private, 2.3 if crawled by you: that is not in the files.)"]
-    if robots:
-        gone = sum(t["removed"].get(reason, (0, 0))[0] for reason in ("robots", "blocked-domain", "no-robots", "unparsable", "bad-url"))
-        silent = "left out" if robots["missing"] == "deny" else "taken as not having opted out"
-        lines.append(f"- 3.1 Reservations of rights: robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any "
-                     f"date, for {len(robots['agents']):,} agents ({', '.join(robots['agents'][:4])}, ...); {gone:,} documents removed. "
-                     f"A host without a file was {silent}.")
-    else:
-        lines.append("- 3.1 Reservations of rights: none was looked up.")
-    lines.append(f"- 3.3 Personal data: {'replaced: ' + replaced(report) if report['pii']['scrubbed'] else 'not replaced'}.")
     others = ("license", "score", "above", "contaminated", "duplicate", "near-duplicate")
     measures = ", ".join(f"{reason} {t['removed'][reason][0]:,}" for reason in others if reason in t["removed"])
-    lines.append(f"- 3.2, 3.3 Other measures (documents removed): {measures or 'none'}.")
-    return lines
+    boxes = [f"1.3 Modality: Text. Training data size: {bracket} tokens ({tokens:,} tokens of "
+             f"{report['run']['tokenizer']}, {t['bytes_written'] / 1e9:,.3f} GB).",
+             f"1.3 Latest date of data acquisition/collection for model training: {latest}.",
+             f"1.3 Linguistic characteristics: {len(languages):,} language{'s' * (len(languages) != 1)}, by size: "
+             f"{first_ten(languages, 'more')}.",
+             f"2 Data sources: {first_ten(sources, 'more files')}. "
+             "(2.1 if public, 2.2 if licensed or private, 2.3 if crawled by you: that is not in the files.)",
+             f"3.1 Reservations of rights: {reservations(report['robots'], t['removed'])}",
+             f"3.3 Personal data: {'replaced: ' + replaced(pii) if pii['scrubbed'] else 'not replaced'}.",
+             f"3.2, 3.3 Other measures (documents removed): {measures or 'none'}."]
+    return ["## For the EU public summary of training content",
+            "Text to paste, and to correct, for the boxes of the Commission's template C(2025) 8311 (AI Act, art. "
+            "53(1)(d)) that these files can fill; section numbers are the template's. A model trained on more than "
+            "this folder adds up all of them. Check the wording against the current template: it was taken from "
+            "published forms, not from the Commission's file.",
+            "\n".join(f"- {box}" for box in boxes)]
+
+
+def first_ten(names, more):
+    """Ten names as a phrase, and how many more there are."""
+    phrase = ", ".join(names[:10])
+    rest = len(names) - 10
+    return f"{phrase} and {rest:,} {more}" if rest > 0 else phrase
+
+
+def reservations(robots, removed):
+    """Box 3.1: whose opt-outs were applied, to how much, and what silence was taken for."""
+    if not robots:
+        return "none was looked up."
+    reasons = ("robots", "blocked-domain", "no-robots", "unparsable", "bad-url")
+    gone = sum(removed[reason][0] for reason in reasons if reason in removed)
+    silent = "left out" if robots["missing"] == "deny" else "taken as not having opted out"
+    return (f"robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any date, for "
+            f"{len(robots['agents']):,} agents ({', '.join(robots['agents'][:4])}, ...); {gone:,} documents removed. "
+            f"A host without a file was {silent}.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# flow.png
 
 
 def picture(report, path):
-    """flow.png: the documents that are left after each rule, from all that came in down to what was kept."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """
+    flow.png: the documents that are left after each rule, from all that came in down to what was kept.
 
+    A bar for each rule shows what it left and, behind it, what it removed.
+    """
     t = report["total"]
-    left, bars = t["documents_in"], [("came in", t["documents_in"], 0)]
+    came = t["documents_in"]
+    left = came
+    bars = [("came in", left, 0)]
     for reason, (n, _) in t["removed"].items():
         left -= n
         bars.append((reason, left, n))
     bars.append(("kept", left, 0))
-    figure, axis = plt.subplots(figsize=(9, 0.8 + 0.42 * len(bars)), layout="constrained")
+    colors = {"came in": "C7", "kept": "C2"}
+    figure, axis = pyplot().subplots(figsize=(9, 0.8 + 0.42 * len(bars)), layout="constrained")
     for y, (name, n, gone) in enumerate(bars):
-        axis.barh(y, n, color="C0" if gone else "C2" if name == "kept" else "C7", height=0.7)
+        axis.barh(y, n, color=colors.get(name, "C0"), height=0.7)
         axis.barh(y, gone, left=n, color="C3", height=0.7)
-        number = f" \u2212{gone:,} ({percent(gone, t['documents_in'])})" if gone else f" {n:,}"
+        number = f" \u2212{gone:,} ({percent(gone, came)})" if gone else f" {n:,}"
         axis.annotate(number, (n + gone, y), va="center", fontsize=9)
-        if y:                                                          # the stream narrows from bar to bar
+        # The stream narrows from bar to bar.
+        if y:
             axis.fill_between([0, n + gone], y - 0.65, y - 0.35, color="C0", alpha=0.12, linewidth=0)
-    axis.set_yticks(range(len(bars)), [f"{name}\n{REASONS[name]}" if name in REASONS else name for name, _, _ in bars], fontsize=8)
+    labels = [f"{name}\n{REASONS[name]}" if name in REASONS else name for name, _, _ in bars]
+    axis.set_yticks(range(len(bars)), labels, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(t["documents_in"], 1) * 1.18)
+    axis.set_xlim(0, max(came, 1) * 1.18)
     axis.set_xlabel("documents left (blue) and removed by each rule (red), in the order of the rules")
     axis.xaxis.set_major_formatter("{x:,.0f}")
-    axis.set_title(f"{report['run']['out']}: {t['documents']:,} of {t['documents_in']:,} documents, {t['tokens']:,} tokens", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    title = f"{report['run']['out']}: {t['documents']:,} of {came:,} documents, {t['tokens']:,} tokens"
+    axis.set_title(title, fontsize=10)
+    finish(figure, path)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# check
+# the check
 
 
 def verify(folder):
     """
-    Count again, from the files themselves: the lines of removed.jsonl.gz, the documents and the sha256 of each shard, the sums of
-    the table. ValueError, one line, at the first that is not what report.json says. Returns the report.
+    Count again, from the files themselves: the lines of removed.jsonl.gz, the documents and the sha256 of each shard,
+    the sums of the table. ValueError, one line, at the first that is not what report.json says. Returns the report.
     """
-    path = os.path.join(folder, "report.json")
-    if not os.path.isfile(path):
+    folder = Path(folder)
+    path = folder / "report.json"
+    if not path.is_file():
         raise ValueError(f"{folder} has no report.json: want a folder that prepare.py wrote")
-    with open(path, encoding="utf-8") as f:
-        report = json.load(f)
-    t, removed = total(report["table"]), {}
-    if any(t[name] != report["total"].get(name, {}) for name in t):
+    report = json.loads(path.read_bytes())
+    t = total(report["table"])
+    if t != report["total"]:
         raise ValueError(f"{path}: the rows of the table are not the total")
-    with gzip.open(os.path.join(folder, "removed.jsonl.gz"), "rt", encoding="utf-8") as f:
-        for line in f:
-            reason = short(json.loads(line)["reason"])
-            removed[reason] = removed.get(reason, 0) + 1
+    with gzip.open(folder / "removed.jsonl.gz") as lines:
+        removed = dict(Counter(short(json.loads(line)["reason"]) for line in lines))
     if removed != {reason: n for reason, (n, _) in t["removed"].items()}:
         raise ValueError(f"{folder}: removed.jsonl.gz has {removed}, report.json {t['removed']}")
+    outputs = report["outputs"]
     documents = tokens = 0
-    for shard in report["outputs"]["shards"]:
-        file = os.path.join(folder, shard["file"])
-        with open(file, "rb") as f:
-            if hashlib.file_digest(f, "sha256").hexdigest() != shard["sha256"]:
-                raise ValueError(f"{file} is not what prepare.py wrote: another sha256")
+    for shard in outputs["shards"]:
+        file = folder / shard["file"]
+        if sha256(file) != shard["sha256"]:
+            raise ValueError(f"{file} is not what prepare.py wrote: another sha256")
         stream = np.load(file, mmap_mode="r", allow_pickle=False)
-        documents += int(sum(np.count_nonzero(stream[i:i + (1 << 24)] == report["outputs"]["bos"]) for i in range(0, len(stream), 1 << 24)))
         tokens += len(stream)
+        # 16 million tokens at a time, so that memory stays bounded.
+        for i in range(0, len(stream), 1 << 24):
+            documents += np.count_nonzero(stream[i:i + (1 << 24)] == outputs["bos"])
     probes = report["probes"] or dict(documents=0, tokens=0)
-    if (documents, tokens) != (t["documents"] + report["outputs"]["halved"] + probes["documents"], t["tokens"] + probes["tokens"]):
-        raise ValueError(f"{folder}: {documents} documents and {tokens} tokens in the shards, {t['documents']} and {t['tokens']} kept"
-                         f" and {probes['documents']} and {probes['tokens']} of probes in the report")
+    # A document that is alone is cut in two, for training and for validation, and then begins twice.
+    begins = t["documents"] + outputs["halved"] + probes["documents"]
+    if (documents, tokens) != (begins, t["tokens"] + probes["tokens"]):
+        raise ValueError(f"{folder}: {documents} documents and {tokens} tokens in the shards, {t['documents']} and "
+                         f"{t['tokens']} kept and {probes['documents']} and {probes['tokens']} of probes in the report")
     return report
 
 
 def main():
     for folder in paths or ["data/stdlib"]:
         t = verify(folder)["total"]
-        print(f"{folder}: {t['documents_in']:,} in = {t['documents']:,} kept + {sum(n for n, _ in t['removed'].values()):,} removed; "
+        gone = sum(n for n, _ in t["removed"].values())
+        print(f"{folder}: {t['documents_in']:,} in = {t['documents']:,} kept + {gone:,} removed; "
               f"{t['tokens']:,} tokens in the shards; all hashes as written")
 
 

@@ -11,24 +11,22 @@ are the rules that were applied to them:
 Each rule looks at one document alone, so the order of the input and the number of workers change nothing.
 """
 
+import math
 from array import array
 from hashlib import blake2b
 
 import numpy as np
 
 # Report sec. 3: drop P(toxic) at or above, about 5 % of each language. Codes as in FineWeb-2.
-TOXICITY = {"eng_Latn": .99944, "deu_Latn": .9977, "fra_Latn": .9994, "pol_Latn": .9867, "por_Latn": .9476,
-            "spa_Latn": .9953, "ita_Latn": .9985, "cmn_Hani": .5954, "nld_Latn": .9883}
+TOXICITY = {"eng_Latn": .99944, "deu_Latn": .9977, "fra_Latn": .9994,
+            "pol_Latn": .9867, "por_Latn": .9476, "spa_Latn": .9953,
+            "ita_Latn": .9985, "cmn_Hani": .5954, "nld_Latn": .9883}
 
 
 def uniform(key, seed=42):
     """A number in [0, 1) by key and seed alone, so that a document meets the same fate in any order."""
-    return int.from_bytes(blake2b(f"{seed}:{key}".encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def of_language(table, language):
-    """table itself if it is a number, else its entry for the language, else for "*", else None: no rule."""
-    return table.get(language, table.get("*")) if isinstance(table, dict) else table
+    digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 class TopShare:
@@ -37,44 +35,55 @@ class TopShare:
 
     Keeps per language the scores of the `sample` documents whose ids hash lowest: exact up to that many, the same in
     any order, and merge() joins the passes of several workers. 16 bytes a document. Source: report sec. 3.
+    ValueError for a share that is not above 0 and at most 1.
     """
 
     def __init__(self, share, sample=1_000_000):
         if not 0 < share <= 1:
             raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
-        self.share, self.sample, self.scores = share, sample, {}
+        self.share = share
+        self.sample = sample
+        self.scores = {}  # language: (hashes of the ids, scores)
+
+    def _columns(self, language):
+        return self.scores.setdefault(language, (array("d"), array("d")))
 
     def add(self, doc_id, language, score):
-        hashes, scores = self.scores.setdefault(language, (array("d"), array("d")))
+        hashes, scores = self._columns(language)
         hashes.append(uniform(doc_id, seed=0))
         scores.append(score)
         if len(hashes) >= 2 * self.sample:
             self._trim(language)
 
     def merge(self, other):
-        for language, (hashes, scores) in other.scores.items():
-            mine = self.scores.setdefault(language, (array("d"), array("d")))
-            mine[0].extend(hashes)
-            mine[1].extend(scores)
+        for language, theirs in other.scores.items():
+            columns = self._columns(language)
+            for column, more in zip(columns, theirs):
+                column.extend(more)
             self._trim(language)
 
     def _trim(self, language):
-        hashes, scores = (np.array(a) for a in self.scores[language])
-        low = np.argsort(hashes, kind="stable")[:self.sample]
-        self.scores[language] = array("d", hashes[low].tobytes()), array("d", scores[low].tobytes())
+        """Forget all but the sample. The columns are arrays of doubles, which can be appended to, for their size."""
+        columns = np.array(self._columns(language))  # (2, n)
+        lowest = np.argsort(columns[0], kind="stable")[:self.sample]
+        columns = columns[:, lowest]
+        self.scores[language] = tuple(array("d", column.tobytes()) for column in columns)
 
     def thresholds(self):
         """{language: score}, keep score >= it. Shares are rounded up and ties stay, so that no language is lost."""
         out = {}
         for language in self.scores:
             self._trim(language)
-            best = np.sort(self.scores[language][1])[::-1]                    # (n,) highest first
-            out[language] = float(best[int(np.ceil(self.share * len(best) - 1e-9)) - 1])
+            _, scores = self.scores[language]
+            best = np.sort(scores)[::-1]  # (n,) highest first
+            # 1e-9: a share of 0.1 times 10 documents is 1, whatever the last bit of the product says.
+            kept = math.ceil(self.share * len(best) - 1e-9)
+            out[language] = float(best[kept - 1])
         return out
 
 
-def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=None, top=None, below=None, rate=None,
-                  seed=42):
+def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=None,
+                  top=None, below=None, rate=None, seed=42):
     """
     Why a document goes, by its columns: "license", "language", "length", "score", "above", "rate"; None = it stays.
 
@@ -89,23 +98,34 @@ def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=Non
                 return doc[name]
         raise ValueError(f"no column {' or '.join(names)} in the data; it has {', '.join(doc)}")
 
+    def of_language(table):
+        if not isinstance(table, dict):
+            return table
+        language = column("language", "lang")
+        return table.get(language, table.get("*"))
+
     if licenses is not None and column("license") not in licenses:
         return "license"
-    by_language = any(isinstance(t, dict) for t in (rate, top and top[1], below and below[1]))
-    language = column("language", "lang") if by_language or languages is not None else None
-    if languages is not None and language not in languages:
+    if languages is not None and column("language", "lang") not in languages:
         return "language"
-    if not min_chars <= len(doc["text"]) <= (max_chars or len(doc["text"])):
+    length = len(doc["text"])
+    if not min_chars <= length <= (max_chars or length):
         return "length"
+    # The comparisons are written so that a score that is not a number fails both rules.
     if top is not None:
-        threshold, score = of_language(top[1], language), column(top[0])
+        field, thresholds = top
+        score = column(field)
+        threshold = of_language(thresholds)
         if threshold is not None and (score is None or not score >= threshold):
             return "score"
     if below is not None:
-        threshold, score = of_language(below[1], language), column(below[0])
+        field, thresholds = below
+        score = column(field)
+        threshold = of_language(thresholds)
         if threshold is not None and score is not None and not score < threshold:
             return "above"
-    share = of_language(rate, language)
-    if share is not None and uniform(doc.get("id") or doc["text"], seed) >= share:
+    share = of_language(rate)
+    key = doc.get("id") or doc["text"]
+    if share is not None and uniform(key, seed) >= share:
         return "rate"
     return None

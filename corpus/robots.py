@@ -1,9 +1,9 @@
 """
 Opt-outs: may this document be trained on? robots.txt, retroactively.
 
-Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025
-refuses the page's URL to any of 15 agents: crawlers that collect for AI, and `*`. A host without a file has not opted
-out. That cost 8 % of the English and 4 % of the multilingual tokens (report sec. 3). Which rule applies is RFC 9309:
+Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 refuses the page's URL to any
+of 15 agents: crawlers that collect for AI, and `*`. A host without a file has not opted out. That cost 8 % of the
+English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). Which rule applies is RFC 9309:
 
     group = all groups that name the agent, merged; if there are none, those of `*`; if none of those either, no rules
     rule  = of the group's patterns that match path?query, the longest; allow wins ties; `*` = anything, `$` = the end
@@ -23,15 +23,17 @@ import io
 import ipaddress
 import json
 import re
+import string
 import unicodedata
 import zlib
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from tqdm import tqdm
 
-from configurator import run
+from corpus.readers import NoColumn, open_lines, open_parquet
 
 paths = []             # URLs
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
@@ -58,155 +60,42 @@ OUTCOMES = {
 }
 
 
-_URL = re.compile(r"(?:(?:https?|ftp):)?//([^/?#]*)([^#]*)", re.I)
-_NO_SCHEME = re.compile(r"[^/?#:@\s]+\.[^/?#:@\s]+(:\d*)?([/?#]|$)")      # example.com/a, but not mailto:x@example.com
-_HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
-_NOT_PLAIN = re.compile(r"%[0-9A-Fa-f]{2}|[^!-~]")
-_UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
+# ----------------------------------------------------------------------------------------------------------------------
+# the verdict
 
 
-def split_url(url):
-    """(host, path with query) of a URL, normalised so that equal means same; without fragment. None if it is no URL."""
-    return _split_url(url) if isinstance(url, str) else None
-
-
-@lru_cache(maxsize=4096)                                                  # each URL is asked for several times in a row
-def _split_url(url):
-    url = url.strip()
-    m = _URL.match("//" + url if _NO_SCHEME.match(url) else url)
-    host = m and _host(m[1])
-    if not host:
-        return None
-    path = m[2] if m[2].startswith("/") else "/" + m[2]
-    return host, _percent(path).replace("*", "%2A").replace("$", "%24")   # as a rule writes them when it means them
-
-
-def host_key(url):
-    """The host of a URL, key of a robots store: lower case, no user, no port, IDN in punycode. None if no URL."""
-    parts = split_url(url)
-    return parts and parts[0]
-
-
-def _host(authority):
-    host = authority.rpartition("@")[2]                                   # user:password@host:port
-    if host.startswith("["):
-        address, bracket, port = host[1:].partition("]")
-        try:
-            return ipaddress.IPv6Address(address).compressed if bracket and not port.strip(":0123456789") else None
-        except ValueError:
-            return None
-    host, _, port = host.partition(":")
-    host = unicodedata.normalize("NFKC", unquote(host)).lower().replace("\u3002", ".").removesuffix(".")
-    if not host.isascii():  # label by label; Python's "idna" codec is that of 2003: it sends straße.de to strasse.de
-        host = ".".join(s if s.isascii() else "xn--" + s.encode("punycode").decode() for s in host.split("."))
-    return host if _HOST.fullmatch(host) and not port.strip("0123456789") else None
-
-
-def _percent(s):
-    """RFC 9309 sec. 2.2.2: %7E and ~ are the same, %c3 and %C3, and e-acute and %C3%A9."""
-    def one(m):
-        if len(m[0]) == 1:
-            return quote(m[0], errors="replace")
-        c = chr(int(m[0][1:], 16))
-        return c if c in _UNRESERVED else m[0].upper()
-    return _NOT_PLAIN.sub(one, s)
-
-
-MAX_BYTES = 500 * 1024                                                    # RFC 9309 sec. 2.5: the least that is read
-# Google's parser reads misspelt names and a missing colon too: a site that writes "Disalow /" has made itself clear.
-_KEYS = "user[ -]?agent|allow|dis+al+ow|disallaw|diasllow|sitemap"
-_LINE = re.compile(rf"^[ \t]*({_KEYS})(?:[ \t]*:|[ \t])([^#\n]*)", re.I | re.M)
-_TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")                          # "CCBot/2.0 (https://...)" -> "CCBot"
-
-
-@lru_cache(maxsize=4096)
-def product_token(agent):
-    """What names an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None if nothing does."""
-    m = _TOKEN.match(agent.strip())
-    return m and m[0].lower()
-
-
-@lru_cache(maxsize=4096)                                                  # documents of a host come in clusters
-def parse_robots(content):
+def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
     """
-    {agent token: [(allow, rule as written, parts between the *, must end there), ...] with the longest rule first}.
+    The outcome of a document by its URL: a code of OUTCOMES, "kept:..." or "drop:...".
 
-    content: str or bytes. None if it is no robots.txt: a web page, or lines but no user-agent and no sitemap line.
-    Bytes that are no UTF-8 are replaced. A byte-order mark is skipped; the official pipeline loses a group to it.
+    store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path). missing:
+    'allow' (Apertus: silence is no opt-out) or 'deny' (only what a robots.txt allows). Text without a URL is kept.
+    ValueError for any other missing.
     """
-    raw = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-    if len(raw) > MAX_BYTES:  # up to the last whole line: "/private/x" cut to "/" would refuse everything
-        cut = max(raw.rfind(b"\n", 0, MAX_BYTES), raw.rfind(b"\r", 0, MAX_BYTES))
-        raw = raw[:cut if cut > 0 else MAX_BYTES]
-    text = raw.decode("utf-8", "replace").replace("\0", "")               # UTF-16 read as UTF-8 is ASCII and NULs
-    text = text.lstrip("\ufeff\ufffd").replace("\r\n", "\n").replace("\r", "\n")
-    if text.lstrip().startswith("<"):
-        return None
-    groups, names, in_rules, known = {}, [], False, False
-    for key, value in _LINE.findall(text):
-        key, value = key[0].lower(), value.strip()                        # u s a d
-        known = known or key in "us"
-        if key == "u":
-            if in_rules:                                                  # after a rule it starts a new group
-                names, in_rules = [], False
-            names.append(product_token(value))
-            groups.setdefault(names[-1], [])                              # the same agent again: one merged group
-        elif key in "ad":
-            in_rules = True
-            for name in names:
-                if value:                                                 # "Disallow:" refuses nothing
-                    groups[name].append((key == "a", value))
-    if not known and re.search(r"^[ \t]*[^#\s]", text, re.M):
-        return None
-    return {name: _compile(rules) for name, rules in groups.items()}
-
-
-def _compile(rules):
-    rules = sorted(((_percent(rule), allow, rule) for allow, rule in rules), key=lambda r: (-len(r[0]), not r[1]))
-    return [(allow, rule, [part.replace("$", "%24") for part in p.removesuffix("$").split("*")], p.endswith("$"))
-            for p, allow, rule in rules]
-
-
-def _matches(parts, end, path):
-    """Leftmost match of each part in turn: `*` needs no backtracking, so /*a*a*a*a*b costs what any rule costs."""
-    first, *middle = parts
-    if not path.startswith(first):
-        return False
-    if not middle:
-        return not end or len(path) == len(first)
-    at = len(first)
-    for part in middle[:-1]:
-        at = path.find(part, at)
-        if at < 0:
-            return False
-        at += len(part)
-    last = middle[-1]
-    return path.find(last, at) >= 0 if not end else path.endswith(last) and len(path) - len(last) >= at
-
-
-def refusals(path, groups, agents=AGENTS, explicit=False):
-    """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
-    applies = lambda rules: next((r for r in rules if _matches(r[2], r[3], path)), None)
-    of_all, refused = applies(groups.get("*", ()) if not explicit else ()), {}        # which the agents that no group names share
-    for agent in agents if path != "/robots.txt" else ():
-        token = product_token(agent)
-        rule = applies(groups[token]) if token in groups else of_all
-        if rule and not rule[0]:
-            refused[agent] = rule[1]
-    return refused
+    if missing not in ("allow", "deny"):
+        raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
+    host = host_key(url)
+    entry = host and blocked and _blocking(host, blocked)
+    if entry:
+        return f"drop:blocked-domain:{entry}"
+    robots_txt = store.get(host) if store is not None and host else None
+    allowed, reason = may_train_on(url, robots_txt, agents, explicit)
+    if missing == "deny" and reason in ("no-robots", "unparsable", "bad-url"):
+        allowed = False
+    return ("kept:" if allowed else "drop:") + reason
 
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
-    (True, reason) if every agent may read url by this robots.txt, else (False, "robots:AGENT:RULE") for the first that the
-    file names, `*` if it names none of those that it refuses.
+    (True, reason) if every agent may read url by this robots.txt, else (False, "robots:AGENT:RULE") for the first agent
+    that the file names, `*` if it names none of those that it refuses.
 
     robots_txt: str or bytes; None = the host has none. explicit=True asks only groups that name the agent: with
     agents=AGENTS[:-1] these are the opt-outs from AI alone: of 4,231 real files of 2019, 30 instead of 114 refuse an
     article. Leaving out `*` without it changed none of them: by RFC 9309 an agent that is not named obeys `*`.
     Reasons for True: allowed, no-robots, unparsable, bad-url, no-url. Source: RFC 9309 sec. 2.2; report sec. 3.
     """
-    if url is None or url == "":
+    if not url:
         return True, "no-url"
     parts = split_url(url)
     if parts is None:
@@ -219,58 +108,225 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     refused = refusals(parts[1], groups, agents, explicit)
     if not refused:
         return True, "allowed"
-    agent = min(refused, key=lambda agent: 1 if agent == "*" else 2 * (product_token(agent) not in groups))   # of equals the first
+    named = [agent for agent in refused if product_token(agent) in groups]
+    # The first that is not `*`, which is always named where it refuses.
+    agent = min(named or refused, key="*".__eq__)
     return False, f"robots:{agent}:{refused[agent]}"
 
 
-def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
-    """
-    The outcome of a document by its URL: a code of OUTCOMES, "kept:..." or "drop:...".
+def refusals(path, groups, agents=AGENTS, explicit=False):
+    """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
+    if path == "/robots.txt":
+        return {}
+    # Agents that no group names share the rules of `*`, which are therefore matched once.
+    for_all = _decision(() if explicit else groups.get("*", ()), path)
+    refused = {}
+    for agent in agents:
+        token = product_token(agent)
+        allow, rule = _decision(groups[token], path) if token in groups else for_all
+        if not allow:
+            refused[agent] = rule
+    return refused
 
-    store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path). missing:
-    'allow' (Apertus: silence is no opt-out) or 'deny' (only what a robots.txt allows). Text without a URL is kept.
-    """
-    if missing not in ("allow", "deny"):
-        raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
-    host = host_key(url)
-    entry = blocked and host and _suffix(host, blocked)
-    if entry:
-        return f"drop:blocked-domain:{entry}"
-    robots_txt = store.get(host) if store is not None and host else None
-    allowed, reason = may_train_on(url, robots_txt, agents, explicit)
-    if missing == "deny" and reason in ("no-robots", "unparsable", "bad-url"):
-        allowed = False
-    return ("kept:" if allowed else "drop:") + reason
 
+def _decision(rules, path):
+    """(allow, rule as written) of the first rule that matches: parse_robots has put the longest in front."""
+    for _, allow, written, start, rest, anchored in rules:
+        if path.startswith(start) and _goes_on(path, len(start), rest, anchored):
+            return allow, written
+    return True, None
+
+
+def _goes_on(path, at, rest, anchored):
+    """
+    Whether the parts between the `*` follow in path from position at on, the last at its end if the rule is anchored.
+
+    The leftmost match of each part in turn needs no backtracking, so /*a*a*a*a*b costs what any rule costs.
+    """
+    for part in rest:
+        at = path.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    if not anchored:
+        return True
+    return path.endswith(rest[-1]) if rest else at == len(path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# URLs
+
+# URLs may be hostile: none of these expressions can match a long text in two ways, so each takes linear time.
+# With a scheme, or none before example.com/a; not mailto:x@example.com.
+_URL = re.compile(r"(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
+                  r"([^/?#]*)([^#]*)", re.I)
+# user:password@[IPv6]:port or user:password@host:port
+_AUTHORITY = re.compile(r"(?:.*@)?(?:\[([^\]@]*)\][:0-9]*|([^:@]*)(?::[0-9]*)?)", re.S)
+_HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+# A whole label that is not ASCII.
+_FOREIGN = re.compile(r"(?<![^.])[^.]*[^.\0-\x7f][^.]*")
+_NOT_PLAIN = re.compile(r"%[0-9A-Fa-f]{2}|[^!-~]")
+_UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
+
+
+def split_url(url):
+    """(host, path with query) of a URL, normalised so that equal means same; without fragment. None if it is no URL."""
+    return _split_url(url) if isinstance(url, str) else None
+
+
+# Cached because a document's URL is asked for several times in a row.
+@lru_cache(maxsize=4096)
+def _split_url(url):
+    m = _URL.match(url.strip())
+    host = m and _host(m[1])
+    if not host:
+        return None
+    path = _percent("/" + m[2].removeprefix("/"))
+    # A rule has * and $ escaped where it means the characters themselves.
+    return host, path.replace("*", "%2A").replace("$", "%24")
+
+
+def host_key(url):
+    """The host of a URL, key of a robots store: lower case, no user, no port, IDN in punycode. None if no URL."""
+    parts = split_url(url)
+    return parts and parts[0]
+
+
+def _host(authority):
+    """The host of what stands between // and the path, normalised; None if there is none."""
+    m = _AUTHORITY.fullmatch(authority)
+    if not m:
+        return None
+    address, host = m.groups()
+    if host is None:
+        try:
+            return ipaddress.IPv6Address(address).compressed
+        except ValueError:
+            return None
+    host = unicodedata.normalize("NFKC", unquote(host)).lower()
+    host = host.replace("\u3002", ".").removesuffix(".")
+    # Punycode label by label: Python's "idna" codec is that of 2003, which sends straße.de to strasse.de.
+    if not host.isascii():
+        host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
+    return host if _HOST.fullmatch(host) else None
+
+
+def _percent(s):
+    """RFC 9309 sec. 2.2.2: %7E and ~ are the same, %c3 and %C3, and e-acute and %C3%A9."""
+    return _NOT_PLAIN.sub(_escape, s)
+
+
+def _escape(m):
+    """A match of _NOT_PLAIN, a character or an escape, in the one form that both have."""
+    if len(m[0]) == 1:
+        return quote(m[0], errors="replace")
+    c = chr(int(m[0][1:], 16))
+    return c if c in _UNRESERVED else m[0].upper()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# robots.txt
+
+# RFC 9309 sec. 2.5: the least that a crawler has to read.
+MAX_BYTES = 500 * 1024
+# Google's parser reads misspelt names and a missing colon too: a site that writes "Disalow /" has made itself clear.
+_KEYS = "user[ -]?agent|allow|dis+al+ow|disallaw|diasllow|sitemap"
+_LINE = re.compile(rf"^[ \t]*({_KEYS})(?:[ \t]*:|[ \t])([^#\n]*)", re.I | re.M)
+# "CCBot/2.0 (https://...)" -> "CCBot"
+_TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
+
+
+@lru_cache(maxsize=4096)
+def product_token(agent):
+    """What names an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None if nothing does."""
+    m = _TOKEN.match(agent.strip())
+    return m and m[0].lower()
+
+
+# Cached because the documents of a host come in clusters.
+@lru_cache(maxsize=4096)
+def parse_robots(content):
+    """
+    {agent token: [(length, allow, rule as written, its start, parts behind each *, whether the last must be the end)]},
+    the longest rule first.
+
+    content: str or bytes. None if it is no robots.txt: a web page, or lines but no user-agent and no sitemap line.
+    Bytes that are no UTF-8 are replaced. A byte-order mark is skipped; the official pipeline loses a group to it.
+    """
+    text = _text(content)
+    if text.lstrip().startswith("<"):
+        return None
+    groups, names, in_rules, known = {}, [], False, False
+    for key, value in _LINE.findall(text):
+        # The first letter tells user-agent, sitemap, allow and disallow apart.
+        kind, value = key[0].lower(), value.strip()
+        known = known or kind in "us"
+        if kind == "u":
+            # A user-agent line after a rule begins a new group.
+            if in_rules:
+                names, in_rules = [], False
+            names.append(product_token(value))
+            # An agent that was named before goes on with its group: RFC 9309 merges them.
+            groups.setdefault(names[-1], [])
+        elif kind in "ad":
+            in_rules = True
+            # An empty "Disallow:" refuses nothing.
+            for name in names if value else ():
+                groups[name].append((kind == "a", value))
+    if not known and re.search(r"^[ \t]*[^#\s]", text, re.M):
+        return None
+    return {name: _compile(rules) for name, rules in groups.items()}
+
+
+def _text(content):
+    """The first MAX_BYTES of a robots.txt as str, with \\n between the lines."""
+    raw = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
+    lines = raw[:MAX_BYTES].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    # Cut behind a whole line: "/private/x" cut to "/" would refuse everything.
+    if len(raw) > MAX_BYTES:
+        lines = lines.rpartition(b"\n")[0] or lines
+    # UTF-16 that is read as UTF-8 is ASCII with NULs in between.
+    text = lines.decode("utf-8", "replace").replace("\0", "")
+    return text.lstrip("\ufeff\ufffd")
+
+
+def _compile(rules):
+    """[(allow, rule as written)] -> the tuples of parse_robots, the longest first, of equally long ones allow first."""
+    compiled = []
+    for allow, written in rules:
+        pattern = _percent(written)
+        start, *rest = pattern.removesuffix("$").replace("$", "%24").split("*")
+        compiled.append((len(pattern), allow, written, start, rest, pattern.endswith("$")))
+    compiled.sort(key=itemgetter(0, 1), reverse=True)
+    return compiled
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# stores of robots.txt and lists of domains
 
 STORES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
-
 _unpacked = lru_cache(maxsize=4096)(zlib.decompress)
 
 
 class RobotsStore:
     """Host -> robots.txt. Contents lie deflated in memory, equal ones once: 1 kB a host (of 4 kB), 1 GB a million."""
 
-    def __init__(self, path):
-        self.path, self._files, once = Path(path), {}, {}
-        rows = _robots_rows(self.path)
-        for host, content in tqdm(rows, desc=f"robots from {self.path.name}", unit=" hosts", disable=None, leave=False):
+    def __init__(self, rows):
+        """rows: (host, str or bytes); of two for a host the later one counts."""
+        self._files, once = {}, {}
+        for host, content in rows:
             content = content.encode("utf-8", "replace") if isinstance(content, str) else content
             packed = zlib.compress(content, 1)
-            self._files[host] = once.setdefault(packed, packed)           # of two rows for a host the later one counts
-        if not self._files:
-            raise ValueError(f"{path}: no robots.txt in it; want rows of domain, content, or HOST.txt, HOST/robots.txt")
+            self._files[host] = once.setdefault(packed, packed)
 
     def __len__(self):
         return len(self._files)
 
     def get(self, host):
         """bytes or None. A host that is not known is tried with and without www., which serve the same file."""
-        for name in (host, host[4:] if host.startswith("www.") else "www." + host):
-            if name in self._files:
-                return _unpacked(self._files[name])
-        return None
+        twin = host[4:] if host.startswith("www.") else "www." + host
+        packed = self._files.get(host) or self._files.get(twin)
+        return packed and _unpacked(packed)
 
 
 def open_robots(path):
@@ -279,32 +335,40 @@ def open_robots(path):
     a folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
     ValueError if it is empty or something else; OSError if it is not there.
     """
-    return RobotsStore(path)
+    path = Path(path)
+    rows = tqdm(_robots_rows(path), desc=f"robots from {path.name}", unit=" hosts", disable=None, leave=False)
+    store = RobotsStore(rows)
+    if not len(store):
+        raise ValueError(f"{path}: no robots.txt in it; want rows of domain, content, or HOST.txt, HOST/robots.txt")
+    return store
 
 
 def blocked_domains(path):
     """
     frozenset of domains from a text file (one per line, # comments), or a .jsonl(.gz/.zst) or .parquet with a column
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
+    ValueError if it holds none, or something else.
     """
     domains = set()
-    for row in _rows(Path(path), ("domain",)):
-        host = _host(row["domain"].strip()) if isinstance(row["domain"], str) else None
+    for domain, in _rows(Path(path), ("domain",)):
+        host = _host(domain.strip()) if isinstance(domain, str) else None
         if host is None or "." not in host:
-            raise ValueError(f"{path}: {row['domain']!r} is not a domain; want one per line, or a column 'domain'")
+            raise ValueError(f"{path}: {domain!r} is not a domain; want one per line, or a column 'domain'")
         domains.add(host.removeprefix("www."))
     if not domains:
         raise ValueError(f"{path}: no domain in it; want one per line, or a column 'domain'")
     return frozenset(domains)
 
 
-def _suffix(host, blocked):
-    while host and host not in blocked:                                   # a.example.com, then example.com, then com
+def _blocking(host, blocked):
+    """The entry that blocks a host: of a.example.com itself, then example.com, then com; "" if none does."""
+    while host and host not in blocked:
         host = host.partition(".")[2]
     return host
 
 
 def _robots_rows(path):
+    """Yield (host, content) from whatever open_robots takes."""
     files = [path]
     if path.is_dir():
         for file in sorted([*path.glob("*.txt"), *path.glob("*/robots.txt")]):
@@ -315,71 +379,77 @@ def _robots_rows(path):
     elif not path.name.endswith(STORES):
         raise ValueError(f"{path}: not a robots store; want a folder or a file that ends in {', '.join(STORES)}")
     for file in files:
-        for row in _rows(file, ("domain", "host"), ("content", "robots")):
-            host, content = row.values()
+        for host, content in _rows(file, ("domain", "host"), ("content", "robots")):
             host = host_key(host if "//" in str(host) else f"//{host}")
-            if host and isinstance(content, (str, bytes)):                # null: the crawler got no file
+            # The content is null where the crawler got no file.
+            if host and isinstance(content, (str, bytes)):
                 yield host, content
 
 
 def _rows(file, *columns):
     """
-    Dicts with one value per entry of columns, each a tuple of names of which the first that exists is taken. file:
+    Lists with one value per entry of columns, each a tuple of names of which the first that exists is taken. file:
     .parquet, .jsonl(.gz/.zst), or text, whose lines are the only column. ValueError if damaged or without a column.
     """
-    import pyarrow as pa                                                  # gzip, zstd, parquet; only a store needs it
-    import pyarrow.parquet
-    source = pa.OSFile(str(file))
+    path = str(file)
     try:
-        if file.name.endswith(".parquet"):
-            table = pa.parquet.ParquetFile(source)
-            names = [_present(file, keys, table.schema_arrow.names) for keys in columns]
+        if path.endswith(".parquet"):
+            table = open_parquet(path)
+            names = _present(path, columns, table.schema_arrow.names)
             for batch in table.iter_batches(1024, columns=names):
                 for row in batch.to_pylist():
-                    yield {name: row[name] for name in names}
+                    yield [row[name] for name in names]
             return
-        codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix)
-        source = pa.CompressedInputStream(source, codec) if codec else source
-        for number, line in enumerate(io.TextIOWrapper(source, encoding="utf-8", errors="replace"), 1):
+        lines = io.TextIOWrapper(open_lines(path), encoding="utf-8", errors="replace")
+        for number, line in enumerate(lines, 1):
             if ".jsonl" not in file.suffixes:
                 line = line.partition("#")[0].strip()
                 if line:
-                    yield {columns[0][0]: line}
+                    yield [line]
             elif line.strip():
                 row = json.loads(line)
                 row = row if isinstance(row, dict) else {}
-                names = [_present(f"{file} line {number}", keys, row) for keys in columns]
-                yield {name: row[name] for name in names}
-    except (json.JSONDecodeError, pa.ArrowException, OSError) as e:
-        raise ValueError(f"{file}: damaged, or not what its name says ({' '.join(str(e).split())})") from None
+                yield [row[name] for name in _present(f"{path} line {number}", columns, row)]
+    # These two say in one line what is wrong.
+    except (NoColumn, FileNotFoundError):
+        raise
+    except (ValueError, OSError, EOFError, zlib.error) as e:
+        reason = " ".join(str(e).split())
+        raise ValueError(f"{path}: damaged, or not what its name says ({reason})") from None
 
 
-def _present(where, keys, names):
-    for key in keys:
-        if key in names:
-            return key
-    raise ValueError(f"{where}: no column {' or '.join(keys)}; it has {', '.join(names) or 'none'}")
+def _present(where, columns, names):
+    """Of each tuple of columns the first that is among names. NoColumn if none of them is."""
+    found = [next(filter(names.__contains__, keys), None) for keys in columns]
+    if None in found:
+        keys = columns[found.index(None)]
+        raise NoColumn(f"{where}: no column {' or '.join(keys)}; it has {', '.join(names) or 'none'}")
+    return found
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# the command
 
 
-def _content(path):
-    with open(path, "rb") as f:
-        return f.read()
-
-
-def _show_url(url, robots, agents, missing, explicit):
+def show(url):
+    """Print for each agent whether it may read a URL, by which rule, and whether a group names it; then the verdict."""
     parts = split_url(url)
     if parts is None:
         raise ValueError(f"{url!r} is not a URL; want https://host/path")
-    is_store = robots and (Path(robots).is_dir() or robots.endswith(STORES))
-    store = open_robots(robots) if is_store else {parts[0]: _content(robots)} if robots else None
-    content = store.get(parts[0]) if store is not None else None
-    groups = (parse_robots(content) if content is not None else None) or {}
-    refused = refusals(parts[1], groups, agents, explicit)
+    host, path = parts
+    store = {}
+    if Path(robots).is_dir() or robots.endswith(STORES):
+        store = open_robots(robots)
+    elif robots:
+        with open(robots, "rb") as f:
+            store = {host: f.read()}
+    agents = AGENTS[:-1] if explicit else AGENTS
+    groups = parse_robots(store.get(host) or b"") or {}
+    refused = refusals(path, groups, agents, explicit)
     for agent in agents:
+        says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
         named = "named" if product_token(agent) in groups else "not named"
-        print(f"{agent:30s} {'refused by  Disallow: ' + refused[agent] if agent in refused else 'allowed':50s} {named}")
+        print(f"{agent:30s} {says:50s} {named}")
     print(verdict(url, store, agents, missing, explicit=explicit))
 
 
@@ -387,8 +457,9 @@ def main():
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
     for url in paths:
-        _show_url(url, robots, AGENTS[:-1] if explicit else AGENTS, missing, explicit)
+        show(url)
 
 
 if __name__ == "__main__":
+    from configurator import run
     run(main, globals())
