@@ -178,7 +178,7 @@ def describe_run(config):
         shutil.copy(os.path.join(data, "tokenizer.json"), out)
 
 
-def resume_from(model, opt, config, ranks):
+def resume_from(model, opt, config, ranks, guides=None):
     """Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none."""
     found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files, allow_restart)
     if not found:
@@ -193,8 +193,8 @@ def resume_from(model, opt, config, ranks):
         changed.append(f"stage {manifest['config'].get('stage')!r} -> {stage!r}")
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}")
-    if manifest["step"] >= structured.guided_steps(manifest["config"]):
-        structured.drop_guides(model, opt)
+    if guides:
+        guides.end(manifest["step"], opt, manifest["config"])
     checkpoint.load(path, model, opt)
     if ranks.first:
         print(f"resumed from {path}")
@@ -319,15 +319,13 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
     ramp = batch_ramp_at or None
     with torch.device("meta" if ranks.sharded else place):
         model = Apertus(model_config, seed)
-        guided = structured.guided_steps(config)                            # steps; 0 for dense layers
-        if guided:
-            structured.add_guides(model)
+        guides = structured.Guides(model, config) if self_guided else None
     model.dtype = work_dtype
     compiled = compile and can_compile(torch.device(place))
     net = spread(model, ranks, place, seed, recompute, compiled)            # what is called in training: the model, or its wrapper
     opt = build_optimizer(model, steps, compiled)
-    start = resume_from(model, opt, config, ranks) if resume else 0
-    if ranks.mode == "ddp" and start >= guided > 0:
+    start = resume_from(model, opt, config, ranks, guides) if resume else 0
+    if ranks.mode == "ddp" and start and guides and not guides.last:
         net = spread(model, ranks, place, seed)                             # the guides are gone, and DDP does not forget
     end = steps if train.stop is None else min(steps, steps_in(train.stop, batch_size, ramp))   # a step across the border is the next stage's
     last = start >= end                                                     # only its summary may be missing: killed between the two
@@ -369,8 +367,8 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
         micro = list(zip(*(t.split(rows) for t in batch)))
         for i, (idx, targets, keep, doc) in enumerate(micro):
             divide_by = n_tokens if loss_average == "step" else keep.sum().item() * len(micro) * ranks.size
-            if step < guided:
-                structured.set_guides(model, step, guided, guide_saving, ranks.rank * len(micro) + i, seed)
+            if guides:
+                guides.set(step, ranks.rank * len(micro) + i)
             with gradients(net, ranks, last=i + 1 == len(micro)):
                 _, part = net(*(t.to(place, non_blocking=True) for t in (idx, targets, keep, doc)), n_tokens=max(divide_by, 1))
                 part.backward()
@@ -398,8 +396,7 @@ def pretrain(ranks, stop, place, work_dtype, train, val, tok, model_config, conf
             torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
             opt.step()
         opt.zero_grad(set_to_none=True)
-        if step + 1 == guided:
-            structured.drop_guides(model, opt)
+        if guides and guides.end(step + 1, opt):
             flops = model.flops_per_token(block_size)
             if ranks.mode == "ddp":
                 net = spread(model, ranks, place, seed)
