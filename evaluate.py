@@ -92,7 +92,9 @@ def token_scores(model, windows):
         left = left[size:]
         # A target of -1 is not scored: that of a token before `first`, or of padding.
         inputs = [torch.tensor(ids[:-1]) for ids, _ in batch]
-        targets = [torch.tensor([-1] * (first - 1) + ids[first:]) for ids, first in batch]
+        targets = [
+            torch.tensor([-1] * (first - 1) + ids[first:])
+            for ids, first in batch]
         idx = pad_sequence(inputs, True).to(device)        # (B, T)
         targets = pad_sequence(targets, True, -1).to(device)
         scored = targets >= 0                              # (B, T)
@@ -162,7 +164,9 @@ def validation_documents(folder, tok):
         ids = validation.tokens(begin, end)
         begins = np.flatnonzero(ids == tok.bos)
         for document in np.split(ids, begins)[1:]:
-            words = [i for i in document.tolist() if i not in (tok.bos, tok.eos)]
+            words = [
+                i for i in document.tolist()
+                if i not in (tok.bos, tok.eos)]
             yield source, tok.decode(words)
 
 
@@ -187,6 +191,7 @@ def text_scores(model, tok, documents):
     documents: list of (group, text). Returns a list of dicts, "all" first and then a dict for each group: documents,
     bytes, tokens, bits_per_byte and plus_minus, half of its 95 % interval.
     """
+    # Of each window: itself, and the number of its document.
     windows = []
     owner = []
     for n, (_, text) in enumerate(documents):
@@ -245,7 +250,9 @@ def accepted_answers(row, name):
     """
     answer = row.get("answer")
     accepted = answer if isinstance(answer, list) else [answer]
-    texts = [str(a).strip() if isinstance(a, str | int | float) else "" for a in accepted]
+    texts = [
+        str(a).strip() if isinstance(a, str | int | float) else ""
+        for a in accepted]
     if not texts or not all(texts):
         raise ValueError(f"{name}: no valid answer: want a text, a number, or a list of them; got {answer!r}")
     return texts
@@ -335,14 +342,18 @@ def continue_texts(model, tok, contexts, stops, new_tokens):
         if name not in tokenizers.IN_TEXT}
     prompts = [[tok.bos, *tok.encode(context)][-room:] for context in contexts]
     size = max(1, batch_tokens // T)
-    batches = [prompts[i:i + size] for i in range(0, len(prompts), size)]
+    batches = [
+        prompts[i:i + size]
+        for i in range(0, len(prompts), size)]
     found = []
     for batch in tqdm(batches, "answering", unit="batch", disable=len(batches) < 2):
         whole = generate(model, batch, new_tokens, temperature=0, stop=(tok.eos,))
         for prompt, ids in zip(batch, whole):
             new = ids[len(prompt):]
             text = tok.decode([t for t in new if t not in silent])
-            cut = [text.split(stop)[0] for stop in stops if stop]
+            cut = [
+                text.split(stop)[0]
+                for stop in stops if stop]
             found.append(min(cut, key=len, default=text))
     return found
 
@@ -393,7 +404,9 @@ def harness_model(model, tok):
                 ids = tok.encode(request.args[0])
                 rolling = get_rolling_token_windows(ids, tok.bos, T, context_len=1)
                 parts = map(make_disjoint_window, rolling)
-                windows = [(context + scored, len(context)) for context, scored in parts]
+                windows = [
+                    (context + scored, len(context))
+                    for context, scored in parts]
                 nll = sum(nll.sum() for nll, _ in token_scores(model, windows))
                 totals.append(-float(nll))
             return totals

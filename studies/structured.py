@@ -63,30 +63,38 @@ def factor_shapes(kind, n_in, n_out, rank=0, blocks=0):
     if kind == "lowrank":
         return (rank, n_in), (n_out, rank)
     # The number of blocks must divide both sides of V, and in blockshuffle also the outputs of U.
-    width, what = n_out, "outputs"
+    width = n_out
+    what = "outputs"
     if kind == "blockdense":
         width, what = rank, "ffn_rank"
     if blocks < 1 or n_in % blocks or width % blocks:
-        fits = [b for b in range(2, blocks) if n_in % b == width % b == 0]
+        fits = [
+            b for b in range(2, blocks)
+            if n_in % b == width % b == 0]
         raise ValueError(f"ffn={kind!r}: {n_in} inputs and {width} {what} do not divide into ffn_blocks={blocks}: "
                          f"try ffn_blocks={max(fits, default=2)}")
     if kind == "blockdense":
-        return (blocks, rank // blocks, n_in // blocks), (n_out, rank)
+        v = blocks, rank // blocks, n_in // blocks
+        return v, (n_out, rank)
     # Of the two block-diagonal matrices, the one at the narrow side has square blocks.
-    small = min(n_in, n_out) // blocks
-    return (blocks, small, n_in // blocks), (blocks, n_out // blocks, small)
+    small = most // blocks
+    v = blocks, small, n_in // blocks
+    u = blocks, n_out // blocks, small
+    return v, u
 
 
 def block_diagonal(x, w):
     """Slice b of x times block b. x (..., N), w (B, N'/B, N/B) -> (..., N')."""
     slices = x.unflatten(-1, (len(w), -1))                 # (..., B, N/B)
-    return torch.einsum("...bi,boi->...bo", slices, w).flatten(-2)
+    y = torch.einsum("...bi,boi->...bo", slices, w)        # (..., B, N'/B)
+    return y.flatten(-2)
 
 
 def dealt_block_diagonal(x, w):
     """The same between two shuffles: block b reads x[b], x[b + B], x[b + 2B], ... and writes to y as far apart."""
     dealt = x.unflatten(-1, (-1, len(w)))                  # (..., N/B, B)
-    return torch.einsum("...ib,boi->...ob", dealt, w).flatten(-2)
+    y = torch.einsum("...ib,boi->...ob", dealt, w)         # (..., N'/B, B)
+    return y.flatten(-2)
 
 
 def multiply(x, v, u, kind):
@@ -167,7 +175,9 @@ class StructuredLinear(nn.Module):
 
 def check(config):
     """ValueError, one line, if an ApertusConfig asks for structured layers that its sizes do not allow."""
-    for sizes in ((config.n_embd, config.ffn_width), (config.ffn_width, config.n_embd)):
+    up = config.n_embd, config.ffn_width
+    down = config.ffn_width, config.n_embd
+    for sizes in (up, down):
         factor_shapes(config.ffn, *sizes, config.ffn_rank, config.ffn_blocks)
     if config.n_layer < 2:
         raise ValueError(f"ffn={config.ffn!r} with n_layer=1 would change nothing: the first layer stays dense")
@@ -220,7 +230,9 @@ def orthogonal(w):
 
 def structured_layers(model):
     """{name: StructuredLinear} of a model, in order."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, StructuredLinear)}
+    return {
+        name: module for name, module in model.named_modules()
+        if isinstance(module, StructuredLinear)}
 
 
 def dense_parameters(model):
@@ -255,7 +267,8 @@ class Guides:
     def set(self, step, micro):
         """Before each micro-batch. micro: its number within the step, over all ranks."""
         if step < self.last:
-            stochastic, seed = self.config["guide_saving"], self.config["seed"]
+            stochastic = self.config["guide_saving"]
+            seed = self.config["seed"]
             set_guides(self.model, step, self.last, stochastic, micro, seed)
 
     def end(self, done, optimizer, config=None):
@@ -333,20 +346,25 @@ def drop_guides(model, optimizer=None):
 
     FSDP2 forgets its shards of them too; DDP cannot: wrap the model again.
     """
-    layers = [layer for layer in structured_layers(model).values() if layer.guide is not None]
+    layers = [
+        layer for layer in structured_layers(model).values()
+        if layer.guide is not None]
     for layer in layers:
         if optimizer:
             optimizer.state.pop(layer.guide, None)
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p is not layer.guide]
+                group["params"] = [
+                    p for p in group["params"]
+                    if p is not layer.guide]
         layer.guide = None
         layer.alpha = None
     # A sharded module has no public way to give up a parameter.
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             for group in fsdp_groups(module._get_fsdp_state()):
-                kept = [p for p in group.fsdp_params if p._module_info.param_name != "guide"]
-                group.fsdp_params = kept
+                group.fsdp_params = [
+                    p for p in group.fsdp_params
+                    if p._module_info.param_name != "guide"]
     return len(layers)
 
 
@@ -367,7 +385,11 @@ def decoding_time(layers, tokens, below, dtype):
     inputs = {}
     for layer in layers:
         layer.merge_below = below
-        inputs[layer.n_in] = torch.ones(tokens, layer.n_in, dtype=dtype, device=layer.v.device)
+        inputs[layer.n_in] = torch.ones(
+            tokens,
+            layer.n_in,
+            dtype=dtype,
+            device=layer.v.device)
 
     def through_all():
         for layer in layers:
@@ -433,13 +455,15 @@ def training_flops(n_layer, width, ffn, vocab, block_size, tokens):
 # arXiv 2406.16450, Tables 1 and 2: layers, width, tokens, form, rank, blocks; FFN parameters in millions (None: not
 # given), FLOPs
 PUBLISHED = [
-    (24, 2048, 25.5e9, "dense", 0, 0, 805, "2.10e+20"),
-    (24, 2048, 25.5e9, "lowrank", 1024, 0, 516, "1.66e+20"),
-    (24, 2048, 25.5e9, "blockdense", 1536, 4, 486, "1.61e+20"),
-    (24, 2048, 25.5e9, "blockshuffle", 0, 2, 516, "1.66e+20"),
-    (24, 2048, 25.5e9, "lowrank", 512, 0, 275, "1.29e+20"),
-    (24, 2048, 25.5e9, "blockdense", 768, 4, 260, "1.27e+20"),
-    (24, 2048, 25.5e9, "blockshuffle", 0, 4, 275, "1.29e+20"),
+    (24, 2048, 25.5e9, *form) for form in (
+        ("dense", 0, 0, 805, "2.10e+20"),
+        ("lowrank", 1024, 0, 516, "1.66e+20"),
+        ("blockdense", 1536, 4, 486, "1.61e+20"),
+        ("blockshuffle", 0, 2, 516, "1.66e+20"),
+        ("lowrank", 512, 0, 275, "1.29e+20"),
+        ("blockdense", 768, 4, 260, "1.27e+20"),
+        ("blockshuffle", 0, 4, 275, "1.29e+20"))
+] + [
     (24, 1024, 6.7e9, "dense", 0, 0, None, "1.55e+19"),
     (24, 1536, 14.58e9, "dense", 0, 0, None, "7.03e+19")]
 
