@@ -1,17 +1,19 @@
 """
-How good is a model: bits per byte of text, by language or source; multiple choice; exact answers; the usual benchmarks.
+How good is a model: bits per byte of text by language or source, multiple choice, exact answers, the usual benchmarks.
 
-    bits per byte = - sum over documents of log2 p(document and its end)  /  its bytes in UTF-8       comparable across tokenizers
-    choice        = argmax over choices of log p(choice | examples, question), also per byte of the choice (norm)
+    bits per byte = - sum over documents of log2 p(document and its end)  /  their bytes in UTF-8
+    choice        = argmax over choices of log p(choice | examples, question);  norm: the same, per byte of the choice
 
-$ python evaluate.py --init_from=out/laptop                                          # the validation documents that the run has never seen
-$ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang            # any texts; bars by language
-$ python evaluate.py quiz.jsonl sums.jsonl --shots=3                                 # tasks: rows of question, choices, answer
-$ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # lm-evaluation-harness (pip install lm-eval)
+Bits per byte compare models with different tokenizers, which nats per token do not. A score says nothing without its n,
+its chance level and its interval, so these are printed beside it. Intervals are 95 %: Wilson's for shares, and for bits
+per byte Student's t of the ratio estimator, whose sample are the documents. A text that is longer than the window is
+scored in windows that overlap by half, so that every token after the first window has at least half a window of
+context. Source: the report evaluates base models by log-likelihood too (arXiv 2509.14233, sec. 5, table 22).
 
-A score without its n, its chance level and its interval says nothing: they are printed beside it (95 %: Wilson's for shares, Student's t
-of the ratio estimator over documents for bits per byte). Texts longer than the window are scored in windows that overlap by half, so that
-every token but the first has at least half a window of context. The report evaluates base models by log-likelihood too (sec. 5, table 22).
+$ python evaluate.py --init_from=out/laptop                                # validation documents the run has never seen
+$ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts; bars by language
+$ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tasks: rows of question, choices, answer
+$ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval
 """
 
 import json
@@ -20,29 +22,35 @@ import os
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
-from engine.intervals import t_quantile, wilson
-from model import chunk_rows
-from engine.hardware import pick_device, pick_dtype
-from generate import generate
 from chat import read_rows
+from data import TokenDataset
+from engine.hardware import pick_device, pick_dtype
+from engine.intervals import t_quantile, wilson
+from engine.plot import finish, pyplot
+from generate import generate
+from goldfish import read
+from model import chunk_rows
 
-paths = []                   # texts (.txt .md .py; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
-                             # nothing = the validation documents of the run's own data
-init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
-by = "lang"                  # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
-shots = 0                    # solved examples before each question: the first rows of the task, which are then not asked
-limit = 0                    # documents or questions of each file at most; 0 = all
-max_new_tokens = 64          # of an answer; it ends at a line break
-harness = ""                 # lm-evaluation-harness: tasks by name, with commas
-harness_path = ""            # folder of task files of your own, instead of the harness' collection (which takes 10 s to index)
-batch_tokens = 8192          # at once
-device = "auto"              # cuda | mps | cpu
-dtype = "auto"               # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
-out = ""                     # folder of evaluation.json and evaluation.png; "" = the run folder, or results/evaluate for other models
+paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
+                          # nothing = the validation documents of the run's own data
+init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
+by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
+shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
+limit = 0                 # documents or questions of each file at most; 0 = all
+max_new_tokens = 64       # of an answer; it ends at a line break
+harness = ""              # lm-evaluation-harness: tasks by name, with commas
+harness_path = ""         # folder of task files of your own, instead of the harness' collection, which is slow to index
+batch_tokens = 8192       # at once
+device = "auto"           # cuda | mps | cpu
+dtype = "auto"            # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
+out = ""                  # folder of evaluation.json and evaluation.png; "" = the run folder, or results/evaluate
+
+# Letters: B windows in a batch, T tokens in a window, C channels, V vocabulary, N scored positions of a batch.
 
 
 # -----------------------------------------------------------------------------
@@ -52,131 +60,209 @@ out = ""                     # folder of evaluation.json and evaluation.png; "" 
 @torch.no_grad()
 def token_scores(model, windows):
     """
-    -log p of the tokens of windows in nats, and whether each is the likeliest. windows: list of (ids, first): ids[first:] are
-    scored, first > 0.
+    -log p in nats of the tokens of windows, and whether each of them is the likeliest.
 
-    Returns a list of pairs of arrays (float64, bool) of len(ids) - first. Batches of similar length, padded on the right, which a causal
-    model does not see; the head is applied to scored positions only, a chunk at a time.
+    windows: list of (ids, first), of which ids[first:] are scored, first > 0. Returns an array (2, len(ids) - first) of
+    float64 for each: -log p, and 1 or 0. Windows of similar length share a batch. They are padded on the right, which a
+    causal model does not see. The head is applied to scored positions only, a chunk at a time, since its logits are by
+    far the largest tensor.
     """
-    found, place = [None] * len(windows), model.lm_head.weight.device
+    device = model.lm_head.weight.device
+    rows = chunk_rows(model.config.vocab_size, device)
+
+    def score(h, y):
+        """h (rows, C), y (rows,) -> (2, rows)."""
+        z = model.lm_head(h).float()                       # (rows, V)
+        nll = z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0]
+        top = z.argmax(-1) == y
+        return torch.stack([nll, top.float()])
+
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i][0]))
-    rows = chunk_rows(model.config.vocab_size, place)                       # as in training
-    bar = tqdm(total=len(order), desc="scoring", unit="window", disable=len(order) < 32)
-    while order:
-        n = max(1, batch_tokens // len(windows[order[0]][0]))
-        some, order = order[:n], order[n:]
-        T = len(windows[some[0]][0]) - 1
-        idx, targets = torch.zeros(len(some), T, dtype=torch.long), torch.full((len(some), T), -1)
-        for row, i in enumerate(some):
-            ids, first = windows[i]
-            idx[row, :len(ids) - 1] = torch.tensor(ids[:-1])
-            targets[row, first - 1:len(ids) - 1] = torch.tensor(ids[first:])
-        h = model.hidden(idx.to(place))[(targets >= 0).to(place)]           # (N, C), row by row
-        wanted, nll, top = targets[targets >= 0].to(place), [], []          # (N,)
-        for h_part, y in zip(h.split(rows), wanted.split(rows)):
-            z = model.lm_head(h_part).float()                               # (rows, V)
-            nll.append(z.logsumexp(-1) - z.gather(1, y[:, None])[:, 0])
-            top.append(z.argmax(-1) == y)
-        nll, top = torch.cat(nll).cpu().double().numpy(), torch.cat(top).cpu().numpy()
-        ends = np.cumsum([len(windows[i][0]) - windows[i][1] for i in some])[:-1]
-        for i, a, b in zip(some, np.split(nll, ends), np.split(top, ends)):
-            found[i] = a, b
-        bar.update(len(some))
+    left = [windows[i] for i in order]
+    found = []
+    bar = tqdm(
+        total=len(left),
+        desc="scoring",
+        unit="window",
+        disable=len(left) < 32)
+    while left:
+        # The first window is the longest of its batch, so it says how many fit.
+        size = max(1, batch_tokens // len(left[0][0]))
+        batch = left[:size]
+        left = left[size:]
+        # A target of -1 is not scored: that of a token before `first`, or of padding.
+        inputs = [torch.tensor(ids[:-1]) for ids, _ in batch]
+        targets = [
+            torch.tensor([-1] * (first - 1) + ids[first:])
+            for ids, first in batch]
+        idx = pad_sequence(inputs, True).to(device)        # (B, T)
+        targets = pad_sequence(targets, True, -1).to(device)
+        scored = targets >= 0                              # (B, T)
+        h = model.hidden(idx)[scored]                      # (N, C), window by window
+        y = targets[scored]                                # (N,)
+        parts = map(score, h.split(rows), y.split(rows))
+        scores = torch.cat(list(parts), 1).cpu().double()  # (2, N)
+        counts = [len(ids) - first for ids, first in batch]
+        found += [own.numpy() for own in scores.split(counts, 1)]
+        bar.update(len(batch))
     bar.close()
-    return found
+    # Back from the order of lengths to that of the windows.
+    return [found[i] for i in np.argsort(order)]
 
 
 def windows_of(ids, T):
-    """A document (ids, BOS first) as windows of at most T + 1 ids that overlap by half, each with the place of its first new token."""
-    found, done = [], 1
+    """
+    A document's ids, BOS first -> windows (ids, first) of at most T + 1 ids, for token_scores.
+
+    Each window begins half a window before the first token that the one before did not score.
+    """
+    done = 1
     while done < len(ids):
-        begin = 0 if done == 1 else max(0, done - T // 2 - 1)
-        end = min(begin + T + 1, len(ids))
-        found.append((ids[begin:end], done - begin))
+        begin = max(0, done - T // 2 - 1)
+        end = begin + T + 1
+        yield ids[begin:end], done - begin
         done = end
-    return found
 
 
 def pair(tok, context, continuation, T):
     """
-    Context and continuation -> (ids, first) for token_scores, with BOS. Encoded as one, as lm-evaluation-harness does: whitespace at the
-    end of the context belongs to the continuation, and a context that is too long loses its beginning. ValueError if nothing is left to
-    score, or the continuation alone is longer than the window.
+    Context and continuation (str) -> (ids, first) for token_scores, BOS first.
+
+    They are encoded as one text, as lm-evaluation-harness does, so whitespace at the end of the context belongs to the
+    continuation. A context that is too long loses its beginning. ValueError if the continuation adds no token, or has
+    more than T.
     """
     words = context.rstrip()
-    continuation, context = context[len(words):] + continuation, words
-    before = [tok.bos, *tok.encode(context)]
-    ids = [tok.bos, *tok.encode(context + continuation)]
-    if len(ids) <= len(before):
+    continuation = context[len(words):] + continuation
+    first = 1 + len(tok.encode(words))
+    ids = [tok.bos, *tok.encode(words + continuation)]
+    added = len(ids) - first
+    if added < 1:
         raise ValueError(f"the choice {continuation!r} adds no token to its question: nothing to score")
-    if len(ids) - len(before) > T:
-        raise ValueError(f"the choice {continuation[:40]!r}... has {len(ids) - len(before):,} tokens, more than the model's window of {T}")
+    if added > T:
+        raise ValueError(f"the choice {continuation[:40]!r}... has {added:,} tokens, more than the model's window of "
+                         f"{T}")
     cut = max(0, len(ids) - (T + 1))
-    return ids[cut:], len(before) - cut
+    return ids[cut:], first - cut
 
 
 # -----------------------------------------------------------------------------
-# reading
-
-
-def answer_of(row, where):
-    """The number of the right choice: answer is an index, a letter, or the choice itself."""
-    choices, answer = row["choices"], row.get("answer")
-    if isinstance(choices, list) and len(choices) > 1 and len(set(choices)) == len(choices):
-        if answer in choices:
-            return choices.index(answer)
-        if isinstance(answer, str) and len(answer) == 1 and 0 <= ord(answer.upper()) - 65 < len(choices):
-            return ord(answer.upper()) - 65
-        if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
-            return answer
-    raise ValueError(f"{where}: no valid answer: want two or more different \"choices\", and \"answer\" an index from 0, a letter from A, "
-                     f"or a choice; got {answer!r}")
+# bits per byte
 
 
 def validation_documents(folder, tok):
-    """(source, text) of the validation documents of a data folder, from its shards."""
-    from data import TokenDataset, read_meta
-    meta = read_meta(folder)
-    if meta["tokenizer_hash"] != tok.hash:
+    """(source, text) of each validation document of a data folder, read back from its shards."""
+    validation = TokenDataset(folder, "val", 1)
+    if validation.meta["tokenizer_hash"] != tok.hash:
         print(f"{folder} was made with another vocabulary than the model's: its text is decoded and encoded again")
         tok = tokenizers.load_for(folder)
-    for source, splits in meta["sources"].items():
-        only = TokenDataset(folder, "val", 1)
-        first = sum(s["val"]["tokens"] for s in list(meta["sources"].values())[:list(meta["sources"]).index(source)])
-        ids = only.tokens(first, first + splits["val"]["tokens"])
-        ends = np.flatnonzero(ids == tok.bos).tolist() + [len(ids)]
-        for a, b in zip(ends, ends[1:]):
-            yield source, tok.decode([i for i in ids[a:b].tolist() if i not in (tok.bos, tok.eos)])
+    # The sources follow one another in the stream, and every document begins with BOS.
+    end = 0
+    for source, splits in validation.meta["sources"].items():
+        begin = end
+        end += splits["val"]["tokens"]
+        ids = validation.tokens(begin, end)
+        begins = np.flatnonzero(ids == tok.bos)
+        for document in np.split(ids, begins)[1:]:
+            words = [
+                i for i in document.tolist()
+                if i not in (tok.bos, tok.eos)]
+            yield source, tok.decode(words)
 
 
-# -----------------------------------------------------------------------------
-# measuring
+def ratio(bits, sizes):
+    """
+    Bits per byte of documents, and half of its 95 % interval; nan for one document.
+
+    bits, sizes (n,): of each document. The documents are the sample, and the error of a ratio r of two sums over it is
+    sqrt(n / (n - 1) sum (bits - r sizes)^2) / sum(sizes).
+    """
+    n = len(bits)
+    r = bits.sum() / sizes.sum()
+    if n == 1:
+        return r, math.nan
+    squares = ((bits - r * sizes) ** 2).sum()
+    error = math.sqrt(n / (n - 1) * squares) / sizes.sum()
+    return r, t_quantile(n - 1) * error
 
 
 def text_scores(model, tok, documents):
     """
-    documents: list of (group, text). Returns one row a group and one for all: documents, bytes, tokens, bits per byte, half its 95 %
-    interval (documents are the sample: t(n - 1) sqrt(n / (n - 1) sum (bits - r bytes)^2) / sum bytes, nan for one document).
+    documents: list of (group, text). Returns a list of dicts, "all" first and then a dict for each group: documents,
+    bytes, tokens, bits_per_byte and plus_minus, half of its 95 % interval.
     """
-    windows, owner = [], []
+    # Of each window: itself, and the number of its document.
+    windows = []
+    owner = []
     for n, (_, text) in enumerate(documents):
-        for w in windows_of([tok.bos, *tok.encode(text), tok.eos], model.config.block_size):
-            windows.append(w)
+        ids = [tok.bos, *tok.encode(text), tok.eos]
+        for window in windows_of(ids, model.config.block_size):
+            windows.append(window)
             owner.append(n)
-    bits, sizes, tokens = np.zeros(len(documents)), np.array([len(t.encode()) for _, t in documents]), np.zeros(len(documents), dtype=int)
-    for n, (nll, _) in zip(owner, token_scores(model, windows)):
-        bits[n] += nll.sum() / math.log(2)
-        tokens[n] += len(nll)
-    groups = np.array([g for g, _ in documents])
+    scores = token_scores(model, windows)
+    bits = np.bincount(owner, [nll.sum() / math.log(2) for nll, _ in scores])
+    tokens = np.bincount(owner, [len(nll) for nll, _ in scores])
+    sizes = np.array([len(text.encode()) for _, text in documents])
+    groups = [group for group, _ in documents]
     rows = []
-    for group in ["all", *sorted(set(groups))]:
-        here = np.full(len(groups), True) if group == "all" else groups == group
-        n, r = int(here.sum()), bits[here].sum() / sizes[here].sum()
-        error = math.sqrt(n / (n - 1) * ((bits[here] - r * sizes[here]) ** 2).sum()) / sizes[here].sum() if n > 1 else math.nan
-        spread = t_quantile(n - 1) * error if n > 1 else math.nan
-        rows.append(dict(group=str(group), documents=n, bytes=int(sizes[here].sum()), tokens=int(tokens[here].sum()),
-                         bits_per_byte=float(r), plus_minus=float(spread)))
+    for name in ["all", *sorted(set(groups))]:
+        here = [name in ("all", group) for group in groups]
+        r, plus_minus = ratio(bits[here], sizes[here])
+        rows.append(dict(
+            group=name,
+            documents=sum(here),
+            bytes=int(sizes[here].sum()),
+            tokens=int(tokens[here].sum()),
+            bits_per_byte=r,
+            plus_minus=plus_minus))
     return rows
+
+
+# -----------------------------------------------------------------------------
+# tasks
+
+
+def answer_of(row, name):
+    """
+    The number of the right choice. The answer of a row is a choice itself, a letter from A, or an index from 0.
+
+    ValueError, which begins with name, if the choices are no list of two or more or the answer is none of them.
+    """
+    choices = row["choices"]
+    answer = row.get("answer")
+    if isinstance(choices, list) and len(set(choices)) == len(choices) > 1:
+        if answer in choices:
+            return choices.index(answer)
+        index = answer
+        if isinstance(answer, str) and len(answer) == 1:
+            index = ord(answer.upper()) - ord("A")
+        if type(index) is int and 0 <= index < len(choices):
+            return index
+    raise ValueError(f'{name}: no valid answer: want two or more different "choices", and "answer" an index from 0, '
+                     f"a letter from A, or a choice; got {answer!r}")
+
+
+def accepted_answers(row, name):
+    """
+    The texts of which the model must say one. The answer of a row is a text, a number, or a list of them.
+
+    ValueError, which begins with name, for anything else.
+    """
+    answer = row.get("answer")
+    accepted = answer if isinstance(answer, list) else [answer]
+    texts = [
+        str(a).strip() if isinstance(a, str | int | float) else ""
+        for a in accepted]
+    if not texts or not all(texts):
+        raise ValueError(f"{name}: no valid answer: want a text, a number, or a list of them; got {answer!r}")
+    return texts
+
+
+def with_answers(rows, name, answer):
+    """Copies of the rows of a task with answer(row, name) as their answers: all are checked before the model works."""
+    return [
+        {**row, "answer": answer(row, f"{name}, question {n}")}
+        for n, row in enumerate(rows, 1)]
 
 
 def prompt_of(row):
@@ -184,58 +270,109 @@ def prompt_of(row):
 
 
 def with_shots(rows, solution):
-    """The questions that are asked, each behind the first `shots` rows solved: (row, context)."""
+    """
+    (row, context) of each question that is asked: the first `shots` rows with their solution(row), then the question.
+
+    ValueError if no row is left to ask.
+    """
     if shots >= len(rows):
         raise ValueError(f"--shots={shots} leaves no question of {len(rows)}: lower it")
-    examples = "".join(f"{prompt_of(r)} {solution(r)}\n\n" for r in rows[:shots])
-    return [(r, examples + prompt_of(r)) for r in rows[shots:]]
+    examples = "".join(
+        f"{prompt_of(row)} {solution(row)}\n\n"
+        for row in rows[:shots])
+    return [(row, examples + prompt_of(row)) for row in rows[shots:]]
+
+
+def task_result(task, kind, hits, n, **more):
+    return dict(
+        task=task,
+        kind=kind,
+        n=n,
+        shots=shots,
+        score=hits / n,
+        interval=wilson(hits, n),
+        **more)
 
 
 def choice_scores(model, tok, rows, name):
-    """Multiple choice by log-likelihood: accuracy by the sum and per byte of the choice (norm), n, chance level, 95 % interval."""
-    right = {id(r): answer_of(r, f"{name}, question {n}") for n, r in enumerate(rows, 1)}
-    asked = with_shots(rows, lambda r: r["choices"][right[id(r)]])
-    windows = [pair(tok, context, " " + choice, model.config.block_size) for r, context in asked for choice in r["choices"]]
-    scores, hits, hits_norm = iter(token_scores(model, windows)), 0, 0
-    for r, _ in asked:
-        total = np.array([-next(scores)[0].sum() for _ in r["choices"]])
-        size = np.array([len(choice.encode()) for choice in r["choices"]])
-        hits += int(total.argmax() == right[id(r)])
-        hits_norm += int((total / size).argmax() == right[id(r)])
+    """
+    Multiple choice by log-likelihood: accuracy by the sum over a choice and by its mean per byte (norm).
+
+    Both come with n and their 95 % intervals. Chance is the mean over questions of 1 / their number of choices.
+    """
+    rows = with_answers(rows, name, answer_of)
+    asked = with_shots(rows, lambda row: row["choices"][row["answer"]])
+    windows = []
+    for row, context in asked:
+        for choice in row["choices"]:
+            windows.append(pair(tok, context, " " + choice, model.config.block_size))
+    scores = iter(token_scores(model, windows))
+    hits = hits_norm = 0
+    for row, _ in asked:
+        choices, right = row["choices"], row["answer"]
+        logp = np.array([-next(scores)[0].sum() for _ in choices])
+        size = np.array([len(choice.encode()) for choice in choices])
+        # An accuracy by the sum favours short choices.
+        hits += int(logp.argmax() == right)
+        hits_norm += int((logp / size).argmax() == right)
     n = len(asked)
-    return dict(task=name, kind="choice", n=n, shots=shots, score=hits / n, interval=wilson(hits, n),
-                score_norm=hits_norm / n, interval_norm=wilson(hits_norm, n),
-                chance=float(np.mean([1 / len(r["choices"]) for r, _ in asked])))
+    return task_result(
+        name,
+        "choice",
+        hits,
+        n,
+        score_norm=hits_norm / n,
+        interval_norm=wilson(hits_norm, n),
+        chance=np.mean([1 / len(row["choices"]) for row, _ in asked]))
 
 
 def continue_texts(model, tok, contexts, stops, new_tokens):
-    """Greedy continuations of texts, each cut at the first of `stops`; a context that is too long loses its beginning."""
-    room, found = model.config.block_size - new_tokens, []
+    """
+    Greedy continuations of texts by at most new_tokens, each cut at the first of the strings `stops`.
+
+    A context that does not fit into the window together with its answer loses its beginning. ValueError if none fits.
+    """
+    T = model.config.block_size
+    room = T - new_tokens
     if room < 2:
-        raise ValueError(f"max_new_tokens={new_tokens} leaves no room for a question in a window of {model.config.block_size}: lower it")
-    silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}       # control tokens are no words of an answer
-    prompts = [[tok.bos, *tok.encode(c)][-room:] for c in contexts]
-    size = max(1, batch_tokens // model.config.block_size)
-    for i in tqdm(range(0, len(prompts), size), "answering", unit="batch", disable=len(prompts) <= size):
-        some = prompts[i:i + size]
-        for p, ids in zip(some, generate(model, some, new_tokens, temperature=0, stop=(tok.eos,))):
-            text = tok.decode([t for t in ids[len(p):] if t not in silent])
-            found.append(min((text.split(s)[0] for s in stops if s), key=len, default=text))
+        raise ValueError(f"max_new_tokens={new_tokens} leaves no room for a question in a window of {T}: lower it")
+    # Control tokens are no words of an answer.
+    silent = {
+        i for name, i in tok.special.items()
+        if name not in tokenizers.IN_TEXT}
+    prompts = [[tok.bos, *tok.encode(context)][-room:] for context in contexts]
+    size = max(1, batch_tokens // T)
+    batches = [
+        prompts[i:i + size]
+        for i in range(0, len(prompts), size)]
+    found = []
+    for batch in tqdm(batches, "answering", unit="batch", disable=len(batches) < 2):
+        whole = generate(model, batch, new_tokens, temperature=0, stop=(tok.eos,))
+        for prompt, ids in zip(batch, whole):
+            new = ids[len(prompt):]
+            text = tok.decode([t for t in new if t not in silent])
+            cut = [
+                text.split(stop)[0]
+                for stop in stops if stop]
+            found.append(min(cut, key=len, default=text))
     return found
 
 
 def answer_scores(model, tok, rows, name):
-    """Exact match of a greedy answer's first line; "answer" is a string or a list of accepted ones."""
-    accepted = {}
-    for n, r in enumerate(rows, 1):
-        answers = r.get("answer") if isinstance(r.get("answer"), list) else [r.get("answer")]
-        if not answers or not all(isinstance(a, str | int | float) and str(a).strip() for a in answers):
-            raise ValueError(f"{name}, question {n}: no valid answer: want a text, a number, or a list of them; got {r.get('answer')!r}")
-        accepted[id(r)] = [str(a).strip() for a in answers]
-    asked = with_shots(rows, lambda r: accepted[id(r)][0])
-    said = continue_texts(model, tok, [c for _, c in asked], ["\n"], max_new_tokens)
-    hits, n = sum(text.strip() in accepted[id(r)] for (r, _), text in zip(asked, said)), len(asked)
-    return dict(task=name, kind="exact match", n=n, shots=shots, score=hits / n, interval=wilson(hits, n), chance=0.0)
+    """
+    Exact match of the first line of a greedy answer with an accepted one, n and the 95 % interval.
+
+    An answer in free words is not guessed: the chance level is 0.
+    """
+    rows = with_answers(rows, name, accepted_answers)
+    asked = with_shots(rows, lambda row: row["answer"][0])
+    contexts = [context for _, context in asked]
+    said = continue_texts(model, tok, contexts, ["\n"], max_new_tokens)
+    hits = 0
+    for (row, _), text in zip(asked, said):
+        if text.strip() in row["answer"]:
+            hits += 1
+    return task_result(name, "exact match", hits, len(asked), chance=0.0)
 
 
 # -----------------------------------------------------------------------------
@@ -243,40 +380,51 @@ def answer_scores(model, tok, rows, name):
 
 
 def harness_model(model, tok):
-    """Our model behind lm-evaluation-harness' own interface (lm_eval.api.model.LM): batched, equal requests scored once."""
+    """Our model behind lm-evaluation-harness' own interface, lm_eval.api.model.LM."""
     from lm_eval.api.model import LM
     from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
     T = model.config.block_size
 
     class Harness(LM):
         tokenizer_name = tok.name
 
         def loglikelihood(self, requests, disable_tqdm=False):
-            windows = [pair(tok, *r.args, T) for r in requests]
-            once = list(dict.fromkeys((tuple(ids), first) for ids, first in windows))          # equal requests are scored once
-            scores = dict(zip(once, token_scores(model, once)))
-            return [(-float(nll.sum()), bool(top.all())) for nll, top in (scores[tuple(ids), first] for ids, first in windows)]
+            windows = [pair(tok, *request.args, T) for request in requests]
+            return [
+                (-float(nll.sum()), bool(top.all()))
+                for nll, top in token_scores(model, windows)]
 
         def loglikelihood_rolling(self, requests, disable_tqdm=False):
+            # The harness' rule for long texts differs from ours: windows overlap by one token, and only the last is
+            # filled up with context. There is one BOS; its own HFLM puts two, unless add_bos_token=False.
             totals = []
-            for r in requests:                                              # the harness' rule: no overlap, one token of context;
-                ids, windows = [tok.bos, *tok.encode(r.args[0])], []        # one <s>: its HFLM puts two, unless add_bos_token=False
-                for i in range(1, len(ids), T):                             # the last window is filled up with context from the left
-                    end = min(i + T, len(ids))
-                    begin = max(0, end - T - 1)
-                    windows.append((ids[begin:end], i - begin))
-                totals.append(-float(sum(nll.sum() for nll, _ in token_scores(model, windows))))
+            for request in requests:
+                ids = tok.encode(request.args[0])
+                rolling = get_rolling_token_windows(ids, tok.bos, T, context_len=1)
+                parts = map(make_disjoint_window, rolling)
+                windows = [
+                    (context + scored, len(context))
+                    for context, scored in parts]
+                nll = sum(nll.sum() for nll, _ in token_scores(model, windows))
+                totals.append(-float(nll))
             return totals
 
         def generate_until(self, requests, disable_tqdm=False):
-            found, groups = [None] * len(requests), {}
-            for i, r in enumerate(requests):                                # those with the same stops and length are decoded together
-                how = normalize_gen_kwargs(r.args[1])                       # length and stops have several names
+            # Requests with the same stops and length are decoded together.
+            groups = {}
+            for i, request in enumerate(requests):
+                how = normalize_gen_kwargs(request.args[1])
                 if how["do_sample"] and how["temperature"]:
                     raise ValueError("this harness interface decodes greedily; the task asks for sampling")
-                groups.setdefault((tuple(how["until"]), min(how["max_gen_toks"], T // 2)), []).append(i)
-            for (stops, n), members in groups.items():
-                for i, text in zip(members, continue_texts(model, tok, [requests[i].args[0] for i in members], stops, n)):
+                key = tuple(how["until"]), min(how["max_gen_toks"], T // 2)
+                groups.setdefault(key, []).append(i)
+            found = [None] * len(requests)
+            for (stops, length), members in groups.items():
+                contexts = [requests[i].args[0] for i in members]
+                texts = continue_texts(model, tok, contexts, stops, length)
+                for i, text in zip(members, texts):
                     found[i] = text
             return found
 
@@ -284,27 +432,45 @@ def harness_model(model, tok):
 
 
 def run_harness(model, tok):
+    """
+    The tasks of --harness by lm-evaluation-harness: a dict for each metric of each task, and of each group of tasks,
+    whose n is the sum of theirs. ValueError if the package or a task is not there.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ValueError("lm-evaluation-harness is not installed: pip install lm-eval") from None
-    manager = TaskManager(include_path=harness_path or None, include_defaults=not harness_path)
+    manager = TaskManager(
+        include_path=harness_path or None,
+        include_defaults=not harness_path)
     names = harness.split(",")
-    missing = [n for n in names if n not in manager.all_tasks]
+    missing = [name for name in names if name not in manager.all_tasks]
     if missing:
         raise ValueError(f"lm-evaluation-harness has no task {missing[0]!r}: `lm_eval --tasks list` shows them, "
                          "--harness_path=FOLDER takes your own")
-    found = lm_eval.simple_evaluate(harness_model(model, tok), tasks=names, num_fewshot=shots or None, limit=limit or None,
-                                    task_manager=manager)
+    found = lm_eval.simple_evaluate(
+        harness_model(model, tok),
+        tasks=names,
+        num_fewshot=shots or None,
+        limit=limit or None,
+        task_manager=manager)
     rows = []
-    for task, result in found["results"].items():                           # tasks, and groups of tasks, whose n is the sum of theirs
-        for key, value in result.items():
-            if not isinstance(value, float) or "_stderr" in key:
+    for task, result in found["results"].items():
+        n = result["sample_len"]
+        for metric, score in result.items():
+            if not isinstance(score, float) or "_stderr" in metric:
                 continue
-            stderr = result.get(key.replace(",", "_stderr,", 1))
-            rows.append(dict(task=task, kind="harness", n=result["sample_len"], shots=found["n-shot"].get(task), metric=key, score=value,
-                             stderr=stderr, interval=harness_interval(value, stderr, result["sample_len"])))
+            stderr = result.get(metric.replace(",", "_stderr,", 1))
+            rows.append(dict(
+                task=task,
+                kind="harness",
+                n=n,
+                shots=found["n-shot"].get(task),
+                metric=metric,
+                score=score,
+                stderr=stderr,
+                interval=harness_interval(score, stderr, n)))
     return rows
 
 
@@ -312,12 +478,16 @@ def harness_interval(score, stderr, n):
     """
     95 % interval of a mean that lm-evaluation-harness reports with its standard error; None without one.
 
-    Values that are 0 or 1 have the standard error sqrt(p (1 - p) / (n - 1)) and only they: Wilson's interval. All others: Student's t.
+    Values that are 0 or 1, and only they, have the standard error sqrt(p (1 - p) / (n - 1)): these means are shares and
+    get Wilson's interval. All others get Student's t.
     """
     if not isinstance(stderr, float) or n < 2:
         return None
-    if 0 <= score <= 1 and math.isclose(stderr, math.sqrt(score * (1 - score) / (n - 1)), rel_tol=1e-6, abs_tol=1e-12):
-        return wilson(score * n, n)
+    if 0 <= score <= 1:
+        of_share = math.sqrt(score * (1 - score) / (n - 1))
+        is_share = math.isclose(stderr, of_share, rel_tol=1e-6, abs_tol=1e-12)
+        if is_share:
+            return wilson(score * n, n)
     half = t_quantile(n - 1) * stderr
     return score - half, score + half
 
@@ -326,8 +496,13 @@ def harness_interval(score, stderr, n):
 # what is written
 
 
+def with_interval(score, interval):
+    bounds = f"({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
+    return f"{score:.3f} {bounds}"
+
+
 def table_md(results):
-    """evaluation.json as Markdown."""
+    """The content of evaluation.json (dict) as Markdown."""
     lines = [f"# {results['model']}", ""]
     if results["texts"]:
         lines += ["| text | documents | bytes | bytes/token | bits/byte (95 %) |", "|---|---|---|---|---|"]
@@ -338,79 +513,96 @@ def table_md(results):
     if results["tasks"]:
         lines += ["| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|"]
         for r in results["tasks"]:
-            if r["kind"] == "harness":
-                bounds = f"({r['interval'][0]:.3f} to {r['interval'][1]:.3f})" if r["interval"] else ""
-                lines.append(f"| {r['task']} ({r['metric']}) | {r['n']} | {r['shots']} | {r['score']:.3f} {bounds} | | |")
-                continue
-            norm = f"{r['score_norm']:.3f} ({r['interval_norm'][0]:.3f} to {r['interval_norm'][1]:.3f})" if "score_norm" in r else ""
-            lines.append(f"| {r['task']} ({r['kind']}) | {r['n']} | {r['shots']} | {r['score']:.3f} ({r['interval'][0]:.3f} to "
-                         f"{r['interval'][1]:.3f}) | {norm} | {r['chance']:.3f} |")
+            norm = with_interval(r["score_norm"], r["interval_norm"]) if "score_norm" in r else ""
+            # The harness knows neither a score per byte nor the chance level.
+            rest = f" {norm} | {r['chance']:.3f} |" if "chance" in r else " | |"
+            lines.append(f"| {r['task']} ({r.get('metric', r['kind'])}) | {r['n']} | {r['shots']} | "
+                         f"{with_interval(r['score'], r['interval'])} |{rest}")
         lines.append("")
     return "\n".join(lines)
 
 
 def draw_bars(rows, picture, title):
     """Bits per byte by group, best first, with 95 % intervals."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = sorted((r for r in rows if r["group"] != "all"), key=lambda r: r["bits_per_byte"])
-    figure, axis = plt.subplots(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
-    spread = [0 if math.isnan(r["plus_minus"]) else r["plus_minus"] for r in rows]
-    axis.barh([r["group"] for r in rows], [r["bits_per_byte"] for r in rows], xerr=spread,
-              color="C0", ecolor="grey", height=0.7)
+    rows = sorted(rows, key=lambda r: r["bits_per_byte"])
+    figure, axis = pyplot().subplots(figsize=(8, 1 + 0.3 * len(rows)))
+    # A single document has no interval: nan is drawn as 0.
+    axis.barh(
+        [r["group"] for r in rows],
+        [r["bits_per_byte"] for r in rows],
+        xerr=np.nan_to_num([r["plus_minus"] for r in rows]),
+        ecolor="grey",
+        height=0.7)
     axis.invert_yaxis()
-    axis.set_xlabel("bits per byte (lower is better); 95 % intervals over documents")
-    axis.set_title(title, fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(picture, dpi=110)
-    plt.close(figure)
+    axis.set(title=title, xlabel="bits per byte (lower is better); 95 % intervals over documents")
+    finish(figure, picture)
+
+
+# -----------------------------------------------------------------------------
+# the script
+
+
+def measured(path, model, tok):
+    """A path of the command line -> its documents, a list of (group, text), and a list of the results of its tasks."""
+    name = os.path.basename(os.path.normpath(path))
+    if os.path.isdir(path):
+        return list(validation_documents(path, tok))[:limit or None], []
+    if not path.endswith(".jsonl"):
+        return [(name, read(path))], []
+    want = '"text", or with "question" and "answer"'
+    rows = read_rows(path, lambda row: {"text", "question"} & row.keys(), want)[:limit or None]
+    documents = [
+        (str(row.get(by, name)), row["text"])
+        for row in rows
+        if row.get("text", "").strip()]
+    # Without choices, the answer has to be said.
+    questions = [row for row in rows if "text" not in row]
+    choices = [row for row in questions if "choices" in row]
+    answers = [row for row in questions if "choices" not in row]
+    tasks = []
+    if choices:
+        tasks.append(choice_scores(model, tok, choices, name))
+    if answers:
+        tasks.append(answer_scores(model, tok, answers, name))
+    return documents, tasks
 
 
 def main():
-    place = pick_device(device)
-    model, tok = convert.load_any(init_from, place, None if dtype == "auto" else pick_dtype(dtype, place))
-    if place == "cuda" and dtype == "auto":
+    kind = pick_device(device)
+    wanted = None if dtype == "auto" else pick_dtype(dtype, kind)
+    model, tok = convert.load_any(init_from, kind, wanted)
+    if kind == "cuda" and dtype == "auto":
         model.to(torch.bfloat16)
     model.eval()
     is_run = os.path.isdir(os.path.join(init_from, "ckpt"))
-    sources = list(paths)
+    sources = paths
     if not sources and not harness:
         if not is_run:
-            raise ValueError(f"{init_from} is no run folder with validation data of its own: name texts or tasks, or --harness=TASKS")
-        with open(os.path.join(init_from, "config.json"), encoding="utf-8") as f:
-            sources = [json.load(f)["data"]]
-    documents, tasks = [], []
+            raise ValueError(f"{init_from} is no run folder with validation data of its own: name texts or tasks, "
+                             "or --harness=TASKS")
+        config = tokenizers.read_json(os.path.join(init_from, "config.json"))
+        sources = [config["data"]]
+    documents = []
+    tasks = []
     for path in sources:
-        name = os.path.basename(os.path.normpath(path))
-        if os.path.isdir(path):
-            documents += list(validation_documents(path, tok))[:limit or None]
-        elif path.endswith(".jsonl"):
-            want = '"text", or with "question" and "answer"'
-            rows = read_rows(path, lambda r: {"text", "question"} & r.keys(), want)[:limit or None]
-            texts = [r for r in rows if "text" in r]
-            documents += [(str(r.get(by, name)), r["text"]) for r in texts if r["text"].strip()]
-            for kind, score in ((True, choice_scores), (False, answer_scores)):
-                asked = [r for r in rows if "text" not in r and ("choices" in r) == kind]
-                if asked:
-                    tasks.append(score(model, tok, asked, name))
-        elif os.path.isfile(path):
-            with open(path, encoding="utf-8") as f:
-                documents.append((name, f.read()))
-        else:
-            raise ValueError(f"no file or folder {path!r}")
-    tasks += run_harness(model, tok) if harness else []
-    results = dict(model=init_from, texts=text_scores(model, tok, documents) if documents else [], tasks=tasks)
+        more_documents, more_tasks = measured(path, model, tok)
+        documents += more_documents
+        tasks += more_tasks
+    if harness:
+        tasks += run_harness(model, tok)
+    texts = text_scores(model, tok, documents) if documents else []
+
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, "evaluation.json"), "w", encoding="utf-8") as f:
+    file = os.path.join(folder, "evaluation.json")
+    results = dict(model=init_from, texts=texts, tasks=tasks)
+    with open(file, "w", encoding="utf-8") as f:
         json.dump(results, f, indent=1)
-    if len(results["texts"]) > 2:
-        title = f"{init_from}: {results['texts'][0]['bits_per_byte']:.3f} bits per byte overall"
-        draw_bars(results["texts"], os.path.join(folder, "evaluation.png"), title)
+    if len(texts) > 2:
+        title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"
+        draw_bars(texts[1:], os.path.join(folder, "evaluation.png"), title)
     print(table_md(results))
-    print(f"wrote {os.path.join(folder, 'evaluation.json')}")
+    print(f"wrote {file}")
 
 
 if __name__ == "__main__":

@@ -151,7 +151,6 @@ class Run:
     rows: int                       # samples of a micro-batch
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
-    guided: int                     # steps with guides (studies/structured.py); 0 for Apertus
 
 
 # -----------------------------------------------------------------------------
@@ -174,6 +173,9 @@ def check_settings():
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
     lr_at(0)
+    if self_guided:
+        from studies import structured
+        structured.guided_steps(settings(globals()))
 
 
 def open_data():
@@ -194,22 +196,6 @@ def open_data():
     return train, val
 
 
-def guided_steps(config):
-    """
-    Steps in which a dense guide helps structured layers. Apertus has neither, and does not
-    import them.
-    """
-    if not config.get("self_guided"):
-        return 0
-    from studies import structured
-    return structured.guided_steps(config)
-
-
-def drop_guides(model, optimizer):
-    from studies import structured
-    structured.drop_guides(model, optimizer)
-
-
 def set_up():
     """
     All that a run needs but its folder and the other ranks; nothing is written yet. ValueError:
@@ -226,20 +212,20 @@ def set_up():
     config = settings(globals())
     config.update(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig(**{field.name: config[field.name] for field in dataclasses.fields(ApertusConfig)})
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guided_steps(config))
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape)
 
 
 def build(run):
     """
     The model, what is called in training (the model, or a wrapper that talks to other ranks),
-    and the optimizer.
+    the optimizer, and the guides of structured layers, None for Apertus.
     """
-    ranks = run.ranks
+    ranks, guides = run.ranks, None
     with torch.device("meta" if ranks.sharded else run.device):
         model = Apertus(run.shape, seed)
-        if run.guided:
-            from studies import structured
-            structured.add_guides(model)
+        if self_guided:
+            from studies.structured import Guides
+            guides = Guides(model, run.config)
     model.dtype = run.dtype
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
@@ -251,10 +237,10 @@ def build(run):
                           alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
-    return model, net, opt
+    return model, net, opt, guides
 
 
-def resume_from(model, optimizer, config, ranks):
+def resume_from(model, optimizer, guides, config, ranks):
     """
     Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
     start.
@@ -267,8 +253,8 @@ def resume_from(model, optimizer, config, ranks):
     path, manifest = found
     samples = samples_before(manifest["step"])
     runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(config, samples))
-    if 0 < guided_steps(config) <= manifest["step"]:
-        drop_guides(model, optimizer)
+    if guides:
+        guides.end(manifest["step"], optimizer, manifest["config"])
     checkpoint.load(path, model, optimizer)
     if ranks.first:
         print(f"resumed from {path}")
@@ -466,7 +452,7 @@ class Loader:
         self.thread.shutdown(cancel_futures=True)
 
 
-def forward_backward(net, model, run, batch, n_tokens, step):
+def forward_backward(net, guides, run, batch, n_tokens, step):
     """
     The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of
     the loss, 0-d.
@@ -480,10 +466,8 @@ def forward_backward(net, model, run, batch, n_tokens, step):
     loss = torch.zeros((), device=run.device, dtype=sum_dtype)
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
-        if step < run.guided:
-            from studies import structured
-            number = run.ranks.rank * len(micro) + i
-            structured.set_guides(model, step, run.guided, guide_saving, number, seed)
+        if guides:
+            guides.set(step, run.ranks.rank * len(micro) + i)
         divide_by = n_tokens
         if loss_average == "micro":
             kept = tensors[2].sum().item()
@@ -533,9 +517,9 @@ def main():
 def pretrain(run, stop):
     """stop: a list that is no longer empty once a signal has asked this process to leave."""
     ranks, first = run.ranks, run.ranks.first
-    model, net, opt = build(run)
-    start = resume_from(model, opt, run.config, ranks) if resume else 0
-    if ranks.mode == "ddp" and start >= run.guided > 0:
+    model, net, opt, guides = build(run)
+    start = resume_from(model, opt, guides, run.config, ranks) if resume else 0
+    if ranks.mode == "ddp" and start and guides and not guides.last:
         net = spread(model, ranks, run.device, seed)       # without the guides, which DDP cannot forget
     end = steps_until(total_samples)
     if run.train.stop is not None:
@@ -567,7 +551,7 @@ def pretrain(run, stop):
 
         # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank
         # was asked to stop.
-        loss = forward_backward(net, model, run, tensors, n_tokens, step)
+        loss = forward_backward(net, guides, run, tensors, n_tokens, step)
         asked = runs.asked_to_stop(out, stop, ranks)
         loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
         norm = math.sqrt(square)
@@ -580,10 +564,8 @@ def pretrain(run, stop):
         if finite:
             update(model, opt, rate, norm)
         opt.zero_grad(set_to_none=True)
-        if step + 1 == run.guided:
-            drop_guides(model, opt)
-            if ranks.mode == "ddp":
-                net = spread(model, ranks, run.device, seed)
+        if guides and guides.end(step + 1, opt) and ranks.mode == "ddp":
+            net = spread(model, ranks, run.device, seed)
 
         # What happened.
         done = step + 1

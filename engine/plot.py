@@ -1,7 +1,14 @@
 """
-Pictures of runs, from their log.jsonl.
+Pictures of runs, from their log.jsonl: loss, bits per byte, gradient norm, learning rate and speed.
 
-$ python -m engine.plot out/a out/b --out=compare.png          # loss, bits per byte, gradient norm, learning rate, speed of any runs
+    bold line    mean over the 2 % of all steps before each
+    thin line    every step; of a long run the mean of neighbouring steps, since a picture has no more columns
+    band         least and largest of those neighbours, so that a spike of one step among thousands is still seen
+
+train.py draws loss.png of its own run at the end. Runs are drawn together only where their numbers can be compared: on
+the same data, or, if only the tokenizers differ, in bits per byte.
+
+$ python -m engine.plot out/a out/b --out=compare.png
 """
 
 import sys
@@ -14,12 +21,50 @@ import json
 import os
 from array import array
 
+import numpy as np
+
 paths = []             # run folders
 out = "out/plot.png"   # the picture of runs
 
-PANELS = (("loss", "training loss (nats/token)"), ("val_bpb", "validation (bits/byte)"),
-          ("grad_norm", "gradient norm"), ("lr", "learning rate"))
-SPEED = (("tok_s", "tokens a second"), ("minutes", "validation (bits/byte) over minutes"))
+# (key of the log, title); "minutes" stands for val_bpb over minutes instead of tokens
+PANELS = (
+    ("loss", "training loss (nats/token)"),
+    ("val_bpb", "validation (bits/byte)"),
+    ("grad_norm", "gradient norm"),
+    ("lr", "learning rate"),
+)
+SPEED = (
+    ("tok_s", "tokens per second"),
+    ("minutes", "validation (bits/byte) over minutes"),
+)
+
+
+# -----------------------------------------------------------------------------
+# log.jsonl
+
+
+def parsed(text):
+    """The JSON object in a text (str or bytes); None if there is none, since a kill or a full disk has torn it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_json(path):
+    """The JSON object in a file. ValueError, one line, if it is damaged."""
+    with open(path, "rb") as f:
+        found = parsed(f.read())
+    if found is None:
+        raise ValueError(f"{path} is damaged: it is not a JSON object; fetch or write it again")
+    return found
+
+
+def entry_of(line):
+    """A line of log.jsonl as a dict; None for one that a kill, a full disk or a power cut has torn."""
+    entry = parsed(line) if line.endswith("\n") else None
+    return entry if entry and type(entry.get("step")) is int else None
 
 
 def has_log(folder):
@@ -27,43 +72,43 @@ def has_log(folder):
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
-def entry_of(line):
-    """A line of log.jsonl as a dict; None for one that a kill, a full disk or a power cut has torn."""
-    try:
-        entry = json.loads(line) if line.endswith("\n") else None
-    except (ValueError, RecursionError):
-        return None
-    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None
-
-
 def entries(folder):
-    """The entries of a run's log.jsonl, in order and one at a time: 2.6 million steps, as the 8B has, would be gigabytes of dicts."""
+    """
+    The entries of a run's log.jsonl in order, torn lines left out. ValueError if there is no such file.
+
+    They come one at a time, because the 2.6 million of the 8B would be gigabytes of dicts.
+    """
     path = os.path.join(folder, "log.jsonl")
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no log.jsonl: give a folder that train.py wrote")
     with open(path, encoding="utf-8", errors="replace") as f:
-        for line in f:
-            entry = entry_of(line)
-            if entry:
-                yield entry
+        yield from filter(None, map(entry_of, f))
 
 
 def read_log(folder):
-    """All entries of a run's log.jsonl, in order; torn lines are left out."""
+    """All entries of a run's log.jsonl (a list of dicts), in order; torn lines are left out."""
     return list(entries(folder))
 
 
+# -----------------------------------------------------------------------------
+# any picture
+
+
 def pyplot():
-    """matplotlib.pyplot without a display, imported only where something is drawn."""
+    """matplotlib.pyplot without a display and in our style. Imported here: most users of this file draw nothing."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    plt.rc("figure", titlesize=11)
+    plt.rc("figure.constrained_layout", use=True, h_pad=0.1)
+    plt.rc("axes", titlesize=10, labelsize=9)
+    plt.rc("axes.spines", top=False, right=False)
+    plt.rc("legend", fontsize=8, frameon=False)
     return plt
 
 
 def finish(figure, picture):
-    for axis in figure.axes:
-        axis.spines[["top", "right"]].set_visible(False)
+    """Write a figure as a file, and free it."""
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)
 
@@ -73,97 +118,113 @@ def finish(figure, picture):
 
 
 def points(folder, keys):
-    """{key: (x, y)} of a run's log, as arrays, read once; keys that it never has: None. x is in million tokens, for "minutes" in minutes."""
+    """
+    {key: (x, y)} of a run's log, arrays of float64, empty for a key that the log never has. The log is read once.
+
+    x is in million tokens, for "minutes" in minutes. ValueError if the log has no whole line.
+    """
     found = {key: (array("d"), array("d")) for key in keys}
-    empty = True
+    entry = None
     for entry in entries(folder):
-        empty = False
         for key, (x, y) in found.items():
-            over, unit = ("seconds", 60) if key == "minutes" else ("tokens", 1e6)
-            value = entry.get("val_bpb" if key == "minutes" else key)
-            if value is not None and over in entry:
+            over, unit = "tokens", 1e6
+            if key == "minutes":
+                key, over, unit = "val_bpb", "seconds", 60
+            # A step whose loss was no number has null there.
+            if over in entry and entry.get(key) is not None:
                 x.append(entry[over] / unit)
-                y.append(value)
-    if empty:
+                y.append(entry[key])
+    if entry is None:
         raise ValueError(f"{folder}/log.jsonl has no whole line yet: wait for the run's first step")
-    return {key: (x, y) if x else None for key, (x, y) in found.items()}
+    return found
 
 
-def thinned(x, y, at_most=2_000):
-    """Neighbours in at most so many groups, as a picture has no more columns: mean x, and least, mean and largest y of each (n,)."""
-    import numpy as np
-    x, y = np.asarray(x), np.asarray(y)
-    begins = np.unique(np.linspace(0, len(y), min(len(y), at_most), endpoint=False).astype(int))
-    sizes = np.diff(begins, append=len(y))
-    least, largest = np.minimum.reduceat(y, begins), np.maximum.reduceat(y, begins)
-    return np.add.reduceat(x, begins) / sizes, least, np.add.reduceat(y, begins) / sizes, largest
+def thinned(values, at_most=2_000):
+    """values (n,) in at most so many groups of neighbours: mean, least and largest of each, (3, groups)."""
+    groups = np.array_split(values, min(len(values), at_most))
+    return np.array([(group.mean(), group.min(), group.max()) for group in groups]).T
 
 
 def running_mean(y, width):
-    """The mean of each value and the `width` before it, fewer at the begin."""
-    import numpy as np
-    total = np.cumsum(np.concatenate(([0.0], y)))
-    end = np.arange(1, len(y) + 1)
-    begin = np.maximum(0, end - 1 - width)
-    return (total[end] - total[begin]) / (end - begin)
+    """The mean of each value of y (n,) and the `width` before it, fewer at the beginning; (n,)."""
+    window = np.ones(width + 1)
+    counts = np.convolve(np.ones(len(y)), window)
+    return (np.convolve(y, window) / counts)[:len(y)]
+
+
+def draw_run(axis, key, x, y, colour, name):
+    """All points x, y (n,) of a run in one panel."""
+    last = y[-1]
+    x, *_ = thinned(x)
+    y, low, high = thinned(y)
+    if key in ("loss", "tok_s"):
+        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.plot(x, y, colour, alpha=0.25, linewidth=0.7)
+        width = max(1, len(y) // 50)
+        y = running_mean(y, width)
+    marker = "." if key in ("val_bpb", "minutes") else None
+    axis.plot(x, y, colour, linewidth=1.6, marker=marker, label=name)
+    if key == "val_bpb":
+        axis.annotate(
+            f"{last:.3f}",
+            (x[-1], last),
+            xytext=(0, 6),
+            textcoords="offset points",
+            horizontalalignment="right",
+            fontsize=9,
+            color=colour)
 
 
 def curves(folders, picture, panels=PANELS):
-    """Draw the `panels` of runs (key of the log, title) over tokens; one colour a run."""
-    plt = pyplot()
-    columns = (len(panels) + 1) // 2 if len(panels) > 1 else 1
-    inches = max(5 * columns, 7)
-    margins = dict(left=0.75 / inches, right=1 - 0.15 / inches, bottom=0.08, top=0.95, wspace=0.2, hspace=0.36)      # "constrained" takes as long again
-    figure, axes = plt.subplots(-(-len(panels) // columns), columns, figsize=(inches, 6), gridspec_kw=margins, squeeze=False)
-    for n, folder in enumerate(folders):
-        drawn = points(folder, [key for key, _ in panels])
-        for axis, (key, title) in zip(axes.flat, panels):
-            axis.set_title(title, fontsize=10)
-            axis.set_xlabel("minutes" if key == "minutes" else "million tokens", fontsize=9)
-            if not drawn[key]:
-                continue
-            x, low, y, high = thinned(*drawn[key])
-            if key in ("loss", "tok_s"):                        # every step thin, a running mean of 2 % bold
-                axis.fill_between(x, low, high, color=f"C{n}", alpha=0.15, linewidth=0)
-                axis.plot(x, y, color=f"C{n}", alpha=0.25, linewidth=0.7)
-                y = running_mean(y, max(1, len(y) // 50))
-            name = os.path.basename(os.path.normpath(folder))
-            axis.plot(x, y, color=f"C{n}", linewidth=1.6, marker="." if key in ("val_bpb", "minutes") else None, label=name)
-            if key == "val_bpb":
-                at = dict(textcoords="offset points", xytext=(0, 6), ha="right", fontsize=9, color=f"C{n}")
-                last = drawn[key][1][-1]
-                axis.annotate(f"{last:.3f}", (x[-1], last), **at)
-    for axis in axes.flat:
+    """Draw the `panels` of runs, pairs of a key of the log and a title, over tokens; one colour per run."""
+    columns = (len(panels) + 1) // 2
+    figure, axes = pyplot().subplots(
+        min(2, len(panels)),
+        columns,
+        figsize=(max(5 * columns, 7), 6),
+        squeeze=False)
+    for axis, (key, title) in zip(axes.flat, panels):
+        axis.set(title=title, xlabel="minutes" if key == "minutes" else "million tokens")
         axis.grid(alpha=0.2)
-    if axes[0, 0].get_legend_handles_labels()[0]:
-        axes[0, 0].legend(fontsize=8, frameon=False)
+    for n, folder in enumerate(folders):
+        name = os.path.basename(os.path.normpath(folder))
+        found = points(folder, [key for key, _ in panels])
+        for axis, key in zip(axes.flat, found):
+            x, y = found[key]
+            if y:
+                draw_run(axis, key, x, y, f"C{n}", name)
+    first = axes[0, 0]
+    if first.lines:
+        first.legend()
     finish(figure, picture)
 
 
 def comparable(folders):
     """
-    Which panels may be drawn for these runs together: all, if they have the same data; bits per byte and what has no unit of text, if the
-    same validation text was cut by other tokenizers. ValueError if the texts differ: no number of theirs can be compared.
+    Which panels may be drawn for these runs together.
+
+    Runs of the same data share all. If other tokenizers have cut the same validation text, only bits per byte has a
+    common unit. ValueError if the texts differ, since no number can then be compared.
     """
-    from tokenizer import read_json
-    configs = []
+    configs = {}
     for folder in folders:
         path = os.path.join(folder, "config.json")
         if os.path.isfile(path):
-            configs.append((folder, read_json(path)))
-    if len({c.get("data_hash") for _, c in configs}) <= 1:
+            configs[folder] = read_json(path)
+    if len({config.get("data_hash") for config in configs.values()}) <= 1:
         return PANELS + SPEED
     texts = {}
-    for folder, c in configs:
-        meta = os.path.join(c.get("data", ""), "meta.json")
-        if not os.path.isfile(meta):
-            raise ValueError(f"the runs have different data, and that of {folder} ({c.get('data')}) is not here to see whether "
-                             "its text is the same: compare runs of one data folder")
-        with open(meta, encoding="utf-8") as f:
-            texts[folder] = sorted((s["val"]["documents"], s["val"]["bytes"]) for s in json.load(f)["sources"].values())
-    if len({str(t) for t in texts.values()}) > 1:
-        sizes = ", ".join(f"{folder}: {sum(b for _, b in t):,} bytes" for folder, t in texts.items())
-        raise ValueError(f"the runs are validated on different text ({sizes}): nothing of theirs can be compared")
+    for folder, config in configs.items():
+        path = os.path.join(config.get("data", ""), "meta.json")
+        if not os.path.isfile(path):
+            raise ValueError(f"the runs have different data, and that of {folder} ({config.get('data')}) is not here "
+                             "to see whether its text is the same: compare runs of one data folder")
+        splits = [source["val"] for source in read_json(path)["sources"].values()]
+        texts[folder] = sorted((split["documents"], split["bytes"]) for split in splits)
+    if len({str(text) for text in texts.values()}) > 1:
+        sizes = [f"{folder}: {sum(size for _, size in text):,} bytes" for folder, text in texts.items()]
+        raise ValueError(f"the runs are validated on different text ({', '.join(sizes)}): "
+                         "nothing of theirs can be compared")
     print("other tokenizers on the same text: bits per byte only")
     return PANELS[1:2]
 
@@ -178,5 +239,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # A library here imports nothing of the root; only this command does, for its flags.
     from configurator import run
     run(main, globals())

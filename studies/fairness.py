@@ -1,7 +1,12 @@
 """
-What a language pays: tokens for the same text, by vocabulary (Apertus report sec. 2.2).
+What a language pays: tokens for the same text, by vocabulary (Apertus report, arXiv 2509.14233, sec. 2.2).
 
-    gini = sum_i (2i - n - 1) c_i / (n sum c)      of the costs c_1 <= ... <= c_n; 0 = all languages pay alike
+    cost_i = tokens per document of language i
+    gini   = sum_i (2i - n - 1) c_i / (n sum c)      of the costs c_1 <= ... <= c_n of n languages
+
+Zero means that all languages pay alike, 1 - 1/n that one pays everything. Costs per document compare languages on
+parallel text only, where every language says the same; costs per byte need no parallel text, but count a script of
+three bytes per letter as cheap.
 
 $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # table and picture
 """
@@ -12,12 +17,16 @@ if __name__ == "__main__" and not __package__:
     print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
     sys.exit(2)
 
-import json
 import os
+from collections import Counter
 
+import numpy as np
 from tqdm import tqdm
 
 from configurator import run
+from engine.plot import finish, pyplot
+from goldfish import read
+from chat import read_rows
 from tokenizer import load
 
 names = "apertus"                    # vocabularies to compare, with commas between
@@ -27,51 +36,55 @@ paths = []                           # .jsonl with text and lang, or .txt, one l
 
 
 def gini(costs):
-    """Inequality of costs c_1 <= … <= c_n: sum_i (2i - n - 1) c_i / (n sum c). 0 = all alike, 1 - 1/n = one pays."""
+    """Inequality of n costs, in any order: 0 if all are alike, 1 - 1/n if one pays everything."""
     costs = sorted(costs)
     n = len(costs)
     return sum((2 * i - n - 1) * c for i, c in enumerate(costs, 1)) / (n * sum(costs))
 
 
-def fairness(tokenizer, documents, bar=None):
+def fairness(tokenizer, documents):
     """
-    What one vocabulary costs on [(language, text)]. Languages compare on parallel text only: the same content in each.
+    What one vocabulary costs on documents, (language, text) each.
 
-    Returns bytes_per_token, used (share of the vocabulary that occurs), gini (over languages, of tokens per document),
-    gini_bytes (of tokens per byte) and cost ({language: tokens per document}). Source: Apertus report sec. 2.2.
+    Returns a dict: cost, {language: tokens per document}; gini, of these costs; gini_bytes, of tokens per byte;
+    bytes_per_token; used, the share of the vocabulary that occurs. Source: Apertus report sec. 2.2.
     """
-    tokens, sizes, count, seen = {}, {}, {}, set()
+    tokens = Counter()
+    sizes = Counter()
+    count = Counter()
+    seen = set()
     for lang, text in documents:
         ids = tokenizer.encode(text)
         seen.update(ids)
-        tokens[lang] = tokens.get(lang, 0) + len(ids)
-        sizes[lang] = sizes.get(lang, 0) + len(text.encode())
-        count[lang] = count.get(lang, 0) + 1
-        if bar is not None:
-            bar.update()
+        tokens[lang] += len(ids)
+        sizes[lang] += len(text.encode())
+        count[lang] += 1
     cost = {lang: tokens[lang] / count[lang] for lang in tokens}
-    return {"bytes_per_token": sum(sizes.values()) / sum(tokens.values()), "used": len(seen) / tokenizer.vocab_size,
-            "gini": gini(cost.values()), "gini_bytes": gini(tokens[k] / sizes[k] for k in tokens), "cost": cost}
+    return dict(
+        cost=cost,
+        gini=gini(cost.values()),
+        gini_bytes=gini(tokens[lang] / sizes[lang] for lang in tokens),
+        bytes_per_token=sizes.total() / tokens.total(),
+        used=len(seen) / tokenizer.vocab_size)
 
 
 def read_documents(files):
-    """[(language, text)] of .jsonl files with text and lang, or of text files, one language each, named like it."""
+    """
+    [(language, text)] of .jsonl files with text and lang, and of text files, whose names say their languages.
+
+    Empty texts are left out. ValueError, one line, for a row that is something else, or if nothing is left.
+    """
+    def fits(row):
+        return all(isinstance(row.get(key), str) for key in ("lang", "text"))
+
     documents = []
     for file in files:
-        try:
-            with open(file, encoding="utf-8") as f:
-                content = f.read()
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text") from None
-        if not file.endswith(".jsonl"):
-            documents.append((os.path.splitext(os.path.basename(file))[0], content))
-            continue
-        for n, line in enumerate(content.rstrip("\n").split("\n"), 1):
-            try:
-                row = json.loads(line)
-                documents.append((row["lang"] + "", row["text"] + ""))
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{file}, line {n}: want a JSON object with the strings text and lang") from None
+        if file.endswith(".jsonl"):
+            found = read_rows(file, fits, "the strings text and lang")
+            documents += [(row["lang"], row["text"]) for row in found]
+        else:
+            name, _ = os.path.splitext(os.path.basename(file))
+            documents.append((name, read(file)))
     documents = [(lang, text) for lang, text in documents if text]
     if not documents:
         raise ValueError("nothing to compare on: name .jsonl files with text and lang, or .txt files")
@@ -79,48 +92,53 @@ def read_documents(files):
 
 
 def compare_tokenizers(names, documents):
-    """Print the tables, draw the picture. Costs are relative to English, or to the first language if there is none."""
-    langs = {lang: None for lang, _ in documents}
-    unit = next((lang for lang in langs if lang == "en" or lang.startswith("eng")), next(iter(langs)))
-    vocabularies = [load(n) for n in names]
-    with tqdm(total=len(documents) * len(names), desc="tokenize", unit="doc", leave=False) as bar:
-        results = [fairness(t, documents, bar) for t in vocabularies]
-    relative = [{lang: c / r["cost"][unit] for lang, c in r["cost"].items()} for r in results]
-    order = sorted(langs, key=relative[-1].get)
+    """
+    Print a table of vocabularies and one of languages, and draw the picture.
 
+    names: of vocabularies. Costs are relative to English, or to the first language if there is no English text.
+    """
+    langs = list(dict.fromkeys(lang for lang, _ in documents))
+    english = [lang for lang in langs if lang == "en" or lang.startswith("eng")]
+    unit = (english or langs)[0]
     width = max(14, *map(len, names))
+
     print(f"{len(documents)} documents in {len(langs)} languages; Gini: 0 = every language pays the same\n")
-    print(f"{'':{width}} {'vocabulary':>10} {'used':>6} {'bytes/token':>11} {'Gini/document':>13} {'Gini/byte':>9} "
-          f"  dearest language")
-    for t, r, cost in zip(vocabularies, results, relative):
+    print(f"{'':{width}} vocabulary   used bytes/token Gini/document Gini/byte   dearest language")
+    costs, labels = [], []
+    for name in names:
+        t = load(name)
+        r = fairness(t, tqdm(documents, desc=name, unit="doc", leave=False))
+        cost = {lang: c / r["cost"][unit] for lang, c in r["cost"].items()}
         worst = max(cost, key=cost.get)
+        dearest = f"{worst} {cost[worst]:.1f}x"
         print(f"{t.name:{width}} {t.vocab_size:10,} {r['used']:6.1%} {r['bytes_per_token']:11.3f} {r['gini']:13.3f} "
-              f"{r['gini_bytes']:9.3f}   {worst} {cost[worst]:.1f}x")
-    print(f"\n{'tokens / ' + unit:{width}} " + " ".join(f"{n:>{width}}" for n in names))
-    steps = min(rows, len(order)) or len(order)
-    for k in sorted({round(i * (len(order) - 1) / max(1, steps - 1)) for i in range(steps)}):
-        print(f"{order[k]:{width}} " + " ".join(f"{cost[order[k]]:{width}.2f}" for cost in relative))
-    draw(names, results, relative, unit)
+              f"{r['gini_bytes']:9.3f}   {dearest}")
+        costs.append(cost)
+        labels.append(f"{name}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, dearest {dearest}")
+
+    print(f"\n{'tokens / ' + unit:{width}}", *(f"{name:>{width}}" for name in names))
+    order = sorted(langs, key=costs[-1].get)
+    n = len(order)
+    for i in np.linspace(0, n - 1, min(rows, n) or n).round().astype(int):
+        lang = order[i]
+        print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs))
+    draw(costs, labels, unit)
 
 
-def draw(names, results, relative, unit):
-    """One curve per vocabulary: the languages from the cheapest to the dearest, tokens per document on a log scale."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, ax = plt.subplots(figsize=(9, 5))
-    for n, r, cost in zip(names, results, relative):
-        worst = max(cost, key=cost.get)
-        ax.plot(sorted(cost.values()), label=f"{n}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, "
-                                             f"dearest {worst} {cost[worst]:.1f}x")
-    ax.axhline(1, color="grey", lw=0.8, ls=":")
-    ax.set(yscale="log", xlabel="languages, cheapest to dearest for each vocabulary",
-           ylabel=f"tokens per document, {unit} = 1")
-    ax.set_title("What a language pays for the same text")
-    ax.legend()
+def draw(costs, labels, unit):
+    """One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale."""
+    figure, axis = pyplot().subplots(figsize=(9, 5))
+    for cost, label in zip(costs, labels):
+        axis.plot(sorted(cost.values()), label=label)
+    axis.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+    axis.set(
+        title="What a language pays for the same text",
+        xlabel="languages, cheapest to dearest for each vocabulary",
+        ylabel=f"tokens per document, {unit} = 1",
+        yscale="log")
+    axis.legend()
     os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    fig.savefig(out, dpi=150, bbox_inches="tight")
+    finish(figure, out)
     print(f"\npicture: {out}")
 
 
