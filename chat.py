@@ -156,7 +156,7 @@ def as_json(value):
 def describe_tool(tool):
     """A tool as a TypeScript declaration, the way Apertus reads it. ValueError without a name and a description."""
     tool = tool.get("function", tool)
-    if not isinstance(tool.get("name"), str) or not isinstance(tool.get("description"), str):
+    if not all(isinstance(tool.get(key), str) for key in ("name", "description")):
         raise ValueError(f"chat: tool {tool!r} needs a name and a description")
     schema = tool.get("parameters") or {}
     lines = []
@@ -331,9 +331,13 @@ def render(tok, row, date=None):
     written if row["thinking"] says so, by default if there are thoughts. ValueError: what the template cannot express.
     """
     messages = row["messages"]
-    contents = [m["content"] for m in messages if isinstance(m.get("content"), dict)]
-    thoughts = any(block.get("type") == "thoughts" for content in contents for block in content.get("blocks", ()))
-    pieces = chat_pieces(messages, row.get("tools"), row.get("thinking", thoughts), date=date)
+    thoughts = False
+    for message in messages:
+        if isinstance(message.get("content"), dict):
+            blocks = message["content"].get("blocks", ())
+            thoughts |= any(block.get("type") == "thoughts" for block in blocks)
+    thinking = row.get("thinking", thoughts)
+    pieces = chat_pieces(messages, row.get("tools"), thinking, date=date)
     if messages[-1]["role"] == "assistant":
         pieces.append(control("assistant_end", said=True))
     return tok.chat_ids(pieces)

@@ -41,7 +41,8 @@ def spectrum(h):
     """
     if not h.isfinite().all():
         return dict(effective=math.nan, pca99=math.nan, stable=math.nan)
-    s = torch.linalg.svdvals(h.detach().to(torch.promote_types(h.dtype, torch.float32)))    # descending
+    precise = torch.promote_types(h.dtype, torch.float32)
+    s = torch.linalg.svdvals(h.detach().to(precise))        # descending
     if not len(s) or s[0] == 0:
         return dict(effective=0.0, pca99=0, stable=0.0)
     p = s / s.sum()

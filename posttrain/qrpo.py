@@ -155,8 +155,16 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
     made_from = dict(
-        start=fingerprint(model), data=digest(rows), tokenizer=tok.hash, date=date, prompts=digest(prompts),
-        n_refs=n_refs, seed=seed, max_new_tokens=max_new_tokens, max_length=longest, sample_batch=sample_batch,
+        start=fingerprint(model),
+        tokenizer=tok.hash,
+        data=digest(rows),
+        prompts=digest(prompts),
+        date=date,
+        seed=seed,
+        n_refs=n_refs,
+        sample_batch=sample_batch,
+        max_new_tokens=max_new_tokens,
+        max_length=longest,
         use_references=use_references,
     )
     same_or_refuse(os.path.join(folder, "settings.json"), made_from, ranks)
@@ -164,7 +172,9 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
 
     # Completions: sampled from the start model, and given in the data. Then their rewards and quantiles.
     end = tok.special["<|assistant_end|>"]
-    given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for row in rows]
+    given = []
+    for row in rows:
+        given.append([[*tok.encode(text), end] for text in row.get("completions", [])])
     refs = [[] for _ in rows]
     if score:
         refs = sample(model, tok, asked, score, longest, cache, ranks, device)
@@ -230,14 +240,19 @@ def rate(tok, asked, refs, given, score, version, cache):
     def from_data(prompt, refs, given):
         line, row, _ = prompt
         where = f"{data}, line {line}"
-        return [column(row, "ref_rewards", n_refs, where), column(row, "rewards", len(given), where)]
+        of_refs = column(row, "ref_rewards", n_refs, where)
+        return [of_refs, column(row, "rewards", len(given), where)]
 
     def by_score(k, some):
-        return [[scores(tok, prompt, completions, score) for completions in both] for prompt, *both in some]
+        return [
+            [scores(tok, prompt, refs, score), scores(tok, prompt, given, score)]
+            for prompt, refs, given in some
+        ]
 
-    if not score:
-        return list(map(from_data, asked, refs, given))
-    return cache(f"rewards-{version}", list(zip(asked, refs, given)), 64, by_score)
+    inputs = list(zip(asked, refs, given))
+    if score:
+        return cache(f"rewards-{version}", inputs, 64, by_score)
+    return [from_data(*one) for one in inputs]
 
 
 def scores(tok, prompt, completions, score):
@@ -297,15 +312,18 @@ def make_pairs(candidates, n):
         order = np.random.default_rng((seed, i)).permutation(len(pool)).tolist()
         if pairs == "best":
             top = max(order, key=reward.__getitem__, default=None)
-            couples = [(top, k) for k in order if pool[k]["q"] <= max(0.2, 1 / n)]
+            low = max(0.2, 1 / n)
+            couples = [(top, k) for k in order if pool[k]["q"] <= low]
         else:
-            couples = [sorted(c, key=lambda k: -reward[k]) for c in zip(order[::2], order[1::2])]
+            couples = zip(order[::2], order[1::2])
+            couples = [sorted(couple, key=lambda k: -reward[k]) for couple in couples]
         mine = [(i, a, b) for a, b in couples if reward[a] > reward[b]]
         found += mine[:pairs_per_prompt or None]
     return found
 
 
 # -----------------------------------------------------------------------------
+# the run
 
 
 def main():
@@ -330,7 +348,10 @@ def align(ranks, device):
     version = checkpoint.everyone(reward_hash(rewards) if ranks.first else "", ranks.files)[0]
     candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, device)
     del score           # a reward model leaves the device
-    couples = [(i, candidates[i][a], candidates[i][b]) for i, a, b in make_pairs(candidates, n_refs)]
+    couples = [
+        (i, candidates[i][better], candidates[i][worse])
+        for i, better, worse in make_pairs(candidates, n_refs)
+    ]
     if not couples:
         raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts "
                          f"({counts['constant']} with constant rewards, {counts['dropped']} completions unfinished or "
@@ -340,7 +361,7 @@ def align(ranks, device):
     limit = beta_max if length_norm else 0.0
 
     def learn(step, numbers):
-        """Forward and backward of a step: every rank takes its micro-batches."""
+        """Forward and backward of a step, for common.train: every rank takes its micro-batches."""
         batch = [couples[k] for k in numbers]
         ref, reward, q, length = (
             torch.tensor([[c[name] for c in pair] for _, *pair in batch])       # (pairs, 2), the better one first
@@ -393,7 +414,8 @@ def align(ranks, device):
     notes = [left_out(bad, len(asked), "prompts")] if bad else []
     notes.append(f"{len(asked)} prompts; left out: {counts['constant']} whose rewards are all alike, and "
                  f"{counts['dropped']} completions unfinished or over {longest} tokens; {mean_length:.1f} tokens each")
-    tied, mass = tie_report(groups, min(beta0 / mean_length, limit or math.inf) if length_norm else beta0)
+    typical = min(beta0 / mean_length, limit or math.inf) if length_norm else beta0
+    tied, mass = tie_report(groups, typical)
     if loss == "qrpo" and ties == "le" and tied > 0.1:
         notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask "
                      f"for {mass:.2f} times the probability there is: grade the reward more finely, "

@@ -79,7 +79,9 @@ def cached(folder, ranks, stage, inputs, per_file, compute, together=False):
     """
     files = [(os.path.join(folder, f"{stage}-{k:07d}.json"), k) for k in range(0, len(inputs), per_file)]
     mine = [(path, k) for path, k in files[ranks.rank::ranks.size] if not os.path.exists(path)]
-    rounds = max(checkpoint.everyone(len(mine), ranks.files)) if together else len(mine)
+    rounds = len(mine)
+    if together:
+        rounds = max(checkpoint.everyone(rounds, ranks.files))
     for n in tqdm(range(rounds), stage, disable=not rounds or not ranks.first, leave=False):
         path, k = mine[n] if n < len(mine) else files[0]
         entries = compute(k, inputs[k:k + per_file])
@@ -176,8 +178,8 @@ def in_one_line(error):
 def column(row, name, want, where):
     """The first `want` of a row's list of numbers. ValueError if it has fewer, or one that is not finite."""
     values = row.get(name, [])
-    if (not isinstance(values, list) or len(values) < want
-            or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values)):
+    enough = isinstance(values, list) and len(values) >= want
+    if not enough or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
         fewer = "or a lower --n_refs" if name == "ref_rewards" else "one for each completion"
         raise ValueError(f"{where}: {name} is {str(values)[:60]}; want {want} finite numbers, {fewer}; "
                          "or --rewards to compute them")
@@ -266,5 +268,9 @@ def reward_hash(spec):
             import huggingface_hub
             folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
         files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
-    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files if os.path.isfile(file)]
+    digests = [
+        (os.path.basename(file), checkpoint.sha256(file))
+        for file in files
+        if os.path.isfile(file)
+    ]
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]

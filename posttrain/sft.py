@@ -124,12 +124,12 @@ def mapped(file):
 
 def tokenized(folder, tok, path, max_length, date, ranks):
     """
-    The conversations of a .jsonl file that can be learnt from, as Conversations.
+    The conversations of a .jsonl file that can be learnt from, as Conversations; {reason: (count, first line)} of the
+    others; how many tokens are learnt; the file's sha256.
 
     Each rank takes its share of the file. For PART bytes of text it leaves folder/KEY-N.ids, and when that is whole
-    KEY-N.json; KEY is a hash of all that decides an id. So a killed run is gone on with, and nothing stale is read.
-    Returns with them {reason: (count, first line)} of those left out, how many tokens are learnt, and the file's
-    sha256. ValueError: a line that is no conversation, or nothing to learn from.
+    KEY-N.json; KEY is a hash of all that decides an id. A killed run therefore keeps what is done, and nothing stale is
+    read. ValueError: a line that is no conversation, or nothing to learn from.
     """
     sha = checkpoint.everyone(checkpoint.sha256(path) if ranks.first else "", ranks.files)[0]
     key = hashlib.sha256(repr((sha, tok.hash, max_length, date)).encode())
@@ -137,13 +137,13 @@ def tokenized(folder, tok, path, max_length, date, ranks):
         key.update(checkpoint.sha256(file).encode())
     os.makedirs(folder, exist_ok=True)
     size = os.path.getsize(path)
-    parts = range(-(-size // PART))
-    names = [os.path.join(folder, f"{key.hexdigest()[:16]}-{n:05d}") for n in parts]
+    numbers = range(-(-size // PART))
+    names = [os.path.join(folder, f"{key.hexdigest()[:16]}-{n:05d}") for n in numbers]
     with tqdm(
         total=size // ranks.size, desc="tokenizing", unit="B", unit_scale=True,
         delay=2, leave=False, disable=not ranks.first,
     ) as bar:
-        for n in parts[ranks.rank::ranks.size]:
+        for n in numbers[ranks.rank::ranks.size]:
             if not os.path.exists(names[n] + ".json"):
                 tokenize(names[n], tok, path, n * PART, max_length, date, bar)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
@@ -168,7 +168,8 @@ def tokenize(name, tok, path, start, max_length, date, bar):
 
     bar: progress in bytes. ValueError names a line that is no conversation.
     """
-    tokens, lengths, bad, lines = [np.zeros(0, np.uint32)], [], {}, 0
+    tokens = [np.zeros(0, np.uint32)]
+    lengths, bad, lines = [], {}, 0
     with open(path, "rb") as f:
         if start:
             # The line that has begun before `start` belongs to the part before. It may end exactly there.
@@ -230,7 +231,8 @@ def tensors(rows, pad, device="cpu"):
         # Position i predicts token i + 1. At the end of a conversation that is the <s> of the next, which is not said.
         learnt = np.where(said, ids, -1)
         targets.append(np.append(learnt[1:], -1))
-        doc.append(np.repeat(np.arange(len(row)), [len(ids) for ids, _ in row]))
+        lengths = [len(ids) for ids, _ in row]
+        doc.append(np.repeat(np.arange(len(row)), lengths))
 
     def padded(rows, fill):
         rows = list(map(torch.from_numpy, rows))
@@ -239,6 +241,7 @@ def tensors(rows, pad, device="cpu"):
 
 
 # -----------------------------------------------------------------------------
+# the run
 
 
 def main():
@@ -257,7 +260,7 @@ def tune(ranks, device):
         model.compile_blocks()
 
     def learn(step, numbers):
-        """Forward and backward of a step: every rank takes its micro-batches."""
+        """Forward and backward of a step, for common.train: every rank takes its micro-batches."""
         began = time.perf_counter()
         batch = [conversations[k] for k in numbers]
         rows = rows_of(batch, pack, longest)

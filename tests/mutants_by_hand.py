@@ -252,7 +252,7 @@ MISTAKES = [
     # qrpo
     ("posttrain/losses.py", "return x[..., 0] - x[..., 1]", "return x[..., 1] - x[..., 0]", "better and worse swapped"),
     ("posttrain/qrpo.py", "mine = [(i, a, b) for a, b in couples", "mine = [(i, b, a) for a, b in couples", "pairs the wrong way round"),
-    ("posttrain/qrpo.py", "[(top, k) for k in order if pool[k][\"q\"] <= max(0.2, 1 / n)]", "[(top, k) for k in order]", "`best` pairs against good ones"),
+    ("posttrain/qrpo.py", "[(top, k) for k in order if pool[k][\"q\"] <= low]", "[(top, k) for k in order]", "`best` pairs against good ones"),
     ("posttrain/qrpo.py", "quantile(group, group, bool(loo and use_references and refs))", "quantile(group, group)", "leave-one-out off"),
     ("posttrain/qrpo.py", "if c[\"ids\"][-1] == end and sum(", "if sum(", "unfinished completions are trained"),
     ("posttrain/qrpo.py", "torch.stack([q_refs[i] for i, *_ in batch])", "torch.stack([q_refs[0] for i, *_ in batch])", "Z of another prompt"),
