@@ -10,7 +10,6 @@ anywhere, and runs that start from the same model share the folder.
                logp-DTYPE-N-0000000.json    N completions per file
 """
 
-import functools
 import hashlib
 import inspect
 import json
@@ -143,14 +142,10 @@ def sequence_logp(model, sequences):
 # rewards
 
 
-@functools.cache
-def control_ids(tok):
-    return {i for name, i in tok.special.items() if name not in IN_TEXT}
-
-
 def words(tok, ids):
     """The text of a completion without control tokens: its end, the brackets of thoughts, whatever else was sampled."""
-    return tok.decode([i for i in ids if i not in control_ids(tok)])
+    control = {i for name, i in tok.special.items() if name not in IN_TEXT}
+    return tok.decode([i for i in ids if i not in control])
 
 
 def scored(row, texts, score, where):
@@ -259,18 +254,15 @@ def reward_hash(spec):
     """
     if not spec:
         return ""
-    name, folder = "", spec[3:]
-    if not spec.startswith("hf:"):
-        file, name = file_and_function(spec)
-        files = [file]
-    else:
+    if spec.startswith("hf:"):
+        name, folder = "", spec[3:]
         if not os.path.isdir(folder):
             import huggingface_hub
             folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
         files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
-    digests = [
-        (os.path.basename(file), checkpoint.sha256(file))
-        for file in files
-        if os.path.isfile(file)
-    ]
+    else:
+        file, name = file_and_function(spec)
+        files = [file]
+    files = filter(os.path.isfile, files)
+    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files]
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
