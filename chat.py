@@ -1,5 +1,5 @@
 """
-Apertus' chat format: a conversation as pieces of text and control tokens, and which of them the assistant must produce.
+Chats: conversations in .jsonl files, checked, and written in Apertus' format.
 
     <s> <|system_start|> who you are, the date <|system_end|>
     <|developer_start|> Deliberation: disabled, Tool Capabilities: disabled <|developer_end|>
@@ -8,9 +8,13 @@ Apertus' chat format: a conversation as pieces of text and control tokens, and w
         answer <|assistant_end|>
     <|user_start|> ...                                     no line break between blocks
 
-A piece knows whether it is control: `<|user_start|>` typed by a user is text about a token and never becomes one. posttrain/sft.py
-trains on the pieces marked as said by the assistant; Tokenizer.chat turns all of them into ids. Source: the published template
-(swiss-ai/apertus_format, chat_template.jinja), whose text this is wherever that accepts the messages.
+The format is made of pieces, each a text or a control token: `<|user_start|>` typed by a user is text about a token and
+never becomes one. posttrain/sft.py trains on the pieces marked as said by the assistant; Tokenizer.chat turns all of
+them into ids. Source: the published template (swiss-ai/apertus_format, chat_template.jinja), whose text this is
+wherever that accepts the messages.
+
+Post-training reads conversations from .jsonl files, {"messages": [{"role", "content"}, ...]} per line. A line that is
+no conversation ends the run with its number; a conversation that cannot be learnt from is left out and counted.
 
 $ python sample.py --init_from=out/sft --chat             # a conversation in this format
 """
@@ -18,6 +22,9 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 import datetime
 import json
 import os
+
+# -----------------------------------------------------------------------------
+# the format
 
 WHO_AM_I = ("You are Apertus, a helpful assistant created by the SwissAI initiative.\n"
             "Knowledge cutoff: 2024-04\nCurrent date: ")
@@ -40,8 +47,6 @@ def chat_pieces(messages, tools=None, thinking=False, add_generation_prompt=Fals
     type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of output). An
     assistant may carry OpenAI-style "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
     YYYY-MM-DD, default today. ValueError, one line, if something does not fit.
-
-    Source: the published template (swiss-ai/apertus_format), whose text this is wherever that accepts the messages.
     """
     system = WHO_AM_I + (date or datetime.date.today().isoformat())
     if messages and messages[0].get("role") == "system":
@@ -50,13 +55,15 @@ def chat_pieces(messages, tools=None, thinking=False, add_generation_prompt=Fals
     abilities = ":\n" + "\n".join(map(describe_tool, tools)) if tools else ": disabled"
     return [
         ("<s>", True, False),
-        control("system_start"), plain(system), control("system_end"),
-        control("developer_start"),
-        plain(f"Deliberation: {deliberation}\nTool Capabilities{abilities}"),
-        control("developer_end"),
+        *framed("system", system),
+        *framed("developer", f"Deliberation: {deliberation}\nTool Capabilities{abilities}"),
         *turns(messages),
         *([control("assistant_start")] if add_generation_prompt else []),
     ]
+
+
+def framed(role, text):
+    return control(f"{role}_start"), plain(text), control(f"{role}_end")
 
 
 def turns(messages):
@@ -64,7 +71,9 @@ def turns(messages):
     The messages after the header, piece by piece. The assistant's turn stays open across tool calls and thoughts, and
     only a following user message closes it: the last <|assistant_end|> is not written. Training must add it.
     """
-    speaking = outputs = inner = False               # inside the assistant's turn, a list of tool outputs, its thoughts
+    speaking = False        # inside the assistant's turn
+    outputs = False         # inside a list of tool outputs
+    inner = False           # inside the assistant's thoughts
     for message in messages:
         role = message.get("role")
         if role not in ("user", "assistant", "tool") or role == "tool" and not speaking:
@@ -79,7 +88,7 @@ def turns(messages):
         if role == "user":
             if speaking:
                 yield control("assistant_end", said=True)
-            yield from (control("user_start"), plain(content_of(message)), control("user_end"))
+            yield from framed("user", content_of(message))
             speaking = inner = False
             continue
         if not speaking:
@@ -93,7 +102,9 @@ def turns(messages):
                 yield control("inner_suffix", said=True)
                 inner = False
             if kind in ("calls", "display"):
-                yield from (control("tools_prefix", True), plain(text, True), control("tools_suffix", True))
+                yield control("tools_prefix", said=True)
+                yield plain(text, said=True)
+                yield control("tools_suffix", said=True)
             else:
                 yield plain(text, said=kind != "outputs")
     if outputs:
@@ -127,8 +138,9 @@ def assistant_blocks(message):
             elif block["type"] == "tool_calls":
                 calls = [(c["name"], c["arguments"]) for c in block["calls"]]
                 text = ", ".join(f'{{"{f}": {a if isinstance(a, str) else as_json(a)}}}' for f, a in calls)
-                # the one tool whose call is the answer: Apertus ends its thoughts before it
-                yield "display" if n and [f for f, _ in calls] == ["display_answers"] else "calls", f"[{text}]"
+                # display_answers is the one tool whose call is the answer: Apertus ends its thoughts before it.
+                answers = n and [f for f, _ in calls] == ["display_answers"]
+                yield "display" if answers else "calls", f"[{text}]"
             elif block["type"] == "tool_outputs":
                 yield "outputs", "[" + ", ".join(o["output"] for o in block["outputs"]) + "]"
             else:
@@ -144,7 +156,7 @@ def as_json(value):
 def describe_tool(tool):
     """A tool as a TypeScript declaration, the way Apertus reads it. ValueError without a name and a description."""
     tool = tool.get("function", tool)
-    if not isinstance(tool.get("name"), str) or not isinstance(tool.get("description"), str):
+    if not all(isinstance(tool.get(key), str) for key in ("name", "description")):
         raise ValueError(f"chat: tool {tool!r} needs a name and a description")
     schema = tool.get("parameters") or {}
     lines = []
@@ -153,17 +165,20 @@ def describe_tool(tool):
             lines.append(f"// {spec['description']}\n")
         default = ""
         if "default" in spec:
-            comma, value = "" if spec.get("oneOf") and not spec.get("enum") else ", ", spec["default"]
-            default = f"{comma}// default: {value if spec.get('enum') or spec.get('oneOf') else as_json(value)}"
+            value = spec["default"]
+            comma = "" if spec.get("oneOf") and not spec.get("enum") else ", "
+            shown = value if spec.get("enum") or spec.get("oneOf") else as_json(value)
+            default = f"{comma}// default: {shown}"
         optional = "" if key in schema.get("required", []) else "?"
         lines.append(f"{key}{optional}: {ts_type(spec)}{default},\n")
-    body = "(_: {\n" + "".join(lines)[:-2] + "\n})" if lines else "()"           # no comma behind the last one
+    body = "(_: {\n" + "".join(lines).removesuffix(",\n") + "\n})" if lines else "()"
     return f"// {tool['description']}\ntype {tool['name']} = {body} => any;"
 
 
 def ts_type(spec):
     """The TypeScript type of a JSON schema, line breaks and all as the published template renders them."""
-    kind, null = spec.get("type"), " | null" if spec.get("nullable") else ""
+    kind = spec.get("type")
+    null = " | null" if spec.get("nullable") else ""
     scalars = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
     if isinstance(kind, list) and kind:
         return " | ".join(kind)
@@ -172,23 +187,32 @@ def ts_type(spec):
         inner = scalars.get(str(item.get("type"))) or ts_type(item)
         return ("any" if inner == "object | object" or len(inner) > 50 else inner) + "[]" + null
     if spec.get("oneOf"):
-        return " | \n".join(
-            ts_type(one) + (f"// {one['description']}" if one.get("description") else "") +
-            (f"{'':20}// default: {as_json(one['default'])}" if "default" in one else "") for one in spec["oneOf"])
+        types = []
+        for one in spec["oneOf"]:
+            description = f"// {one['description']}" if one.get("description") else ""
+            default = f"{'':20}// default: {as_json(one['default'])}" if "default" in one else ""
+            types.append(ts_type(one) + description + default)
+        return " | \n".join(types)
     if kind == "string":
         return '"' + '" | "'.join(spec["enum"]) + '"' if spec.get("enum") else "string" + null
     if kind == "object" and spec.get("properties"):
-        fields = [f"{key}{'' if key in spec.get('required', []) else '?'}: \n{'':16}{ts_type(value)}"
-                  for key, value in spec["properties"].items()]
+        fields = []
+        for key, value in spec["properties"].items():
+            optional = "" if key in spec.get("required", []) else "?"
+            fields.append(f"{key}{optional}: \n{'':16}{ts_type(value)}")
         return "{\n" + ", ".join(fields) + "}"
-    return scalars.get(kind, "object" if kind == "object" else "any")
+    return "object" if kind == "object" else scalars.get(kind, "any")
+
+
+# -----------------------------------------------------------------------------
+# .jsonl files
+
+CONVERSATION = "a list `messages` of {role, content}"
 
 
 def is_conversation(row):
-    return isinstance(row.get("messages"), list) and all(isinstance(m, dict) for m in row["messages"])
-
-
-CONVERSATION = "a list `messages` of {role, content}"
+    messages = row.get("messages")
+    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
 
 
 def parsed(line, fits=is_conversation):
@@ -200,13 +224,13 @@ def parsed(line, fits=is_conversation):
     return row if isinstance(row, dict) and fits(row) else None
 
 
-def odd_line(path, n, line, want=CONVERSATION):
-    got = line.decode(errors="replace").strip()[:60]
-    return ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
-
-
 def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
-    """(line, JSON object) of a .jsonl file. ValueError names the line that is something else, and what is wanted."""
+    """
+    (line, JSON object) of a .jsonl file; empty lines are passed over.
+
+    ValueError if there is no such file, or with the number of a line that is not an object for which fits(object) is
+    true. want: what such an object has, in words.
+    """
     if not os.path.isfile(path):
         raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
     with open(path, "rb") as f:
@@ -214,16 +238,34 @@ def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
             if line.strip():
                 row = parsed(line, fits)
                 if row is None:
-                    raise odd_line(path, n, line, want)
+                    got = line.decode(errors="replace").strip()[:60]
+                    raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
                 yield n, row
 
 
 def read_rows(path, fits=is_conversation, want=CONVERSATION):
-    """The JSON objects of a .jsonl file, all of which must fit: ValueError as above, and if there are none."""
+    """The JSON objects of a .jsonl file as a list. ValueError as above, and if there are none."""
     rows = [row for _, row in numbered_rows(path, fits, want)]
     if not rows:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+# -----------------------------------------------------------------------------
+# checks: what can be learnt from, and why the rest cannot
+
+# after whom each role may speak; "" is the beginning
+FOLLOWS = {
+    "system": {""},
+    "user": {"", "system", "assistant"},
+    "assistant": {"user", "tool"},
+    "tool": {"assistant", "tool"},
+}
+
+# What odd content raises on its way to ids: a number where text belongs, a picture, a block without its text, half a
+# surrogate pair. ODD is the reason that is counted for it.
+ODD_CONTENT = (AttributeError, KeyError, TypeError, ValueError)
+ODD = "content that the chat format has no place for: want text or blocks"
 
 
 def normal(message):
@@ -234,75 +276,71 @@ def normal(message):
     return message
 
 
-# after whom each may speak
-FOLLOWS = {"user": {"", "system", "assistant"}, "assistant": {"user", "tool"}, "tool": {"assistant", "tool"}, "system": {""}}
-
-
 def fault(messages):
     """Why a conversation of normal messages cannot be learnt from, or None."""
     before = ""
-    for m in messages:
-        role, content = m.get("role"), m.get("content")
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or before not in FOLLOWS.get(role, ()):
             return "roles out of order"
         if isinstance(content, dict):
-            parts = content.get("blocks", content.get("parts", [content]))
-            content = "".join(str(b.get("text", "x")) for b in parts)       # calls are no text, and count
-        if not (content or "").strip() and not m.get("tool_calls") and role != "system":
+            # A call has no text, but it is something to learn.
+            blocks = content.get("blocks", content.get("parts", [content]))
+            content = "".join(str(b.get("text", "call")) for b in blocks)
+        if not (content or "").strip() and not message.get("tool_calls") and role != "system":
             return "an empty turn"
         before = role
-    if not any(m["role"] == "assistant" for m in messages):
+    if not any(message["role"] == "assistant" for message in messages):
         return "no assistant turn"
     return "ends with a tool's output" if before == "tool" else None
 
 
-def has_thoughts(messages):
-    blocks = [b for m in messages if isinstance(m.get("content"), dict) for b in m["content"].get("blocks", ())]
-    return any(b.get("type") == "thoughts" for b in blocks)
-
-
-def render(tok, row, date=None):
-    """
-    A conversation -> ids, said: said[i] is True where the assistant must produce ids[i] itself. One <s>; <|assistant_end|> also after the
-    last answer. "thinking" (default: whether there are thoughts in it) says "Deliberation: enabled". ValueError: what the template cannot
-    express.
-    """
-    messages = row["messages"]
-    pieces = chat_pieces(messages, row.get("tools"), row.get("thinking", has_thoughts(messages)), date=date)
-    if messages[-1]["role"] == "assistant":
-        pieces.append(control("assistant_end", said=True))
-    return tok.chat_ids(pieces)
-
-
-# What odd content meets on its way to ids: a number where text belongs, a picture, a block without its text, half a
-# surrogate pair. ODD is the reason that is counted.
-ODD_CONTENT = (AttributeError, KeyError, TypeError, ValueError)
-ODD = "content that the chat format has no place for: want text or blocks"
-
-
 def learnable(tok, row, max_length, date=None):
-    """A conversation -> (ids, said), or why it cannot be learnt from (str)."""
+    """A conversation -> (ids, said) as render() gives them, or why it cannot be learnt from (str)."""
     try:
-        row = {**row, "messages": [normal(m) for m in row["messages"]]}
-        why = fault(row["messages"])
-        ids, said = ([], []) if why else render(tok, row, date)
+        messages = list(map(normal, row["messages"]))
+        if why := fault(messages):
+            return why
+        ids, said = render(tok, {**row, "messages": messages}, date)
     except ODD_CONTENT:
         return ODD
-    return why or (f"more than max_length={max_length} tokens" if len(ids) > max_length else (ids, said))
+    return (ids, said) if len(ids) <= max_length else f"more than max_length={max_length} tokens"
 
 
 def prompt_ids(tok, row, date=None):
     """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it is none (str)."""
     try:
-        messages = [normal(m) for m in row["messages"]]
+        messages = list(map(normal, row["messages"]))
         if not messages:
             return "no messages"
         if messages[-1].get("role") != "user":
             return "its last message is not the user's"
-        why = fault([*messages, dict(role="assistant", content="x")])
-        return why or tok.chat(messages, row.get("tools"), row.get("thinking", False), add_generation_prompt=True, date=date)[1]
+        if why := fault([*messages, dict(role="assistant", content="an answer")]):
+            return why
+        thinking = row.get("thinking", False)
+        return tok.chat(messages, row.get("tools"), thinking, add_generation_prompt=True, date=date)[1]
     except ODD_CONTENT:
         return ODD
+
+
+def render(tok, row, date=None):
+    """
+    A conversation -> ids, said (two lists): said[i] is True where the assistant must produce ids[i] itself.
+
+    It begins with its only <s>, and has <|assistant_end|> also after the last answer. "Deliberation: enabled" is
+    written if row["thinking"] says so, by default if there are thoughts. ValueError: what the template cannot express.
+    """
+    messages = row["messages"]
+    thoughts = False
+    for message in messages:
+        if isinstance(message.get("content"), dict):
+            blocks = message["content"].get("blocks", ())
+            thoughts |= any(block.get("type") == "thoughts" for block in blocks)
+    thinking = row.get("thinking", thoughts)
+    pieces = chat_pieces(messages, row.get("tools"), thinking, date=date)
+    if messages[-1]["role"] == "assistant":
+        pieces.append(control("assistant_end", said=True))
+    return tok.chat_ids(pieces)
 
 
 def count(bad, why, line, times=1):
@@ -312,7 +350,7 @@ def count(bad, why, line, times=1):
 
 
 def left_out(bad, kept, what):
-    """What was left out and why, in one line."""
+    """What was left out and why, in one line. bad: {reason: (count, first line)}; what: the items' name, plural."""
     n = sum(times for times, _ in bad.values())
     reasons = "; ".join(f"{times} {why} (first in line {line})" for why, (times, line) in bad.items())
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"

@@ -1,6 +1,7 @@
 """
-Is the representation collapsing? Five numbers of the last hidden states and of the last activation, to be watched while preferences
-are trained: reward can rise while the features that carry it fall into ever fewer directions, and from there nothing is learnt any more.
+Is the representation collapsing? Five numbers of the last hidden states and of the last activation, to be watched while
+preferences are trained: reward can rise while the features that carry it fall into ever fewer directions, and from
+there nothing is learnt any more.
 
     s = singular values of H (N tokens, C features), not centred       p = s / sum(s)
     effective rank    exp(-sum p log p)                                 Roy & Vetterli 2007
@@ -9,8 +10,9 @@ are trained: reward can rise while the features that carry it fall into ever few
     dead units        xIELU inputs of the last layer that are above 0 for no token; the share of all
     pre-activation    the mean L2 norm of those inputs over tokens: it grows before the rank falls
 
-Source: arXiv 2405.00662 (its code: effective and PCA rank of the uncentred matrix, dead = never on the active side). The last hidden
-states are normalised here (RMSNorm), so their own norm says nothing; the norm is taken where the last feed-forward layer decides.
+Source: arXiv 2405.00662 (its code: effective and PCA rank of the uncentred matrix, dead = never on the active side).
+The last hidden states are normalised here (RMSNorm), so that their own norm says nothing: the norm is taken where the
+last feed-forward layer decides.
 
 $ python -m posttrain.collapse --init_from=out/sft            # of a model, on the text given by --text
 """
@@ -25,48 +27,72 @@ import math
 
 import torch
 
+from engine.parallel import drop_gathered
+
 init_from = "out/laptop"       # run folder, Hugging Face folder or hub name
 text = "FILE:README.md"        # what it reads; FILE:path takes a file
 
 
-def ranks(h):
-    """Effective, PCA-99 % and stable rank of h (N, C), in fp32 at least. All lie in [1, min(N, C)]; 0 for zeros, nan if h is not finite."""
+def spectrum(h):
+    """
+    Effective, PCA-99 % and stable rank of h (N, C), computed in fp32 at least.
+
+    All lie in [1, min(N, C)]; they are 0 if h is zero, and nan if h is not finite.
+    """
     if not h.isfinite().all():
         return dict(effective=math.nan, pca99=math.nan, stable=math.nan)
-    s = torch.linalg.svdvals(h.detach().to(torch.promote_types(h.dtype, torch.float32)))        # descending
+    precise = torch.promote_types(h.dtype, torch.float32)
+    s = torch.linalg.svdvals(h.detach().to(precise))        # descending
     if not len(s) or s[0] == 0:
         return dict(effective=0.0, pca99=0, stable=0.0)
-    p, energy = s / s.sum(), s.square()
+    p = s / s.sum()
+    energy = s.square()
     pca99 = int((energy.cumsum(0) < 0.99 * energy.sum()).sum()) + 1
-    return dict(effective=torch.exp(torch.special.entr(p).sum()).item(), pca99=pca99, stable=(energy.sum() / energy[0]).item())
+    return dict(
+        effective=torch.exp(torch.special.entr(p).sum()).item(),
+        pca99=pca99,
+        stable=(energy.sum() / energy[0]).item(),
+    )
 
 
 @torch.no_grad()
 def diagnose(model, idx, keep=None, doc=None):
     """
-    The numbers above for token ids idx (B, T), at the positions of keep (B, T) bool (default: all); doc (B, T): documents, where rows are
-    packed. Returns a dict of Python numbers, N among them: below C tokens the rank measures the batch, not the model.
+    The numbers above for token ids idx (B, T), as a dict of Python numbers.
+
+    keep (B, T) bool: the positions that count, default all; doc (B, T): documents, where rows are packed. rank_tokens
+    is the number N of positions: with fewer than C of them the rank measures the batch, not the model.
     """
-    seen = []
-    hook = model.model.layers[-1].mlp.up_proj.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    activations = []
+    up = model.model.layers[-1].mlp.up_proj
+    hook = up.register_forward_hook(lambda _, inputs, output: activations.append(output))
     try:
-        h = model.hidden(idx, doc)                                                              # (B, T, C)
+        h = model.hidden(idx, doc)                          # (B, T, C)
     finally:
         hook.remove()
+    drop_gathered(model)
     keep = torch.ones_like(idx, dtype=torch.bool) if keep is None else keep
-    z = seen[0][keep].float()                                                                   # (N, ffn_dim)
-    return dict(rank_tokens=len(z), **{f"rank_{k}": v for k, v in ranks(h[keep]).items()},
-                dead_units=(z <= 0).all(0).float().mean().item(), preactivation=z.norm(dim=-1).mean().item())
+    z = activations[0][keep].float()                        # (N, ffn_dim)
+    return dict(
+        rank_tokens=len(z),
+        **{f"rank_{name}": value for name, value in spectrum(h[keep]).items()},
+        dead_units=(z <= 0).all(0).float().mean().item(),
+        preactivation=z.norm(dim=-1).mean().item(),
+    )
 
 
 def main():
     import convert
+
     model, tok = convert.load_any(init_from)
-    words = open(text[5:], encoding="utf-8").read() if text.startswith("FILE:") else text
+    words = text
+    if text.startswith("FILE:"):
+        with open(text.removeprefix("FILE:"), encoding="utf-8") as f:
+            words = f.read()
     ids = [tok.bos, *tok.encode(words)]
     n = min(model.config.block_size, len(ids))
-    idx = torch.tensor(ids[:len(ids) // n * n]).view(-1, n)[:64]
-    for name, value in diagnose(model, idx).items():
+    idx = torch.tensor(ids[:len(ids) // n * n]).view(-1, n)
+    for name, value in diagnose(model, idx[:64]).items():
         print(f"{name:16} {value:.4g}")
 
 

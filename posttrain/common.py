@@ -1,82 +1,64 @@
 """
-What SFT and QRPO share besides their lesson: the start model, a step on several processes, the schedule, the end of a run.
+What SFT and QRPO share besides their lesson: the start model, the order of the data, a step on several ranks, the loop.
+
+A run goes `epochs` times over its items, the conversations of SFT or the pairs of completions of QRPO, batch_size of
+them per step, in micro-batches that the ranks divide among themselves. posttrain/sft.py and posttrain/qrpo.py keep
+their settings as globals; what is here takes them as arguments, or all of them as the dict `config`.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import convert
 import tokenizer
+from ademamix import build_optimizer
+from chat import numbered_rows
 from data import permute
 from engine import checkpoint, runs
-from engine.parallel import shard, square_norm
+from engine.hardware import pick_device
+from engine.parallel import Ranks, shard, square_norm, stop_signals
+
+WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
+
+# A resumed run may change these settings, because they change no number but by rounding. data and rewards are compared
+# by the hash of their content, references by their own settings.json.
+FREE = {
+    "out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack",
+    "rank_every", "checkpoint_every", "keep_checkpoints",
+}
 
 
-WAIT = 7200             # seconds that a rank waits for another: sampling takes as long as it takes
-
-
-def shares(n, ranks):
-    """
-    The micro-batches of a step that are this rank's, of n: (number, last). Sharded ranks gather each other's weights and must all run as
-    often, so the number may lie beyond n: an empty one.
-    """
-    rounds = range(ranks.rank, -(-n // ranks.size) * ranks.size if ranks.sharded else n, ranks.size)
-    return [(k, k + ranks.size >= rounds.stop) for k in rounds]
-
-
-def collect(model, ranks, clip):
-    """
-    Sum gradients over ranks (FSDP has done so), then clip them by their global norm, which is returned as it was before. Losses were
-    divided by the count of the whole step; a rank that had no micro-batch adds zeros.
-    """
-    for p in model.parameters():
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        if ranks.size > 1 and not ranks.sharded:
-            dist.all_reduce(p.grad)
-    norm = math.sqrt(ranks.add(square_norm(model, ranks))[0])
-    scale = min(1.0, clip / (norm + 1e-6))
-    if scale < 1:
-        for p in model.parameters():
-            p.grad.mul_(scale)
-    return norm
-
-
-def finish(out, model, tok, ranks, done, steps):
-    """
-    After the last step: out/hf for transformers. Shards are read back from the last checkpoint, whole, by one process.
-    After another, when a signal or `stop` has ended the run: only say so.
-    """
-    if not ranks.first:
-        return
-    runs.forget_stop(out)
-    if done < steps:
-        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
-    else:
-        tok.eos = tok.special["<|assistant_end|>"]                          # a chat model's text ends where its turn does
-        convert.save_hf(convert.load_run(out)[0] if ranks.sharded else model, os.path.join(out, "hf"), tok)
-        print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
+# -----------------------------------------------------------------------------
+# the start model
 
 
 def start_model(name, device, dtype, ranks=None):
     """
-    The start model with fp32 weights, its tokenizer. With sharded ranks (fsdp, hsdp) each of them reads its shards from the files, and none
-    ever holds the model (70B: 282 GB). ValueError if model and tokenizer do not belong together or cannot chat.
+    The start model with fp32 weights and activations in dtype, and its tokenizer.
+
+    With sharded ranks (fsdp, hsdp) each rank reads its own shards from the files, and none ever holds the whole model
+    (70B: 282 GB). ValueError if model and tokenizer do not belong together, or if the tokenizer cannot write a chat.
     """
-    def spread(model):                                                      # comes on the meta device, without memory
+    def spread(model):
+        # The model arrives on the meta device, without memory: only the shards of this rank are allocated.
         shard(model, ranks.mesh, dtype)
         model.to_empty(device=device)
         from torch.distributed.fsdp import register_fsdp_forward_method
         register_fsdp_forward_method(model, "hidden")
 
-    model, tok = convert.load_any(name, device, torch.float32, spread if ranks and ranks.sharded else None)
-    missing = [t for t in ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>") if t not in tok.special]
+    sharded = ranks and ranks.sharded
+    model, tok = convert.load_any(name, device, torch.float32, spread if sharded else None)
+    needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
+    missing = [token for token in needed if token not in tok.special]
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
     model.dtype = dtype
@@ -92,66 +74,224 @@ def window(max_length, model):
     return max_length or limit
 
 
-def describe_run(out, config, model, tok, ranks):
-    """config.json of a run folder: all settings, the model's shape, the vocabulary by name, or as a file beside it if it was trained."""
-    if not ranks.first:
-        return
-    config = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": tokenizer.keep_for(tok, out)}
-    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
-
-
-# Settings that a resumed run may change, because they change no number but by rounding. (data and rewards are compared
-# by the hash of their content, references by their own settings.json.)
-FREE = {"out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack",
-        "rank_every", "checkpoint_every", "keep_checkpoints"}
-
-
-def go_on(out, model, opt, config, ranks):
-    """
-    Load the newest intact checkpoint. Returns the step to go on with; 0 if there is none. ValueError if its run had
-    other settings, FREE ones excepted: names them.
-    """
-    found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files)
-    if not found:
-        return 0
-    path, manifest = found
-    runs.refuse_another(path, manifest["config"], {name: value for name, value in config.items() if name not in FREE})
-    checkpoint.load(path, model, opt)
-    return manifest["step"]
+# -----------------------------------------------------------------------------
+# the order of the data and the learning rate, as pure functions of the step
 
 
 def items(step, batch_size, n, epochs, seed):
-    """Which of n items a step takes, each epoch in an order of its own: a pure function of its number, for any number of processes."""
-    g = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
-    epoch, i = np.divmod(g, n)
-    return np.concatenate([permute(i[epoch == e], n, seed, int(e)) for e in np.unique(epoch)])
+    """
+    Which of n items a step takes: (at most batch_size,) numbers in [0, n), each epoch in an order of its own.
 
-
-def update(opt, step, rate, loss, norm):
-    """One step of the optimizer at this learning rate. ValueError, before anything changes, if the loss or the gradient is not finite."""
-    if not math.isfinite(loss + norm):
-        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. Stopped before the update; try a lower --lr and --resume")
-    for group in opt.param_groups:
-        group["lr"] = rate
-    opt.step()
-    opt.zero_grad(set_to_none=True)
+    A pure function of the step, so that a resumed run and any number of ranks see the same batches.
+    """
+    position = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
+    epoch, i = np.divmod(position, n)
+    shuffled = [permute(i[epoch == e], n, seed, int(e)) for e in np.unique(epoch)]
+    return np.concatenate(shuffled)
 
 
 def linear(step, steps, warmup):
     """
-    Share of the peak learning rate: linear up over the first `warmup` of the steps, then linear down (transformers' "linear").
+    Share of the peak learning rate: linear up over the first `warmup` of the steps, then linear down.
 
-    The zeros lie just outside the run, at step -1 and at step `steps`: every step learns, also the only one of a run.
+    This is transformers' "linear" schedule with its zeros just outside the run, at step -1 and at step `steps`: every
+    step learns, also the only step of a run.
     """
     up = max(1, math.ceil(warmup * steps))
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
 
 
 def too_short(what, n, epochs, batch_size):
-    """A warning if the schedule has fewer than ten steps, with values that give it ten; otherwise an empty string."""
-    steps = -(-epochs * n // batch_size)
+    """A warning if the run has fewer than ten steps, with values that give it ten; otherwise an empty string."""
+    total = epochs * n
+    steps = -(-total // batch_size)
     if steps >= 10:
         return ""
-    fits = f"--batch_size={epochs * n // 10}" if epochs * n >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
-    return (f"warning: {epochs * n} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
+    fits = f"--batch_size={total // 10}" if total >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
+    return (f"warning: {total} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
             f"too short for a warm-up and a decay: try {fits}")
+
+
+# -----------------------------------------------------------------------------
+# one step on several ranks
+
+
+def slices(n, micro_batch, ranks):
+    """
+    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one).
+
+    Sharded ranks gather each other's weights, so all of them must run equally often: a slice may lie beyond n. It is
+    then empty, and the rank runs something that adds nothing.
+    """
+    count = -(-n // micro_batch)
+    if ranks.sharded:
+        count = -(-count // ranks.size) * ranks.size
+    mine = range(ranks.rank, count, ranks.size)
+    for k in mine:
+        begin = k * micro_batch
+        yield slice(begin, begin + micro_batch), k == mine[-1]
+
+
+def collect(model, ranks, clip):
+    """
+    Sum the gradients over ranks, then clip them by their global norm. Returns the norm before clipping.
+
+    A sum is the gradient of the step, since each loss was divided by the count of the whole step. FSDP has summed its
+    shards already. A rank that had no micro-batch adds zeros.
+    """
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if ranks.size > 1 and not ranks.sharded:
+            dist.all_reduce(p.grad)
+    norm = math.sqrt(ranks.add(square_norm(model, ranks))[0])
+    scale = min(1.0, clip / (norm + 1e-6))
+    if scale < 1:
+        for p in model.parameters():
+            p.grad.mul_(scale)
+    return norm
+
+
+def update(opt, step, rate, loss, norm):
+    """One step of the optimizer at this learning rate. ValueError, before any change, if loss or norm is not finite."""
+    if not math.isfinite(loss + norm):
+        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. "
+                         "Stopped before the update; try a lower --lr and --resume")
+    for group in opt.param_groups:
+        group["lr"] = rate
+    opt.step()
+    opt.zero_grad(set_to_none=True)
+
+
+# -----------------------------------------------------------------------------
+# the run and its folder
+
+
+@contextlib.contextmanager
+def joined(config):
+    """
+    Around a run: claim its folder and meet the other ranks. Yields (ranks, the device of this rank).
+
+    config: all settings. What can be seen to be wrong at once is a ValueError before anything is written.
+    """
+    checkpoint.check_keep(config["keep_checkpoints"])
+    next(numbered_rows(config["data"]), None)       # refuses a file whose first line is no conversation
+    ranks = Ranks(config["parallel"])
+    device = ranks.place(pick_device(config["device"]))
+    with runs.claim(config["out"], config["resume"], ranks):
+        ranks.join(device, WAIT)
+        yield ranks, device
+        ranks.leave()
+
+
+def train(config, model, tok, n, what, notes, ranks, learn):
+    """
+    The loop of SFT and QRPO: `epochs` times over n items, from the newest checkpoint on if the settings say resume.
+
+    config: all settings, with max_length resolved and hashes of what else decides a number. what: the items' name;
+    notes: lines about them, printed first. learn(step, numbers) runs forward and backward of the items with these
+    numbers, and returns the loss of the whole step and a function report(diagnosing), which is called after the update
+    and says what else goes into the log. ValueError if no step is left, or if the folder's run had other settings.
+    """
+    c = SimpleNamespace(**config)
+    out, steps = c.out, -(-c.epochs * n // c.batch_size)
+    config = dict(config, tokenizer_hash=tok.hash[:16])
+    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
+    opt = build_optimizer(
+        model, c.optimizer, c.lr, c.betas, c.alpha, c.eps, c.weight_decay,
+        alpha_warmup=steps, beta3_warmup=steps,
+    )
+    start = go_on(out, model, opt, config, ranks) if c.resume else 0
+    if start >= steps:
+        raise ValueError(f"{out} is finished: all {steps} steps are done; "
+                         f"talk to it: python sample.py --chat --init_from={out}")
+    if ranks.first:
+        describe_run(out, config, model, tok)
+        print(*notes, f"{n} {what}, {steps} steps", sep="\n")
+        if warning := too_short(what, n, c.epochs, c.batch_size):
+            print(warning)
+    log = runs.open_log(out, start, ranks)
+    model.train()
+    bar = tqdm(
+        range(start, steps), initial=start, total=steps, unit="step",
+        disable=not ranks.first, dynamic_ncols=True,
+    )
+    # A signal before this point ends the process at once: what is on disk by then is not done again.
+    with stop_signals() as signals:
+        for step in bar:
+            loss, report = learn(step, items(step, c.batch_size, n, c.epochs, c.seed))
+
+            # Clip and update. If any rank is asked to stop, all of them do.
+            norm = collect(model, ranks, c.grad_clip)
+            stopping = ranks.add(runs.asked_to_stop(out, signals, ranks))[0]
+            rate = c.lr * linear(step, steps, c.warmup)
+            update(opt, step, rate, loss, norm)
+
+            # Say what happened.
+            done = step + 1
+            diagnosing = c.rank_every and (step % c.rank_every == 0 or done == steps)
+            log(step=step, loss=loss, grad_norm=norm, lr=rate, **report(diagnosing))
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+            # Save, and stop if asked to.
+            if done == steps or stopping or c.checkpoint_every and done % c.checkpoint_every == 0:
+                folder = os.path.join(out, "ckpt")
+                checkpoint.save(folder, done, model, opt, dict(config=config), c.keep_checkpoints, ranks.files)
+            if stopping:
+                break
+    if ranks.first:
+        runs.forget_stop(out)
+        if done < steps:
+            print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
+        else:
+            export(out, model, tok, ranks)
+
+
+def describe_run(out, config, model, tok):
+    """config.json of a run folder: settings, the model's shape, the vocabulary by name or as a file beside it."""
+    vocabulary = tokenizer.keep_for(tok, out)
+    content = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": vocabulary}
+    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(content, indent=1))
+
+
+def export(out, model, tok, ranks):
+    """The model in out/hf, for transformers. Shards are read back from the last checkpoint, whole, by one process."""
+    tok.eos = tok.special["<|assistant_end|>"]      # the text of a chat model ends where its turn does
+    model = convert.load_run(out)[0] if ranks.sharded else model
+    convert.save_hf(model, os.path.join(out, "hf"), tok)
+    print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
+
+
+def go_on(out, model, opt, config, ranks):
+    """
+    Load the newest intact checkpoint. Returns the steps it has done; 0 if there is none.
+
+    ValueError names the settings that differ from those of its run, FREE ones excepted.
+    """
+    found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files)
+    if not found:
+        return 0
+    path, manifest = found
+    compared = {name: value for name, value in config.items() if name not in FREE}
+    runs.refuse_another(path, manifest["config"], compared)
+    checkpoint.load(path, model, opt)
+    return manifest["step"]
+
+
+def publish(path, content):
+    """
+    Write bytes under their final name, whole or not at all. OSError names the file.
+
+    Ranks and runs that share a folder may write the same file at once, so each has a temporary name of its own.
+    """
+    tmp = f"{path}.{os.urandom(4).hex()}.tmp"
+    try:
+        with open(tmp, "wb") as f:
+            f.write(content)
+        checkpoint.flush(tmp)
+        os.replace(tmp, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            os.remove(tmp)
+        e.filename, e.filename2 = path, None
+        raise

@@ -1,5 +1,13 @@
 """
-The preference losses: QRPO's regression onto the quantile of a reward (arXiv 2507.08068), and DPO, REBEL, SimPO on the same pairs.
+The preference losses: QRPO's regression onto the quantile of a reward (arXiv 2507.08068), and DPO, REBEL and SimPO on
+the same pairs. posttrain/qrpo.py has the formulas and says what they are for.
+
+All losses take tensors (..., 2), the better completion of a prompt first, and return one number per pair (...):
+
+    pi, ref    log-probs of the whole completion under the policy and under the reference model, in nats
+    reward     the raw reward
+    q          f(R_q): the transformed quantile of the reward among the references
+    length     tokens of the completion, or 1 for no normalisation by length
 """
 
 import math
@@ -9,71 +17,92 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+BETA = dict(qrpo=0.003, dpo=0.03, rebel=1e-4, simpo=2.5)    # the middle of the paper's grids
 
-BETA = {"qrpo": 0.003, "dpo": 0.03, "rebel": 1e-4, "simpo": 2.5}                        # the middle of the paper's grids
-TRANSFORMS = {"identity": lambda q, n: q,
-              "log": lambda q, n: q.clamp(1 / n, 1).log(),                              # a quantile of 0 would be minus infinity
-              "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n))}
+
+# -----------------------------------------------------------------------------
+# the quantile of a reward, and the partition function that it makes known
+
+# f of R_q, from n references. A quantile of 0 would be minus infinity after log and normal, so it becomes 1 / n.
+TRANSFORMS = {
+    "identity": lambda q, n: q,
+    "log": lambda q, n: q.clamp(1 / n, 1).log(),
+    "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n)),
+}
+
+# beta log Z of each transform (arXiv 2507.08068, table 4). identity is beta log(beta (e^(1/beta) - 1)), written so that
+# nothing overflows. Both official codes drop its last term: no difference below beta = .05, wrong by .46 at beta = 1.
+LOG_Z = {
+    "identity": lambda beta: beta * beta.log() + 1 + beta * torch.log(-torch.expm1(-1 / beta)),
+    "log": lambda beta: beta * torch.log(beta / (1 + beta)),
+    "normal": lambda beta: 1 / (2 * beta),
+}
 
 
 def quantile(reward, ref_rewards, loo=False):
     """
-    Share of reference rewards that are <= reward. reward (...), ref_rewards (n,) or (..., n); numbers are taken as tensors. -> (...)
+    R_q, the share of reference rewards that are <= reward. reward (...), ref_rewards (n,) or (..., n) -> (...).
 
-    Exact on average for any n if the references are independent: n = 1 is noisy, not wrong. loo: reward is one of the n itself and is
-    left out; counting it, as the released scripts do, adds (1 - R_q) / n (n = 3: .167 on average). ValueError: nothing to compare with.
+    Numbers are taken as tensors. Exact on average for any n if the references are independent: n = 1 is noisy, not
+    wrong. loo: reward is one of the n itself and is left out; counting it, as the released scripts do, adds
+    (1 - R_q) / n (n = 3: .167 on average). ValueError if there is nothing to compare with.
     """
     ref_rewards = torch.as_tensor(ref_rewards)
     reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
-    self_in = int(bool(loo))
-    n = ref_rewards.shape[-1] - self_in
+    itself = int(bool(loo))
+    n = ref_rewards.shape[-1] - itself
     if n < 1:
         raise ValueError("a quantile needs at least one reference reward, and one more with loo")
-    return ((ref_rewards <= reward[..., None]).sum(-1) - self_in).to(torch.promote_types(reward.dtype, torch.float32)) / n
+    no_better = (ref_rewards <= reward[..., None]).sum(-1) - itself
+    return no_better.to(torch.promote_types(reward.dtype, torch.float32)) / n
 
 
 def beta_log_z(beta, transform="identity"):
     """
-    beta log Z, exact for every beta > 0 (number or tensor; same kind back): Z = E exp(f(R_q) / beta), R_q uniform on (0, 1).
+    beta log Z with Z = E exp(f(R_q) / beta) for R_q uniform on (0, 1), exact for every beta > 0.
 
-    identity: beta log(beta (e^(1/beta) - 1)), written so that nothing overflows. Both official codes drop the last term,
-    log(1 - e^(-1/beta)): no difference below .05, wrong by .46 at beta = 1. log: beta log(beta / (1 + beta)). normal: 1 / (2 beta).
-    Source: arXiv 2507.08068, table 4.
+    beta: a number or a tensor; returns the same kind. ValueError for another transform than those of LOG_Z.
     """
-    b = torch.as_tensor(beta, dtype=None if isinstance(beta, torch.Tensor) else torch.float64)
-    if transform == "identity":
-        value = b * b.log() + 1 + b * torch.log(-torch.expm1(-1 / b))
-    elif transform == "log":
-        value = b * torch.log(b / (1 + b))
-    elif transform == "normal":
-        value = 1 / (2 * b)
-    else:
-        raise ValueError(f"transform={transform!r}: there is {', '.join(TRANSFORMS)}")
-    return value if isinstance(beta, torch.Tensor) else value.item()
-
-
-def optimum(beta):
-    """
-    What perfect QRPO reaches with the identity transform: its mean quantile, KL(pi* || pi_ref) in nats, and the share of the reference's
-    completions whose log-prob must fall (R_q below beta log Z). The answer to "why do the chosen ones fall too?": at beta .003, 98 % do.
-    """
-    mean = -1 / math.expm1(-1 / beta) - beta
-    return dict(quantile=mean, kl=(mean - beta_log_z(beta)) / beta, falling=beta_log_z(beta))
+    if transform not in LOG_Z:
+        raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")
+    if isinstance(beta, torch.Tensor):
+        return LOG_Z[transform](beta)
+    return LOG_Z[transform](torch.tensor(beta, dtype=torch.float64)).item()
 
 
 def discrete_beta_log_z(ref_quantiles, beta):
     """
-    The same with Z = mean_j exp(R_j / beta) over a prompt's own references, whatever their ties. ref_quantiles (..., n), beta (...).
+    beta log Z with Z = mean_j exp(R_j / beta) over a prompt's own references. ref_quantiles (..., n), beta (...).
 
-    Pass or fail has two quantiles, not a uniform one: at 25 % passing and beta .1 the uniform Z asks for 3.1 times the probability there
-    is, and every completion is told to rise. It costs what the uniform Z gives: for few references the minimiser is biased. Not in the
-    paper.
+    For rewards that tie: pass or fail has two quantiles, not a uniform one. At 25 % passing and beta .1 the uniform Z
+    asks for 3.1 times the probability there is, and every completion is told to rise. The price is what the uniform Z
+    gives: for few references the minimiser is biased. Not in the paper.
     """
     n = ref_quantiles.shape[-1]
-    return beta * (torch.logsumexp(ref_quantiles / beta[..., None], -1) - math.log(n))
+    log_sum = torch.logsumexp(ref_quantiles / beta[..., None], -1)
+    return beta * (log_sum - math.log(n))
 
 
-def qrpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, beta_max=0.0, log_z=None, transform="identity", **_):
+def optimum(beta):
+    """
+    What perfect QRPO reaches with the identity transform.
+
+    quantile: its mean quantile; kl: KL(pi* || pi_ref) in nats; falling: the share of the reference's completions whose
+    log-prob must fall (R_q below beta log Z). It answers why the chosen ones fall too: at beta .003, 98 % do.
+    """
+    mean = -1 / math.expm1(-1 / beta) - beta
+    log_z = beta_log_z(beta)
+    return dict(quantile=mean, kl=(mean - log_z) / beta, falling=log_z)
+
+
+# -----------------------------------------------------------------------------
+# the losses
+
+
+def qrpo_loss(
+    pi, ref, reward, q, length=1.0, beta=0.1,
+    beta_max=0.0, log_z=None, transform="identity", **_
+):
     b = effective_beta(pi, length, beta, beta_max)
     log_z = beta_log_z(b, transform) if log_z is None else log_z
     return (q - log_z - b * (pi - ref)).square().mean(-1)
@@ -91,36 +120,44 @@ def simpo_loss(pi, ref, reward, q, length=1.0, beta=2.5, gamma=0.5, **_):
     return -F.logsigmoid(beta * (better_minus_worse(pi / length) - gamma))
 
 
+# Read-only, which also keeps it from being taken for a setting of the script that imports it.
+losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))
+
+
 def better_minus_worse(x):
     return x[..., 0] - x[..., 1]
 
 
 def effective_beta(like, length, beta, beta_max):
-    """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 = .25 becomes .1."""
+    """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 becomes .1."""
     b = torch.full_like(like, beta) / length
     return b.clamp(max=beta_max) if beta_max else b
 
 
-losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))    # read-only: a table, not a setting
+# -----------------------------------------------------------------------------
+# what is watched
 
 
 def tie_report(groups, beta):
     """
-    groups: (n,) reference rewards a prompt. -> share of tied pairs among them; Z mass, mean of sum_y pi_ref exp(target / beta), which is 1
-    if the target can be reached at all. Distinct rewards give about 1 + 1/(2 n beta), since quantiles are multiples of 1/n.
+    (share of tied pairs, mass) for groups of reference rewards, (n,) per prompt; (0, 1) if all have n = 1.
+
+    mass: the mean of sum_y pi_ref exp(target / beta), which is 1 if the target can be reached at all. Distinct rewards
+    give about 1 + 1/(2 n beta), since their quantiles are multiples of 1/n.
     """
     tied, mass = [], []
     for r in groups:
         n = len(r)
         if n > 1:
-            tied.append(((r[:, None] == r).sum().item() - n) / (n * (n - 1)))
-            q = quantile(r, r)
-            mass.append(torch.exp((q - beta_log_z(beta)) / beta).mean().item())
-    return (float(np.mean(tied)), float(np.mean(mass))) if tied else (0.0, 1.0)
+            equal = (r[:, None] == r).sum().item()      # each with itself among them
+            tied.append((equal - n) / (n * (n - 1)))
+            target = quantile(r, r) - beta_log_z(beta)
+            mass.append(torch.exp(target / beta).mean().item())
+    return (np.mean(tied), np.mean(mass)) if tied else (0.0, 1.0)
 
 
 def correlation(x, y):
-    """Pearson's r; 0 if either does not vary (as every log-ratio at step 0)."""
-    x, y = x - x.mean(), y - y.mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale > 1e-12 else 0.0
+    """Pearson's r of x and y, each (n,); 0 if either does not vary, as every log-ratio at step 0."""
+    x = x - x.mean()
+    y = y - y.mean()
+    return F.cosine_similarity(x, y, dim=0, eps=1e-12).item()

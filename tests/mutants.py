@@ -43,9 +43,10 @@ ROOT = os.path.dirname(HERE)
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
-    "chat": ["test_tokenizer", "test_sample"],
+    "chat": ["test_tokenizer", "test_sample", "test_sft"],
     "checkpoint": ["test_train"],
     "collapse": ["test_qrpo"],
+    "common": ["test_sft", "test_qrpo"],
     "convert": ["test_published", "test_tokenizer"],
     "dedup": ["test_quality", "test_prepare"],
     "digits": ["test_qrpo", "test_readme"],
@@ -55,7 +56,11 @@ ALSO = {
     "generate": ["test_model", "test_speed", "test_sample"],
     "hardware": ["test_model", "test_parallel"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
+<<<<<<< HEAD
     "kit": ["test_ablate", "test_memorize", "test_qrpo"],
+=======
+    "losses": ["test_qrpo"],
+>>>>>>> text-posttrain
     "model": ["test_speed"],
     "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],

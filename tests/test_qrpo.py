@@ -175,14 +175,14 @@ def test_sequence_log_probs_and_their_gradient_are_those_of_the_full_softmax():
 
 def test_ranks_of_matrices_whose_rank_is_known():
     q = torch.linalg.qr(torch.randn(64, 10, generator=torch.Generator().manual_seed(0)))[0]
-    assert collapse.ranks(q) == pytest.approx(dict(effective=10, pca99=10, stable=10), rel=1e-4)          # ten equal singular values
-    assert collapse.ranks(torch.randn(50, 1) @ torch.ones(1, 9)) == pytest.approx(dict(effective=1, pca99=1, stable=1), rel=1e-3)
+    assert collapse.spectrum(q) == pytest.approx(dict(effective=10, pca99=10, stable=10), rel=1e-4)          # ten equal singular values
+    assert collapse.spectrum(torch.randn(50, 1) @ torch.ones(1, 9)) == pytest.approx(dict(effective=1, pca99=1, stable=1), rel=1e-3)
     s = torch.tensor([3.0] + [1.0] * 9)
     p = s / s.sum()
-    assert collapse.ranks(q * s) == pytest.approx(dict(effective=math.exp(-(p * p.log()).sum()), pca99=10, stable=18 / 9), rel=1e-4)
-    assert collapse.ranks(q * torch.tensor([100.0] + [1.0] * 9))["pca99"] == 1    # 10,000 of 10,009 is more than 99 %
-    assert collapse.ranks(torch.zeros(4, 3)) == dict(effective=0, pca99=0, stable=0)
-    assert all(math.isnan(v) for v in collapse.ranks(torch.tensor([[1.0, math.inf], [0.0, 1.0]])).values())
+    assert collapse.spectrum(q * s) == pytest.approx(dict(effective=math.exp(-(p * p.log()).sum()), pca99=10, stable=18 / 9), rel=1e-4)
+    assert collapse.spectrum(q * torch.tensor([100.0] + [1.0] * 9))["pca99"] == 1    # 10,000 of 10,009 is more than 99 %
+    assert collapse.spectrum(torch.zeros(4, 3)) == dict(effective=0, pca99=0, stable=0)
+    assert all(math.isnan(v) for v in collapse.spectrum(torch.tensor([[1.0, math.inf], [0.0, 1.0]])).values())
 
 
 def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
@@ -194,7 +194,7 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
         h, found = model.hidden(idx), collapse.diagnose(model, idx)
     z = seen[0].flatten(0, 1)
     assert found["preactivation"] == pytest.approx(z.norm(dim=1).mean().item()) and found["dead_units"] == 0 and found["rank_tokens"] == 120
-    assert found["rank_effective"] == pytest.approx(collapse.ranks(h.flatten(0, 1))["effective"])
+    assert found["rank_effective"] == pytest.approx(collapse.spectrum(h.flatten(0, 1))["effective"])
     keep = torch.zeros_like(idx, dtype=torch.bool)
     keep[0, 0] = True
     with torch.no_grad():
@@ -202,7 +202,7 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
         assert collapse.diagnose(model, idx, keep)["rank_effective"] == pytest.approx(1, abs=1e-5)         # of one token
         doc = (torch.arange(40) // 13).expand(3, 40)
         h = model.hidden(idx, doc)
-        assert collapse.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(collapse.ranks(h.flatten(0, 1))["effective"])
+        assert collapse.diagnose(model, idx, doc=doc)["rank_effective"] == pytest.approx(collapse.spectrum(h.flatten(0, 1))["effective"])
     assert not model.model.layers[-1].mlp.up_proj._forward_hooks
 
 
