@@ -58,11 +58,11 @@ MISTAKES = [
     ("ademamix.py", "1 / math.sqrt(1 - beta2**t)", "1.0", "no bias correction of v"),
     ("ademamix.py", "params = [p for p in group[\"params\"] if p.grad is not None]", "params = group[\"params\"]", "a missing gradient"),
     # schedule
-    ("schedule.py", "if samples_seen >= total:\n        return floor\n    if samples_seen < warmup:\n        return peak * samples_seen / warmup\n    r = max(",
-     "if samples_seen < warmup:\n        return peak * samples_seen / warmup\n    r = max(", "the decay goes on past the end"),
+    ("schedule.py", "check(warmup, total, decay)\n    if samples_seen >= total:", "check(warmup, total, decay)\n    if False:",
+     "the decay goes on past the end"),
     ("schedule.py", "(1 - math.sqrt(r))", "(1 - r)", "linear decay"),
     ("schedule.py", "(1 - math.sqrt(r))", "(1 - r * r)", "the square instead of its root"),
-    ("schedule.py", "samples_seen < ramp_at else 2 * start", "samples_seen <= ramp_at else 2 * start", "the batch doubles a step late"),
+    ("schedule.py", "samples_seen < ramp_at:", "samples_seen <= ramp_at:", "the batch doubles a step late"),
     ("schedule.py", "return start * small + 2 * start * (step - small)", "return start * step", "steps after the ramp count as small ones"),
     # data
     ("data.py", "keep = torch.from_numpy(inputs != self.eos)", "keep = torch.ones(inputs.shape, dtype=torch.bool)", "the begin of a document is learnt"),
