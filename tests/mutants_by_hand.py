@@ -36,11 +36,11 @@ MISTAKES = [
     ("model.py", "ctx.mark_non_differentiable(nll)", "pass", "a gradient through per_token that is not there"),
     ("model.py", "return (nll * weights).sum(), nll", "return nll.sum(), nll", "the loss is a sum over all targets"),
     # goldfish
-    ("goldfish.py", "keep[..., h - 1 :] = kept", "keep[..., : len(kept) if kept.ndim == 1 else kept.shape[-1]] = kept", "the mask lies h-1 labels too early"),
-    ("goldfish.py", "torch.from_numpy(keep[..., context.shape[-1] :])", "torch.from_numpy(keep[..., : labels.shape[-1]])", "the context's mask"),
+    ("goldfish.py", "keep[..., h - 1 :] = hash_keeps", "keep[..., : x.shape[-1] - h + 1] = hash_keeps", "the mask lies h-1 labels too early"),
+    ("goldfish.py", "torch.from_numpy(keep[..., c:])", "torch.from_numpy(keep[..., : labels.shape[-1]])", "the context's mask"),
     ("goldfish.py", "manual_seed(2971215073)", "manual_seed(2971215074)", "another table than Apertus'"),
     ("goldfish.py", ">= 1 / k).numpy()", "> 1 / k + 1e-6).numpy()", "1/k rounded otherwise"),
-    ("goldfish.py", "kept = window_mix(x, h) >= np.uint64(int(2**64 / k))", "kept = window_mix(x, h) < np.uint64(int(2**64 / k))", "keeps 1/k"),
+    ("goldfish.py", "window_mix(x, h) >= forgotten_below", "window_mix(x, h) < forgotten_below", "keeps 1/k"),
     ("goldfish.py", 'if bit == "1":', 'if bit == "0":', "windows of another length"),
     # ademamix
     ("ademamix.py", "m2.copy_(stochastic_bf16(slow, seed)", "m2.copy_(stochastic_bf16(slow, seed * 0)", "a constant seed of stochastic rounding"),
