@@ -157,20 +157,19 @@ def window_mix(x, h):
     """
 
     def shift_and_add(left, right, n):
-        shift = np.uint64(pow(A, n, 2**64))
-        left = left * shift
+        left = left * pow(A, n, 2**64)
         left += right
         return left
 
     z = fold(x.view(np.uint64), h, shift_and_add)
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return z ^ z >> np.uint64(31)
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
+    z = (z ^ z >> 27) * 0x94D049BB133111EB
+    return z ^ z >> 31
 
 
 def keep_by_mix(x, k, h):
     """x (..., T) int64 -> (..., T-h+1) bool: all windows but one in k."""
-    forgotten_below = np.uint64(int(2**64 / k))
+    forgotten_below = int(2**64 / k)
     return window_mix(x, h) >= forgotten_below
 
 
