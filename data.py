@@ -122,8 +122,8 @@ def mix_weights(weights):
 # -----------------------------------------------------------------------------
 # Files of tokens
 
-# A process may have 256 (macOS) or 1,024 files open, and 15T tokens are 150,000 shards. So many shards of a
-# process stay mapped into memory; of the others each window is read from the file, which is a little slower.
+# A process may have 256 (macOS) or 1,024 files open, but 15T tokens are 150,000 shards. The first MAPS shards
+# of a process stay mapped into memory; the file of another is opened for each window, which is a little slower.
 MAPS = 128
 
 
@@ -138,7 +138,7 @@ class Shard:
 
     def __init__(self, folder, entry):
         self.path = os.path.join(folder, entry["file"])
-        tokens = self.open()
+        tokens = self.load()
         self.stamp = stamp(self.path)
         n = entry["tokens"]
         found = f"{tokens.dtype}{list(tokens.shape)}"
@@ -152,7 +152,7 @@ class Shard:
             self.map = np.asarray(tokens)
             Shard.mapped.add(self)
 
-    def open(self):
+    def load(self):
         """The file as numpy maps it. The two errors tell damaged data from limits of the system."""
         try:
             return np.lib.format.open_memmap(self.path, mode="r")
@@ -235,7 +235,8 @@ class TokenDataset:
     ValueError: a source that is not there, or with less text than one window.
     """
 
-    stop = None  # a StagedDataset may say after how many samples the run ends
+    # Samples after which the run ends, where a StagedDataset says so.
+    stop = None
 
     def __init__(
         self,
@@ -276,7 +277,8 @@ class TokenDataset:
         self.dtype = np.result_type(*dtypes)
         self.n_tokens = sum(stream.n_tokens for stream in self.streams)
         self.n_windows = sum(stream.n_windows for stream in self.streams)
-        self.ahead = 0, (), ()  # first sample, streams and windows: _windows_of
+        # What _windows_of has computed ahead: the first sample, streams and windows.
+        self.ahead = 0, (), ()
 
     def _stream(self, names):
         """The shards of some sources as one stream."""
@@ -347,8 +349,8 @@ class TokenDataset:
         itself is learnt (report sec. 3). ValueError for a token id outside the vocabulary.
         """
         streams, windows = self._windows_of(first, n)
-        # A row: the tokens that Goldfish hashes before the window, the last of them the first input; T labels.
-        # In the shards' dtype, since 2 or 4 bytes a token compare faster than 8.
+        # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input. It
+        # keeps the shards' dtype, since 2 or 4 bytes a token compare faster than 8.
         length = max(self.n_context, 1) + self.T
         rows = np.empty((n, length), self.dtype)
         for row, stream, window in zip(rows, streams, windows):
@@ -357,9 +359,9 @@ class TokenDataset:
         self._check_ids(rows, windows)
         inputs = rows[:, -self.T - 1 : -1]
         keep = torch.from_numpy(inputs != self.eos)
-        begins = inputs == self.bos
-        doc = torch.from_numpy(begins.cumsum(1))
-        # What is returned as int64 are views of one tensor: half the memory to fill.
+        is_begin = inputs == self.bos
+        doc = torch.from_numpy(is_begin.cumsum(1))
+        # Inputs and targets are views of one tensor: half the memory to fill.
         ids = torch.from_numpy(rows.astype(np.int64))
         idx = ids[:, -self.T - 1 : -1]
         targets = ids[:, -self.T :]

@@ -109,8 +109,7 @@ def fold(x, h, join):
     1, 2, 3, 6, 12, 24, 25, 50.
     """
     runs, n = x, 1  # runs[..., i] is the join of x_i ... x_{i+n-1}
-    first_bit, *other_bits = f"{h:b}"
-    for bit in other_bits:
+    for bit in f"{h:b}"[1:]:
         left, right = runs[..., :-n], runs[..., n:]
         runs = join(left, right, n)
         n *= 2

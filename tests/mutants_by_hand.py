@@ -65,7 +65,7 @@ MISTAKES = [
     ("schedule.py", "return start * small + 2 * start * (step - small)", "return start * step", "steps after the ramp count as small ones"),
     # data
     ("data.py", "keep = torch.from_numpy(inputs != self.eos)", "keep = torch.ones(inputs.shape, dtype=torch.bool)", "the begin of a document is learnt"),
-    ("data.py", "begins = inputs == self.bos", "begins = inputs == self.eos", "a document's end belongs to the next"),
+    ("data.py", "is_begin = inputs == self.bos", "is_begin = inputs == self.eos", "a document's end belongs to the next"),
     ("data.py", "end = (window + 1) * self.T + 1", "end = (window + 1) * self.T", "windows one token early"),
     ("data.py", "token = (begin + at) % self.n_tokens", "token = begin + at", "nothing goes round"),
     ("data.py", "<= begin + len(windows):", "<= begin + len(windows) + 1:", "one sample too few"),
