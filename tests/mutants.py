@@ -56,19 +56,18 @@ ALSO = {
     "generate": ["test_model", "test_speed", "test_sample"],
     "hardware": ["test_model", "test_parallel"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
-<<<<<<< HEAD
     "kit": ["test_ablate", "test_memorize", "test_qrpo"],
-=======
     "losses": ["test_qrpo"],
->>>>>>> text-posttrain
     "model": ["test_speed"],
     "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],
     "pii": ["test_robots"],
     "readers": ["test_prepare"],
     "references": ["test_qrpo", "test_sft"],
+    "runs": ["test_train", "test_sft", "test_checkpoint"],
     "shards": ["test_prepare", "test_data"],
     "sift": ["test_prepare"],
+    "talk": ["test_sample"],
     "tokenizer": ["test_published"],
     "train": ["test_step", "test_parallel"],
 }

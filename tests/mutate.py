@@ -20,7 +20,8 @@ import re
 from dataclasses import dataclass
 
 SEED = 28
-CORE = {"model", "goldfish", "ademamix", "schedule", "data", "train", "checkpoint", "parallel", "sft", "qrpo", "evaluate"}
+CORE = {"model", "generate", "goldfish", "ademamix", "schedule", "data", "train", "checkpoint", "files", "runs", "parallel", "sft", "qrpo",
+        "common", "losses", "references", "evaluate"}
 LINES_A_MUTANT = {True: 20, False: 60}         # of the core, of the rest: one generated mutant for so many lines
 
 

@@ -291,7 +291,7 @@ def test_without_weights_sources_are_mixed_by_their_sizes(mixed):
 
 
 def test_weights_are_exact_in_every_ten_thousand_samples_and_any_slicing_gives_the_same(mixed):
-    data = TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1.5, c=7.5))
+    data = TokenDataset(mixed, "train", 16, sources=dict(a=1, b=1.5, c=7.5))
     for block in (0, 3):
         stream, _ = data.where(np.arange(block * 10_000, block * 10_000 + 10_000))
         assert np.bincount(stream).tolist() == [1000, 1500, 7500]
@@ -304,7 +304,7 @@ def test_weights_are_exact_in_every_ten_thousand_samples_and_any_slicing_gives_t
                                             (dict(c=0.5, a=0.25), [6667, 3333]), (dict(a=1e4 - 1, b=1), [9999, 1])])
 def test_a_weighted_sample_is_the_one_that_arithmetic_says(mixed, weights, slots):
     """Slots by largest remainders; a block of 10,000 samples is a permutation of them, and a source goes on where the last block left it."""
-    data, ends, names = TokenDataset(mixed, "train", 16, weights=weights), np.cumsum(slots).tolist(), list(weights)
+    data, ends, names = TokenDataset(mixed, "train", 16, sources=weights), np.cumsum(slots).tolist(), list(weights)
     for g in np.random.default_rng(0).integers(0, 10**6, 40).tolist():
         block, j = divmod(g, 10_000)
         slot = plain_permute(j, 10_000, ~28, block)
@@ -316,7 +316,7 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_says(mixed, weights, slots
 
 
 def test_a_weighted_source_shows_all_its_windows_equally_often(mixed):
-    data = TokenDataset(mixed, "train", 16, weights=dict(a=9, c=1))
+    data = TokenDataset(mixed, "train", 16, sources=dict(a=9, c=1))
     stream, window = data.where(np.arange(30_000))                                                # three blocks of slots
     for s, part in enumerate(data.streams):
         counts = np.bincount(window[stream == s], minlength=part.n_windows)
@@ -342,10 +342,10 @@ def test_stages_change_sources_where_the_table_says(mixed):
 
 @pytest.mark.parametrize("make, says", [
     (lambda d: TokenDataset(d, "train", 16, sources=["a", "z"]), "no source 'z'; it has a, b, c"),
-    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, z=1)), "no source 'z'"),
-    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, b=0)), "positive number"),
-    (lambda d: TokenDataset(d, "train", 16, weights=dict(a=1, b=1e-6)), "below one sample in 10,000"),
-    (lambda d: TokenDataset(d, "train", 4000, weights=dict(a=1, c=1)), "train split of c has"),
+    (lambda d: TokenDataset(d, "train", 16, sources=dict(a=1, z=1)), "no source 'z'"),
+    (lambda d: TokenDataset(d, "train", 16, sources=dict(a=1, b=0)), "positive number"),
+    (lambda d: TokenDataset(d, "train", 16, sources=dict(a=1, b=1e-6)), "below one sample in 10,000"),
+    (lambda d: TokenDataset(d, "train", 4000, sources=dict(a=1, c=1)), "train split of c has"),
     (lambda d: StagedDataset(d, [("1", ("a",), 40, 28)], 16, stage="9"), "no stage '9': the table has 1"),
     (lambda d: StagedDataset(d, [("1", ("a",), 40, 28), ("2", ("b",), 40, 28)], 16), "each later than the one before")])
 def test_a_mixture_that_cannot_be_says_why(mixed, make, says):
@@ -464,7 +464,7 @@ def test_without_stages_all_of_the_folder_counts_and_the_order_of_its_sources_to
     prints = [begun(TokenDataset(changed(mixed, tmp_path / str(i), change), "train", 16).fingerprint, 1)
               for i, change in enumerate([*NOT_READ, *READ])]
     assert len({str(p) for p in prints}) == len(prints)
-    assert TokenDataset(mixed, "train", 16, weights=dict(a=1, b=2)).fingerprint != TokenDataset(mixed, "train", 16, weights=dict(a=1, b=1)).fingerprint
+    assert TokenDataset(mixed, "train", 16, sources=dict(a=1, b=2)).fingerprint != TokenDataset(mixed, "train", 16, sources=dict(a=1, b=1)).fingerprint
 
 
 def test_a_run_that_stopped_after_its_first_stage_goes_on_when_the_data_of_the_second_have_come(mixed, folder, tmp_path):
