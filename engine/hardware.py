@@ -1,5 +1,6 @@
 """
-What the machine has, and what a CPU needs to be fast. What is computed is in model.py; nothing here changes it.
+What the machine has, and what a CPU needs to be fast. What is computed is in model.py; nothing here changes
+it.
 
     linear(x, w)                      x @ w.T, by the library that is fastest for these shapes on this processor
     segment_attention(q, k, v, doc)   causal attention inside documents, one call for each: no mask, and no work outside
@@ -7,9 +8,9 @@ What the machine has, and what a CPU needs to be fast. What is computed is in mo
     pick_device, pick_dtype           what `auto` means on this machine
     keep_freed_memory, can_compile    malloc that keeps what a step frees; whether torch.compile can work here
 
-torch.compile would trip over both kernels: over oneDNN's, which it refuses, and over documents, whose lengths differ in
-every batch. Each is therefore an operator of its own (torch.library.custom_op): a name, what it computes, the shapes of
-the result for the compiler, and the gradient.
+torch.compile would trip over both kernels: over oneDNN's, which it refuses, and over documents, whose
+lengths differ in every batch. Each is therefore an operator of its own (torch.library.custom_op): a name,
+what it computes, the shapes of the result for the compiler, and the gradient.
 """
 
 import contextlib
@@ -60,8 +61,8 @@ def by_onednn(x):
 def linear(x, w):
     """x (..., K) @ w (N, K).T -> (..., N), by what is fastest here."""
     one_row = x.device.type == "cpu" and x.shape[:-1].numel() == 1
-    # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL does not.
-    # The sum is in fp32, so fp64 cannot take this way.
+    # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL
+    # does not. The sum is in fp32, so fp64 cannot take this way.
     decoding = one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if decoding and w.is_contiguous() and x.dtype != torch.float64:
         products = x[..., None, :].float() * w.float()                   # (..., N, K)
@@ -110,8 +111,8 @@ attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def documents(doc):
     """
-    Where the documents lie. doc: (B, T) ids, equal inside a document. Returns [(slice of rows, slice of columns)]: all
-    rows at once if every row is one document, else one pair per document.
+    Where the documents lie. doc: (B, T) ids, equal inside a document. Returns [(slice of rows, slice of
+    columns)]: all rows at once if every row is one document, else one pair per document.
     """
     B, T = doc.shape
     cuts = []
@@ -129,8 +130,9 @@ def documents(doc):
 
 def unfilled(q):
     """
-    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and the logsumexp
-    (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows reads without a copy.
+    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and
+    the logsumexp (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows
+    reads without a copy.
     """
     B, H, T, D = q.shape
     y = q.new_empty(B, T, H, D).transpose(1, 2)
@@ -148,9 +150,10 @@ def segment_attention(
     """
     Document-masked attention without a mask: one causal call for each document of the batch.
 
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T). Returns (B, H, T, D), and for the gradient the logsumexp of the
-    scores (B, H, T). A T x T mask would make attention slower; this makes it faster, since work falls with the sum of
-    squared lengths. bf16 is computed in fp32, which SDPA's CPU kernel does in half the time for short documents.
+    q (B, H, T, D), k and v (B, K, T, D), doc (B, T). Returns (B, H, T, D), and for the gradient the
+    logsumexp of the scores (B, H, T). A T x T mask would make attention slower; this makes it faster, since
+    work falls with the sum of squared lengths. bf16 is computed in fp32, which SDPA's CPU kernel does in
+    half the time for short documents.
     """
     y, lse = unfilled(q)
     inputs = [at_least_fp32(x) for x in (q, k, v)]
@@ -220,8 +223,8 @@ def pick_device(device):
 
 def pick_dtype(dtype, device):
     """
-    float32 or bfloat16, as a torch.dtype. "auto" is bf16 where the device multiplies in it: of CPUs those with AVX-512
-    BF16 or AMX, of GPUs not T4 and V100, which only imitate it, many times slower than fp32.
+    float32 or bfloat16, as a torch.dtype. "auto" is bf16 where the device multiplies in it: of CPUs those
+    with AVX-512 BF16 or AMX, of GPUs not T4 and V100, which only imitate it, many times slower than fp32.
     """
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
@@ -238,11 +241,12 @@ def pick_dtype(dtype, device):
 
 def keep_freed_memory():
     """
-    Let malloc keep what a step frees for the next one. It would give it back to the kernel, which has to make every
-    page anew, filled with zeros: an eighth of a step of the laptop's model.
+    Let malloc keep what a step frees for the next one. It would give it back to the kernel, which has to
+    make every page anew, filled with zeros: an eighth of a step of the laptop's model.
 
-    Tensors above 32 MB are still given back: that is glibc's own upper limit, set here because to set one of the two
-    numbers freezes the other at 128 KB. Other C libraries have no such option. The user's own settings are kept.
+    Tensors above 32 MB are still given back: that is glibc's own upper limit, set here because to set one
+    of the two numbers freezes the other at 128 KB. Other C libraries have no such option. The user's own
+    settings are kept.
     """
     if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
         return
@@ -267,7 +271,10 @@ def can_compile(device):
 
 
 class GPU(NamedTuple):
-    """A kind of GPU. Its vendor says FLOP/s and bytes; the links are what is left of the vendor's, about 80 and 90 %."""
+    """
+    A kind of GPU. Its vendor says FLOP/s and bytes; the links are what is left of the vendor's, about 80
+    and 90 %.
+    """
     flops: float              # bf16 FLOP/s of a dense matrix product
     memory: float             # bytes
     node_gbs: float = 0.0     # GB/s of one GPU to the others of its node; 0: it has no such link
@@ -275,7 +282,8 @@ class GPU(NamedTuple):
     per_node: int = 1
 
 
-# By what torch.cuda.get_device_name() contains, in lower case. A GH200 is called H200 as well, so it stands first.
+# By what torch.cuda.get_device_name() contains, in lower case. A GH200 is called H200 as well, so it stands
+# first.
 GPUS = {
     "a100": GPU(312e12, 80e9, 240, 22, 8),
     "h100": GPU(989e12, 80e9, 360, 45, 8),
@@ -287,7 +295,10 @@ GPUS = {
 
 
 def vendor_flops(device):
-    """bf16 FLOP/s of this machine's GPU as its vendor says; None for another device, and for a GPU that is not in GPUS."""
+    """
+    bf16 FLOP/s of this machine's GPU as its vendor says; None for another device, and for a GPU that is not
+    in GPUS.
+    """
     if not device.startswith("cuda"):
         return None
     name = torch.cuda.get_device_name().lower()

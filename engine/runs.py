@@ -1,7 +1,8 @@
 """
-The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run goes on.
+The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run goes
+on.
 
-    config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need besides a checkpoint
+    config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need
     log.jsonl      one line per step; lines of steps that will be repeated after a kill are cut off
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel releases it when that process ends, however it ends
@@ -29,7 +30,10 @@ def claim(out, resume, ranks):
 
 
 def refuse_another(path, before, now):
-    """ValueError naming the differences, if the checkpoint at `path` was made with other settings. Both: {name: value}."""
+    """
+    ValueError naming the differences, if the checkpoint at `path` was made with other settings. Both:
+    {name: value}.
+    """
     changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
                if json.dumps(before.get(name)) != json.dumps(value)]
     if changed:
@@ -38,9 +42,11 @@ def refuse_another(path, before, now):
 
 def open_log(out, start, ranks, validate=False):
     """
-    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first it does nothing.
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first
+    it does nothing.
 
-    Steps from `start` on will be done again, so their lines go first; validate: so will the last validation before it.
+    Steps from `start` on will be done again, so their lines go first; validate: so will the last validation
+    before it.
     """
     if not ranks.first:
         return lambda **entry: None
@@ -55,7 +61,10 @@ def open_log(out, start, ranks, validate=False):
 
 
 def cut_log(path, start, validate=False):
-    """Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one line."""
+    """
+    Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one
+    line.
+    """
     if not os.path.exists(path):
         return
 
@@ -71,7 +80,10 @@ def cut_log(path, start, validate=False):
 
 
 def asked_to_stop(out, stop, ranks):
-    """Whether a signal has come (`stop` is no longer empty) or, on the first rank, a file named `stop` lies in the folder."""
+    """
+    Whether a signal has come (`stop` is no longer empty) or, on the first rank, a file named `stop` lies in
+    the folder.
+    """
     return bool(stop) or ranks.first and os.path.exists(os.path.join(out, "stop"))
 
 

@@ -1,8 +1,9 @@
 """
 A conversation with a model, for `python sample.py --chat`.
 
-What was said is one growing list of ids. The cache holds the keys and values of its beginning, so that each turn
-costs its own tokens and not the conversation's. An empty line or the end of input ends it; /help lists the other commands.
+What was said is one growing list of ids. The cache holds the keys and values of its beginning, so that each
+turn costs its own tokens and not the conversation's. An empty line or the end of input ends it; /help lists
+the other commands.
 """
 
 import json
@@ -28,10 +29,11 @@ HELP = """/reset          forget what was said; the system message stays
 @torch.no_grad()
 def reply(model, cache, ids, how, stop, limit):
     """
-    Read what the cache has not read of `ids`, then yield up to `limit` new ids, until one of `stop`, which is yielded too.
+    Read what the cache has not read of `ids`, then yield up to `limit` new ids, until one of `stop`, which
+    is yielded too.
 
-    Each new id is appended to `ids`. The last one stays unread: the next call reads it together with the next message.
-    how: the arguments of sample_token.
+    Each new id is appended to `ids`. The last one stays unread: the next call reads it together with the
+    next message. how: the arguments of sample_token.
     """
     for _ in range(limit):
         new = torch.tensor([ids[cache.length:]], device=cache.start.device)    # (1, T)  all that is new, then one
@@ -65,7 +67,8 @@ def brackets(tok):
 
 def blocks_of(turn, tok):
     """
-    An assistant's turn -> its blocks as the chat format has them: thoughts, response, tool_calls, tool_outputs.
+    An assistant's turn -> its blocks as the chat format has them: thoughts, response, tool_calls,
+    tool_outputs.
 
     turn: ids, and between them the outputs of tools as str.
     """
@@ -150,7 +153,10 @@ def ask(prompt):
 
 
 class Conversation:
-    """What was said: `messages` as the chat format has them, their `ids`, and a cache that has read a part of the ids."""
+    """
+    What was said: `messages` as the chat format has them, their `ids`, and a cache that has read a part of
+    the ids.
+    """
 
     def __init__(self, model, tok, system, tools, thinking):
         self.model, self.tok, self.tools, self.thinking = model, tok, tools, thinking
@@ -203,8 +209,8 @@ class Conversation:
             turn.append(output)
             self.ids += tok.encode(f"[{output}]")
 
-        # The template ends a turn with <|assistant_end|>, whether the model did or not. What was sampled last has not been
-        # read by the cache, so it may still be exchanged.
+        # The template ends a turn with <|assistant_end|>, whether the model did or not. What was sampled
+        # last has not been read by the cache, so it may still be exchanged.
         if self.ids[-1] == ended:
             self.ids.pop()
         if self.ids[-1] != end:
