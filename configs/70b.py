@@ -30,21 +30,24 @@ eval_every = 1000
 sample_every = 0
 checkpoint_every = 250
 
-# The data of each stage (report Table 6; swiss-ai/pretrain-code data lists). Within a stage all sources are one stream, in proportion to
-# what each holds, and a source named twice counts twice: no hand-set weights. Billions of tokens that each held:
-POOLS = {"fineweb-edu-score-2": 4815, "fineweb-edu-score-3": 1179, "fineweb-hq-33": 4064, "fineweb-2-33": 3557, "fineweb-2-10": 986,
-         "dclm-edu": 1619, "starcoder": 235, "starcoder-edu": 182, "stack-v2-edu": 68, "finemath": 32, "infimm-webmath": 19,
-         "megamath-web": 260, "megamath-web-pro": 15, "wikipedia": 33, "parallel": 21, "flan": 1, "euroblocks": 1,
-         "gutenberg-v1-poison": 2, "gutenberg-v2": 1}
-# fineweb-2-33: the best third of 20 languages and a random third of all others; starcoder-edu: score >= 2, and >= 3 once more.
+# The data of each stage (report Table 6; swiss-ai/pretrain-code data lists). Within a stage all sources are one
+# stream, in proportion to what each holds, and a source named twice counts twice: no hand-set weights. Billions
+# of tokens that each held:
+POOLS = {"fineweb-edu-score-2": 4815, "fineweb-edu-score-3": 1179, "fineweb-hq-33": 4064, "fineweb-2-33": 3557,
+         "fineweb-2-10": 986, "dclm-edu": 1619, "starcoder": 235, "starcoder-edu": 182, "stack-v2-edu": 68,
+         "finemath": 32, "infimm-webmath": 19, "megamath-web": 260, "megamath-web-pro": 15, "wikipedia": 33,
+         "parallel": 21, "flan": 1, "euroblocks": 1, "gutenberg-v1-poison": 2, "gutenberg-v2": 1}
+# fineweb-2-33: the best third of 20 languages and a random third of all others; starcoder-edu: score >= 2, and
+# >= 3 once more.
 S1 = ("fineweb-edu-score-2", "fineweb-2-33", "starcoder", "finemath", "gutenberg-v1-poison")
 S2 = ("fineweb-hq-33", "fineweb-2-33", "fineweb-edu-score-3", "starcoder", "finemath", "gutenberg-v1-poison")
-S3 = ("fineweb-hq-33", "fineweb-2-33", "fineweb-edu-score-3", "starcoder", "megamath-web", "finemath", "infimm-webmath", "gutenberg-v2")
+S3 = ("fineweb-hq-33", "fineweb-2-33", "fineweb-edu-score-3", "starcoder", "megamath-web", "finemath",
+      "infimm-webmath", "gutenberg-v2")
 S4 = ("dclm-edu", "fineweb-2-10", "starcoder", "finemath", "infimm-webmath", "megamath-web-pro")
-S5 = ("dclm-edu", "fineweb-2-10", "starcoder-edu", "stack-v2-edu", "wikipedia", "finemath", "parallel", "infimm-webmath", "megamath-web-pro",
-      "flan", "euroblocks", "euroblocks", "euroblocks")
-# name, sources, until so many samples, seed of the order. From the first steps of report Table F.7. The seeds of the later stages are not
-# published, only that each had its own.
+S5 = ("dclm-edu", "fineweb-2-10", "starcoder-edu", "stack-v2-edu", "wikipedia", "finemath", "parallel",
+      "infimm-webmath", "megamath-web-pro", "flan", "euroblocks", "euroblocks", "euroblocks")
+# name, sources, until so many samples, seed of the order. From the first steps of report Table F.7. The seeds
+# of the later stages are not published, only that each had its own.
 stages = (("1", S1, batch_ramp_at + (569_655 - 523_518) * 2 * batch_size, 28),            #  5,165B tokens
           ("2", S2, batch_ramp_at + (789_001 - 523_518) * 2 * batch_size, 29),            #  8,845B
           ("3", S3, batch_ramp_at + (989_501 - 523_518) * 2 * batch_size, 30),            # 12,209B

@@ -1,4 +1,5 @@
-# The small pretrained model behind `make align`: two layers on the standard library's source, a minute or two on two cores.
+# The small pretrained model behind `make align`: two layers on the standard library's source, a minute or two
+# on two cores.
 out = "out/align/pretrained"
 data = "data/align"
 block_size = 128

@@ -1,5 +1,5 @@
-# A small Apertus on the source of Python's standard library, within five minutes of training on two CPU cores. The default.
-# What the values were chosen by: LOG.md.
+# A small Apertus on the source of Python's standard library, within five minutes of training on two CPU cores.
+# The default. What the values were chosen by: LOG.md.
 out = "out/laptop"
 data = "data/stdlib"
 
@@ -7,15 +7,20 @@ block_size = 256
 n_layer = 4
 n_head = 2
 n_kv_head = 1
-n_embd = 128                 # small beats wide in minutes: 1.615 bits/byte after 374 s, where 192 wide (3.5M parameters) had 1.677 after 398 s
+# Small beats wide in minutes: 1.615 bits/byte after 374 s, where 192 wide (3.5M parameters) had 1.677 after 398
+# s.
+n_embd = 128
 ffn_dim = 672                # 5.25 C, as in the 8B
-init_std = 0.02              # the report's 0.008944 is too small for a 200-wide model: 1.756 against 1.669 bits/byte after a minute
+# The report's 0.008944 is too small for a 200-wide model: 1.756 against 1.669 bits/byte after a minute.
+init_std = 0.02
 
-goldfish_scope = "stream"    # at 256-token windows the scope 'window' trains every forgotten label 24 times in 128 repetitions
+# At 256-token windows the scope 'window' trains every forgotten label 24 times in 128 repetitions.
+goldfish_scope = "stream"
 
 batch_size = 4               # 1,024 tokens a step: at so few tokens many small steps beat few large ones
 micro_batch = 4
-total_samples = 4 * 1440     # 1.5M tokens: 270 to 277 s on two cores, 40 of them compiling where nothing was compiled before
+# 1.5M tokens: 270 to 277 s on two cores, 40 of them compiling where nothing was compiled before.
+total_samples = 4 * 1440
 warmup_samples = 4 * 72
 decay_samples = 4 * 432      # the last 30 %
 

@@ -1,8 +1,11 @@
-# Apertus 70B, alignment with QRPO: as the 8B with a fifth of its learning rate (report sec. 4; swiss-ai/posttraining).
+# Apertus 70B, alignment with QRPO: as the 8B with a fifth of its learning rate (report sec. 4;
+# swiss-ai/posttraining).
 out = "out/qrpo_70b"
 init_from = "out/sft_70b"
-data = "data/preferences.jsonl"   # with "completions", "rewards", "ref_rewards" from an inference engine and the reward model of the 8B:
-rewards = ""                      # then each rank reads its shards of the start model and none ever holds all of it, 282 GB
+# With "completions", "rewards", "ref_rewards" from an inference engine and the reward model of the 8B:
+data = "data/preferences.jsonl"
+# Then each rank reads its shards of the start model and none ever holds all of it, 282 GB.
+rewards = ""
 
 loss = "qrpo"
 length_norm = True

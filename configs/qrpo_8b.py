@@ -1,8 +1,9 @@
-# Apertus 8B, alignment with QRPO (report sec. 4; swiss-ai/posttraining): 380,537 prompts scored by Skywork-Reward-V2-Llama-3.1-8B, and
-# 72,698 controversial ones by the Swiss AI Charter.
+# Apertus 8B, alignment with QRPO (report sec. 4; swiss-ai/posttraining): 380,537 prompts scored by
+# Skywork-Reward-V2-Llama-3.1-8B, and 72,698 controversial ones by the Swiss AI Charter.
 out = "out/qrpo_8b"
 init_from = "out/sft_8b"
-data = "data/preferences.jsonl"   # prompts; with "completions" of other models (offline) the references (off-policy) are trained on too
+# Prompts; with "completions" of other models (offline) the references (off-policy) are trained on too.
+data = "data/preferences.jsonl"
 rewards = "hf:Skywork/Skywork-Reward-V2-Llama-3.1-8B"
 
 loss = "qrpo"
@@ -10,7 +11,9 @@ length_norm = True
 beta = 5.0                        # over |y|: about .03 on average
 beta_max = 0.1                    # only in the released code, for the gradient's norm; kept: it matters below 50 tokens
 n_refs = 10                       # the report and the README of the code; the released configurations have 30
-loo = 1                           # the released scripts count the sample itself (--loo=0): with 30 references R_q is then .017 too large on average
+# The released scripts count the sample itself (--loo=0): with 30 references R_q is then .017 too large on
+# average.
+loo = 1
 pairs = "best"                    # the best against one of quantile <= max(.2, 1/n)
 pairs_per_prompt = 1
 max_length = 4096
@@ -21,7 +24,9 @@ micro_batch = 2
 warmup = 0.1
 lr = 5e-7
 optimizer = "ademamix"
-betas = (0.9, 0.999, 0.999)       # released configuration; the report has 0.99 for post-training. .999 is taken: under a thousand steps either is short
+# Released configuration; the report has 0.99 for post-training. .999 is taken: under a thousand steps either is
+# short.
+betas = (0.9, 0.999, 0.999)
 alpha = 8.0
 weight_decay = 0.0
 grad_clip = 20.0                  # practically off: released values are 20 and 1e5

@@ -1,4 +1,5 @@
-# Apertus 70B, supervised fine-tuning: as the 8B, twice the batch, a smaller step (report sec. 4; swiss-ai/posttraining).
+# Apertus 70B, supervised fine-tuning: as the 8B, twice the batch, a smaller step (report sec. 4;
+# swiss-ai/posttraining).
 out = "out/sft_70b"
 init_from = "swiss-ai/Apertus-70B-2509"
 data = "data/sft.jsonl"

@@ -1,6 +1,7 @@
 # Apertus 8B, supervised fine-tuning (report sec. 4; swiss-ai/posttraining): 3,784,087 conversations, one epoch.
 out = "out/sft_8b"
-init_from = "swiss-ai/Apertus-8B-2509"        # the published base; the run itself started from the checkpoint of the 64k-context stage
+# The published base; the run itself started from the checkpoint of the 64k-context stage.
+init_from = "swiss-ai/Apertus-8B-2509"
 data = "data/sft.jsonl"
 
 max_length = 4096
@@ -11,7 +12,8 @@ micro_batch = 4
 warmup = 0.03
 lr = 5e-6
 optimizer = "ademamix"
-betas = (0.9, 0.999, 0.99)        # the report's beta3; the released configuration has 0.999. 0.99 is taken: over 7,391 steps either is short
+# The report's beta3; the released configuration has 0.999. 0.99 is taken: over 7,391 steps either is short.
+betas = (0.9, 0.999, 0.99)
 alpha = 8.0                       # alpha and beta3 warm up over all steps
 weight_decay = 0.0
 grad_clip = 1.0

@@ -83,6 +83,11 @@ def test_a_planted_pickle_is_seen_in_every_room(where, tmp_path):
     assert [file for file in found if offences((tmp_path / file).read_text(encoding="utf-8"))] == [planted]
 
 
+@pytest.mark.parametrize("file", FILES)
+def test_no_line_is_wider_than_a_screen(file):
+    assert [n for n, line in enumerate(read(file).splitlines(), 1) if len(line) > 120] == []
+
+
 def scripts():
     return [file for file in PRODUCT if os.sep in file and '__name__ == "__main__"' in read(file)]
 

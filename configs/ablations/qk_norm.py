@@ -1,4 +1,5 @@
-# QK-norm at a learning rate ten times too high, which is where it is said to matter: look at the gradient norms too.
+# QK-norm at a learning rate ten times too high, which is where it is said to matter: look at the gradient norms
+# too.
 study = "qk_norm"
 question = "QK-norm on and off at a learning rate ten times the best"
 baseline = "qk_norm"

@@ -1,4 +1,5 @@
-# Studies on one GPU: the 1.5B ablation model's shape at a quarter of its width and half its depth, Apertus' windows of 1,024.
+# Studies on one GPU: the 1.5B ablation model's shape at a quarter of its width and half its depth, Apertus'
+# windows of 1,024.
 block_size = 1024
 n_layer = 8
 n_head = 8
