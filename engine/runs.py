@@ -1,6 +1,5 @@
 """
-The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run goes
-on.
+The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, how a run goes on.
 
     config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need
     log.jsonl      one line per step; lines of steps that will be repeated after a kill are cut off
