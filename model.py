@@ -166,14 +166,17 @@ class XIELU(nn.Module):
         # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts
         # away.
         z = at_least_fp32(x)
-        alpha_p = F.softplus(self.alpha_p.to(z.dtype))
-        alpha_n = self.BETA + F.softplus(self.alpha_n.to(z.dtype))
+        a_p = self.alpha_p.to(z.dtype)
+        a_n = self.alpha_n.to(z.dtype)
+        alpha_p = F.softplus(a_p)
+        alpha_n = self.BETA + F.softplus(a_n)
         # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the
         # branch is not taken.
         exp_minus_1 = torch.expm1(z.clamp(max=self.EPS))
         left = alpha_n * (exp_minus_1 - z)
         right = alpha_p * z * z
-        y = torch.where(z > 0, right, left) + self.BETA * z
+        y = torch.where(z > 0, right, left)
+        y = y + self.BETA * z
         return y.to(x.dtype)
 
 
@@ -217,7 +220,8 @@ def rope_frequencies(config, device=None):
     if not config.rope_scaling:
         return f
     turns = config.rope_original * f / (2 * math.pi)       # full turns within the original context
-    keep = (turns - config.rope_low) / (config.rope_high - config.rope_low)
+    blend = config.rope_high - config.rope_low
+    keep = (turns - config.rope_low) / blend
     keep = keep.clamp(0, 1)
     return (1 - keep) * f / config.rope_scaling + keep * f
 
@@ -255,9 +259,10 @@ class Attention(nn.Module):
 
     def qkv(self, x, cos, sin):
         B, T, C = x.shape
-        q = self.q_proj(x).view(B, T, self.H, self.D)
-        k = self.k_proj(x).view(B, T, self.K, self.D)
-        v = self.v_proj(x).view(B, T, self.K, self.D)
+        H, K, D = self.H, self.K, self.D
+        q = self.q_proj(x).view(B, T, H, D)
+        k = self.k_proj(x).view(B, T, K, D)
+        v = self.v_proj(x).view(B, T, K, D)
         q = self.q_norm(q).transpose(1, 2)                 # (B, H, T, D)
         k = self.k_norm(k).transpose(1, 2)                 # (B, K, T, D)
         v = v.transpose(1, 2)                              # (B, K, T, D)
@@ -355,7 +360,8 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, doc=None, cache=None):
         h = self.attention_layernorm(x)
-        q, k, v = self.self_attn.qkv(h, cos, sin)
+        attention = self.self_attn
+        q, k, v = attention.qkv(h, cos, sin)
         # Attention is called here and not inside Attention, so that a block which torch.compile
         # must leave for a kernel becomes two graphs instead of four.
         if cache is None:
@@ -363,7 +369,7 @@ class Block(nn.Module):
         else:
             y = cache.attend(q, k, v)
         y = y.transpose(1, 2).flatten(2)                   # (B, T, H D)
-        x = x + self.self_attn.o_proj(y)
+        x = x + attention.o_proj(y)
         h = self.feedforward_layernorm(x)
         return x + self.mlp(h)
 
@@ -392,7 +398,8 @@ def chunk_rows(V, device):
     of two, as batches are: a remainder would be another shape to compile.
     """
     most = 2**26
-    if V <= 2**14 and torch.device(device).type == "cpu":
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu and V <= 2**14:
         most = 2**22
     power = int(math.log2(most / V))
     return max(128, 2**power)
@@ -423,7 +430,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
             chunk = h[s]
-            nll[s], dz = chunk_loss(chunk, w, targets[s], weights[s], train)
+            part, dz = chunk_loss(chunk, w, targets[s], weights[s], train)
+            nll[s] = part
             if not train:
                 continue
             grad_h[s] = linear(dz, w.T)                    # (rows, C)
@@ -457,7 +465,8 @@ def draw(name, shape, config, seed):
     # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a
     # hash of seed and name.
     hashed = hashlib.sha256(f"{seed}:{name}".encode())
-    bits = int.from_bytes(hashed.digest()[:4], "little")
+    four = hashed.digest()[:4]
+    bits = int.from_bytes(four, "little")
     generator = torch.Generator().manual_seed(bits)
     values = torch.randn(shape, generator=generator, device="cpu")
     return values.mul_(std)
@@ -511,7 +520,10 @@ class Apertus(nn.Module):
                 p.fill_(1.0)
             elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
                 from studies import structured
-                p.copy_(structured.initial(name, self.config, lambda name, shape: draw(name, shape, self.config, seed)))
+
+                def noise(name, shape):
+                    return draw(name, shape, self.config, seed)
+                p.copy_(structured.initial(name, self.config, noise))
             else:
                 p.copy_(draw(name, p.shape, self.config, seed))
 
@@ -543,8 +555,9 @@ class Apertus(nn.Module):
             for p in module.parameters(recurse=False):
                 if p.ndim > 1:
                     matrices += p.numel()
-        L, H, D = self.config.n_layer, self.config.n_head, self.config.head_dim
-        return 6 * matrices + 6 * L * H * D * T
+        c = self.config
+        attention = c.n_layer * c.n_head * c.head_dim * T
+        return 6 * matrices + 6 * attention
 
     def hidden(self, idx, doc=None, cache=None):
         """Token ids (B, T) -> normalised last hidden states (B, T, C)."""
@@ -568,13 +581,23 @@ class Apertus(nn.Module):
         else:
             positions = cache.begin(T)[:, None]                                        # (B, 1, T)
         # In fp32: bf16 has no room for positions.
-        angles = positions[..., None].float() * rope_frequencies(self.config, idx.device)
+        frequencies = rope_frequencies(self.config, idx.device)
+        angles = positions[..., None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)                                   # (..., T, D)
         cos = angles.cos().to(dtype)
         sin = angles.sin().to(dtype)
         return cos, sin
 
-    def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, cache=None):
+    def forward(
+        self,
+        idx,
+        targets=None,
+        keep=None,
+        doc=None,
+        n_tokens=None,
+        per_token=False,
+        cache=None,
+    ):
         """
         idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py)
         those of the last position alone, (B, V). With targets (B, T): None, loss, the mean over
@@ -604,7 +627,13 @@ class Apertus(nn.Module):
         labels = targets.clamp(min=0)
         rows = chunk_rows(self.config.vocab_size, x.device)
         loss, nll = ChunkedCrossEntropy.apply(
-            x.flatten(0, 1), head, labels.flatten(), weights.flatten(), rows, self.chunk_loss)
+            x.flatten(0, 1),
+            head,
+            labels.flatten(),
+            weights.flatten(),
+            rows,
+            self.chunk_loss,
+        )
         if per_token:
             return None, nll.view(targets.shape)
         return None, loss

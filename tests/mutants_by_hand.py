@@ -7,8 +7,8 @@ A mistake whose text is no longer found exactly once in its file is reported as 
 # (file, text that stands there exactly once, what it becomes, what went wrong)
 MISTAKES = [
     # model
-    ("model.py", "positions[..., None].float() * rope_frequencies(self.config, idx.device)",
-     "positions[..., None].to(x.dtype) * rope_frequencies(self.config, idx.device).to(x.dtype)", "RoPE angles in bf16"),
+    ("model.py", "positions[..., None].float() * frequencies",
+     "positions[..., None].to(dtype) * frequencies.to(dtype)", "RoPE angles in bf16"),
     ("model.py", "at_least_fp32(torch.zeros_like(head))", "torch.zeros_like(h[:1].expand_as(head))", "the head's gradient in bf16"),
     ("model.py", "        grad_h = grad_h * grad.to(grad_h.dtype)\n        grad_head = (grad_head * grad)", "        grad_head = (grad_head)",
      "the loss ignores its incoming gradient"),
@@ -31,7 +31,7 @@ MISTAKES = [
     ("model.py", 'f"{seed}:{name}"', 'f"{name}"', "every seed draws the same weights"),
     ("generate.py", "outside = p.cumsum(-1) - p >= top_p", "outside = p.cumsum(-1) >= top_p", "top_p drops the token that reaches it"),
     ("generate.py", "logits = at_least_fp32(logits) / temperature", "logits = at_least_fp32(logits) * temperature", "temperature upside down"),
-    ("model.py", "6 * L * H * D * T", "12 * L * H * D * T", "masked pairs count as FLOPs"),
+    ("model.py", "6 * matrices + 6 * attention", "6 * matrices + 12 * attention", "masked pairs count as FLOPs"),
     ("model.py", "ctx.mark_non_differentiable(nll)", "pass", "a gradient through per_token that is not there"),
     ("model.py", "return (nll * weights).sum(), nll", "return nll.sum(), nll", "the loss is a sum over all targets"),
     # goldfish
