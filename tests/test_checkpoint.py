@@ -272,6 +272,14 @@ def test_a_power_cut_at_any_moment_of_a_save_leaves_every_checkpoint_that_was_pr
     assert tried > 100 and lost == 0
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files by /proc")
+def test_flushing_leaves_no_file_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        checkpoint.write_flushed(str(tmp_path / "x"), "text")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_new_folders_are_flushed_into_those_that_hold_them(tmp_path, monkeypatch):
     """A name that was not flushed may be gone after a power cut, with all that lies below."""
     flushed, true = [], os.fsync

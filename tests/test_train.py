@@ -148,6 +148,51 @@ def test_accumulation_does_not_change_the_step(trained, tmp_path):           # 1
         assert other == pytest.approx(losses[0], abs=2e-5)
 
 
+def test_a_step_whose_gradient_is_no_number_is_skipped_and_changes_nothing(trained, tmp_path, monkeypatch):
+    """The norm of the third step is nan: its weights are the second's, bit for bit, and the run goes on."""
+    from engine import parallel
+    norms, true = [], parallel.square_norm
+
+    def square_norm(*args):
+        norms.append(true(*args))
+        return norms[-1] * math.nan if len(norms) == 3 else norms[-1]
+    monkeypatch.setattr(parallel, "square_norm", square_norm)
+    done = tiny(trained, f"--out={tmp_path}", "--skip_nonfinite=1", "--checkpoint_every=1", "--keep_checkpoints=0", "--total_samples=40",
+                "--warmup_samples=8", "--decay_samples=0")
+    assert done.returncode == 0, done.stderr
+    steps = [e for e in log(tmp_path) if "skipped" in e]
+    assert [e["skipped"] for e in steps] == [0, 0, 1, 0, 0] and steps[2]["grad_norm"] is None
+    two, three, four = (load_file(tmp_path / "ckpt" / f"step-{n:08d}") for n in (2, 3, 4))
+    assert all(torch.equal(two[name], three[name]) for name in two) and not all(torch.equal(two[name], four[name]) for name in two)
+
+
+def load_file(folder):
+    """The weights of a checkpoint's safetensors files, without the optimizer's."""
+    from safetensors.torch import load_file
+    found = {}
+    for name in os.listdir(folder):
+        if name.endswith(".safetensors"):
+            found.update(load_file(folder / name))
+    return {name: t for name, t in found.items() if name.endswith(".weight") and "exp_avg" not in name}
+
+
+def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(trained, tmp_path, monkeypatch):
+    import generate
+    asked = []
+    monkeypatch.setattr(generate, "generate", lambda model, prompts, n, **how: asked.append(n) or [[*prompts[0], 65]])
+    short = ["--total_samples=48", "--warmup_samples=8", "--decay_samples=0"]
+    assert tiny(trained, f"--out={tmp_path}", "--sample_every=2", *short).returncode == 0
+    assert asked == [64] * 3                                                 # of six steps; a window of configs/tiny.py has 64 tokens
+
+
+def test_a_line_of_the_log_that_is_no_text_is_dropped(tmp_path):
+    from engine import runs
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"step": 0}\n\xff\xfe\n{"step": 1}\n{"step": 2}\n')
+    runs.cut_log(str(path), 2)
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+
+
 def test_zero_means_at_the_end_only(trained, tmp_path):
     assert tiny(trained, f"--out={tmp_path}", "--eval_every=0", "--checkpoint_every=0", "--sample_every=0").returncode == 0
     entries = log(tmp_path)
