@@ -120,6 +120,7 @@ wandb_log = False               # also log to Weights & Biases (pip install wand
 wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
 
+
 def lr_at(samples):
     """The learning rate of a step that begins after so many samples."""
     if schedule == "wsd":
@@ -370,21 +371,20 @@ def introduce(run, model, end):
           f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
 
 
-def on_gpu(model, ranks, speed):
+def on_gpu(run, flops, speed):
     """
     What the log says of GPUs, None on other devices, at `speed` tokens per second over all
     ranks.
 
-    mfu: the share of their peak that the model's own FLOPs take; memory_gib: the most that this
-    one has held.
+    mfu: the share of their peak that the model's own FLOPs, `flops` per token, take;
+    memory_gib: the most that this one has held.
     """
-    if not next(model.parameters()).is_cuda:
+    if not run.device.startswith("cuda"):
         return dict(mfu=None, memory_gib=None)
-    peak = vendor_flops("cuda")
+    peak = vendor_flops(run.device)
     mfu = None
     if peak:
-        needed = model.flops_per_token(block_size) * speed
-        mfu = needed / (peak * ranks.size)
+        mfu = flops * speed / (peak * run.ranks.size)
     return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
 
 
@@ -539,6 +539,7 @@ def pretrain(run, stop):
     saver = checkpoint.Saver(os.path.join(out, "ckpt"), keep_checkpoints, ranks.files, save_failures)
     loader = Loader(run)
     batch = loader.fetch(start)
+    flops = model.flops_per_token(block_size)              # counted once: it looks at every module
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
     if compile and can_compile(torch.device(run.device)):
@@ -564,8 +565,10 @@ def pretrain(run, stop):
         if finite:
             update(model, opt, rate, norm)
         opt.zero_grad(set_to_none=True)
-        if guides and guides.end(step + 1, opt) and ranks.mode == "ddp":
-            net = spread(model, ranks, run.device, seed)
+        if guides and guides.end(step + 1, opt):
+            flops = model.flops_per_token(block_size)
+            if ranks.mode == "ddp":
+                net = spread(model, ranks, run.device, seed)
 
         # What happened.
         done = step + 1
@@ -576,7 +579,7 @@ def pretrain(run, stop):
         if not finite:
             said = dict(loss=None, grad_norm=None)         # JSON has no nan
         log(step=step, tokens=tokens, **said, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
-            **on_gpu(model, ranks, speed), skipped=skipped)
+            **on_gpu(run, flops, speed), skipped=skipped)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         model.eval()                                       # without guides; nothing else depends on it
         if not last and eval_every and done % eval_every == 0:                 # the last one comes after the last save

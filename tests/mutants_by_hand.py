@@ -574,7 +574,7 @@ MISTAKES = [
 
 # (file, the line as mutants.py prints it, its mutant, why nobody could notice)
 HARMLESS = [
-    ("train.py", "mfu = needed / (peak * ranks.size)", "mfu = needed * (peak * ranks.size)", "CUDA alone, where no test runs"),
+    ("train.py", "mfu = flops * speed / (peak * run.ranks.size)", "mfu = flops * speed * (peak * run.ranks.size)", "CUDA alone, where no test runs"),
     ("train.py", "warm = min(steps_until(total_samples), 100_000)", "warm = min(steps_until(total_samples), 100001)",
      "one step of 100,000; that it is not 100,000 in a short run is held"),
     ("train.py", "finite = math.isfinite(loss + norm)", "finite = math.isfinite(loss - norm)", "a norm is never below 0: both are finite or none"),
