@@ -428,6 +428,13 @@ def read_prompts(path):
 # the command
 
 
+def text_of(line, where):
+    try:
+        return json.loads(line)["text"] + ""
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{where}: want a JSON object with a text") from None
+
+
 def main():
     if not paths:
         raise ValueError("name one or more .jsonl files: python -m corpus.dedup docs.jsonl")
@@ -440,8 +447,8 @@ def main():
     for path in paths:
         with open(path, encoding="utf-8") as lines:
             progress = tqdm(lines, desc=path, unit=" docs", disable=None, leave=False)
-            for line in progress:
-                text = json.loads(line)["text"]
+            for n, line in enumerate(progress, 1):
+                text = text_of(line, f"{path}, line {n}")
                 key = text_key(text)
                 if key in seen:
                     fate = "duplicate"

@@ -212,6 +212,13 @@ def test_the_command_of_the_first_screen(tmp_path):
     assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
 
 
+@pytest.mark.parametrize("line", ['{"messages": 3}', '{"text": 3}', "[1]", "no JSON"])
+def test_a_line_without_a_text_is_told_in_one_line(tmp_path, line):
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    done = subprocess.run([sys.executable, "-m", "corpus.dedup", str(tmp_path / "d.jsonl")], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].endswith("d.jsonl, line 2: want a JSON object with a text")
+
+
 def test_word_hashes_are_equal_where_the_words_are():
     import re
     text = "Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, the THE The; \u2014 caf\u00e9caf\u00e9 " * 3
