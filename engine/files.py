@@ -25,16 +25,19 @@ def sha256(path):
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def write_flushed(path, text):
+def write_flushed(path, content, shared=False):
     """
     Write a file, all or nothing: a full disk or a power cut leaves the old one.
 
-    text: a string, or an iterable of lines. OSError names `path`, although the temporary file is what failed.
+    content: bytes, a string, or an iterable of lines. shared: other processes may write the same file at once, so the
+    temporary file has a name that no other has. OSError names `path`, although the temporary file is what failed.
     """
-    tmp = f"{path}.tmp"
+    tmp = f"{path}.{os.urandom(4).hex()}.tmp" if shared else f"{path}.tmp"
+    binary = isinstance(content, bytes)
+    lines = [content] if isinstance(content, (bytes, str)) else content
     try:
-        with open(tmp, "w", encoding="utf-8") as f:
-            f.writelines([text] if isinstance(text, str) else text)
+        with open(tmp, "wb" if binary else "w", encoding=None if binary else "utf-8") as f:
+            f.writelines(lines)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)

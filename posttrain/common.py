@@ -1,5 +1,5 @@
 """
-What SFT and QRPO share besides their lesson: the start model, the order of the data, a step on several ranks, the loop.
+What SFT and QRPO share besides their lesson: the start model, the order of the data, a step on several ranks, the run.
 
 A run goes `epochs` times over its items, the conversations of SFT or the pairs of completions of QRPO, batch_size of
 them per step, in micro-batches that the ranks divide among themselves. posttrain/sft.py and posttrain/qrpo.py keep
@@ -11,7 +11,6 @@ import dataclasses
 import json
 import math
 import os
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,12 +19,11 @@ from tqdm import tqdm
 
 import convert
 import tokenizer
-from ademamix import build_optimizer
 from chat import numbered_rows
 from data import permute
 from engine import checkpoint, runs
 from engine.hardware import pick_device
-from engine.parallel import Ranks, shard, square_norm, stop_signals
+from engine.parallel import Ranks, shard, square_norm
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
@@ -184,67 +182,52 @@ def joined(config):
         ranks.leave()
 
 
-def train(config, model, tok, n, what, notes, ranks, learn):
+def begin(config, model, tok, opt, notes, what, n, steps, ranks):
     """
-    The loop of SFT and QRPO: `epochs` times over n items, from the newest checkpoint on if the settings say resume.
+    Resume if the settings say so, describe the run in its folder, print the notes. Returns (steps done, the log).
 
-    config: all settings, with max_length resolved and hashes of what else decides a number. what: the items' name;
-    notes: lines about them, printed first. learn(step, numbers) runs forward and backward of the items with these
-    numbers, and returns the loss of the whole step and a function report(diagnosing), which is called after the update
-    and says what else goes into the log. ValueError if no step is left, or if the folder's run had other settings.
+    config: all settings, with max_length resolved and hashes of what else decides a number. what, n: the items' name
+    and number. ValueError if no step is left, or if the folder's run had other settings.
     """
-    c = SimpleNamespace(**config)
-    out, steps = c.out, -(-c.epochs * n // c.batch_size)
-    config = dict(config, tokenizer_hash=tok.hash[:16])
-    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
-    opt = build_optimizer(
-        model, c.optimizer, c.lr, c.betas, c.alpha, c.eps, c.weight_decay,
-        alpha_warmup=steps, beta3_warmup=steps,
-    )
-    start = go_on(out, model, opt, config, ranks) if c.resume else 0
+    out = config["out"]
+    start = go_on(out, model, opt, config, ranks) if config["resume"] else 0
     if start >= steps:
         raise ValueError(f"{out} is finished: all {steps} steps are done; "
                          f"talk to it: python sample.py --chat --init_from={out}")
     if ranks.first:
         describe_run(out, config, model, tok)
         print(*notes, f"{n} {what}, {steps} steps", sep="\n")
-        if warning := too_short(what, n, c.epochs, c.batch_size):
+        if warning := too_short(what, n, config["epochs"], config["batch_size"]):
             print(warning)
-    log = runs.open_log(out, start, ranks)
     model.train()
-    bar = tqdm(
+    return start, runs.open_log(out, start, ranks)
+
+
+def progress(start, steps, ranks):
+    """The steps that are left, with a bar on the first rank."""
+    return tqdm(
         range(start, steps), initial=start, total=steps, unit="step",
         disable=not ranks.first, dynamic_ncols=True,
     )
-    # A signal before this point ends the process at once: what is on disk by then is not done again.
-    with stop_signals() as signals:
-        for step in bar:
-            loss, report = learn(step, items(step, c.batch_size, n, c.epochs, c.seed))
 
-            # Clip and update. If any rank is asked to stop, all of them do.
-            norm = collect(model, ranks, c.grad_clip)
-            stopping = ranks.add(runs.asked_to_stop(out, signals, ranks))[0]
-            rate = c.lr * linear(step, steps, c.warmup)
-            update(opt, step, rate, loss, norm)
 
-            # Say what happened.
-            done = step + 1
-            diagnosing = c.rank_every and (step % c.rank_every == 0 or done == steps)
-            log(step=step, loss=loss, grad_norm=norm, lr=rate, **report(diagnosing))
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+def save_if_due(config, done, last, model, opt, ranks):
+    """A checkpoint after the last step, and every checkpoint_every steps before it."""
+    every = config["checkpoint_every"]
+    if last or every and done % every == 0:
+        folder = os.path.join(config["out"], "ckpt")
+        checkpoint.save(folder, done, model, opt, dict(config=config), config["keep_checkpoints"], ranks.files)
 
-            # Save, and stop if asked to.
-            if done == steps or stopping or c.checkpoint_every and done % c.checkpoint_every == 0:
-                folder = os.path.join(out, "ckpt")
-                checkpoint.save(folder, done, model, opt, dict(config=config), c.keep_checkpoints, ranks.files)
-            if stopping:
-                break
-    if ranks.first:
-        runs.forget_stop(out)
-        if done < steps:
-            print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
-        else:
-            export(out, model, tok, ranks)
+
+def end(out, model, tok, done, steps, ranks):
+    """After the loop: the model for transformers, or how a stopped run goes on."""
+    if not ranks.first:
+        return
+    runs.forget_stop(out)
+    if done < steps:
+        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
+    else:
+        export(out, model, tok, ranks)
 
 
 def describe_run(out, config, model, tok):
@@ -277,21 +260,3 @@ def go_on(out, model, opt, config, ranks):
     checkpoint.load(path, model, opt)
     return manifest["step"]
 
-
-def publish(path, content):
-    """
-    Write bytes under their final name, whole or not at all. OSError names the file.
-
-    Ranks and runs that share a folder may write the same file at once, so each has a temporary name of its own.
-    """
-    tmp = f"{path}.{os.urandom(4).hex()}.tmp"
-    try:
-        with open(tmp, "wb") as f:
-            f.write(content)
-        checkpoint.flush(tmp)
-        os.replace(tmp, path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            os.remove(tmp)
-        e.filename, e.filename2 = path, None
-        raise

@@ -46,18 +46,22 @@ import itertools
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from ademamix import build_optimizer
 from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
-from engine import checkpoint
+from engine import checkpoint, runs
 from engine.hardware import pick_dtype
-from engine.parallel import drop_gathered, gradients, orderly_exit
+from engine.parallel import drop_gathered, gradients, orderly_exit, stop_signals
 from generate import generate
 from posttrain import collapse
-from posttrain.common import joined, slices, start_model, train, window
+from posttrain.common import (
+    begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+)
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
@@ -352,77 +356,133 @@ def align(ranks, device):
         (i, candidates[i][better], candidates[i][worse])
         for i, better, worse in make_pairs(candidates, n_refs)
     ]
+    left = (f"{counts['constant']} whose rewards are all alike, and {counts['dropped']} completions unfinished or over "
+            f"{longest} tokens")
     if not couples:
-        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts "
-                         f"({counts['constant']} with constant rewards, {counts['dropped']} completions unfinished or "
-                         f"over {longest} tokens): nothing to learn from")
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
+                         f"{left}): nothing to learn from")
     mean_length = np.mean([c["length"] for _, *pair in couples for c in pair])
-    beta0 = beta or (5.0 if length_norm else BETA[loss])
-    limit = beta_max if length_norm else 0.0
-
-    def learn(step, numbers):
-        """Forward and backward of a step, for common.train: every rank takes its micro-batches."""
-        batch = [couples[k] for k in numbers]
-        ref, reward, q, length = (
-            torch.tensor([[c[name] for c in pair] for _, *pair in batch])       # (pairs, 2), the better one first
-            for name in ("ref_logp", "reward", "q", "length")
-        )
-        q = TRANSFORMS[transform](q, n_refs - bool(loo))
-        per = length if length_norm else torch.ones_like(length)
-        b = effective_beta(ref, per, beta0, limit)
-        log_z = beta_log_z(b, transform)
-        if ties == "discrete":
-            own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
-            log_z = discrete_beta_log_z(own[:, None], b)
-
-        def pair_losses(pi, s=slice(None)):
-            return losses[loss](
-                pi, ref[s], reward[s], q[s], per[s], beta0,
-                beta_max=limit, log_z=log_z[s], gamma=gamma, transform=transform,
-            )
-
-        logp = torch.zeros_like(ref)
-        for part, last in slices(len(batch), micro_batch, ranks):
-            mine = batch[part]
-            texts = [c["text"] for _, *pair in mine or batch[:1] for c in pair]
-            with gradients(model, ranks, last):
-                pi = sequence_logp(model, texts).view(-1, 2).cpu()
-                # An empty micro-batch runs along, and adds nothing.
-                part_loss = pair_losses(pi, part).sum() / len(batch) if mine else pi.sum() * 0
-                part_loss.backward()
-            if mine:
-                logp[part] = pi.detach()
-        # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-        logp = torch.tensor(ranks.add(*logp.flatten())).view_as(logp)
-        ratio = logp - ref
-        off = (ratio / length).abs().mean()
-        if step == 0 and off > 0.02:
-            raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
-                             "they were made with another dtype or model; delete "
-                             f"{references or out + '/references'}/logp-*")
-
-        def report(diagnosing):
-            entry = watched(ratio, (q - log_z) / b, reward)
-            entry |= dict(length=length.mean().item(), tokens=int(length.sum()))
-            if diagnosing:
-                texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
-                entry |= collapse.diagnose(model, *padded(texts, device))
-            return entry
-
-        return pair_losses(logp).mean().item(), report
-
     notes = [left_out(bad, len(asked), "prompts")] if bad else []
-    notes.append(f"{len(asked)} prompts; left out: {counts['constant']} whose rewards are all alike, and "
-                 f"{counts['dropped']} completions unfinished or over {longest} tokens; {mean_length:.1f} tokens each")
+    notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
+    notes += warn_of_ties(groups, mean_length)
+
+    n = len(couples)
+    steps = -(-epochs * n // batch_size)
+    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
+    opt = build_optimizer(
+        model, optimizer, lr, betas, alpha, eps, weight_decay,
+        alpha_warmup=steps, beta3_warmup=steps,
+    )
+    data_hash = digest([row for _, row, _ in asked])[:16]
+    hashes = dict(data_hash=data_hash, rewards_hash=version, tokenizer_hash=tok.hash[:16])
+    config = dict(settings(globals()), max_length=longest, **hashes)
+    start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks)
+    # A signal before this point ends the process at once: what is on disk by then is not done again.
+    with stop_signals() as signals:
+        for step in (bar := progress(start, steps, ranks)):
+            batch = [couples[k] for k in items(step, batch_size, n, epochs, seed)]
+            known = known_of(batch, q_refs)
+
+            # Forward and backward.
+            logp = forward_backward(model, batch, known, ranks)             # (pairs, 2), of all ranks
+            ratio = logp - known.ref
+            if step == 0:
+                refuse_another_reference(ratio / known.length)
+            value = pair_losses(logp, known).mean().item()
+
+            # Clip and update. If any rank is asked to stop, all of them do.
+            norm = collect(model, ranks, grad_clip)
+            stopping = ranks.add(runs.asked_to_stop(out, signals, ranks))[0]
+            rate = lr * linear(step, steps, warmup)
+            update(opt, step, rate, value, norm)
+
+            # Say what happened.
+            done = step + 1
+            seen = watched(ratio, (known.q - known.log_z) / known.beta, known.reward)
+            seen |= dict(length=known.length.mean().item(), tokens=int(known.length.sum()))
+            if rank_every and (step % rank_every == 0 or done == steps):
+                texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
+                seen |= collapse.diagnose(model, *padded(texts, device))
+            log(step=step, loss=value, grad_norm=norm, lr=rate, **seen)
+            bar.set_postfix_str(f"loss {value:.3f}", refresh=False)
+
+            # Save, and stop if asked to.
+            save_if_due(config, done, done == steps or stopping, model, opt, ranks)
+            if stopping:
+                break
+    end(out, model, tok, done, steps, ranks)
+
+
+def strength():
+    """beta, and the limit of beta / |y|, 0 for none. A beta of 0 in the settings: what the loss is used with."""
+    usual = 5.0 if length_norm else BETA[loss]
+    return beta or usual, beta_max if length_norm else 0.0
+
+
+def known_of(batch, q_refs):
+    """
+    What the loss knows of a step's pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
+
+    ref: log pi_ref; reward; q: quantile, transformed; length: tokens; per: what a log-ratio is divided by; beta:
+    the effective one of each completion; log_z: beta log Z, of each completion.
+    """
+    def column(name):
+        return torch.tensor([[c[name] for c in pair] for _, *pair in batch])
+    ref, reward, length = column("ref_logp"), column("reward"), column("length")
+    q = TRANSFORMS[transform](column("q"), n_refs - bool(loo))
+    per = length if length_norm else torch.ones_like(length)
+    b = effective_beta(ref, per, *strength())
+    log_z = beta_log_z(b, transform)
+    if ties == "discrete":
+        own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
+        log_z = discrete_beta_log_z(own[:, None], b)
+    return SimpleNamespace(ref=ref, reward=reward, q=q, length=length, per=per, beta=b, log_z=log_z)
+
+
+def pair_losses(logp, known, part=slice(None)):
+    """The loss of each pair of a part of the step, from log pi (pairs of the part, 2)."""
+    beta0, limit = strength()
+    return losses[loss](
+        logp, known.ref[part], known.reward[part], known.q[part], known.per[part], beta0,
+        beta_max=limit, log_z=known.log_z[part], gamma=gamma, transform=transform,
+    )
+
+
+def forward_backward(model, batch, known, ranks):
+    """The gradients of this rank's micro-batches of a step. Returns log pi of all its pairs, (pairs, 2)."""
+    logp = torch.zeros_like(known.ref)
+    for part, last in slices(len(batch), micro_batch, ranks):
+        mine = batch[part]
+        texts = [c["text"] for _, *pair in mine or batch[:1] for c in pair]
+        with gradients(model, ranks, last):
+            pi = sequence_logp(model, texts).view(-1, 2).cpu()
+            # An empty micro-batch runs along, and adds nothing.
+            part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
+            part_loss.backward()
+        if mine:
+            logp[part] = pi.detach()
+    # Each rank knows the log-probs of its own pairs, and has zeros for the others.
+    return torch.tensor(ranks.add(*logp.flatten())).view_as(logp)
+
+
+def refuse_another_reference(ratio):
+    """ValueError if the model is not the reference whose log-probs were stored. ratio: log pi / pi_ref a token."""
+    off = ratio.abs().mean()
+    if off > 0.02:
+        raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
+                         "they were made with another dtype or model; delete "
+                         f"{references or out + '/references'}/logp-*")
+
+
+def warn_of_ties(groups, mean_length):
+    """[a warning] if QRPO takes quantiles of rewards that tie for uniform ones, else []."""
+    beta0, limit = strength()
     typical = min(beta0 / mean_length, limit or math.inf) if length_norm else beta0
     tied, mass = tie_report(groups, typical)
-    if loss == "qrpo" and ties == "le" and tied > 0.1:
-        notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask "
-                     f"for {mass:.2f} times the probability there is: grade the reward more finely, "
-                     "or use --ties=discrete")
-    data_hash = digest([row for _, row, _ in asked])[:16]
-    config = dict(settings(globals()), max_length=longest, data_hash=data_hash, rewards_hash=version)
-    train(config, model, tok, len(couples), "pairs", notes, ranks, learn)
+    if loss != "qrpo" or ties != "le" or tied <= 0.1:
+        return []
+    return [f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask "
+            f"for {mass:.2f} times the probability there is: grade the reward more finely, or use --ties=discrete"]
 
 
 def watched(ratio, target, reward):

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from chat import content_of, normal
 from engine import checkpoint
+from engine.files import write_flushed
 from engine.hardware import at_least_fp32
 from model import chunk_rows
-from posttrain.common import publish
 from tokenizer import IN_TEXT
 
 
@@ -63,7 +63,7 @@ def same_or_refuse(path, made_from, ranks):
             problem = (f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. "
                        "Name another --references or --out")
     elif ranks.first:
-        publish(path, json.dumps(made_from).encode())
+        write_flushed(path, json.dumps(made_from), shared=True)
     problem = checkpoint.everyone(problem, ranks.files)[0]
     if problem:
         raise ValueError(problem)
@@ -85,7 +85,7 @@ def cached(folder, ranks, stage, inputs, per_file, compute, together=False):
         path, k = mine[n] if n < len(mine) else files[0]
         entries = compute(k, inputs[k:k + per_file])
         if n < len(mine):
-            publish(path, json.dumps(entries).encode())
+            write_flushed(path, json.dumps(entries), shared=True)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
     entries = []
     for path, _ in files:

@@ -43,13 +43,17 @@ from tqdm import tqdm
 import chat
 import convert
 import tokenizer
+from ademamix import build_optimizer
 from chat import count, learnable, left_out, numbered_rows, parsed
 from configurator import run, settings
-from engine import checkpoint
+from engine import checkpoint, runs
+from engine.files import write_flushed
 from engine.hardware import can_compile, pick_dtype
-from engine.parallel import gradients, orderly_exit
+from engine.parallel import gradients, orderly_exit, stop_signals
 from posttrain import collapse
-from posttrain.common import joined, publish, slices, start_model, train, window
+from posttrain.common import (
+    begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+)
 
 # -----------------------------------------------------------------------------
 # the run
@@ -194,9 +198,9 @@ def tokenize(name, tok, path, start, max_length, date, bar):
                 lengths.append(len(ids))
     tokens = np.concatenate(tokens)
     learnt = int((tokens >= SAID).sum())
-    publish(name + ".ids", tokens.astype("<u4").tobytes())
+    write_flushed(name + ".ids", tokens.astype("<u4").tobytes(), shared=True)
     part = dict(lengths=lengths, learnt=learnt, bad=bad, lines=lines)
-    publish(name + ".json", json.dumps(part).encode())
+    write_flushed(name + ".json", json.dumps(part), shared=True)
 
 
 # -----------------------------------------------------------------------------
@@ -258,41 +262,69 @@ def tune(ranks, device):
     conversations, bad, learnt, sha = tokenized(folder, tok, data, longest, date, ranks)
     if compile and can_compile(torch.device(device)):
         model.compile_blocks()
-
-    def learn(step, numbers):
-        """Forward and backward of a step, for common.train: every rank takes its micro-batches."""
-        began = time.perf_counter()
-        batch = [conversations[k] for k in numbers]
-        rows = rows_of(batch, pack, longest)
-        n_tokens = int(sum(said.sum() for _, said in batch))        # learnt, in the whole step
-        loss, size = torch.zeros(()), 0
-        for part, last in slices(len(rows), micro_batch, ranks):
-            mine = rows[part]
-            idx, targets, doc = tensors(mine or rows[:1], tok.pad, device)
-            if not mine:
-                targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
-            with gradients(model, ranks, last):
-                _, part_loss = model(idx, targets, doc=doc if pack else None, n_tokens=n_tokens)
-                part_loss.backward()
-            loss += part_loss.detach().cpu()
-            size += idx.numel()
-
-        def report(diagnosing):
-            speed = size * ranks.size / (time.perf_counter() - began)
-            tokens = sum(len(ids) for ids, _ in batch)
-            entry = dict(tokens=tokens, learnt=n_tokens, tok_s=round(speed))
-            if diagnosing:
-                idx, targets, doc = tensors(rows[:4 * micro_batch], tok.pad, device)
-                entry |= collapse.diagnose(model, idx, targets >= 0, doc if pack else None)
-            return entry
-
-        return ranks.add(loss)[0], report
-
     n = len(conversations)
+    steps = -(-epochs * n // batch_size)
+    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
+    opt = build_optimizer(
+        model, optimizer, lr, betas, alpha, eps, weight_decay,
+        alpha_warmup=steps, beta3_warmup=steps,
+    )
     notes = [left_out(bad, n, "conversations")] if bad else []
     notes.append(f"{conversations.tokens:,} tokens, {learnt:,} of them learnt")
-    config = dict(settings(globals()), max_length=longest, data_hash=sha[:16])
-    train(config, model, tok, n, "conversations", notes, ranks, learn)
+    config = dict(settings(globals()), max_length=longest, data_hash=sha[:16], tokenizer_hash=tok.hash[:16])
+    start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks)
+    # A signal before this point ends the process at once: what is on disk by then is not done again.
+    with stop_signals() as signals:
+        for step in (bar := progress(start, steps, ranks)):
+            began = time.perf_counter()
+            batch = [conversations[k] for k in items(step, batch_size, n, epochs, seed)]
+            rows = rows_of(batch, pack, longest)
+            n_tokens = int(sum(said.sum() for _, said in batch))        # learnt, in the whole step
+
+            # Forward and backward; then clip and update. If any rank is asked to stop, all of them do.
+            loss, size = forward_backward(model, rows, n_tokens, tok.pad, ranks, device)
+            norm = collect(model, ranks, grad_clip)
+            loss, stopping = ranks.add(loss, runs.asked_to_stop(out, signals, ranks))
+            rate = lr * linear(step, steps, warmup)
+            update(opt, step, rate, loss, norm)
+
+            # Say what happened.
+            done = step + 1
+            speed = size * ranks.size / (time.perf_counter() - began)
+            tokens = sum(len(ids) for ids, _ in batch)
+            seen = {}
+            if rank_every and (step % rank_every == 0 or done == steps):
+                idx, targets, doc = tensors(rows[:4 * micro_batch], tok.pad, device)
+                seen = collapse.diagnose(model, idx, targets >= 0, doc if pack else None)
+            log(step=step, loss=loss, grad_norm=norm, lr=rate,
+                tokens=tokens, learnt=n_tokens, tok_s=round(speed), **seen)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+
+            # Save, and stop if asked to.
+            save_if_due(config, done, done == steps or stopping, model, opt, ranks)
+            if stopping:
+                break
+    end(out, model, tok, done, steps, ranks)
+
+
+def forward_backward(model, rows, n_tokens, pad, ranks, device):
+    """
+    The gradients of this rank's micro-batches of a step.
+
+    n_tokens: how many tokens the whole step learns. Returns this rank's part of the loss, and its positions.
+    """
+    loss, size = torch.zeros(()), 0
+    for part, last in slices(len(rows), micro_batch, ranks):
+        mine = rows[part]
+        idx, targets, doc = tensors(mine or rows[:1], pad, device)
+        if not mine:
+            targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
+        with gradients(model, ranks, last):
+            _, part_loss = model(idx, targets, doc=doc if pack else None, n_tokens=n_tokens)
+            part_loss.backward()
+        loss += part_loss.detach().cpu()
+        size += idx.numel()
+    return loss, size
 
 
 def show_conversations():

@@ -788,10 +788,10 @@ def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path
     monkeypatch.setattr(align, "call", lambda name, done, script, *args, **how: calls.append((name, script, dict(a.split("=") for a in args if "=" in a))) or {})
     align.main()
     (tuned, on, _), (reported, on_test, beta) = measured
-    assert on == align.tasks()[1] and on_test == align.tasks()[2] and len(tuned) == 12
+    assert on == align.tasks()[1] and on_test == align.tasks()[2] and len(tuned) == 24
     assert reported == {f"{m}-s{s}" for m in ("qrpo", "dpo") for s in range(3)}
     chosen = json.loads((tmp_path / "tuning.json").read_text())["chosen"]
-    assert beta == chosen["qrpo"]["beta"] == 1.0 and chosen["dpo"] == dict(lr=1e-3, beta=3.0)         # the last of each is the best here
+    assert beta == chosen["qrpo"]["beta"] == 3.0 and chosen["dpo"] == dict(lr=1e-3, beta=10.0)         # the last of each is the best here
     for name, script, args in calls:
         if script == "posttrain.qrpo":
             method, seed = name.split("-")[:2] if name.startswith("tune") else name.split("-s")
@@ -806,7 +806,7 @@ def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monke
     from studies import digits as align
     train, validation, test = map(set, align.tasks())
     assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
-    assert {len(grid) for grid in align.GRIDS.values()} == {3} and set(align.GRIDS) == set(losses.losses)
+    assert {len(grid) for grid in align.GRIDS.values()} == {4} and set(align.GRIDS) == set(losses.losses)
     runs = {f"tune-{m}-{b}": (m, 1e-3 * b, b, 1000) for m in ("qrpo", "dpo") for b in (0.1, 0.3, 1.0)}
     rewards = dict(zip(runs, (-9, -5, -6, -4, -8, -7)))
     assert align.choose({name: dict(reward=r) for name, r in rewards.items()}, runs) == {"qrpo": dict(lr=3e-4, beta=0.3), "dpo": dict(lr=1e-4, beta=0.1)}
