@@ -462,14 +462,21 @@ def draw(name, shape, config, seed):
     std = config.init_std
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         std /= math.sqrt(2 * config.n_layer)
-    # The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a
-    # hash of seed and name.
+    values = torch.randn(shape, generator=generator_of(name, seed), device="cpu")
+    return values.mul_(std)
+
+
+def generator_of(name, seed):
+    """
+    The random generator of one parameter.
+
+    The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a hash of
+    seed and name.
+    """
     hashed = hashlib.sha256(f"{seed}:{name}".encode())
     four = hashed.digest()[:4]
     bits = int.from_bytes(four, "little")
-    generator = torch.Generator().manual_seed(bits)
-    values = torch.randn(shape, generator=generator, device="cpu")
-    return values.mul_(std)
+    return torch.Generator().manual_seed(bits)
 
 
 class Apertus(nn.Module):
