@@ -67,6 +67,12 @@ class Adapted(Linear):
             return y
         return y + self.lora_B(self.lora_A(x)) * self.scale
 
+    def frozen(self):
+        """W (out, in) in its dtype; of a quantised base what its bits stand for, in fp32."""
+        if "weight" in self._parameters:
+            return self.weight
+        return self.base_class.dense(self)
+
 
 def adapted(model):
     """{name: Adapted} of a model, in order."""
@@ -152,8 +158,9 @@ def merge(model):
     kept = wanted = 0.0
     for name, layer in adapted(model).items():
         update = (layer.lora_B.weight @ layer.lora_A.weight) * layer.scale         # (out, in)
-        before = layer.weight.float()
-        after = (before + update).to(layer.weight.dtype)
+        weight = layer.frozen()
+        before = weight.float()
+        after = (before + update).to(weight.dtype)
         kept += ((after.float() - before) * update).sum().item()
         wanted += update.square().sum().item()
         dense = Linear(layer.in_features, layer.out_features)
