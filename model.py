@@ -423,18 +423,21 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
         grad_h, grad_head = None, None
-        train = any(ctx.needs_input_grad[:2])
-        if train:
+        train_h, train_head = ctx.needs_input_grad[:2]     # a frozen head, as LoRA has it, needs no gradient
+        train = train_h or train_head
+        if train_h:
             grad_h = torch.empty_like(h)
+        if train_head:
             grad_head = at_least_fp32(torch.zeros_like(head))
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
             chunk = h[s]
             part, dz = chunk_loss(chunk, w, targets[s], weights[s], train)
             nll[s] = part
-            if not train:
+            if train_h:
+                grad_h[s] = linear(dz, w.T)                # (rows, C)
+            if not train_head:
                 continue
-            grad_h[s] = linear(dz, w.T)                    # (rows, C)
             if dz.dtype == grad_head.dtype and not by_onednn(dz):
                 grad_head.addmm_(dz.T, chunk)              # (V, C)  added up inside the product, without a copy
             else:
@@ -448,8 +451,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         grad_h, grad_head = ctx.saved_tensors
-        grad_h = grad_h * grad.to(grad_h.dtype)
-        grad_head = (grad_head * grad).to(ctx.head_dtype)
+        if grad_h is not None:
+            grad_h = grad_h * grad.to(grad_h.dtype)
+        if grad_head is not None:
+            grad_head = (grad_head * grad).to(ctx.head_dtype)
         return grad_h, grad_head, None, None, None, None
 
 
