@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import sha256
+from engine.files import sha256
 from engine.plot import finish, pyplot
 
 paths = []                          # data folders whose audit is to be checked
@@ -99,10 +99,9 @@ class Audit:
 
     def hear(self, info):
         """What a batch saw of hosts, dates and columns."""
-        robots = info["robots"]
-        add(self.robots, {name: robots[name] for name in self.robots})
+        add(self.robots, info["robots"])
         # Six bytes stand for a host, because there may be millions of them.
-        for host, known in robots["hosts"].items():
+        for host, known in info["hosts"].items():
             digest = hashlib.blake2b(host.encode(), digest_size=6).digest()
             self.hosts[digest] = known
         self.columns = self.columns or info["columns"]

@@ -223,8 +223,8 @@ def test_what_was_removed_has_the_tokens_per_byte_of_what_was_kept_of_its_kind()
 def heard(dates, blocked, hosts=()):
     """What a batch says of its documents: three were allowed, and one was refused to GPTBot."""
     outcomes, agents = {"kept:allowed": [3, 30]}, {"GPTBot": [1, 5]}
-    robots = dict(outcomes=outcomes, blocked=blocked, agents=agents, hosts=dict(hosts))
-    return dict(dates=dates, columns=[], robots=robots)
+    robots = dict(outcomes=outcomes, blocked=blocked, agents=agents)
+    return dict(dates=dates, columns=[], hosts=dict(hosts), robots=robots)
 
 
 @pytest.fixture(scope="module")

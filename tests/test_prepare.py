@@ -287,7 +287,7 @@ def goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(goes_on, monkeypatch):
-    corpus = ("sift", "shards", "readers", "quality", "dedup", "robots", "pii")
+    corpus = ("sift", "shards", "readers", "quality", "dedup", "robots", "pii", "audit")
     for name in ("prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in corpus)):
         with open(goes_on.code / name, "a") as f:
             f.write("# changed")
