@@ -46,9 +46,9 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
 from corpus.quality import TOXICITY, TopShare
-from corpus.readers import batches, check, find, id_hash
+from corpus.readers import batches, check, find, id_hash, rows_of
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
-from corpus.shards import DOCUMENT, counts_of, long_parts, texts, tokenize, write_shards
+from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish
 from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
 from engine.files import sha256, write_flushed
@@ -314,9 +314,7 @@ def asked_agents():
     """The agents whose opt-outs count; without `*`, those that name an AI agent alone."""
     names = AGENTS
     if agents:
-        with open(agents, encoding="utf-8") as f:
-            lines = [line.partition("#")[0].strip() for line in f]
-        names = [name for name in lines if name]
+        names = [agent for agent, in rows_of(agents, ("agent",), comments=True)]
     return tuple(name for name in names if name != "*" or not agents_no_star)
 
 
@@ -438,8 +436,7 @@ def without_copies(documents, info, seen_texts):
         stays[again] = False
         for i in again.tolist():
             row, group, size = documents[["row", "group", "size"]][i].item()
-            why = (info.ids[i], info.urls[i], reason, size)
-            info.removed.append((row, group, *why))
+            info.removed.append((row, group, info.ids[i], info.urls[i], reason, size))
     return documents[stays]
 
 
@@ -449,7 +446,7 @@ def counted(documents, keys, audit):
 
     keys: (source, language, license) of the batch's own groups. The audit counts the documents.
     """
-    groups = np.array([audit.number(key) for key in keys], np.int32)
+    groups = np.array([audit.group(key)["number"] for key in keys], np.int32)
     for group, key in enumerate(keys):
         mine = documents[documents["group"] == group]
         if len(mine):
@@ -645,9 +642,7 @@ def outputs(meta, tok, halved):
     )
     if halved:
         rule = "The only document was cut in two: its end is for validation."
-    parts = [part for source in meta["sources"].values() for part in source.values()]
-    shards = [shard for part in parts for shard in part["shards"]]
-    return dict(shards=shards, bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
+    return dict(shards=shards_of(meta), bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
 
 
 def describe_robots(rules):

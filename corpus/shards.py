@@ -137,6 +137,12 @@ def write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, f
     return written
 
 
+def shards_of(meta):
+    """What meta.json says of each shard, of all sources and splits."""
+    splits = [split for source in meta["sources"].values() for split in source.values()]
+    return [shard for split in splits for shard in split["shards"]]
+
+
 def stream_of(stream, buckets, dtype, shard_tokens, work):
     """Yield the tokens of one stream as arrays, in order; none of them crosses a multiple of shard_tokens."""
     at = 0
@@ -296,12 +302,11 @@ def not_ours(folder, joined):
     ours = set()
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        sources = meta["sources"].values()
+        files = {shard["file"] for shard in shards_of(meta)}
         if joined:
             ours = {"meta.json", "tokenizer.json"}
         elif "report.json" in entries:
-            shards = [shard for source in sources for split in source.values() for shard in split["shards"]]
-            ours = WRITTEN | {shard["file"] for shard in shards}
+            ours = WRITTEN | files
     # There is no meta.json, or it is another program's.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass

@@ -203,12 +203,12 @@ def reason_by_columns(rules, one, info):
     if doc["text"] is None:
         info.columns = info.columns or doc["columns"]
         return "unreadable:" + doc["problem"]
-    if rules.strict and doc.get("url") and not host_key(doc["url"]):
-        raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
+    url = doc.get("url")
+    if rules.strict and url and not host_key(url):
+        raise ValueError(f"{one.id}: {url!r} is not a URL (--strict)")
     if not doc["text"].strip():
         return "empty"
     if rules.robots:
-        url = doc.get("url") or None
         outcome = verdict(url, **rules.robots)
         note_outcome(info, outcome, host_key(url), one.size)
         if outcome.startswith("drop:"):
