@@ -164,7 +164,8 @@ def run_tests(tree, modules, watch, more=()):
     """pytest in this process, which was forked for it and ends after it: its exit code."""
     os.chdir(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.path[:] = [p for p in sys.path if os.path.abspath(p) not in (HERE, ROOT)]
+    original = (HERE, ROOT)
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) not in original]
     # For collecting: an import may hang as well.
     signal.alarm(300)
     import pytest
@@ -440,8 +441,12 @@ def ask(mutants, shop, root, store, minutes, trust=False):
             bar.set_postfix(survived=survived, refresh=False)
             if not by:
                 tqdm.write(f"survived  {m.file}:{line}  {m.old}  ->  {m.new}")
-    # A mutant that is known may have moved to another line since.
-    return [known[key] | dict(line=m.lines[0]) for key, m in keys.items() if key in known]
+    answers = []
+    for key, m in keys.items():
+        if key in known:
+            # A mutant that is known may have moved to another line since.
+            answers.append(known[key] | dict(line=m.lines[0]))
+    return answers
 
 
 def hashed(mutant):

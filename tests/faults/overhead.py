@@ -106,7 +106,8 @@ def main():
     newest = os.path.join(checkpoints, max(os.listdir(checkpoints)))
     size = sum(entry.stat().st_size for entry in os.scandir(newest))
     print(f"a checkpoint: {size / 1e6:.1f} MB")
-    start, _ = restart(os.path.join(work, "fresh"))
+    fresh = os.path.join(work, "fresh")
+    start, _ = restart(fresh)
     print(f"start to the end of the first step: {start:.1f} s")
     again, loaded = restart(run)
     until_loaded = f"{loaded:.1f} s until the checkpoint is verified and loaded"
