@@ -94,6 +94,7 @@ def explain_goldfish(picture, k=10, h=13):
     tok = tokenizer.load("apertus")
     ids = tok.encode(PASSAGE)
     figure, axes = pyplot().subplots(2, 1, figsize=(10, 5.6))
+    hole = dict(boxstyle="square,pad=0.12", facecolor="C3", edgecolor="none")
     contexts = (
         "He began to read aloud from the first page of the old book: ",
         "Nobody in the room remembered who had said, so many years ago, ")
@@ -107,18 +108,10 @@ def explain_goldfish(picture, k=10, h=13):
             if x + len(text) > 118:
                 x, line = 0, line + 1
             colour = "grey" if n < h - 1 else "black"
-            box = None
             if not kept:
                 colour = "white"
-                box = dict(boxstyle="square,pad=0.12", facecolor="C3", edgecolor="none")
-            axis.text(
-                x,
-                -line,
-                text,
-                family="monospace",
-                fontsize=9,
-                color=colour,
-                bbox=box)
+            style = dict(family="monospace", fontsize=9, color=colour)
+            axis.text(x, -line, text, bbox=None if kept else hole, **style)
             x += len(text)
         axis.set(xlim=(0, 119), ylim=(-line - 0.7, 0.9))
         axis.axis("off")
@@ -156,10 +149,11 @@ def explain_schedule(picture):
         "C7--",
         linewidth=1,
         label="cosine: must know its end in advance")
-    axis.set_title("Apertus 8B: the batch doubles once, the learning rate does not notice")
-    axis.set_xlabel("trillion tokens")
+    axis.set(
+        title="Apertus 8B: the batch doubles once, the learning rate does not notice",
+        xlabel="trillion tokens",
+        ylim=(0, 1.35e-4))
     axis.set_ylabel("learning rate", color="C3")
-    axis.set_ylim(0, 1.35e-4)
     axis.legend(loc="upper center")
     batch = axis.twinx()
     sizes = [batch_size(s, 1024, ramp_at) * 4096 / 1e6 for s in samples]
@@ -243,7 +237,6 @@ def explain_document_mask(picture):
 
 
 def main():
-    os.makedirs(out, exist_ok=True)
     pictures = dict(
         xielu=explain_activations,
         goldfish=explain_goldfish,
@@ -251,7 +244,7 @@ def main():
         ademamix=explain_ademamix,
         document_mask=explain_document_mask)
     for name, explain in pictures.items():
-        explain(os.path.join(out, f"{name}.png"))
+        explain(f"{out}/{name}.png")
     print(f"wrote {', '.join(pictures)} (.png) into {out}/")
 
 

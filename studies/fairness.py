@@ -137,7 +137,6 @@ def draw(costs, labels, unit):
         ylabel=f"tokens per document, {unit} = 1",
         yscale="log")
     axis.legend()
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     finish(figure, out)
     print(f"\npicture: {out}")
 
