@@ -52,11 +52,12 @@ def explain_activations(picture):
     columns = 3 if run else 2
     figure, axes = plt.subplots(1, columns, figsize=(4.4 * columns, 3.8))
     x = torch.linspace(-4, 3, 701, requires_grad=True)
+    drawn_x = x.detach()
     for name, f, colour in curves:
         y = f(x)
         (slope,) = torch.autograd.grad(y.sum(), x)
-        axes[0].plot(x.detach(), y.detach(), colour, label=name)
-        axes[1].plot(x.detach(), slope, colour, label=name)
+        axes[0].plot(drawn_x, y.detach(), colour, label=name)
+        axes[1].plot(drawn_x, slope, colour, label=name)
     axes[0].set_title("value: $0.8x^2 + 0.5x$ right of 0, and left of it\nit rises again, so that no unit dies")
     axes[1].set_title("derivative: unbounded on the right,\nnegative on the left")
     if run:
@@ -66,7 +67,8 @@ def explain_activations(picture):
         blocks = model.model.layers
         for layer, block in enumerate(blocks):
             colour = plt.get_cmap("viridis")(layer / len(blocks))
-            axes[2].plot(x.detach(), block.mlp.act_fn(x).detach(), color=colour, label=f"layer {layer}")
+            y = block.mlp.act_fn(drawn_x)
+            axes[2].plot(drawn_x, y.detach(), color=colour, label=f"layer {layer}")
         axes[2].set_title(f"learnt by {os.path.basename(os.path.normpath(run))}")
     for axis in axes:
         axis.set_ylim(-1.5, 4)
