@@ -140,9 +140,9 @@ def points(folder, keys):
     return found
 
 
-def thinned(values, at_most=2_000):
-    """values (n,) in at most so many groups of neighbours: mean, least and largest of each, (3, groups)."""
-    groups = np.array_split(values, min(len(values), at_most))
+def thinned(values):
+    """values (n,) in at most 2,000 groups of neighbours: mean, least and largest of each, (3, groups)."""
+    groups = np.array_split(values, min(len(values), 2_000))
     return np.array([(group.mean(), group.min(), group.max()) for group in groups]).T
 
 

@@ -66,7 +66,7 @@ background = 1_000_000  # tokens read once, at windows of 256; at 512 seven tent
 tokenizer = "apertus:2048"
 jobs = 0                # models trained at a time; 0 = one for each GPU, or for each CPU core without one
 init_from = ""          # instead: test this model (run folder, Hugging Face folder, hub name) ...
-probes = ""             # ... with these: a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}
+probes = ""             # ... with these: a JSON list of {"repetitions": n, "text" or "ids": ...}
 prefixes = (50, 100, 250, 500, 1000, 2000, 3000, 4000, 5000)
 offsets = (0,)          # where in the passage the prompt begins
 suffix = 500            # tokens to continue
@@ -78,7 +78,7 @@ report = False          # run nothing: write table and picture from rows.jsonl
 
 REPETITIONS = (0, 1, 4, 16, 64, 128)
 EDIT = 0.05     # share of an edited copy's tokens that are replaced, drawn afresh for every copy
-WANT = 'a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}'
+WANT = 'a JSON list of {"repetitions": n, "text" or "ids": ...}'
 
 # The small models: tokens of a window T, of a passage and of a suffix; the Goldfish mask (k, h, hash) whose kept and
 # dropped labels are compared; and the scope of that mask in training. A model without a scope is trained without it.
@@ -271,19 +271,15 @@ def read_probes(path, tok):
     """
     {repetitions: [ids]} of a probe file, by number of repetitions.
 
-    prepare.py writes an object around a list, with the hash of its vocabulary. A list alone, or a line of JSON for each
-    probe, will do as well. tok encodes what has only text. ValueError if the file is something else.
+    prepare.py writes an object around a list, with the hash of its vocabulary; a list alone will do as well. tok
+    encodes what has only text. ValueError if the file is something else.
     """
     if not os.path.isfile(path):
         raise ValueError(f"no probe file {path!r}: make one with prepare.py --probes, or {WANT}")
-    with open(path, encoding="utf-8") as f:
-        text = f.read()
     buckets = {}
     try:
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        with open(path, encoding="utf-8") as f:
+            found = json.load(f)
         if isinstance(found, list):
             found = dict(probes=found, tokenizer_hash=tok.hash)
         # The ids of prepare.py's file mean other words in another vocabulary, but its text is still good.
@@ -291,7 +287,7 @@ def read_probes(path, tok):
         for probe in found["probes"]:
             ids = probe["ids"] if same and "ids" in probe else tok.encode(probe["text"])
             buckets.setdefault(int(probe["repetitions"]), []).append(ids)
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: not probes ({type(e).__name__}: {e}): want {WANT}") from None
     return dict(sorted(buckets.items()))
 
@@ -310,11 +306,10 @@ def test_model():
     offset, prefix = max(offsets), max(prefixes)
     shortest = min(len(passage) for bucket in buckets.values() for passage in bucket)
     check_lengths(model.config.block_size, shortest, offset, prefix, suffix)
+    cells = itertools.product(prefixes, offsets, ("greedy", "nucleus"))
     asked = [
         (kind, prefix, suffix, offset)
-        for prefix in prefixes
-        for offset in offsets
-        for kind in ("greedy", "nucleus")
+        for prefix, offset, kind in cells
     ]
     name = os.path.basename(os.path.normpath(init_from))
     dull = 0
@@ -353,15 +348,15 @@ def read_texts():
     return texts if paths else ["\n\n".join(texts)]
 
 
-def documents(text, characters=900):
+def documents(text):
     """
-    A text as documents of about so many characters, cut between paragraphs.
+    A text as documents of 900 characters or somewhat more, cut between paragraphs.
 
     A book is one text, and the stream needs documents, among which the copies of passages are shuffled.
     """
     found = [""]
     for paragraph in text.split("\n\n"):
-        if len(found[-1]) >= characters:
+        if len(found[-1]) >= 900:
             found.append("")
         found[-1] += paragraph + "\n\n"
     return [document.strip() for document in found if document.strip()]
@@ -519,9 +514,9 @@ def flags_of(name, seed, data):
     goldfish = dict(goldfish_k=0)
     if m["scope"]:
         goldfish = dict(goldfish_k=k, goldfish_h=h, goldfish_scope=m["scope"])
-    if m["scope"] and hash != "product":
-        # train.py's default is left out: the flags name the folder, and such runs have been made without it.
-        goldfish["goldfish_hash"] = hash
+        if hash != "product":
+            # train.py's default is left out: the flags name the folder, and such runs have been made without it.
+            goldfish["goldfish_hash"] = hash
     return dict(
         TRAIN,
         **goldfish,
@@ -744,8 +739,7 @@ def draw_maps(rows, picture):
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
     size = (1.2 + 3.1 * columns, 3.4 * lines)
-    figure, axes = plot.pyplot().subplots(
-        lines, columns, figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plot.pyplot().subplots(lines, columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names):
