@@ -645,6 +645,11 @@ def table_md(rows):
     return "\n".join(lines)
 
 
+def section(title, head, body):
+    """A table under a line that says what it holds, as lines of Markdown; nothing if it has no rows."""
+    return [title, "", *kit.table(head, body), ""] if body else []
+
+
 def recited_md(rows):
     """Rouge-L of every model by repetitions, as lines of Markdown: greedy, nucleus sampling, the first 49 tokens."""
     first = pick(rows, kind="greedy")[0]
@@ -663,10 +668,10 @@ def recited_md(rows):
             mine = pick(found, model=name)
             scores = " | ".join(spread(pick(mine, repetitions=bucket), "rouge") for bucket in buckets)
             body.append(f"| {name} | {len(distinct(mine, 'seed'))} | {mine[0]['suffix']} | {scores} |")
-        if body:
-            lines += [f"Rouge-L{title}; mean ± half its 95 % interval by Student's t over seeds; "
-                      f"{first['n']} or fewer passages a cell",
-                      "", *kit.table(head, body), ""]
+        lines += section(
+            f"Rouge-L{title}; mean ± half its 95 % interval by Student's t over seeds; "
+            f"{first['n']} or fewer passages a cell",
+            head, body)
     return lines
 
 
@@ -689,15 +694,14 @@ def forced_md(rows):
             f"| {spread(told, 'trained_anyway', 1)} "
             f"| {spread(validation, 'val_loss', 3)} "
             f"| {statistics.fmean(r['seconds'] for r in validation) / 60:.1f} |")
-    if not body:
-        return []
-    head = ("| model | span | ttr | accuracy kept | accuracy dropped (labels) | unseen, dropped | trained anyway "
-            "| validation loss | min |")
-    return ["At 128 repetitions: longest common span (tokens), type-token ratio (the passage's own beside it), "
-            "teacher-forced accuracy on the labels after the prefix that the mask keeps and drops "
-            "(for `none` a control: the labels a mask would drop), "
-            "times that a dropped label was trained after all (scope 'window'), validation loss in nats, minutes.",
-            "", *kit.table(head, body), ""]
+    return section(
+        "At 128 repetitions: longest common span (tokens), type-token ratio (the passage's own beside it), "
+        "teacher-forced accuracy on the labels after the prefix that the mask keeps and drops "
+        "(for `none` a control: the labels a mask would drop), "
+        "times that a dropped label was trained after all (scope 'window'), validation loss in nats, minutes.",
+        "| model | span | ttr | accuracy kept | accuracy dropped (labels) | unseen, dropped | trained anyway "
+        "| validation loss | min |",
+        body)
 
 
 def differences_md(rows):
@@ -719,11 +723,11 @@ def differences_md(rows):
         if loss:
             body.append(f"| {one} - {other} | {len(loss)} "
                         f"| {kit.interval(recited)} | {kit.interval(edited)} | {kit.interval(loss, 3)} |")
-    if not body:
-        return []
-    return ["Differences, paired by seed; mean ± half its 95 % interval by Student's t: Rouge-L of the greedy "
-            "continuation at 128 repetitions and of edited copies, validation loss in nats.",
-            "", *kit.table("| difference | seeds | Rouge-L, 128 | Rouge-L, edited | validation loss |", body), ""]
+    return section(
+        "Differences, paired by seed; mean ± half its 95 % interval by Student's t: Rouge-L of the greedy "
+        "continuation at 128 repetitions and of edited copies, validation loss in nats.",
+        "| difference | seeds | Rouge-L, 128 | Rouge-L, edited | validation loss |",
+        body)
 
 
 def draw_maps(rows, picture):
