@@ -623,7 +623,7 @@ def demonstrate(names):
 
 def pick(rows, **want):
     """The rows that have these values."""
-    return [r for r in rows if all(r.get(key) == value for key, value in want.items())]
+    return [r for r in rows if want.items() <= r.items()]
 
 
 def distinct(rows, key):
