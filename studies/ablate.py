@@ -96,12 +96,7 @@ def check_arguments(argv):
             named.add(arg[2:].split("=")[0])
         else:
             named |= configurator.read_config(configurator.config_file(arg)).keys()
-    return {key: resolved[key] for key in sorted(named - {"out"})}
-
-
-def folder_of(asked):
-    """The run's folder. The same run in two studies is done once, and a changed setting makes another run."""
-    return f"{runs}/{kit.digest(asked)}"
+    return {key: resolved[key] for key in named - {"out"}}
 
 
 def train_all(asked):
@@ -115,9 +110,11 @@ def train_all(asked):
     folders = []
     for arm, lr, seed in asked:
         argv = arguments(arms[arm], lr, seed)
-        folders.append(folder_of(check_arguments(argv)))
+        # The same run in two studies is done once, and a changed setting makes another run.
+        folder = f"{runs}/{kit.digest(check_arguments(argv))}"
+        folders.append(folder)
         # By folder: two arms may ask for the same run, and two processes must not write into one folder.
-        commands[folders[-1]] = argv
+        commands[folder] = argv
     trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
     for folder, argv, _ in zip(commands, commands.values(), trained):
         print(f"  {folder}: {' '.join(arg for arg in argv if arg.startswith('--'))}", flush=True)
