@@ -91,10 +91,14 @@ def read_documents(files):
     return documents
 
 
-def draw(costs, labels, unit):
-    """One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale."""
+def draw(costs, unit):
+    """
+    One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale.
+
+    costs: {label of a vocabulary: {language: tokens per document, relative to the language `unit`}}.
+    """
     figure, axis = pyplot().subplots(figsize=(9, 5))
-    for cost, label in zip(costs, labels):
+    for label, cost in costs.items():
         axis.plot(sorted(cost.values()), label=label)
     axis.axhline(1, color="grey", linewidth=0.8, linestyle=":")
     axis.set(
@@ -122,7 +126,7 @@ def main():
 
     print(f"{len(documents)} documents in {len(langs)} languages; Gini: 0 = every language pays the same\n")
     print(f"{'':{width}} vocabulary   used bytes/token Gini/document Gini/byte   dearest language")
-    costs, labels = [], []
+    costs = {}
     for name in vocabularies:
         t = load(name)
         r = fairness(t, tqdm(documents, desc=name, unit="doc", leave=False))
@@ -131,16 +135,17 @@ def main():
         dearest = f"{worst} {cost[worst]:.1f}x"
         print(f"{t.name:{width}} {t.vocab_size:10,} {r['used']:6.1%} {r['bytes_per_token']:11.3f} {r['gini']:13.3f} "
               f"{r['gini_bytes']:9.3f}   {dearest}")
-        costs.append(cost)
-        labels.append(f"{name}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, dearest {dearest}")
+        label = f"{name}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, dearest {dearest}"
+        costs[label] = cost
 
     print(f"\n{'tokens / ' + unit:{width}}", *(f"{name:>{width}}" for name in vocabularies))
-    order = sorted(langs, key=costs[-1].get)
+    # Cheapest first, by the last vocabulary.
+    order = sorted(langs, key=cost.get)
     n = len(order)
     for i in np.linspace(0, n - 1, min(rows, n) or n).round().astype(int):
         lang = order[i]
-        print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs))
-    draw(costs, labels, unit)
+        print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs.values()))
+    draw(costs, unit)
 
 
 if __name__ == "__main__":
