@@ -150,7 +150,7 @@ def test_probes_longer_than_the_context_are_told(model, offset, prefix, suffix, 
 
 
 def test_teacher_forced_accuracy_is_that_of_the_model_called_label_by_label():
-    """The model half knows the passages: its own greedy words, every third token exchanged. The mask is of the whole."""
+    """The model half knows the passages: its own greedy words, every third token exchanged. The mask sees all of it."""
     real, prefix, mask = Apertus(CONFIG).eval(), 12, (4, 13, "product")
     passages, want = [], np.zeros(4, dtype=int)
     for seed in range(4):
