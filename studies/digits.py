@@ -372,7 +372,7 @@ def draw(rows, beta, picture):
 
     QRPO's formula says where they belong; the mean is over completions of one quantile. Right: reward over KL.
     """
-    figure, axes = plot.pyplot().subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    figure, axes = plot.pyplot().subplots(1, 3, figsize=(14, 4.4))
     t = np.linspace(0, 1, 50)
     for axis, method in zip(axes, ("qrpo", "dpo")):
         for n, row in enumerate(runs_of(method, rows)):
@@ -400,7 +400,7 @@ def draw(rows, beta, picture):
         ylabel="reward",
     )
     for axis in axes:
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend()
         axis.grid(alpha=0.2)
     plot.finish(figure, picture)
 
