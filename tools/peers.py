@@ -13,6 +13,7 @@ tools/bench.py checks that before it believes a time. nanoGPT's model is another
 """
 
 import functools
+import itertools
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def hugging_face(ours):
     config = transformers.ApertusConfig(**settings, attn_implementation="sdpa", pad_token_id=3)
     with ours.lm_head.weight.device:
         theirs = transformers.ApertusForCausalLM(config).float()
-    theirs.load_state_dict({**theirs.state_dict(), **ours.state_dict()})
+    theirs.load_state_dict(theirs.state_dict() | ours.state_dict())
     theirs.generation_config.eos_token_id = None
     return theirs
 
@@ -66,13 +67,15 @@ class GPTBlock(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        qkv = self.c_attn(self.ln_1(x)).split(C, dim=2)
-        q, k, v = (t.view(B, T, self.H, -1).transpose(1, 2) for t in qkv)   # (B, H, T, C/H)
+        qkv = self.c_attn(self.ln_1(x))                    # (B, T, 3C)
+        heads = qkv.view(B, T, 3, self.H, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)             # (B, H, T, C/H) each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2)                              # (B, T, H, C/H)
+        y = y.reshape(B, T, C)
         x = x + self.attn_proj(y)
-        hidden = F.gelu(self.c_fc(self.ln_2(x)))                            # (B, T, 4C)
-        return x + self.c_proj(hidden)
+        hidden = self.c_fc(self.ln_2(x))                   # (B, T, 4C)
+        return x + self.c_proj(F.gelu(hidden))
 
 
 class NanoGPT(nn.Module):
@@ -87,21 +90,26 @@ class NanoGPT(nn.Module):
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = nn.Embedding(config.block_size, C)
-        self.h = nn.ModuleList(GPTBlock(C, config.n_head) for _ in range(config.n_layer))
+        blocks = [GPTBlock(C, config.n_head) for _ in range(config.n_layer)]
+        self.h = nn.ModuleList(blocks)
         self.ln_f = layer_norm(C)
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]                  # (B, T, C)
+        T = idx.shape[1]
+        x = self.wte(idx) + self.wpe.weight[:T]            # (B, T, C)
         for block in self.h:
             x = block(x)
-        logits = self.ln_f(x) @ self.wte.weight.T                           # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x = self.ln_f(x)
+        logits = x @ self.wte.weight.T                     # (B, T, V)
+        rows = logits.flatten(0, 1)
+        return F.cross_entropy(rows, targets.flatten())
 
     def flops_per_token(self, T):
         """As Apertus.flops_per_token counts: wte is the head as well and multiplies, wpe is a look-up."""
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1)
-        matrices -= self.wpe.weight.numel()
-        return 6 * matrices + 6 * len(self.h) * self.wte.embedding_dim * T
+        sizes = [p.numel() for p in self.parameters() if p.ndim > 1]
+        matrices = sum(sizes) - self.wpe.weight.numel()
+        attention = len(self.h) * self.wte.embedding_dim * T
+        return 6 * matrices + 6 * attention
 
 
 def nanogpt_batch(path, B, T, n):
@@ -111,11 +119,14 @@ def nanogpt_batch(path, B, T, n):
     There are no document ids and no masks. The file is opened anew for each batch, as nanoGPT does.
     """
     data = np.load(path, mmap_mode="r", allow_pickle=False)
-    window = lambda i: torch.from_numpy(data[i:i + T].astype(np.int64))
-    starts = np.random.default_rng(n).integers(0, len(data) - T, B)
-    idx = torch.stack([window(i) for i in starts])
-    targets = torch.stack([window(i + 1) for i in starts])
-    return idx, targets
+    generator = np.random.default_rng(n)
+    starts = generator.integers(0, len(data) - T, B)
+
+    def windows(starts):
+        found = [data[i:i + T].astype(np.int64) for i in starts]
+        return torch.stack([torch.from_numpy(window) for window in found])
+
+    return windows(starts), windows(starts + 1)
 
 
 # -----------------------------------------------------------------------------
@@ -124,23 +135,29 @@ def nanogpt_batch(path, B, T, n):
 
 def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
     """
-    step(n), n = 0, 1, 2, ..., that updates `params` by their gradients with AdEMAMix, its warm-ups done.
+    step() that updates `params` by their gradients with AdEMAMix, its warm-ups done.
 
     Tensor by tensor and operation by operation, as in the reference. Source: github.com/apple/ml-ademamix.
     """
     b1, b2, b3 = betas
     averages = [[torch.zeros_like(p) for _ in range(3)] for p in params]
 
+    steps = itertools.count(1)
+
     @torch.no_grad()
-    def step(n):
-        t = n + 1
+    def step():
+        t = next(steps)
         for p, (m1, m2, v) in zip(params, averages):
             g = p.grad
             m1.mul_(b1).add_(g, alpha=1 - b1)
             m2.mul_(b3).add_(g, alpha=1 - b3)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
-            denominator = (v.sqrt() / (1 - b2**t) ** 0.5).add_(eps)
-            update = (m1 / (1 - b1**t) + alpha * m2) / denominator
+            correction_1 = 1 - b1**t
+            correction_2 = 1 - b2**t
+            denominator = v.sqrt() / correction_2**0.5
+            denominator.add_(eps)
+            update = m1 / correction_1 + alpha * m2
+            update = update / denominator
             update.add_(p, alpha=weight_decay)
             p.add_(-lr * update)
     return step
@@ -160,7 +177,8 @@ def published_mask(labels, k=50, h=50):
     Source: apply_goldfish in swiss-ai/Megatron-LM.
     """
     keep = torch.ones(labels.shape, dtype=torch.bool)
-    products = labels.unfold(-1, h, 1).prod(dim=-1)                         # (B, T-h+1)
+    windows = labels.unfold(-1, h, 1)                      # (B, T-h+1, h)
+    products = windows.prod(dim=-1)                        # (B, T-h+1)
     draws = published_table()[products % 1_000_003]
     keep[:, h - 1:] = ~(draws < 1 / k)
     return keep
