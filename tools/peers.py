@@ -33,10 +33,14 @@ def hugging_face(ours):
     import convert
     transformers.logging.set_verbosity_error()
     settings = convert.config_to_hf(ours.config)
-    config = transformers.ApertusConfig(**settings, attn_implementation="sdpa", pad_token_id=3)
+    config = transformers.ApertusConfig(
+        **settings,
+        attn_implementation="sdpa",
+        pad_token_id=3)
     with ours.lm_head.weight.device:
         theirs = transformers.ApertusForCausalLM(config).float()
-    theirs.load_state_dict(theirs.state_dict() | ours.state_dict())
+    weights = theirs.state_dict() | ours.state_dict()
+    theirs.load_state_dict(weights)
     theirs.generation_config.eos_token_id = None
     return theirs
 
@@ -68,14 +72,16 @@ class GPTBlock(nn.Module):
     def forward(self, x):
         B, T, C = x.shape
         qkv = self.c_attn(self.ln_1(x))                    # (B, T, 3C)
-        heads = qkv.view(B, T, 3, self.H, -1)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)             # (B, H, T, C/H) each
+        q, k, v = (
+            part.view(B, T, self.H, -1).transpose(1, 2)    # (B, H, T, C/H)
+            for part in qkv.split(C, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2)                              # (B, T, H, C/H)
         y = y.reshape(B, T, C)
         x = x + self.attn_proj(y)
         hidden = self.c_fc(self.ln_2(x))                   # (B, T, 4C)
-        return x + self.c_proj(F.gelu(hidden))
+        hidden = F.gelu(hidden)
+        return x + self.c_proj(hidden)
 
 
 class NanoGPT(nn.Module):
@@ -90,24 +96,31 @@ class NanoGPT(nn.Module):
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = nn.Embedding(config.block_size, C)
-        blocks = [GPTBlock(C, config.n_head) for _ in range(config.n_layer)]
-        self.h = nn.ModuleList(blocks)
+        self.h = nn.ModuleList()
+        for _ in range(config.n_layer):
+            block = GPTBlock(C, config.n_head)
+            self.h.append(block)
         self.ln_f = layer_norm(C)
 
     def forward(self, idx, targets):
         T = idx.shape[1]
-        x = self.wte(idx) + self.wpe.weight[:T]            # (B, T, C)
+        positions = self.wpe.weight[:T]
+        x = self.wte(idx) + positions                      # (B, T, C)
         for block in self.h:
             x = block(x)
         x = self.ln_f(x)
-        logits = x @ self.wte.weight.T                     # (B, T, V)
-        rows = logits.flatten(0, 1)
-        return F.cross_entropy(rows, targets.flatten())
+        head = self.wte.weight
+        logits = x @ head.T                                # (B, T, V)
+        logits = logits.flatten(0, 1)
+        targets = targets.flatten()
+        return F.cross_entropy(logits, targets)
 
     def flops_per_token(self, T):
         """As Apertus.flops_per_token counts: wte is the head as well and multiplies, wpe is a look-up."""
-        sizes = [p.numel() for p in self.parameters() if p.ndim > 1]
-        matrices = sum(sizes) - self.wpe.weight.numel()
+        matrices = sum(
+            p.numel() for p in self.parameters()
+            if p.ndim > 1)
+        matrices -= self.wpe.weight.numel()
         attention = len(self.h) * self.wte.embedding_dim * T
         return 6 * matrices + 6 * attention
 
@@ -120,13 +133,16 @@ def nanogpt_batch(path, B, T, n):
     """
     data = np.load(path, mmap_mode="r", allow_pickle=False)
     generator = np.random.default_rng(n)
-    starts = generator.integers(0, len(data) - T, B)
+    last = len(data) - T
+    starts = generator.integers(0, last, B)                # (B,)
 
-    def windows(starts):
-        found = [data[i:i + T].astype(np.int64) for i in starts]
-        return torch.stack([torch.from_numpy(window) for window in found])
+    def window(i):
+        ids = data[i:i + T].astype(np.int64)
+        return torch.from_numpy(ids)
 
-    return windows(starts), windows(starts + 1)
+    idx = torch.stack([window(i) for i in starts])
+    targets = torch.stack([window(i + 1) for i in starts])
+    return idx, targets
 
 
 # -----------------------------------------------------------------------------
@@ -140,20 +156,22 @@ def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
     Tensor by tensor and operation by operation, as in the reference. Source: github.com/apple/ml-ademamix.
     """
     b1, b2, b3 = betas
-    averages = [[torch.zeros_like(p) for _ in range(3)] for p in params]
-
+    averages = []
+    for p in params:
+        triple = [torch.zeros_like(p) for _ in range(3)]
+        averages.append(triple)
     steps = itertools.count(1)
 
     @torch.no_grad()
     def step():
         t = next(steps)
+        correction_1 = 1 - b1**t
+        correction_2 = 1 - b2**t
         for p, (m1, m2, v) in zip(params, averages):
             g = p.grad
             m1.mul_(b1).add_(g, alpha=1 - b1)
             m2.mul_(b3).add_(g, alpha=1 - b3)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
-            correction_1 = 1 - b1**t
-            correction_2 = 1 - b2**t
             denominator = v.sqrt() / correction_2**0.5
             denominator.add_(eps)
             update = m1 / correction_1 + alpha * m2
@@ -166,7 +184,8 @@ def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
 @functools.cache
 def published_table():
     """(1,000,003,) fp32 in [0, 1): what a product of labels, modulo its length, is looked up in."""
-    generator = torch.Generator().manual_seed(2971215073)
+    generator = torch.Generator()
+    generator.manual_seed(2971215073)
     return torch.rand(1_000_003, generator=generator)
 
 
@@ -176,9 +195,11 @@ def published_mask(labels, k=50, h=50):
 
     Source: apply_goldfish in swiss-ai/Megatron-LM.
     """
-    keep = torch.ones(labels.shape, dtype=torch.bool)
+    keep = torch.ones_like(labels, dtype=torch.bool)
     windows = labels.unfold(-1, h, 1)                      # (B, T-h+1, h)
     products = windows.prod(dim=-1)                        # (B, T-h+1)
-    draws = published_table()[products % 1_000_003]
-    keep[:, h - 1:] = ~(draws < 1 / k)
+    key = products % 1_000_003
+    draws = published_table()[key]
+    forgotten = draws < 1 / k
+    keep[:, h - 1:] = ~forgotten
     return keep
