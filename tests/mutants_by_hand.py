@@ -394,7 +394,7 @@ MISTAKES = [
     # structured
     ("studies/structured.py", "for block in model.model.layers[1:]:", "for block in model.model.layers:", "the first layer is structured too"),
     ("studies/structured.py", "U[:, :R] * root", "U[:, :R]", "singular values in one factor only"),
-    ("studies/structured.py", "return (1 + math.cos(math.pi * step / last)) / 2", "return 1 - step / last", "a linear fade"),
+    ("studies/structured.py", "return (1 + math.cos(math.pi * faded)) / 2", "return 1 - faded", "a linear fade"),
     ("studies/structured.py", "key = f\"{seed}/{step}/{micro}/{i}\"", "key = f\"{seed}/{step}/{micro}\"",
      "all layers throw one coin"),
     ("studies/structured.py", "layer.use_guide = not stochastic or coin < a", "layer.use_guide = not stochastic or coin > a", "the coin upside down"),
