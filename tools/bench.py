@@ -253,7 +253,8 @@ def compete(names, run, rates=None, probe=None, base="ours"):
     contestants = {name: functools.partial(run, name) for name in names}
     speed = None
     if probe:
-        prober, unit, contestants[prober], work = probe
+        prober, unit, f, work = probe
+        contestants[prober] = f
     rows = judge(race(contestants), base)
     if probe:
         speed = rows[prober][unit] = work / rows[prober]["median"]
