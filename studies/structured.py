@@ -39,6 +39,7 @@ import math
 import torch
 import torch.nn as nn
 
+from configurator import literal
 from engine.hardware import linear
 from schedule import steps_in
 
@@ -301,9 +302,8 @@ def guided_steps(config):
 
 def guide_weight(step, last):
     """a at `step`: half a cosine from 1 at step 0 to 0 at `last` and after (CosineTempDecay of the released code)."""
-    if step >= last:
-        return 0.0
-    return (1 + math.cos(math.pi * step / last)) / 2
+    faded = min(step / last, 1)
+    return (1 + math.cos(math.pi * faded)) / 2
 
 
 def add_guides(model):
@@ -452,20 +452,21 @@ def training_flops(n_layer, width, ffn, vocab, block_size, tokens):
     return 3 * tokens * (2 * matrices + attention)
 
 
-# arXiv 2406.16450, Tables 1 and 2: layers, width, tokens, form, rank, blocks; FFN parameters in millions (None: not
-# given), FLOPs
-PUBLISHED = [
-    (24, 2048, 25.5e9, *form) for form in (
-        ("dense", 0, 0, 805, "2.10e+20"),
-        ("lowrank", 1024, 0, 516, "1.66e+20"),
-        ("blockdense", 1536, 4, 486, "1.61e+20"),
-        ("blockshuffle", 0, 2, 516, "1.66e+20"),
-        ("lowrank", 512, 0, 275, "1.29e+20"),
-        ("blockdense", 768, 4, 260, "1.27e+20"),
-        ("blockshuffle", 0, 4, 275, "1.29e+20"))
-] + [
-    (24, 1024, 6.7e9, "dense", 0, 0, None, "1.55e+19"),
-    (24, 1536, 14.58e9, "dense", 0, 0, None, "7.03e+19")]
+# arXiv 2406.16450, Tables 1 and 2. FFN: parameters of all MLPs in millions, None where they are not given.
+TABLES = """
+layers  width   tokens  form          rank  blocks   FFN     FLOPs
+    24   2048   25.5e9  dense            0       0   805  2.10e+20
+    24   2048   25.5e9  lowrank       1024       0   516  1.66e+20
+    24   2048   25.5e9  blockdense    1536       4   486  1.61e+20
+    24   2048   25.5e9  blockshuffle     0       2   516  1.66e+20
+    24   2048   25.5e9  lowrank        512       0   275  1.29e+20
+    24   2048   25.5e9  blockdense     768       4   260  1.27e+20
+    24   2048   25.5e9  blockshuffle     0       4   275  1.29e+20
+    24   1024    6.7e9  dense            0       0  None  1.55e+19
+    24   1536  14.58e9  dense            0       0  None  7.03e+19
+"""
+_, *ROWS = TABLES.strip().splitlines()
+PUBLISHED = [[literal(cell) for cell in row.split()] for row in ROWS]
 
 
 def print_published():
@@ -474,7 +475,7 @@ def print_published():
         ffn = ffn_params(n_layer, width, 4 * width, kind, rank, blocks)
         ours = training_flops(n_layer, width, ffn, 32000, 1024, n_tokens)
         row = f"{n_layer:6} {width:5}  {kind:12} {rank:5} {blocks:6} {ffn / 1e6:8.0f} ({millions or 'not given'})"
-        print(f"{row:62}{ours:.2e} ({flops})")
+        print(f"{row:62}{ours:.2e} ({flops:.2e})")
 
 
 def forms(width):

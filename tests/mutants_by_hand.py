@@ -394,7 +394,7 @@ MISTAKES = [
     # structured
     ("studies/structured.py", "for block in model.model.layers[1:]:", "for block in model.model.layers:", "the first layer is structured too"),
     ("studies/structured.py", "U[:, :R] * root", "U[:, :R]", "singular values in one factor only"),
-    ("studies/structured.py", "return (1 + math.cos(math.pi * step / last)) / 2", "return 1 - step / last", "a linear fade"),
+    ("studies/structured.py", "return (1 + math.cos(math.pi * faded)) / 2", "return 1 - faded", "a linear fade"),
     ("studies/structured.py", "key = f\"{seed}/{step}/{micro}/{i}\"", "key = f\"{seed}/{step}/{micro}\"",
      "all layers throw one coin"),
     ("studies/structured.py", "layer.use_guide = not stochastic or coin < a", "layer.use_guide = not stochastic or coin > a", "the coin upside down"),
@@ -418,7 +418,7 @@ MISTAKES = [
     # peers
     ("tools/peers.py", "m2.mul_(b3).add_(g, alpha=1 - b3)", "m2.mul_(b3).add_(g, alpha=1 - b2)", "the slow average too fast"),
     ("tools/peers.py", "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)", "y = F.scaled_dot_product_attention(q, k, v)", "nanoGPT sees the future"),
-    ("tools/peers.py", "(draws < 1 / k)", "(draws < 2 / k)", "twice as many forgotten"),
+    ("tools/peers.py", "forgotten = draws < 1 / k", "forgotten = draws < 2 / k", "twice as many forgotten"),
     # chat
     ("chat.py", "yield control(\"assistant_end\", said=True)", "yield control(\"assistant_end\")", "the end of a turn is not learnt"),
     ("chat.py", "plain(text, said=kind != \"outputs\")", "plain(text, said=True)", "the outputs of tools are learnt"),
