@@ -22,8 +22,10 @@ from safetensors.torch import save_file
 import tokenizer as tokenizers
 from configurator import ROOT, checked, run
 from engine import checkpoint
+from engine.files import read_json
+from engine.hardware import pick_device, pick_dtype
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
-from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer, read_json
+from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
@@ -670,6 +672,21 @@ def load_any(name, device="cpu", dtype=None, spread=None):
     tok = tokenizer_from_hf(folder)  # before the weights, which take minutes: an error comes early
     model = load_hf(folder, device, dtype, spread)
     return model, fitting(tok, model, folder)
+
+
+def load_ready(name, device="auto", dtype="auto"):
+    """
+    (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
+
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token.
+    """
+    device = pick_device(device)
+    if dtype != "auto":
+        wanted = pick_dtype(dtype, device)
+    else:
+        wanted = torch.bfloat16 if device == "cuda" else None
+    model, tok = load_any(name, device, wanted)
+    return model.eval(), tok
 
 
 def fitting(tok, model, folder):

@@ -34,6 +34,7 @@ import tiktoken
 
 from chat import chat_pieces
 from configurator import run
+from engine.files import read_json, write_flushed
 
 name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line
 paths = []                           # texts to show
@@ -254,18 +255,6 @@ def read_tekken(file):
     return [base64.b64decode(piece["token_bytes"]) for piece in vocab[:130_072]]
 
 
-def read_json(path):
-    """The object in a JSON file. ValueError, one line, if it is damaged."""
-    with open(path, encoding="utf-8") as f:
-        try:
-            saved = json.load(f)
-        except (ValueError, RecursionError) as e:  # RecursionError: a million brackets
-            raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
-    return saved
-
-
 def read_bpe(path):
     """The arguments of Tokenizer in a file of write_bpe. ValueError if it is anything else."""
     try:
@@ -291,9 +280,7 @@ def write_bpe(tokenizer, path):
         saved["ids"] = tokenizer.ids
         saved["in_text"] = sorted(tokenizer.in_text)
         saved["ends"] = [name[i] for i in (tokenizer.bos, tokenizer.eos, tokenizer.pad)]
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        json.dump(saved, f, indent=0)
-    os.replace(f"{path}.tmp", path)
+    write_flushed(path, json.dumps(saved, indent=0))
 
 
 def keep_for(tokenizer, folder):
