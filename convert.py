@@ -458,8 +458,7 @@ def hf_files(tokenizer, chat=False):
         template = f.read()  # what chat.py does, in Jinja
     letter = letters()
     spelled = ["".join(letter[b] for b in piece) for piece in tokenizer.pieces]
-    name = {i: s for s, i in tokenizer.special.items()}
-    bos = name[tokenizer.bos]
+    bos, eos, pad = tokenizer.ends()
     exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
     for s, i in tokenizer.special.items():
@@ -479,8 +478,8 @@ def hf_files(tokenizer, chat=False):
         clean_up_tokenization_spaces=False,
         padding_side="left",
         bos_token=bos,
-        eos_token="<|assistant_end|>" if chat else name[tokenizer.eos],
-        pad_token=name[tokenizer.pad],
+        eos_token="<|assistant_end|>" if chat else eos,
+        pad_token=pad,
         unk_token="<unk>" if "<unk>" in tokenizer.special else None,
         chat_template=template)
     return files
@@ -488,13 +487,12 @@ def hf_files(tokenizer, chat=False):
 
 def begins_with(name, i):
     """Hugging Face's post-processor that puts a token, of this name and id, in front of each of up to two texts."""
-    def part(kind, label, text):
-        return {kind: dict(id=label, type_id=text)}
-
-    first = [part("SpecialToken", name, 0), part("Sequence", "A", 0)]
-    second = [part("SpecialToken", name, 1), part("Sequence", "B", 1)]
+    both = []
+    for number, text in enumerate("AB"):
+        both.append(dict(SpecialToken=dict(id=name, type_id=number)))
+        both.append(dict(Sequence=dict(id=text, type_id=number)))
     token = dict(id=name, ids=[i], tokens=[name])
-    return dict(type="TemplateProcessing", single=first, pair=first + second, special_tokens={name: token})
+    return dict(type="TemplateProcessing", single=both[:2], pair=both, special_tokens={name: token})
 
 
 def letters():
@@ -642,10 +640,10 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
         raise ValueError(f"{folder} has no checkpoint yet: "
                          f"it writes the first after {config['checkpoint_every']} steps")
     path, manifest = found
-    fields = {field.name for field in dataclasses.fields(ApertusConfig)}
+    names = [field.name for field in dataclasses.fields(ApertusConfig)]
     guided = False
     with torch.device("meta" if spread else device):
-        model = Apertus(ApertusConfig(**{key: value for key, value in config.items() if key in fields}))
+        model = Apertus(ApertusConfig(**{name: config[name] for name in names if name in config}))
         if manifest["config"].get("self_guided"):
             from studies import structured
 

@@ -544,9 +544,9 @@ def draw_bars(rows, picture, title):
 
 def measured(path, model, tok):
     """A path of the command line -> its documents, a list of (group, text), and a list of the results of its tasks."""
-    name = os.path.basename(os.path.normpath(path))
     if os.path.isdir(path):
         return list(validation_documents(path, tok))[:limit or None], []
+    name = os.path.basename(path)
     if not path.endswith(".jsonl"):
         return [(name, read(path))], []
     want = '"text", or with "question" and "answer"'
