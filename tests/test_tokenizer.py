@@ -1,4 +1,5 @@
 """Tokenizer and chat template against Apertus' published ids and template, rustbpe, transformers and closed forms."""
+import copy
 import importlib.util
 import json
 import os
@@ -281,9 +282,9 @@ def test_a_conversation_that_does_not_fit_is_refused_in_one_line(messages):
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def in_transformers(t, folder, **kw):
+def in_transformers(t, folder):
     transformers = pytest.importorskip("transformers")
-    for file, content in hf_files(t, **kw).items():
+    for file, content in hf_files(t).items():
         (folder / file).write_text(json.dumps(content))
     return transformers.AutoTokenizer.from_pretrained(str(folder))
 
@@ -302,7 +303,10 @@ def test_transformers_makes_our_ids(small, which, tmp_path):
 
 @pytest.fixture(scope="module")
 def hf_apertus(apertus, tmp_path_factory):
-    return in_transformers(apertus, tmp_path_factory.mktemp("hf"), chat=True)
+    """Of a chat model, whose text ends with the assistant's turn."""
+    chats = copy.copy(apertus)
+    chats.eos = chats.id_of("<|assistant_end|>")
+    return in_transformers(chats, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.mark.parametrize("case", golden())
