@@ -12,6 +12,7 @@ import torch
 
 import convert
 from generate import generate, lay_out_for_decoding, stream
+from goldfish import read
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the text to go on from; FILE:path reads it from a file
@@ -50,10 +51,9 @@ def load():
 
 def prompt_text():
     """The text to go on from: that of --start, or of the file that it names."""
-    if not start.startswith("FILE:"):
-        return start
-    with open(start.removeprefix("FILE:"), encoding="utf-8") as f:
-        return f.read()
+    if start.startswith("FILE:"):
+        return read(start.removeprefix("FILE:"))
+    return start
 
 
 def main():

@@ -181,6 +181,16 @@ def test_zero_turns_top_k_and_top_p_off(run):
     assert "0 = off" in script("sample.py", "--help").stdout
 
 
+def test_a_file_is_gone_on_from_as_the_same_text_is(run, tmp_path):
+    """Every byte of it: a carriage return is not lost, as it would be by Python's own translation of line ends."""
+    file = tmp_path / "start.txt"
+    file.write_bytes(b"def f(x):\r\n")
+    flags = [f"--init_from={run}", "--max_new_tokens=8"]
+    said = script("sample.py", *flags, f"--start=FILE:{file}").stdout
+    assert said == script("sample.py", *flags, "--start=def f(x):\r\n").stdout
+    assert said.startswith("def f(x):\r\n")
+
+
 def told_in_one_line(done, says):
     return done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
 
@@ -192,6 +202,12 @@ def told_in_one_line(done, says):
     ("--num_samples=0", "num_samples=0"), ("--max_new_tokens=0", "max_new_tokens=0")])
 def test_a_flag_that_cannot_be_is_one_line(run, flag, says):
     assert told_in_one_line(script("sample.py", f"--init_from={run}", flag), says)
+
+
+def test_a_file_that_is_no_text_is_one_line(run, tmp_path):
+    (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
+    done = script("sample.py", f"--init_from={run}", f"--start=FILE:{tmp_path / 'picture'}")
+    assert told_in_one_line(done, "byte 0 is not UTF-8")
 
 
 @pytest.mark.parametrize("line", [
