@@ -668,17 +668,17 @@ def load_any(name, device="cpu", dtype=None, spread=None):
     return model, fitting(tok, model, folder)
 
 
-def load_ready(name, device="auto", dtype="auto"):
+def load_ready(name, device, dtype):
     """
     (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
 
     dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token.
     """
     device = pick_device(device)
-    if dtype != "auto":
-        wanted = pick_dtype(dtype, device)
-    else:
+    if dtype == "auto":
         wanted = torch.bfloat16 if device == "cuda" else None
+    else:
+        wanted = pick_dtype(dtype, device)
     model, tok = load_any(name, device, wanted)
     return model.eval(), tok
 

@@ -6,7 +6,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     flush            fsync of what is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           tells later whether a bit has flipped
-    read_json        what is not whole is told in one line
+    read_json        the object in a JSON file, or one line that says that it is damaged
 
 It imports the standard library alone, so that a data worker or --help need not wait for torch.
 """

@@ -165,8 +165,8 @@ def test_dtype_is_that_of_the_weights_for_run_folders_too(which, run, folder, mo
         seen.append(cache.kv[0][0].dtype)
         return real(model, x, cache)
     monkeypatch.setattr(generate_file, "next_logits", noted)
-    for flag, want in (("bfloat16", torch.bfloat16), ("float32", torch.float32)):
-        done = script("sample.py", f"--init_from={name}", f"--dtype={flag}", "--max_new_tokens=2")
+    for flag, want in (("bfloat16", torch.bfloat16), ("float32", torch.float32), ("auto", torch.float32)):
+        done = script("sample.py", f"--init_from={name}", f"--dtype={flag}", "--device=cpu", "--max_new_tokens=2")
         assert done.returncode == 0 and seen.pop() == want, done.stderr
 
 
