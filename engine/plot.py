@@ -23,6 +23,8 @@ from array import array
 
 import numpy as np
 
+from engine.files import read_json
+
 paths = []             # run folders
 out = "out/plot.png"   # the picture of runs
 
@@ -50,15 +52,6 @@ def parsed(text):
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def read_json(path):
-    """The JSON object in a file. ValueError, one line, if it is damaged."""
-    with open(path, "rb") as f:
-        found = parsed(f.read())
-    if found is None:
-        raise ValueError(f"{path} is damaged: it is not a JSON object; fetch or write it again")
-    return found
 
 
 def entry_of(line):

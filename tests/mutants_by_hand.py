@@ -383,7 +383,7 @@ MISTAKES = [
      "(str(row.get(\"lang\", name)), row[\"text\"])", "--by is ignored"),
     ("evaluate.py", "return [(name, read(path))], []",
      "return [(by, read(path))], []", "texts of files are grouped by a column"),
-    ("evaluate.py", "model.eval()\n    is_run", "is_run", "the model stays in training"),
+    ("convert.py", "return model.eval(), tok", "return model, tok", "the model stays in training"),
     ("evaluate.py", "        if row.get(\"text\", \"\").strip()]",
      "        if \"text\" in row]", "blank texts are documents"),
     # cpu
