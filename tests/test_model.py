@@ -341,7 +341,7 @@ def test_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
 
 
 def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
-    """h and logits have 8 bits; log Z, the mean and the head's gradient over all chunks have fp32's 24."""
+    """h and logits have 8 bits; log Z and the mean have fp32's 24."""
     model = small(block_size=2048)
     model.dtype = torch.bfloat16
     idx, targets = ids(1, 1003), ids(1, 1003, seed=1)      # 1 / 1003 in bf16 is off by 0.2 %
@@ -350,6 +350,8 @@ def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
     torch.testing.assert_close(model(idx, targets, per_token=True)[1][0].double(), nll, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model(idx, targets)[1].double(), nll.mean(), rtol=1e-6, atol=0)
 
+
+def test_bf16_sums_the_gradient_of_the_head_over_chunks_in_fp32():
     h, head = torch.full((4096, 4), 1.0).bfloat16(), torch.zeros(8, 4, requires_grad=True)
     every = torch.arange(4096) % 8                         # of each label as many: dz = 1/8 - (label), which bf16 holds
     labels, weights = every * (every < 4), torch.ones(4096)
