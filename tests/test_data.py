@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import prepare
 import tokenizer
 from conftest import ROOT, script
 from data import StagedDataset, TokenDataset, begun, permute
