@@ -194,7 +194,7 @@ MISTAKES = [
     ("train.py", "rate = lr_at(samples_before(step))", "rate = lr_at(step)", "the schedule in steps"),
     ("train.py", "rate = lr_at(samples_before(step))", "rate = lr_at(samples_before(step + 1))", "the schedule a step ahead"),
     ("train.py", "opt.zero_grad(set_to_none=True)", "pass", "gradients are never cleared"),
-    ("train.py", "first + self.run.ranks.rank * each, each)", "first, each)", "every rank reads the same samples"),
+    ("train.py", "first + ranks.rank * each, each)", "first, each)", "every rank reads the same samples"),
     ("train.py", "divide_by = n_tokens\n", "divide_by = batch[2].sum().item()\n", "the loss is averaged over this rank alone"),
     ("train.py", "        if finite:\n            update", "        if True:\n            update", "an update with numbers that are none"),
     ("train.py", "saver.save(done, model, opt", "saver.save(step, model, opt", "a resumed run does its last step twice"),
@@ -388,7 +388,7 @@ MISTAKES = [
      "        if \"text\" in row]", "blank texts are documents"),
     # cpu
     ("engine/hardware.py", "return grad_x, onednn_linear(g, h)", "return grad_x, 2 * onednn_linear(g, h)", "twice the gradient"),
-    ("engine/hardware.py", "(1 + row.diff().nonzero()[:, 0])", "(row.diff().nonzero()[:, 0])", "a border one position early"),
+    ("engine/hardware.py", "1 + row.diff().nonzero()[:, 0]", "row.diff().nonzero()[:, 0]", "a border one position early"),
     ("engine/hardware.py", "if max(map(len, cuts)) == 2:", "if min(map(len, cuts)) == 2:", "one row of one document speaks for all"),
     ("engine/hardware.py", "dropout_p=0.0, is_causal=True)", "dropout_p=0.0, is_causal=False)", "the gradient of another attention"),
     # structured
