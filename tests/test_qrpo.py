@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import signal
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,14 +52,13 @@ def test_losses_are_the_published_implementations(case):
     b = losses.effective_beta(q, length, case["beta"], limit)
 
     def value(log_z):
-        return losses.losses[case["loss"]](
-            both("policy_logp"), both("ref_logp"), both("reward"), q, length, case["beta"],
-            beta_max=limit, gamma=case.get("gamma_beta_ratio"), transform=kind, log_z=log_z,
-        )
+        known = SimpleNamespace(ref=both("ref_logp"), reward=both("reward"), q=q, length=length, beta=b, log_z=log_z)
+        return losses.losses[case["loss"]](both("policy_logp"), known, case["beta"], case.get("gamma_beta_ratio"))
     want = torch.tensor(case["value"], dtype=torch.float64)
-    theirs = b * b.log() + 1 if kind == "identity" else None
+    ours = losses.beta_log_z(b, kind)
+    theirs = b * b.log() + 1 if kind == "identity" else ours
     torch.testing.assert_close(value(theirs), want, rtol=1e-5, atol=0)
-    torch.testing.assert_close(value(None), want, rtol=1e-5 if case["beta"] < 0.1 else 5e-5, atol=0)
+    torch.testing.assert_close(value(ours), want, rtol=1e-5 if case["beta"] < 0.1 else 5e-5, atol=0)
 
 
 # -----------------------------------------------------------------------------
@@ -165,8 +164,9 @@ def test_a_policy_that_can_be_enumerated_reaches_the_closed_form():
     opt = torch.optim.Adam(tables, lr=0.05)
     kl = lambda: (best.exp() * (best - logp(tables))).sum().item()
     assert kl() == pytest.approx((best.exp() * (best - ref)).sum().item()) and kl() == pytest.approx(1.30, abs=0.02)
+    known = SimpleNamespace(ref=ref[:, None], q=q[:, None], beta=beta, log_z=losses.beta_log_z(beta))
     for _ in range(400):
-        loss = (p * losses.losses["qrpo"](logp(tables)[:, None], ref[:, None], None, q[:, None], beta=beta)).sum()
+        loss = (p * losses.losses["qrpo"](logp(tables)[:, None], known, beta, None)).sum()
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -451,12 +451,8 @@ def what_is_watched(batch, logp, beta, beta_max):
     ratio, r, target = (torch.tensor(x, dtype=torch.float64) for x in (ratio, r, target))
     w = ratio.exp() / ratio.exp().sum()
     return dict(
-        log_ratio=ratio.mean().item(),
-        reward=r.mean().item(),
-        reward_policy=(w * r).sum().item(),
-        kl=(w * (w * len(w)).log()).sum().item(),
-        margin=(ratio[::2] - ratio[1::2]).mean().item(),
-        target=target.mean().item(),
+        log_ratio=ratio.mean().item(), margin=(ratio[::2] - ratio[1::2]).mean().item(), target=target.mean().item(),
+        reward=r.mean().item(), reward_policy=(w * r).sum().item(), kl=(w * (w * len(w)).log()).sum().item(),
         tokens=sum(len(y) for pair in batch for _, y in pair["said"]),
     )
 
@@ -479,15 +475,11 @@ def plain_pair(tok, row, couple, refs, norm, ties):
 
 
 @pytest.mark.parametrize("kind, beta, norm, beta_max, ties, optimizer, clip", [
-    ("qrpo", 0.3, False, 0.1, "le", "adamw", 1e9),
-    ("qrpo", 2.0, True, 0.25, "le", "ademamix", 0.02),
+    ("qrpo", 0.3, False, 0.1, "le", "adamw", 1e9), ("qrpo", 2.0, True, 0.25, "le", "ademamix", 0.02),
     ("qrpo", 0.2, False, 0.0, "discrete", "adamw", 0.5),
-    ("dpo", 0.7, False, 0.1, "le", "adamw", 0.05),
-    ("dpo", 5.0, True, 0.1, "le", "ademamix", 1e9),
-    ("rebel", 0.5, False, 0.1, "le", "adamw", 1e9),
-    ("rebel", 4.0, True, 0.1, "le", "adamw", 0.05),
-    ("simpo", 2.5, True, 0.1, "le", "adamw", 1e9),
-    ("simpo", 0.4, False, 0.1, "le", "adamw", 0.01),
+    ("dpo", 0.7, False, 0.1, "le", "adamw", 0.05), ("dpo", 5.0, True, 0.1, "le", "ademamix", 1e9),
+    ("rebel", 0.5, False, 0.1, "le", "adamw", 1e9), ("rebel", 4.0, True, 0.1, "le", "adamw", 0.05),
+    ("simpo", 2.5, True, 0.1, "le", "adamw", 1e9), ("simpo", 0.4, False, 0.1, "le", "adamw", 0.01),
 ])
 def test_from_pairs_to_weights_it_is_the_same_run_written_plainly_in_fp64(
     start, tmp_path, kind, beta, norm, beta_max, ties, optimizer, clip,
@@ -680,10 +672,8 @@ def test_a_reward_function_that_fails_names_the_row_and_the_run_goes_on_from_its
 @pytest.mark.parametrize("signature, body, want", [
     ("prompt, completion", "f'{prompt}|{completion}'", "second|yes"),
     ("prompt, completion, **kw", "f'{prompt}|{completion}|{kw}'", "second|yes|{}"),
-    ("prompt, completion, row", "row['gold']", 7),
-    ("prompt, completion, row=None", "row['gold']", 7),
-    ("*all", "all[2]['gold']", 7),
-    ("prompt, completion, *, weight=3", "weight", 3),
+    ("prompt, completion, row", "row['gold']", 7), ("prompt, completion, row=None", "row['gold']", 7),
+    ("*all", "all[2]['gold']", 7), ("prompt, completion, *, weight=3", "weight", 3),
 ])
 def test_a_reward_function_gets_the_last_question_the_answer_and_the_line_if_it_wants_it(
     tmp_path, signature, body, want,
@@ -798,7 +788,7 @@ def test_only_one_process_reads_what_references_are_made_from(tmp_path):
     """Another would meet a file half written: here it is, and rank 1 does not look."""
     path = tmp_path / "settings.json"
     path.write_text('{"start": "ab')
-    references.same_or_refuse(str(path), dict(start="abc"), types.SimpleNamespace(first=False, files=None))
+    references.same_or_refuse(str(path), dict(start="abc"), SimpleNamespace(first=False, files=None))
     path.unlink()
     references.same_or_refuse(str(path), dict(start="abc"), Ranks())
     assert json.loads(path.read_text()) == dict(start="abc")
@@ -810,11 +800,8 @@ def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, mon
     """A run over midnight trains on the prompts that it sampled with."""
     tok, asked = tokenizer.load("byte"), [dict(role="user", content="what day is it?")]
     listed = [dict(role="user", content=[dict(type="text", text="what day "), dict(type="text", text="is it?")])]
-    odd = [
-        dict(messages=listed, completions="no list"),
-        dict(messages=[dict(role="user", content=[dict(type="image_url")])]),
-        dict(messages=listed, completions=[5]),
-    ]
+    picture = dict(messages=[dict(role="user", content=[dict(type="image_url")])])
+    odd = dict(messages=listed, completions="no list"), picture, dict(messages=listed, completions=[5])
     broken(tmp_path, dict(messages=asked), *odd, dict(messages=listed))
     found, bad = qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))
     want = tok.chat(asked, add_generation_prompt=True, date="2025-09-02")[1]
@@ -858,10 +845,8 @@ def test_pass_or_fail_is_warned_about(start, tmp_path):
 def test_a_reward_model_scores_as_its_own_head_says(start, tmp_path):
     from transformers import LlamaConfig, LlamaForSequenceClassification
     torch.manual_seed(1)
-    judge = LlamaForSequenceClassification(LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, num_labels=1, pad_token_id=3,
-    ))
+    size = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+    judge = LlamaForSequenceClassification(LlamaConfig(**size, num_key_value_heads=1, num_labels=1, pad_token_id=3))
     judge.save_pretrained(tmp_path / "judge")
     tok = tokenizer.load("byte")
     for name, content in convert.hf_files(tok).items():
@@ -1012,8 +997,7 @@ def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, mon
     hello.write_text(f"import sys\nopen({str(done)!r}, 'a').write(sys.argv[1])\n")
     for _ in range(2):
         assert digits.call("run", str(done), "hello", "x")["args"] == ["x"]
-    # It has been run once.
-    assert done.read_text() == "x"
+    assert done.read_text() == "x"      # run once
     with pytest.raises(ValueError, match="made with other settings"):
         digits.call("run", str(done), "hello", "y")
     hello.write_text("raise ValueError('no way')\n")
