@@ -11,7 +11,7 @@ that: the same program with one small mistake, such as a tired person makes. If 
 all pass, it has survived, and a user could have received it.
 
 Mutants come from two places. mutate.py changes an operator or a constant, swaps arguments or branches, leaves a
-statement out. mutants_by_hand.py has the meaningful ones of each file, and HARMLESS there lists survivors that change
+statement out. mutants_by_hand.txt has the meaningful ones of each file, mutants_harmless.txt the survivors that change
 nothing that anyone could notice, with the reason: they are not counted.
 
 A run costs seconds because nothing is imported twice: this process has imported torch and transformers, but nothing of
@@ -40,7 +40,7 @@ import time
 
 from tqdm import tqdm
 
-from mutate import CORE, by_hand, generated, stem
+from mutate import CORE, by_hand, generated, read, stem
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -551,10 +551,8 @@ def print_plan(mutants):
 
 def main():
     args = arguments()
-    from mutants_by_hand import HARMLESS, MISTAKES
-
     files = args.files.split(",") if args.files else []
-    mutants, stale = collect(ROOT, files, args.rate, MISTAKES)
+    mutants, stale = collect(ROOT, files, args.rate, read(f"{HERE}/mutants_by_hand.txt"))
     for file, old in stale:
         print(f"stale, to be found exactly once in {file}: {old!r}")
     if args.plan:
@@ -566,7 +564,7 @@ def main():
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(folder, ROOT, args.jobs)
         answers = ask(mutants, shop, ROOT, store, args.minutes, args.trust)
-    text = table(answers, HARMLESS, len(mutants))
+    text = table(answers, read(f"{HERE}/mutants_harmless.txt"), len(mutants))
     print(text)
     if args.table:
         os.makedirs(os.path.dirname(os.path.abspath(args.table)), exist_ok=True)

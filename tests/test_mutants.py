@@ -67,6 +67,15 @@ def test_no_line_has_two_generated_mistakes():
     assert lines and len(set(lines)) == len(lines)
 
 
+def test_mistakes_by_hand_are_read_with_their_spaces_and_line_ends(tmp_path):
+    text = "# for the reader\n\nf.py: left out\n-     x = 1\n-\n\nb/g.py: a: b\n- a\n-   b\n+ c\n"
+    (tmp_path / "some.txt").write_text(text)
+    assert mutate.read(tmp_path / "some.txt") == [
+        ("f.py", "    x = 1\n", "", "left out"),
+        ("b/g.py", "a\n  b", "c", "a: b"),
+    ]
+
+
 def test_a_mistake_by_hand_must_be_found_once():
     mistakes = [
         ("f.py", "a < b", "a > b", ""),
@@ -100,14 +109,28 @@ def test_broken(): assert False
 def test_half(): a.half(10)
 def test_double(): assert a.double(3) == 6
 """,
-    "tests/mutants_by_hand.py": """\
-MISTAKES = [
-    ('a.py', '2 * x', '3 * x', ''),
-    ('a.py', 'x / 2', 'x / 3', ''),
-    ('a.py', 'x > 9', 'x > 10', ''),
-    ('a.py', 'gone', '', ''),
-]
-HARMLESS = [('a.py', 'while x > 9:', 'while x > 10:', 'who cares')]
+    "tests/mutants_by_hand.txt": """\
+# What went wrong.
+
+a.py: too much
+- 2 * x
++ 3 * x
+
+a.py: too little
+- x / 2
++ x / 3
+
+a.py: one too far
+- x > 9
++ x > 10
+
+a.py: stale
+- gone
+""",
+    "tests/mutants_harmless.txt": """\
+a.py: who cares
+- while x > 9:
++ while x > 10:
 """,
 }
 
