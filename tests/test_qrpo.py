@@ -960,10 +960,10 @@ def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path
     monkeypatch.setattr(digits, "call", call)
     digits.main()
     (tuned, on, _), (reported, on_test, beta) = measured
-    assert on == digits.tasks()[1] and on_test == digits.tasks()[2] and len(tuned) == 24
+    assert on == digits.tasks()[1] and on_test == digits.tasks()[2] and len(tuned) == 40
     assert reported == {f"{m}-s{s}" for m in ("qrpo", "dpo") for s in range(3)}
     chosen = json.loads((tmp_path / "tuning.json").read_text())["chosen"]
-    assert beta == chosen["qrpo"]["beta"] == 3.0 and chosen["dpo"] == dict(lr=1e-3, beta=10.0)
+    assert beta == chosen["qrpo"]["beta"] == 3.0 and chosen["dpo"] == dict(lr=3e-3, beta=10.0)
     for name, script, args in calls:
         if script == "posttrain.qrpo":
             method, seed = name.split("-")[:2] if name.startswith("tune") else name.split("-s")
