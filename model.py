@@ -18,7 +18,6 @@ Every choice that the report ablates is one word of ApertusConfig.
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -63,9 +62,6 @@ class ApertusConfig:
                              "try another n_head")
         if self.activation not in ("xielu", "swiglu", "gelu", "relu2"):
             raise ValueError(f"activation={self.activation!r} is not one of xielu, swiglu, gelu, relu2")
-        if self.ffn != "dense":
-            from studies import structured
-            structured.check(self)
 
     def check_division(self, big, small):
         a = getattr(self, big)
@@ -513,9 +509,10 @@ class Apertus(nn.Module):
         self.lm_head = Linear(C, V)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.initial = draw                                # of a matrix; structured layers know their own
         if config.ffn != "dense":
             from studies import structured
-            structured.replace_linears(self)
+            structured.build(self)
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -530,7 +527,6 @@ class Apertus(nn.Module):
         on the meta device stay there.
         """
         config = self.config
-        noise = partial(draw, config=config, seed=seed)
         for name, p in self.named_parameters():
             if p.is_meta:
                 continue
@@ -540,12 +536,8 @@ class Apertus(nn.Module):
                 p.fill_(inverse_softplus(0.8 - XIELU.BETA))
             elif p.ndim == 1:
                 p.fill_(1.0)
-            elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
-                from studies import structured
-                values = structured.initial(name, config, noise)
-                p.copy_(values)
             else:
-                values = noise(name, p.shape)
+                values = self.initial(name, p.shape, config, seed)
                 p.copy_(values)
 
     def compile_blocks(self, **how):

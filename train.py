@@ -153,6 +153,7 @@ class Run:
     rows: int                       # samples of a micro-batch
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
+    guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
 
 
 # -----------------------------------------------------------------------------
@@ -175,9 +176,6 @@ def check_settings():
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
     lr_at(0)
-    if self_guided:
-        from studies import structured
-        structured.guided_steps(settings(globals()))
 
 
 def open_data():
@@ -214,20 +212,23 @@ def set_up():
     config = settings(globals())
     config.update(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig(**{field.name: config[field.name] for field in dataclasses.fields(ApertusConfig)})
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape)
+    guides = None
+    if ffn != "dense" or self_guided:
+        from studies.structured import Guides
+        guides = Guides(config, shape)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides)
 
 
 def build(run):
     """
     The model, what is called in training (the model, or a wrapper that talks to other ranks),
-    the optimizer, and the guides of structured layers, None for Apertus.
+    and the optimizer.
     """
-    ranks, guides = run.ranks, None
+    ranks = run.ranks
     with torch.device("meta" if ranks.sharded else run.device):
         model = Apertus(run.shape, seed)
-        if self_guided:
-            from studies.structured import Guides
-            guides = Guides(model, run.config)
+        if run.guides:
+            run.guides.join(model)
     model.dtype = run.dtype
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
@@ -239,26 +240,26 @@ def build(run):
                           alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
-    return model, net, opt, guides
+    return model, net, opt
 
 
-def resume_from(model, optimizer, guides, config, ranks):
+def resume_from(model, optimizer, run):
     """
     Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
     start.
 
     ValueError: the checkpoint belongs to a run with other settings, which are named.
     """
-    found = checkpoint.newest_intact(f"{out}/ckpt", ranks.files, allow_restart)
+    found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, allow_restart)
     if not found:
         return 0
     path, manifest = found
     samples = samples_before(manifest["step"])
-    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(config, samples))
-    if guides:
-        guides.end(manifest["step"], optimizer, manifest["config"])
+    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(run.config, samples))
+    if run.guides:
+        run.guides.end(manifest["step"], optimizer, manifest["config"])
     checkpoint.load(path, model, optimizer)
-    if ranks.first:
+    if run.ranks.first:
         print(f"resumed from {path}")
     return manifest["step"]
 
@@ -453,7 +454,7 @@ def batches(run, step):
             yield batch
 
 
-def forward_backward(net, guides, run, batch, n_tokens, step):
+def forward_backward(net, run, batch, n_tokens, step):
     """
     The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of
     the loss, 0-d.
@@ -467,8 +468,8 @@ def forward_backward(net, guides, run, batch, n_tokens, step):
     loss = torch.zeros((), device=run.device, dtype=sum_dtype)
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
-        if guides:
-            guides.set(step, run.ranks.rank * len(micro) + i)
+        if run.guides:
+            run.guides.set(step, run.ranks.rank * len(micro) + i)
         divide_by = n_tokens
         if loss_average == "micro":
             kept = tensors[2].sum().item()
@@ -519,9 +520,9 @@ def main():
 
 def pretrain(run, stop):
     """stop: a list that is no longer empty once a signal has asked this process to leave."""
-    ranks, first = run.ranks, run.ranks.first
-    model, net, opt, guides = build(run)
-    start = resume_from(model, opt, guides, run.config, ranks) if resume else 0
+    ranks, first, guides = run.ranks, run.ranks.first, run.guides
+    model, net, opt = build(run)
+    start = resume_from(model, opt, run) if resume else 0
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
@@ -557,7 +558,7 @@ def pretrain(run, stop):
 
         # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank
         # was asked to stop.
-        loss = forward_backward(net, guides, run, batch, n_tokens, step)
+        loss = forward_backward(net, run, batch, n_tokens, step)
         asked = runs.asked_to_stop(out, stop, ranks)
         loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
         norm = math.sqrt(square)

@@ -35,6 +35,7 @@ if __name__ == "__main__" and not __package__:
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -184,9 +185,15 @@ def check(config):
         raise ValueError(f"ffn={config.ffn!r} with n_layer=1 would change nothing: the first layer stays dense")
 
 
-def replace_linears(model):
-    """Put structured layers, uninitialised, in place of the MLP's matrices in every block but the first."""
+def build(model):
+    """
+    Put structured layers in place of the MLP's matrices in every block but the first, with initial values of their own.
+
+    ValueError: see check.
+    """
     c = model.config
+    check(c)
+    model.initial = partial(initial, draw=model.initial)
     for block in model.model.layers[1:]:
         for name, dense in list(block.mlp.named_children()):
             if isinstance(dense, nn.Linear):
@@ -195,20 +202,23 @@ def replace_linears(model):
                 setattr(block.mlp, name, layer)
 
 
-def initial(name, config, draw):
+def initial(name, shape, config, seed, draw):
     """
-    The initial value, fp64, of the parameter `name`: LAYER.v, LAYER.u or LAYER.guide; a pure function of seed and name.
+    The initial values of the matrix `name`, fp64 where it is LAYER.v, LAYER.u or LAYER.guide; all others are draw's.
 
     lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts from, its singular
     values split evenly between the factors. Blocks: normal noise made orthogonal, all singular values 1. Guide: the
-    product. draw(name, shape): the noise. Source: post_init of the released code.
+    product. draw(name, shape, config, seed): the noise. Source: post_init of the released code.
     """
+    noise = partial(draw, config=config, seed=seed)
     owner, _, leaf = name.rpartition(".")
+    if leaf not in ("v", "u", "guide"):
+        return noise(name, shape)
     n_in, n_out = config.n_embd, config.ffn_width
     if owner.endswith("down_proj"):
         n_in, n_out = n_out, n_in
     if config.ffn == "lowrank":
-        dense = draw(owner + ".weight", (n_out, n_in)).double()
+        dense = noise(owner + ".weight", (n_out, n_in)).double()
         U, S, Vh = torch.linalg.svd(dense, full_matrices=False)
         R = config.ffn_rank
         root = S[:R].sqrt()
@@ -216,8 +226,8 @@ def initial(name, config, draw):
         u = U[:, :R] * root
     else:
         v, u = factor_shapes(config.ffn, n_in, n_out, config.ffn_rank, config.ffn_blocks)
-        v = orthogonal(draw(owner + ".v", v))
-        u = orthogonal(draw(owner + ".u", u))
+        v = orthogonal(noise(owner + ".v", v))
+        u = orthogonal(noise(owner + ".u", u))
     if leaf == "guide":
         return product(v, u, config.ffn)
     return v if leaf == "v" else u
@@ -253,15 +263,20 @@ def dense_parameters(model):
 
 class Guides:
     """
-    The guided steps of a run, for train.py: made if self_guided is set, before the model is wrapped or sharded.
+    The guided steps of a run with structured layers, for train.py.
 
-    config: the run's settings (dict), as in config.json.
+    config: the run's settings (dict), as in config.json; shape: its ApertusConfig. ValueError: sizes that structured
+    layers do not have, or a share of the run that there is not.
     """
 
-    def __init__(self, model, config):
-        self.model = model
+    def __init__(self, config, shape):
         self.config = config
         self.last = guided_steps(config)
+        check(shape)
+
+    def join(self, model):
+        """Take part in a model, before it is wrapped or sharded."""
+        self.model = model
         if self.last:
             add_guides(model)
 

@@ -134,7 +134,7 @@ def test_the_first_layer_stays_dense_and_all_that_is_shared_starts_alike():
     (dict(ffn="blockshuffle", ffn_blocks=2, n_layer=1), "the first layer stays dense")])
 def test_sizes_that_do_not_fit_are_refused_in_one_line(changes, says):
     with pytest.raises(ValueError, match=says) as error:
-        ApertusConfig(**{**SMALL, **changes})
+        Apertus(ApertusConfig(**{**SMALL, **changes}))
     assert "\n" not in str(error.value)
 
 
@@ -496,11 +496,16 @@ def test_a_checkpoint_of_the_guided_phase_is_sampled_and_exported_without_its_gu
     assert sampled(hf).stdout == said.stdout
 
 
-def test_a_guide_without_a_structured_layer_is_refused(guided, tmp_path):
+@pytest.mark.parametrize("flags, says", [
+    (["--self_guided=0.5"], "want a share of the run"),
+    (["--ffn=lowrang"], "not one of dense, lowrank"),
+    (["--ffn=lowrank", "--ffn_rank=0"], "wants ffn_rank between"),
+])
+def test_a_run_that_cannot_be_built_is_refused_before_it_has_a_folder(guided, tmp_path, flags, says):
     _, data, *_ = guided[1]
-    done = script("train.py", "configs/tiny.py", data, "--self_guided=0.5", f"--out={tmp_path / 'run'}")
-    assert done.returncode == 2 and "want a share of the run" in done.stderr
-    assert not os.path.exists(tmp_path / "run" / "ckpt")
+    done = script("train.py", "configs/tiny.py", data, f"--out={tmp_path / 'run'}", *flags)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not os.path.exists(tmp_path / "run")
 
 
 # As one of two ranks: test_guided_training_on_two_ranks_is_that_of_one.
