@@ -340,7 +340,7 @@ def build_optimizer(
     """
     The optimizer of a model by name: "ademamix", or "adamw" for comparison, which uses the first two betas.
 
-    Warm-ups in steps; compile: as in AdEMAMix, but False where there is no compiler. ValueError: another name.
+    Warm-ups in steps; compile: as in AdEMAMix. ValueError: another name.
     """
     groups = param_groups(model, weight_decay)
     if name == "adamw":
@@ -353,7 +353,6 @@ def build_optimizer(
         )
     if name != "ademamix":
         raise ValueError(f"optimizer={name!r}: there is ademamix and adamw")
-    device = next(model.parameters()).device
     return AdEMAMix(
         groups,
         lr=lr,
@@ -362,7 +361,7 @@ def build_optimizer(
         eps=eps,
         alpha_warmup=alpha_warmup,
         beta3_warmup=beta3_warmup,
-        compile=compile if can_compile(device) else False,
+        compile=compile,
     )
 
 

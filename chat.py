@@ -50,9 +50,12 @@ def chat_pieces(messages, tools=None, thinking=False, add_generation_prompt=Fals
     """
     system = WHO_AM_I + (date or datetime.date.today().isoformat())
     if messages and messages[0].get("role") == "system":
-        system, messages = content_of(messages[0]), messages[1:]
+        first, *messages = messages
+        system = content_of(first)
     deliberation = "enabled" if thinking else "disabled"
-    abilities = ":\n" + "\n".join(map(describe_tool, tools)) if tools else ": disabled"
+    abilities = ": disabled"
+    if tools:
+        abilities = ":\n" + "\n".join(map(describe_tool, tools))
     return [
         ("<s>", True, False),
         *framed("system", system),
@@ -128,10 +131,13 @@ def content_of(message):
 def assistant_blocks(message):
     """(kind, text) of each block of an assistant message: thoughts, response, calls, display (a call), or outputs."""
     content = message.get("content") or ""
+    if isinstance(content, str):
+        content = {"blocks": [{"type": "response", "text": content}]}
     try:
-        blocks = [{"type": "response", "text": content}] if isinstance(content, str) else list(content["blocks"])
+        blocks = list(content["blocks"])
         if message.get("tool_calls"):
-            blocks.append({"type": "tool_calls", "calls": [call["function"] for call in message["tool_calls"]]})
+            calls = [call["function"] for call in message["tool_calls"]]
+            blocks.append({"type": "tool_calls", "calls": calls})
         for n, block in enumerate(blocks):
             if block["type"] in ("thoughts", "response"):
                 yield block["type"], block["text"] + ""
@@ -142,7 +148,8 @@ def assistant_blocks(message):
                 answers = n and [f for f, _ in calls] == ["display_answers"]
                 yield "display" if answers else "calls", f"[{text}]"
             elif block["type"] == "tool_outputs":
-                yield "outputs", "[" + ", ".join(o["output"] for o in block["outputs"]) + "]"
+                text = ", ".join(o["output"] for o in block["outputs"])
+                yield "outputs", f"[{text}]"
             else:
                 raise KeyError(block["type"])
     except (KeyError, TypeError) as error:
@@ -156,7 +163,8 @@ def as_json(value):
 def describe_tool(tool):
     """A tool as a TypeScript declaration, the way Apertus reads it. ValueError without a name and a description."""
     tool = tool.get("function", tool)
-    if not all(isinstance(tool.get(key), str) for key in ("name", "description")):
+    texts = (tool.get("name"), tool.get("description"))
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"chat: tool {tool!r} needs a name and a description")
     schema = tool.get("parameters") or {}
     lines = []
@@ -165,10 +173,12 @@ def describe_tool(tool):
             lines.append(f"// {spec['description']}\n")
         default = ""
         if "default" in spec:
+            enum, one_of = spec.get("enum"), spec.get("oneOf")
+            comma = "" if one_of and not enum else ", "
             value = spec["default"]
-            comma = "" if spec.get("oneOf") and not spec.get("enum") else ", "
-            shown = value if spec.get("enum") or spec.get("oneOf") else as_json(value)
-            default = f"{comma}// default: {shown}"
+            if not enum and not one_of:
+                value = as_json(value)
+            default = f"{comma}// default: {value}"
         optional = "" if key in schema.get("required", []) else "?"
         lines.append(f"{key}{optional}: {ts_type(spec)}{default},\n")
     body = "(_: {\n" + "".join(lines).removesuffix(",\n") + "\n})" if lines else "()"
@@ -185,7 +195,9 @@ def ts_type(spec):
     if kind == "array":
         item = spec.get("items") or {}
         inner = scalars.get(str(item.get("type"))) or ts_type(item)
-        return ("any" if inner == "object | object" or len(inner) > 50 else inner) + "[]" + null
+        if inner == "object | object" or len(inner) > 50:
+            inner = "any"
+        return inner + "[]" + null
     if spec.get("oneOf"):
         types = []
         for one in spec["oneOf"]:
@@ -193,8 +205,10 @@ def ts_type(spec):
             default = f"{'':20}// default: {as_json(one['default'])}" if "default" in one else ""
             types.append(ts_type(one) + description + default)
         return " | \n".join(types)
+    if kind == "string" and spec.get("enum"):
+        return '"' + '" | "'.join(spec["enum"]) + '"'
     if kind == "string":
-        return '"' + '" | "'.join(spec["enum"]) + '"' if spec.get("enum") else "string" + null
+        return "string" + null
     if kind == "object" and spec.get("properties"):
         fields = []
         for key, value in spec["properties"].items():
@@ -270,10 +284,14 @@ ODD = "content that the chat format has no place for: want text or blocks"
 
 def normal(message):
     """OpenAI's content, a list of text parts, as their text; any other message as it is."""
+    def is_text(part):
+        return isinstance(part, dict) and part.get("type") == "text"
+
     parts = message.get("content")
-    if isinstance(parts, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
-        return {**message, "content": "".join(p["text"] for p in parts)}
-    return message
+    if not isinstance(parts, list) or not all(map(is_text, parts)):
+        return message
+    text = "".join(part["text"] for part in parts)
+    return {**message, "content": text}
 
 
 def fault(messages):
@@ -287,7 +305,8 @@ def fault(messages):
             # A call has no text, but it is something to learn.
             blocks = content.get("blocks", content.get("parts", [content]))
             content = "".join(str(b.get("text", "call")) for b in blocks)
-        if not (content or "").strip() and not message.get("tool_calls") and role != "system":
+        says = (content or "").strip() or message.get("tool_calls")
+        if not says and role != "system":
             return "an empty turn"
         before = role
     if not any(message["role"] == "assistant" for message in messages):
@@ -352,6 +371,8 @@ def count(bad, why, line, times=1):
 def left_out(bad, kept, what):
     """What was left out and why, in one line. bad: {reason: (count, first line)}; what: the items' name, plural."""
     n = sum(times for times, _ in bad.values())
-    reasons = "; ".join(f"{times} {why} (first in line {line})" for why, (times, line) in bad.items())
+    reasons = []
+    for why, (times, line) in bad.items():
+        reasons.append(f"{times} {why} (first in line {line})")
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
-    return f"{head}: {reasons}"
+    return f"{head}: {'; '.join(reasons)}"

@@ -22,8 +22,10 @@ from safetensors.torch import save_file
 import tokenizer as tokenizers
 from configurator import ROOT, checked, run
 from engine import checkpoint
+from engine.files import flush, read_json, write_flushed
+from engine.hardware import pick_device, pick_dtype
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
-from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer, read_json
+from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
@@ -150,7 +152,7 @@ def in_words(settings):
     return ", ".join(f"{key}={value!r}"[:120] for key, value in settings.items())
 
 
-def config_to_hf(config, tokenizer=None, dtype="float32"):
+def config_to_hf(config, dtype="float32"):
     """ApertusConfig -> config.json (dict), RoPE in both spellings. ValueError if transformers has no such Apertus."""
     if config.activation != "xielu" or not config.qk_norm:
         raise ValueError("transformers' Apertus has xIELU and QK-norm only, this model has "
@@ -174,8 +176,6 @@ def config_to_hf(config, tokenizer=None, dtype="float32"):
         rope_parameters=dict(rope_type=kind, rope_theta=theta, **scaling),
         rope_theta=theta,
         rope_scaling=dict(rope_type=kind, **scaling) if scaling else None)
-    if tokenizer:
-        hf.update(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad)
     return hf
 
 
@@ -306,24 +306,23 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         parameters = structured.dense_parameters(model)
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: an export has float32 or bfloat16")
-    hf = config_to_hf(model.config, tokenizer, dtype)
-    buffers = []
-    for i in range(model.config.n_layer):
-        for name, value in CONSTANTS.items():
-            buffers.append((f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value)))
+    hf = config_to_hf(model.config, dtype)
+    ends = {}
+    if tokenizer:
+        ends = dict(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad)
+    buffers = [
+        (f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value))
+        for i in range(model.config.n_layer)
+        for name, value in CONSTANTS.items()]
     both = itertools.chain(parameters, buffers)
     torch_dtype = getattr(torch, dtype)
     tensors = ((name, p.detach().to("cpu", torch_dtype).contiguous()) for name, p in both)
     files = in_files(tensors, shard_bytes)
 
-    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
-    jsons = {"config.json": hf, "generation_config.json": {key: hf[key] for key in ends if key in hf}}
+    jsons = {"config.json": hf | ends, "generation_config.json": ends}
     if len(files) > 1:
-        weight_map = {}
-        total = 0
-        for file, shard in files.items():
-            weight_map.update(dict.fromkeys(shard, file))
-            total += sum(t.nbytes for t in shard.values())
+        weight_map = {name: file for file, shard in files.items() for name in shard}
+        total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
         jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=weight_map)
     if tokenizer:
         jsons.update(hf_files(tokenizer))
@@ -367,22 +366,22 @@ def publish(path, tensors, jsons):
         write_list(path, before | names)  # first, so that what a kill leaves behind counts as ours
         for file, shard in tensors.items():
             save_file(shard, f"{path}/{file}.tmp", metadata={"format": "pt"})
-            checkpoint.flush(f"{path}/{file}.tmp")
+            flush(f"{path}/{file}.tmp")
         for file, content in jsons.items():
             write_json(f"{path}/{file}.tmp", content)
     except (OSError, SafetensorError) as e:  # the disk is full, or a file has the folder's name
         remove(path, [f"{file}.tmp" for file in names])
         raise OSError(f"{path} could not be written ({e}); what was there before is untouched") from None
     remove(path, ["config.json"])
-    checkpoint.flush(path)
+    flush(path)
     for file in before - names:
         remove(path, [file, f"{file}.tmp"])
     for file in names - {"config.json"}:
         os.replace(f"{path}/{file}.tmp", f"{path}/{file}")
     write_list(path, names)
-    checkpoint.flush(path)
+    flush(path)
     os.replace(f"{path}/config.json.tmp", f"{path}/config.json")
-    checkpoint.flush(path)
+    flush(path)
 
 
 # What transformers would read beside the weights.
@@ -414,14 +413,14 @@ def written_before(path, names=()):
 
 def write_list(path, names):
     """Remember in the folder `path` which files there are ours."""
-    checkpoint.write_flushed(f"{path}/{LIST}", json.dumps(dict(files=sorted(names))))
+    write_flushed(f"{path}/{LIST}", json.dumps(dict(files=sorted(names))))
 
 
 def write_json(path, content):
     """Write and flush one file of an export."""
     with open(path, "w", encoding="utf-8") as f:
         json.dump(content, f, indent=1, ensure_ascii=False)
-    checkpoint.flush(path)
+    flush(path)
 
 
 def remove(folder, files):
@@ -444,55 +443,52 @@ SPLIT = dict(type="Split", pattern=dict(Regex=PATTERN), behavior="Isolated", inv
 PRE_TOKENIZER = dict(type="Sequence", pretokenizers=[SPLIT, byte_level(False)])
 
 
-def hf_files(tokenizer, chat=False):
+def hf_files(tokenizer):
     """
     {file name: what to write into it as JSON}, from which transformers.AutoTokenizer makes the same ids.
 
     It puts <s> in front, as the published tokenizer does; add_special_tokens=False leaves it out. It also turns a
-    control token that is spelled out in a text into that token, unless called with split_special_tokens=True. chat: eos
-    is <|assistant_end|>.
+    control token that is spelled out in a text into that token, unless called with split_special_tokens=True.
     """
     with open(f"{ROOT}/chat_template.jinja", encoding="utf-8") as f:
         template = f.read()  # what chat.py does, in Jinja
     letter = letters()
     spelled = ["".join(letter[b] for b in piece) for piece in tokenizer.pieces]
-    name = {i: s for s, i in tokenizer.special.items()}
-    bos = name[tokenizer.bos]
+    bos, eos, pad = tokenizer.ends()
     exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = []
     for s, i in tokenizer.special.items():
         added.append(dict(id=i, content=s, **exact, special=s not in tokenizer.in_text))
     vocab = tokenizer.special | dict(zip(spelled, tokenizer.ids))
-    files = {}
-    files["tokenizer.json"] = dict(
+    model = dict(type="BPE", ignore_merges=True, merges=merges_of(spelled), vocab=vocab)
+    content = dict(
         version="1.0",
         added_tokens=added,
         normalizer=None,
         pre_tokenizer=PRE_TOKENIZER,
         post_processor=begins_with(bos, tokenizer.bos),
         decoder=byte_level(True),
-        model=dict(type="BPE", ignore_merges=True, merges=merges_of(spelled), vocab=vocab))
-    files["tokenizer_config.json"] = dict(
+        model=model)
+    settings = dict(
         tokenizer_class="PreTrainedTokenizerFast",
         clean_up_tokenization_spaces=False,
         padding_side="left",
         bos_token=bos,
-        eos_token="<|assistant_end|>" if chat else name[tokenizer.eos],
-        pad_token=name[tokenizer.pad],
+        eos_token=eos,
+        pad_token=pad,
         unk_token="<unk>" if "<unk>" in tokenizer.special else None,
         chat_template=template)
-    return files
+    return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
 
 def begins_with(name, i):
     """Hugging Face's post-processor that puts a token, of this name and id, in front of each of up to two texts."""
-    def part(kind, label, text):
-        return {kind: dict(id=label, type_id=text)}
-
-    first = [part("SpecialToken", name, 0), part("Sequence", "A", 0)]
-    second = [part("SpecialToken", name, 1), part("Sequence", "B", 1)]
+    both = []
+    for number, text in enumerate("AB"):
+        both.append(dict(SpecialToken=dict(id=name, type_id=number)))
+        both.append(dict(Sequence=dict(id=text, type_id=number)))
     token = dict(id=name, ids=[i], tokens=[name])
-    return dict(type="TemplateProcessing", single=first, pair=first + second, special_tokens={name: token})
+    return dict(type="TemplateProcessing", single=both[:2], pair=both, special_tokens={name: token})
 
 
 def letters():
@@ -640,10 +636,10 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
         raise ValueError(f"{folder} has no checkpoint yet: "
                          f"it writes the first after {config['checkpoint_every']} steps")
     path, manifest = found
-    fields = {field.name for field in dataclasses.fields(ApertusConfig)}
+    names = [field.name for field in dataclasses.fields(ApertusConfig)]
     guided = False
     with torch.device("meta" if spread else device):
-        model = Apertus(ApertusConfig(**{key: value for key, value in config.items() if key in fields}))
+        model = Apertus(ApertusConfig(**{name: config[name] for name in names if name in config}))
         if manifest["config"].get("self_guided"):
             from studies import structured
 
@@ -670,6 +666,21 @@ def load_any(name, device="cpu", dtype=None, spread=None):
     tok = tokenizer_from_hf(folder)  # before the weights, which take minutes: an error comes early
     model = load_hf(folder, device, dtype, spread)
     return model, fitting(tok, model, folder)
+
+
+def load_ready(name, device, dtype):
+    """
+    (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
+
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token.
+    """
+    device = pick_device(device)
+    if dtype == "auto":
+        wanted = torch.bfloat16 if device == "cuda" else None
+    else:
+        wanted = pick_dtype(dtype, device)
+    model, tok = load_any(name, device, wanted)
+    return model.eval(), tok
 
 
 def fitting(tok, model, folder):

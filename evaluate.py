@@ -29,7 +29,7 @@ import convert
 import tokenizer as tokenizers
 from chat import read_rows
 from data import TokenDataset
-from engine.hardware import pick_device, pick_dtype
+from engine.files import read_json, write_flushed
 from engine.intervals import t_quantile, wilson
 from engine.plot import finish, pyplot
 from generate import generate
@@ -544,9 +544,9 @@ def draw_bars(rows, picture, title):
 
 def measured(path, model, tok):
     """A path of the command line -> its documents, a list of (group, text), and a list of the results of its tasks."""
-    name = os.path.basename(os.path.normpath(path))
     if os.path.isdir(path):
         return list(validation_documents(path, tok))[:limit or None], []
+    name = os.path.basename(path)
     if not path.endswith(".jsonl"):
         return [(name, read(path))], []
     want = '"text", or with "question" and "answer"'
@@ -568,20 +568,14 @@ def measured(path, model, tok):
 
 
 def main():
-    kind = pick_device(device)
-    wanted = None if dtype == "auto" else pick_dtype(dtype, kind)
-    model, tok = convert.load_any(init_from, kind, wanted)
-    if kind == "cuda" and dtype == "auto":
-        model.to(torch.bfloat16)
-    model.eval()
-    is_run = os.path.isdir(os.path.join(init_from, "ckpt"))
+    model, tok = convert.load_ready(init_from, device, dtype)
+    is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if not sources and not harness:
         if not is_run:
             raise ValueError(f"{init_from} is no run folder with validation data of its own: name texts or tasks, "
                              "or --harness=TASKS")
-        config = tokenizers.read_json(os.path.join(init_from, "config.json"))
-        sources = [config["data"]]
+        sources = [read_json(f"{init_from}/config.json")["data"]]
     documents = []
     tasks = []
     for path in sources:
@@ -594,15 +588,13 @@ def main():
 
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "evaluation.json")
     results = dict(model=init_from, texts=texts, tasks=tasks)
-    with open(file, "w", encoding="utf-8") as f:
-        json.dump(results, f, indent=1)
+    write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
     if len(texts) > 2:
         title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"
-        draw_bars(texts[1:], os.path.join(folder, "evaluation.png"), title)
+        draw_bars(texts[1:], f"{folder}/evaluation.png", title)
     print(table_md(results))
-    print(f"wrote {file}")
+    print(f"wrote {folder}/evaluation.json")
 
 
 if __name__ == "__main__":

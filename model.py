@@ -4,10 +4,10 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
 that differs from Llama in three places: the feed-forward layer has no gate and a learned
-activation, xIELU (sec. 2.1); queries and keys are normalised before they are rotated (QK-norm);
-and attention stops at document borders. Parameters carry the names of the published
-checkpoints, so a safetensors file loads without a mapping table (convert.py), and the logits
-are the published ones:
+activation, xIELU (sec. 2.1); queries and keys are normalised before they are rotated
+(QK-norm); and attention stops at document borders. Parameters carry the names of the
+published checkpoints, so a safetensors file loads without a mapping table (convert.py), and
+the logits are the published ones:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
@@ -62,18 +62,14 @@ class ApertusConfig:
                              "try another n_head")
         if self.activation not in ("xielu", "swiglu", "gelu", "relu2"):
             raise ValueError(f"activation={self.activation!r} is not one of xielu, swiglu, gelu, relu2")
-        if self.ffn != "dense":
-            from studies import structured
-            structured.check(self)
 
     def check_division(self, big, small):
         a = getattr(self, big)
         b = getattr(self, small)
         if b < 1 or a % b:
-            fits = b
-            while fits > 1 and a % fits:
-                fits -= 1
-            raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={max(fits, 1)}")
+            divisors = (d for d in range(1, b) if a % d == 0)
+            fits = max(divisors, default=1)
+            raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={fits}")
 
     @property
     def head_dim(self):
@@ -82,8 +78,8 @@ class ApertusConfig:
     @property
     def ffn_width(self):
         """
-        Hidden width. SwiGLU has three matrices, not two: 2/3 of the width, to a multiple of 8
-        (8B: 14336).
+        Hidden width. SwiGLU has three matrices, not two: 2/3 of the width, to a multiple of
+        8 (8B: 14336).
         """
         if self.activation != "swiglu":
             return self.ffn_dim
@@ -91,8 +87,8 @@ class ApertusConfig:
         return 8 * max(1, eights)
 
 
-# Our name of a setting: its name in Hugging Face's config.json (convert.py translates the rest,
-# RoPE's among it).
+# Our name of a setting: its name in Hugging Face's config.json (convert.py translates the
+# rest, RoPE's among it).
 HF_NAMES = dict(
     block_size="max_position_embeddings",
     vocab_size="vocab_size",
@@ -109,8 +105,8 @@ HF_NAMES = dict(
 
 class Linear(nn.Linear):
     """
-    A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is
-    used.
+    A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it
+    is used.
 
     So neither autocast nor a second copy of the weights is needed: torch.compile fuses the
     cast.
@@ -123,13 +119,14 @@ class Linear(nn.Linear):
         pass                                               # Apertus.init_weights does it, once
 
     def forward(self, x):
-        return linear(x, self.weight.to(x.dtype))
+        w = self.weight.to(x.dtype)
+        return linear(x, w)
 
 
 class RMSNorm(nn.Module):
     """
-    x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm sums squares of half
-    types in fp32.
+    x / sqrt(mean(x^2) + eps) * weight over the last dimension; F.rms_norm sums squares of
+    half types in fp32.
     """
 
     def __init__(self, dim, eps):
@@ -144,15 +141,15 @@ class RMSNorm(nn.Module):
 
 class XIELU(nn.Module):
     """
-    xIELU (arXiv 2411.13010; sec. 2.1): a parabola to the right, an integrated ELU to the left,
-    both slopes learned per layer.
+    xIELU (arXiv 2411.13010; sec. 2.1): a parabola to the right, an integrated ELU to the
+    left, both slopes learned per layer.
 
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars
-    are stored raw, as the checkpoints have them, with shape (1,): fully_shard refuses 0-d
-    parameters.
+    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two
+    scalars are stored raw, as the checkpoints have them, with shape (1,): fully_shard
+    refuses 0-d parameters.
     """
     BETA = 0.5
     EPS = -1e-6                                            # where the left branch is not used, x is at most this
@@ -170,9 +167,10 @@ class XIELU(nn.Module):
         a_n = self.alpha_n.to(z.dtype)
         alpha_p = F.softplus(a_p)
         alpha_n = self.BETA + F.softplus(a_n)
-        # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the
-        # branch is not taken.
-        exp_minus_1 = torch.expm1(z.clamp(max=self.EPS))
+        # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although
+        # the branch is not taken.
+        below_0 = z.clamp(max=self.EPS)
+        exp_minus_1 = torch.expm1(below_0)
         left = alpha_n * (exp_minus_1 - z)
         right = alpha_p * z * z
         y = torch.where(z > 0, right, left)
@@ -210,12 +208,12 @@ def rope_frequencies(config, device=None):
     """
     The D/2 angular frequencies (D/2,) fp32, scaled "by parts" as in Llama 3 (sec. 2.1).
 
-    With the wavelength w = 2 pi / f: unchanged where w < original / high, f / factor where w >
-    original / low, and a linear blend between. At theta 500k these are 29, 29 and 6 of the 64
-    frequencies.
+    With the wavelength w = 2 pi / f: unchanged where w < original / high, f / factor where
+    w > original / low, and a linear blend between. At theta 500k these are 29, 29 and 6 of
+    the 64 frequencies.
     """
     D = config.head_dim
-    even = torch.arange(0, D, 2, device=device, dtype=torch.float32)
+    even = torch.arange(0, D, 2, device=device).float()
     f = 1.0 / config.rope_theta ** (even / D)
     if not config.rope_scaling:
         return f
@@ -228,8 +226,8 @@ def rope_frequencies(config, device=None):
 
 def rotate(x, cos, sin):
     """
-    Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D) or
-    (B, 1, T, D).
+    Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D)
+    or (B, 1, T, D).
     """
     a, b = x.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
@@ -238,34 +236,34 @@ def rotate(x, cos, sin):
 
 class Attention(nn.Module):
     """
-    Grouped-query attention with QK-norm: RMSNorm over the head dim of q and k, one gain for all
-    heads, before RoPE.
+    Grouped-query attention with QK-norm: RMSNorm over the head dim of q and k, one gain for
+    all heads, before RoPE.
     """
 
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.H = config.n_head
-        self.K = config.n_kv_head
-        self.D = config.head_dim
-        self.q_proj = Linear(C, self.H * self.D)
-        self.k_proj = Linear(C, self.K * self.D)
-        self.v_proj = Linear(C, self.K * self.D)
-        self.o_proj = Linear(self.H * self.D, C)
+        D = config.head_dim
+        q_width = config.n_head * D
+        kv_width = config.n_kv_head * D
+        self.q_proj = Linear(C, q_width)
+        self.k_proj = Linear(C, kv_width)
+        self.v_proj = Linear(C, kv_width)
+        self.o_proj = Linear(q_width, C)
         self.q_norm = self.k_norm = nn.Identity()
         if config.qk_norm:
-            self.q_norm = RMSNorm(self.D, config.norm_eps)
-            self.k_norm = RMSNorm(self.D, config.norm_eps)
+            self.q_norm = RMSNorm(D, config.norm_eps)
+            self.k_norm = RMSNorm(D, config.norm_eps)
+        self.heads = -1, D
 
     def qkv(self, x, cos, sin):
-        B, T, C = x.shape
-        H, K, D = self.H, self.K, self.D
-        q = self.q_proj(x).view(B, T, H, D)
-        k = self.k_proj(x).view(B, T, K, D)
-        v = self.v_proj(x).view(B, T, K, D)
+        """x (B, T, C) -> q (B, H, T, D), k and v (B, K, T, D), q and k normalised and rotated."""
+        q = self.q_proj(x).unflatten(-1, self.heads)       # (B, T, H, D)
+        k = self.k_proj(x).unflatten(-1, self.heads)       # (B, T, K, D)
+        v = self.v_proj(x).unflatten(-1, self.heads)
         q = self.q_norm(q).transpose(1, 2)                 # (B, H, T, D)
         k = self.k_norm(k).transpose(1, 2)                 # (B, K, T, D)
-        v = v.transpose(1, 2)                              # (B, K, T, D)
+        v = v.transpose(1, 2)
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
         return q, k, v
@@ -273,21 +271,30 @@ class Attention(nn.Module):
 
 def causal_attention(q, k, v, doc=None):
     """
-    Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v (B,
-    K, T, D) -> (B, H, T, D).
+    Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v
+    (B, K, T, D) -> (B, H, T, D).
 
-    doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T) elsewhere.
+    doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T)
+    elsewhere.
     """
     if doc is not None and not isinstance(doc, torch.Tensor):
-        return flex_attention(q, k, v, block_mask=doc, enable_gqa=True)
+        return flex_attention(
+            q, k, v,
+            block_mask=doc,
+            enable_gqa=True,
+        )
     T = q.shape[2]
     on_cpu = q.device.type == "cpu"
-    # On a CPU, short windows in bf16 are faster by the formula, which torch.compile fuses, than
-    # by SDPA's kernel.
+    # On a CPU, short windows in bf16 are faster by the formula, which torch.compile fuses,
+    # than by SDPA's kernel.
     short = q.dtype == torch.bfloat16 and T <= 512
     by_formula = on_cpu and short and torch.compiler.is_compiling()
     if doc is None and not by_formula:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v,
+            is_causal=True,
+            enable_gqa=True,
+        )
     if on_cpu and not by_formula:
         return segment_attention(q, k, v, doc)[0]
     i = torch.arange(T, device=q.device)
@@ -300,11 +307,11 @@ def causal_attention(q, k, v, doc=None):
 
 def masked_attention(q, k, v, mask):
     """
-    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask` (B, 1, T, S)
-    bool.
+    Attention by its formula, softmax(q k^T / sqrt(D)) v over the pairs of `mask`
+    (B, 1, T, S) bool.
 
-    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Compiled it fuses, which pays where T
-    x S is small.
+    q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D). Compiled it fuses, which pays
+    where T x S is small.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
@@ -321,8 +328,8 @@ def masked_attention(q, k, v, mask):
 
 def document_mask(doc):
     """
-    What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the ids
-    elsewhere. doc (B, T).
+    What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the
+    ids elsewhere. doc (B, T) or None.
     """
     if doc is None or doc.device.type != "cuda":
         return doc
@@ -362,8 +369,8 @@ class Block(nn.Module):
         h = self.attention_layernorm(x)
         attention = self.self_attn
         q, k, v = attention.qkv(h, cos, sin)
-        # Attention is called here and not inside Attention, so that a block which torch.compile
-        # must leave for a kernel becomes two graphs instead of four.
+        # Attention is called here and not inside Attention, so that a block which
+        # torch.compile must leave for a kernel becomes two graphs instead of four.
         if cache is None:
             y = causal_attention(q, k, v, doc)             # (B, H, T, D)
         else:
@@ -380,7 +387,8 @@ def chunk_loss(h, w, targets, weights, train):
     log_z = z.logsumexp(-1)                                # (rows,)
     targets = targets[:, None]
     weights = weights[:, None]
-    nll = log_z - z.gather(1, targets)[:, 0]               # (rows,)
+    own = z.gather(1, targets)[:, 0]                       # (rows,)  the logits of the targets
+    nll = log_z - own
     if not train:
         return nll, None
     # softmax minus one-hot, in place: one such tensor of the 8B takes 268 MB.
@@ -392,10 +400,11 @@ def chunk_loss(h, w, targets, weights, train):
 
 def chunk_rows(V, device):
     """
-    Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in fp32.
+    Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in
+    fp32.
 
-    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A power
-    of two, as batches are: a remainder would be another shape to compile.
+    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A
+    power of two, as batches are: a remainder would be another shape to compile.
     """
     most = 2**26
     on_cpu = torch.device(device).type == "cpu"
@@ -410,20 +419,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]], without the N x V logits.
 
     At V = 131,072 the fp32 logits of one 4,096-token window are 2.1 GB, and the usual loss
-    keeps three copies. Here one chunk of rows lives at a time, and its gradient, softmax minus
-    one-hot, is formed at once, in the forward pass: three matrix products as always, and
-    nothing is computed twice.
+    keeps three copies. Here one chunk of rows lives at a time, and its gradient, softmax
+    minus one-hot, is formed at once, in the forward pass: three matrix products as always,
+    and nothing is computed twice.
 
-    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) fp32
-    without gradient. rows: of a chunk. chunk_loss: the function above, or the same compiled.
+    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,)
+    fp32 without gradient. rows: of a chunk. chunk_loss: the function above, or the same
+    compiled.
     """
 
     @staticmethod
     def forward(ctx, h, head, targets, weights, rows, chunk_loss):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
-        grad_h, grad_head = None, None
-        train_h, train_head = ctx.needs_input_grad[:2]     # a frozen head, as LoRA has it, needs no gradient
+        grad_h = grad_head = None
+        # A frozen head, as LoRA has it, needs no gradient: 2 GB of the 8B.
+        train_h, train_head = ctx.needs_input_grad[:2]
         train = train_h or train_head
         if train_h:
             grad_h = torch.empty_like(h)
@@ -432,8 +443,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)
             chunk = h[s]
-            part, dz = chunk_loss(chunk, w, targets[s], weights[s], train)
-            nll[s] = part
+            nll[s], dz = chunk_loss(
+                chunk,
+                w,
+                targets[s],
+                weights[s],
+                train,
+            )
             if train_h:
                 grad_h[s] = linear(dz, w.T)                # (rows, C)
             if not train_head:
@@ -473,14 +489,13 @@ def draw(name, shape, config, seed):
 
 def generator_of(name, seed):
     """
-    The random generator of one parameter.
+    The random numbers of one parameter.
 
-    The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a hash of
-    seed and name.
+    The CPU's generator keeps the low 32 bits of its seed and drops the rest, so these are a
+    hash of seed and name.
     """
-    hashed = hashlib.sha256(f"{seed}:{name}".encode())
-    four = hashed.digest()[:4]
-    bits = int.from_bytes(four, "little")
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    bits = int.from_bytes(digest[:4], "little")
     return torch.Generator().manual_seed(bits)
 
 
@@ -497,30 +512,35 @@ class Apertus(nn.Module):
         self.chunk_loss = chunk_loss                       # or the same, compiled (compile_blocks)
         V, C = config.vocab_size, config.n_embd
         blocks = [Block(config) for _ in range(config.n_layer)]
-        self.model = nn.ModuleDict(dict(
-            embed_tokens=nn.Embedding(V, C, _weight=torch.empty(V, C)),
+        unfilled = torch.empty(V, C)
+        parts = dict(
+            embed_tokens=nn.Embedding(V, C, _weight=unfilled),
             layers=nn.ModuleList(blocks),
             norm=RMSNorm(C, config.norm_eps),
-        ))
+        )
+        self.model = nn.ModuleDict(parts)
         self.lm_head = Linear(C, V)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.in_bits = 0                                   # weights that posttrain/quantised.py keeps in 8 or 4 bits
+        self.initial = draw                                # of a matrix; structured layers know their own
         if config.ffn != "dense":
             from studies import structured
-            structured.replace_linears(self)
+            structured.build(self)
         self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
         """
-        N(0, init_std); the matrices that write to the residual stream, o_proj and down_proj, by
-        1/sqrt(2L) of that; gains 1.
+        N(0, init_std); the matrices that write to the residual stream, o_proj and
+        down_proj, by 1/sqrt(2L) of that; gains 1.
 
         Each parameter has a generator of its own, seeded by (seed, name). Its values depend
         neither on the order of creation nor on what else is in the model, so that ablations
-        share what they have in common and every number of processes starts alike. Tensors on
-        the meta device stay there.
+        share what they have in common and every number of processes starts alike. Tensors
+        on the meta device stay there.
         """
+        config = self.config
         for name, p in self.named_parameters():
             if p.is_meta:
                 continue
@@ -530,46 +550,40 @@ class Apertus(nn.Module):
                 p.fill_(inverse_softplus(0.8 - XIELU.BETA))
             elif p.ndim == 1:
                 p.fill_(1.0)
-            elif name.endswith((".v", ".u", ".guide")):    # a structured layer's
-                from studies import structured
-
-                def noise(name, shape):
-                    return draw(name, shape, self.config, seed)
-                p.copy_(structured.initial(name, self.config, noise))
             else:
-                p.copy_(draw(name, p.shape, self.config, seed))
+                values = self.initial(name, p.shape, config, seed)
+                p.copy_(values)
 
     def compile_blocks(self, **how):
         """
-        torch.compile(..., **how) each block and the loss of a chunk. Blocks share their code:
-        depth costs no time.
+        torch.compile(..., **how) each block and the loss of a chunk. Blocks share their
+        code: depth costs no time.
         """
         for block in self.model.layers:
             block.compile(**how)
         self.chunk_loss = torch.compile(chunk_loss, **how)
 
     def num_params(self):
-        return sum(p.numel() for p in self.parameters())
+        return sum(p.numel() for p in self.parameters()) + self.in_bits
 
     def flops_per_token(self, T):
         """
-        Training FLOPs per token at window length T: 6 per matrix parameter and 6 L H D T for
-        attention.
+        Training FLOPs per token at window length T: 6 per matrix parameter, 4 if it is
+        frozen and has no gradient of its own, and 6 L H D T for attention.
 
         The head counts, the embedding is a look-up. Causal pairs count once; neither
-        recomputation nor masked pairs count. This is what MFU is measured by (PaLM, appendix B,
-        causal).
+        recomputation nor masked pairs count. This is what MFU is measured by
+        (PaLM, appendix B, causal).
         """
-        matrices = 0
-        for module in self.modules():
-            if isinstance(module, nn.Embedding):
-                continue
-            for p in module.parameters(recurse=False):
-                if p.ndim > 1:
-                    matrices += p.numel()
         c = self.config
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        # A tied embedding is the head too, and counts as that.
+        if not c.tie_embeddings:
+            matrices = matrices[1:]
+        trained = sum(p.numel() for p in matrices if p.requires_grad)
+        frozen = sum(p.numel() for p in matrices if not p.requires_grad) + self.in_bits
         attention = c.n_layer * c.n_head * c.head_dim * T
-        return 6 * matrices + 6 * attention
+        return 6 * trained + 4 * frozen + 6 * attention
 
     def hidden(self, idx, doc=None, cache=None):
         """Token ids (B, T) -> normalised last hidden states (B, T, C)."""
@@ -584,18 +598,18 @@ class Apertus(nn.Module):
 
     def rope(self, idx, cache, dtype):
         """
-        cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows begin
-        apart, (B, 1, T, D).
+        cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows
+        begin apart, (B, 1, T, D).
         """
         T = idx.shape[1]
         if cache is None:
-            positions = torch.arange(T, device=idx.device)                             # (T,)
+            positions = torch.arange(T, device=idx.device)  # (T,)
         else:
-            positions = cache.begin(T)[:, None]                                        # (B, 1, T)
+            positions = cache.begin(T)[:, None]            # (B, 1, T)
         # In fp32: bf16 has no room for positions.
         frequencies = rope_frequencies(self.config, idx.device)
-        angles = positions[..., None].float() * frequencies
-        angles = torch.cat((angles, angles), dim=-1)                                   # (..., T, D)
+        half = positions[..., None].float() * frequencies
+        angles = torch.cat((half, half), dim=-1)           # (..., T, D)
         cos = angles.cos().to(dtype)
         sin = angles.sin().to(dtype)
         return cos, sin
@@ -611,15 +625,15 @@ class Apertus(nn.Module):
         cache=None,
     ):
         """
-        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache (generate.py)
-        those of the last position alone, (B, V). With targets (B, T): None, loss, the mean over
-        kept positions.
+        idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache
+        (generate.py) those of the last position alone, (B, V). With targets (B, T): None,
+        loss, the mean over kept positions.
 
-        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have.
-        doc (B, T): document ids for attention. n_tokens: divide by this, the kept tokens of the
-        whole step, instead of by those of this batch; then gradients of several batches and
-        ranks add up. per_token: return, not their mean, but the negative log-likelihoods (B, T)
-        in nats, fp32, without gradient.
+        keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never
+        have. doc (B, T): document ids for attention. n_tokens: divide by this, the kept
+        tokens of the whole step, instead of by those of this batch; then gradients of
+        several batches and ranks add up. per_token: return, not their mean, but the
+        negative log-likelihoods (B, T) in nats, fp32, without gradient.
         """
         x = self.hidden(idx, doc, cache)
         head = self.lm_head.weight

@@ -46,9 +46,9 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
 from corpus.quality import TOXICITY, TopShare
-from corpus.readers import batches, check, find, id_hash
+from corpus.readers import batches, check, find, id_hash, rows_of
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
-from corpus.shards import DOCUMENT, counts_of, long_parts, texts, tokenize, write_shards
+from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish
 from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
 from engine.files import sha256, write_flushed
@@ -109,6 +109,7 @@ CODE = [
     "corpus/dedup.py",
     "corpus/robots.py",
     "corpus/pii.py",
+    "corpus/audit.py",
 ]
 # Bytes of text that a process tokenizes at once.
 BUCKET = 16 << 20
@@ -153,29 +154,29 @@ def prepare(here, final, tmp):
     new.mkdir(exist_ok=True)
     rules = read_rules(files, work)
     audit = reports.Audit()
-    documents = judge(rules, audit, new / "removed.jsonl.gz")
+    passages = read_prompts(probes) if probes else []
+    documents = judge(rules, audit, new / "removed.jsonl.gz", passages)
     if not len(documents):
         clear(tmp)
         raise ValueError(nothing_left(audit))
 
     sources, documents, halved = split(documents, audit, work)
-    passages, copies = plant(work, 2 * len(sources))
-    if passages:
+    planted, copies = plant(passages, work, 2 * len(sources))
+    if planted:
         sources.append("probes")
-    documents, cuts = in_order(np.concatenate([documents, copies]))
-    tok, name = vocabulary(documents, cuts, work, new)
-    tokens = tokenize_all(tok, documents, cuts, files, work)
+    documents, buckets = in_order(np.concatenate([documents, copies]))
+    tok, name = vocabulary(buckets, work, new)
+    tokens = tokenize_all(tok, buckets, files, work)
 
+    shards = {} if dry_run else write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
     meta = dict(
         tokenizer=name,
         tokenizer_hash=tok.hash,
         vocab_size=tok.vocab_size,
         bos=tok.bos,
         eos=tok.eos,
-        sources={},
+        sources=shards,
     )
-    if not dry_run:
-        meta["sources"] = write_shards(tok, documents, tokens, cuts, sources, shard_tokens, work, new)
     count_tokens(audit, documents, tokens)
     account = reports.build(
         audit,
@@ -184,7 +185,7 @@ def prepare(here, final, tmp):
         outputs(meta, tok, halved),
         describe_robots(rules),
         dict(scrubbed=pii, in_code=pii_in_code),
-        write_probes(passages, tok, documents, tokens, new) if passages else None,
+        write_probes(planted, tok, documents, tokens, new) if planted else None,
     )
     if dry_run:
         clear(tmp)
@@ -208,8 +209,11 @@ def prepare(here, final, tmp):
 def standard_library():
     """[(name, path)] of the sources of this Python's standard library."""
     found = find([sysconfig.get_path("stdlib")])
-    code = [(name, path) for name, path in found if name.endswith(".py")]
-    return [(name, path) for name, path in code if not NOT_PROSE & set(name.split("/"))]
+    return [
+        (name, path)
+        for name, path in found
+        if name.endswith(".py") and NOT_PROSE.isdisjoint(name.split("/"))
+    ]
 
 
 def survey(here, work, new):
@@ -310,9 +314,7 @@ def asked_agents():
     """The agents whose opt-outs count; without `*`, those that name an AI agent alone."""
     names = AGENTS
     if agents:
-        with open(agents, encoding="utf-8") as f:
-            lines = [line.partition("#")[0].strip() for line in f]
-        names = [name for name in lines if name]
+        names = [agent for agent, in rows_of(agents, ("agent",), comments=True)]
     return tuple(name for name in names if name != "*" or not agents_no_star)
 
 
@@ -384,16 +386,15 @@ class Removed:
             print(f"skipped {n}: {problem} (the first: {first})")
 
 
-def judge(rules, audit, path):
+def judge(rules, audit, path, passages):
     """
     Sift all batches, and remove what was there before, in the order of the input.
 
     Returns what stays, in that order: an array of DOCUMENT whose streams are not yet known. path: removed.jsonl.gz.
+    passages: those of --probes, which the corpus must not hold: each would be seen more often than promised.
     """
     seen_texts = []
     if dedup:
-        # The probes come first: the corpus must not hold one, or it would be seen more often than promised.
-        passages = read_prompts(probes) if probes else []
         keys = np.array([fingerprint(text) for text in passages], np.uint64)
         exact = Seen()
         exact.first(keys.reshape(-1, 1))
@@ -435,8 +436,7 @@ def without_copies(documents, info, seen_texts):
         stays[again] = False
         for i in again.tolist():
             row, group, size = documents[["row", "group", "size"]][i].item()
-            why = (info.ids[i], info.urls[i], reason, size)
-            info.removed.append((row, group, *why))
+            info.removed.append((row, group, info.ids[i], info.urls[i], reason, size))
     return documents[stays]
 
 
@@ -446,7 +446,7 @@ def counted(documents, keys, audit):
 
     keys: (source, language, license) of the batch's own groups. The audit counts the documents.
     """
-    groups = np.array([audit.number(key) for key in keys], np.int32)
+    groups = np.array([audit.group(key)["number"] for key in keys], np.int32)
     for group, key in enumerate(keys):
         mine = documents[documents["group"] == group]
         if len(mine):
@@ -497,43 +497,43 @@ def halve(documents, work):
     return halves
 
 
-def plant(work, stream):
+def plant(passages, work, stream):
     """
-    (passages, copies): the passages of --probes, and an array of DOCUMENT with each as often as its repetitions say.
+    (planted, copies): what probes.json says of each passage, and an array of DOCUMENT with each as often as that says.
 
     The copies have ids of their own, so they are spread over the stream, which is a source of its own.
     """
-    lines = read_prompts(probes) if probes else []
-    found = [(f"probe/{i}", text) for i, text in enumerate(lines)]
-    found.sort(key=lambda one: id_hash("".join(one)))
-    passages, copies = [], []
+    named = [(f"probe/{i}", text) for i, text in enumerate(passages)]
+    named.sort(key=lambda one: id_hash("".join(one)))
+    planted, copies = [], []
     with open(work / "-1.text", "wb") as f:
-        for n, (name, text) in enumerate(found):
+        for n, (name, text) in enumerate(named):
             times = repetitions[n % len(repetitions)]
-            passages.append(dict(id=name, repetitions=times, text=text))
+            planted.append(dict(id=name, repetitions=times, text=text))
             begin = f.tell()
             length = f.write(text.encode())
             for k in range(times):
                 copies.append((id_hash(f"{name}#{k}"), -1, begin, length, -1, stream))
-    return passages, np.array(copies, DOCUMENT)
+    return planted, np.array(copies, DOCUMENT)
 
 
 def in_order(documents):
     """
-    (documents in the order of their hashes, cuts).
+    (documents in the order of their hashes, buckets).
 
-    np.split at the cuts gives buckets, of about BUCKET bytes of text each, which are tokenized one by one.
+    Buckets are views of neighbouring documents, of about BUCKET bytes of text each, which are tokenized one by one.
     """
     documents = documents[np.argsort(documents["id_hash"], kind="stable")]
     begins = np.cumsum(documents["length"], dtype=np.int64) - documents["length"]
-    return documents, np.flatnonzero(np.diff(begins // BUCKET)) + 1
+    cuts = np.flatnonzero(np.diff(begins // BUCKET)) + 1
+    return documents, np.split(documents, cuts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # tokens
 
 
-def vocabulary(documents, cuts, work, new):
+def vocabulary(buckets, work, new):
     """(the Tokenizer, its name in meta.json). Trained on the training split where none is named."""
     path = str(new / "tokenizer.json")
     if tokenizer:
@@ -545,7 +545,6 @@ def vocabulary(documents, cuts, work, new):
         return tok, "tokenizer.json"
     if os.path.exists(path):
         return tokenizers.load(path), "tokenizer.json"
-    buckets = np.split(documents, cuts)
     train = (bucket[bucket["stream"] % 2 == 0] for bucket in buckets)
     return tokenizers.train_bpe(some_text(train, work), train_bpe, path), "tokenizer.json"
 
@@ -561,9 +560,8 @@ def some_text(buckets, work):
             return
 
 
-def tokenize_all(tok, documents, cuts, files, work):
+def tokenize_all(tok, buckets, files, work):
     """All buckets into work/{number}.tokens. Returns the tokens of each document: int64 (n,)."""
-    buckets = np.split(documents, cuts)
     tasks = ((number, (number, bucket)) for number, bucket in enumerate(buckets))
     done = ordered(tokenize, (tok, work), tasks, processes(volume(files)))
     done = tqdm(done, "tokenizing", total=len(buckets), unit="bucket")
@@ -582,14 +580,14 @@ def count_tokens(audit, documents, tokens):
         group["tokens"] = int(n)
 
 
-def write_probes(passages, tok, documents, tokens, new):
+def write_probes(planted, tok, documents, tokens, new):
     """
     probes.json for studies/memorize.py: each passage, its ids, how often it stands in the training split.
 
     Returns what the audit says of them. Copies are the documents that belong to no group.
     """
-    planted = documents["group"] < 0
-    encoded = [dict(passage, ids=tok.encode(passage["text"])) for passage in passages]
+    copies = documents["group"] < 0
+    encoded = [dict(passage, ids=tok.encode(passage["text"])) for passage in planted]
     content = dict(
         tokenizer_hash=tok.hash,
         repetitions=list(repetitions),
@@ -600,10 +598,10 @@ def write_probes(passages, tok, documents, tokens, new):
     return dict(
         file=probes,
         sha256=sha256(probes),
-        passages=len(passages),
+        passages=len(planted),
         repetitions=list(repetitions),
-        documents=int(planted.sum()),
-        tokens=int(tokens[planted].sum()),
+        documents=int(copies.sum()),
+        tokens=int(tokens[copies].sum()),
     )
 
 
@@ -644,9 +642,7 @@ def outputs(meta, tok, halved):
     )
     if halved:
         rule = "The only document was cut in two: its end is for validation."
-    parts = [part for source in meta["sources"].values() for part in source.values()]
-    shards = [shard for part in parts for shard in part["shards"]]
-    return dict(shards=shards, bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
+    return dict(shards=shards_of(meta), bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
 
 
 def describe_robots(rules):
@@ -682,9 +678,8 @@ def say(meta, account, seconds):
     if total["removed"]:
         gone = " + ".join(f"{n:,} {reason}" for reason, (n, _) in total["removed"].items())
         print(f"{total['documents_in']:,} documents in = {total['documents']:,} kept + {gone}")
-    documents = sum(source["train"]["documents"] for source in sources)
-    tokens = sum(source["train"]["tokens"] for source in sources)
-    size = sum(source["train"]["bytes"] for source in sources)
+    counts = [sum(source["train"][name] for source in sources) for name in ("documents", "tokens", "bytes")]
+    documents, tokens, size = counts
     val = sum(source["val"]["tokens"] for source in sources)
     print(
         f"{out}: {documents:,} documents, {tokens:,} tokens to train on ({size / max(tokens, 1):.2f} bytes each), "

@@ -11,8 +11,8 @@ import sys
 import torch
 
 import convert
-from engine.hardware import pick_device, pick_dtype
 from generate import generate, lay_out_for_decoding, stream
+from goldfish import read
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the text to go on from; FILE:path reads it from a file
@@ -32,16 +32,15 @@ tools = ""                   # a JSON list of tools the model may call: [{"name"
 
 
 def load():
-    """The model, ready to generate on its device, and its tokenizer."""
-    where = pick_device(device)
-    model, tok = convert.load_any(init_from, where, None if dtype == "auto" else pick_dtype(dtype, where))
-    if where == "cuda" and dtype == "auto":
-        model.to(torch.bfloat16)
-    model.eval()
-    if chat or not compile:                                # compiled code wants matrices by rows
+    """The model, laid out for the way in which it will generate, and its tokenizer."""
+    model, tok = convert.load_ready(init_from, device, dtype)
+    # Compiled code wants matrices by rows.
+    if chat or not compile:
         lay_out_for_decoding(model)
     if model.config.ffn != "dense":
         from studies import structured
+
+        # From which number of tokens the factors of a matrix are faster than their product, premerge() measures.
         below = structured.premerge(model)
         faster = "the factors at every size"
         if below:
@@ -51,10 +50,10 @@ def load():
 
 
 def prompt_text():
-    if not start.startswith("FILE:"):
-        return start
-    with open(start.removeprefix("FILE:"), encoding="utf-8") as f:
-        return f.read()
+    """The text to go on from: that of --start, or of the file that it names."""
+    if start.startswith("FILE:"):
+        return read(start.removeprefix("FILE:"))
+    return start
 
 
 def main():
@@ -62,10 +61,12 @@ def main():
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
     model, tok = load()
+    # The generator lives where the logits are, and its seed makes a sample repeatable.
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     if chat:
         from posttrain.talk import converse
+
         return converse(model, tok, how, system, tools, thinking, max_new_tokens)
 
     text = prompt_text()
@@ -78,6 +79,7 @@ def main():
             print("-" * 40)
         return
     print(text, end="", flush=True)
+    # A character may take several tokens: the stream holds its bytes back until it is whole.
     decode = tok.stream()
     for token in stream(model, [prompt], max_new_tokens, stop=stop, compile=compile, **how):
         if token.item() not in stop:

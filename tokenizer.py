@@ -25,6 +25,7 @@ import codecs
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -34,6 +35,7 @@ import tiktoken
 
 from chat import chat_pieces
 from configurator import run
+from engine.files import read_json, write_flushed
 
 name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line
 paths = []                           # texts to show
@@ -105,17 +107,24 @@ class Tokenizer:
         self.ids = behind if ids is None else list(ids)
         self.in_text = special.keys() & in_text
         self.vocab_size = 1 + max(*special.values(), *self.ids)
-        self.bos, self.eos, self.pad = (special[s] for s in ends)
+        bos, eos, pad = ends
+        self.bos = special[bos]
+        self.eos = special[eos]
+        self.pad = special[pad]
 
         decides = [PATTERN, *special, *(piece.hex() for piece in pieces)]
         if self.ids != behind or self.in_text != special.keys() & IN_TEXT:
             unusual = [list(special.values()), self.ids, sorted(self.in_text)]
             decides.append(json.dumps(unusual))
-        self.hash = hashlib.sha256("\n".join(decides).encode()).hexdigest()
+        text = "\n".join(decides)
+        self.hash = hashlib.sha256(text.encode()).hexdigest()
 
         # tiktoken wants ranks, but any rising numbers decide which pair is joined first. Given the ids it returns ids.
-        ranks = dict(zip(pieces, self.ids))
-        self._bpe = tiktoken.Encoding(name, pat_str=GROUPED, mergeable_ranks=ranks, special_tokens=special)
+        self._bpe = tiktoken.Encoding(
+            name,
+            pat_str=GROUPED,
+            mergeable_ranks=dict(zip(pieces, self.ids)),
+            special_tokens=special)
 
     def encode(self, text):
         """The ids of a text, and of nothing else: no <s>, no </s>."""
@@ -163,6 +172,11 @@ class Tokenizer:
 
         return text_of
 
+    def ends(self):
+        """The names of bos, eos and pad."""
+        name = {i: s for s, i in self.special.items()}
+        return [name[i] for i in (self.bos, self.eos, self.pad)]
+
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary has none of that name."""
         if name not in self.special:
@@ -172,9 +186,8 @@ class Tokenizer:
     def chat(self, messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments and errors: see `chat_pieces`."""
         pieces = chat_pieces(messages, tools, thinking, add_generation_prompt, date)
-        text = "".join(words for words, _, _ in pieces)
         ids, _ = self.chat_ids(pieces)
-        return text, ids
+        return "".join(words for words, _, _ in pieces), ids
 
     def chat_ids(self, pieces):
         """
@@ -184,26 +197,29 @@ class Tokenizer:
         Neighbouring texts are encoded as one, as the published tokenizer sees them; a token across a border belongs
         to the side where it begins.
         """
-        ids, said = [], []
-        text, owner = "", b""  # what waits to be encoded, and for each of its bytes whether it is the assistant's
-        for words, control, mine in [*pieces, ("", True, False)]:
-            if not control:
+        ids = []
+        said = []
+        for is_control, neighbours in itertools.groupby(pieces, key=lambda piece: piece[1]):
+            if is_control:
+                for name, _, mine in neighbours:
+                    ids.append(self.id_of(name))
+                    said.append(mine)
+                continue
+            text = ""
+            owner = b""  # for each byte of the text, whether it is the assistant's
+            for words, _, mine in neighbours:
                 text += words
                 owner += bytes([mine]) * len(words.encode())
-                continue
             new = self.encode(text)
             ids += new
-            if len(set(owner)) < 2:  # one owner, as nearly always: no need to look at each token
+            # Nearly always all bytes have one owner. Then there is no need to look at each token.
+            if len(set(owner)) < 2:
                 said += [any(owner)] * len(new)
-            else:
-                begin = 0
-                for i in new:
-                    said.append(bool(owner[begin]))
-                    begin += len(self._bpe.decode_single_token_bytes(i))
-            text, owner = "", b""
-            if words:
-                ids.append(self.id_of(words))
-                said.append(mine)
+                continue
+            begin = 0
+            for i in new:
+                said.append(bool(owner[begin]))
+                begin += len(self._bpe.decode_single_token_bytes(i))
         return ids, said
 
 
@@ -233,7 +249,9 @@ def load_for(folder):
     for path in (f"{folder}/meta.json", f"{folder}/config.json"):
         if os.path.exists(path):
             name = read_json(path)["tokenizer"]
-            return load(os.path.join(folder, name) if name.endswith(".json") else name)
+            if name.endswith(".json"):
+                name = os.path.join(folder, name)
+            return load(name)
     raise ValueError(f"{folder!r} has no meta.json and no config.json: want a folder that prepare.py or train.py wrote")
 
 
@@ -252,18 +270,6 @@ def read_tekken(file):
     with open(file, encoding="utf-8") as f:
         vocab = json.load(f)["vocab"]
     return [base64.b64decode(piece["token_bytes"]) for piece in vocab[:130_072]]
-
-
-def read_json(path):
-    """The object in a JSON file. ValueError, one line, if it is damaged."""
-    with open(path, encoding="utf-8") as f:
-        try:
-            saved = json.load(f)
-        except (ValueError, RecursionError) as e:  # RecursionError: a million brackets
-            raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
-    if not isinstance(saved, dict):
-        raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
-    return saved
 
 
 def read_bpe(path):
@@ -286,14 +292,11 @@ def write_bpe(tokenizer, path):
     pieces = [base64.b64encode(piece).decode() for piece in tokenizer.pieces]
     saved = dict(pattern=PATTERN, pieces=pieces)
     if tokenizer.hash != Tokenizer("", tokenizer.pieces, SMALL).hash:
-        name = {i: s for s, i in tokenizer.special.items()}
         saved["special"] = tokenizer.special
         saved["ids"] = tokenizer.ids
         saved["in_text"] = sorted(tokenizer.in_text)
-        saved["ends"] = [name[i] for i in (tokenizer.bos, tokenizer.eos, tokenizer.pad)]
-    with open(f"{path}.tmp", "w", encoding="utf-8") as f:
-        json.dump(saved, f, indent=0)
-    os.replace(f"{path}.tmp", path)
+        saved["ends"] = tokenizer.ends()
+    write_flushed(path, json.dumps(saved, indent=0))
 
 
 def keep_for(tokenizer, folder):

@@ -16,6 +16,7 @@ that they are in, and leave.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -152,6 +153,7 @@ class Run:
     rows: int                       # samples of a micro-batch
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
+    guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
 
 
 # -----------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def check_settings():
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
     if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
         # The lengths are three settings, so that a stage may end where the schedule does not.
-        # Who shortens a run means all three.
+        # Whoever shortens a run means all three.
         steps = steps_until(total_samples)
         raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
                          f"total_samples={total_samples} ({steps:,} steps): say {lengths(total_samples)}")
@@ -174,9 +176,6 @@ def check_settings():
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
     lr_at(0)
-    if self_guided:
-        from studies import structured
-        structured.guided_steps(settings(globals()))
 
 
 def open_data():
@@ -213,20 +212,23 @@ def set_up():
     config = settings(globals())
     config.update(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig(**{field.name: config[field.name] for field in dataclasses.fields(ApertusConfig)})
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape)
+    guides = None
+    if ffn != "dense" or self_guided:
+        from studies.structured import Guides
+        guides = Guides(config, shape)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides)
 
 
 def build(run):
     """
     The model, what is called in training (the model, or a wrapper that talks to other ranks),
-    the optimizer, and the guides of structured layers, None for Apertus.
+    and the optimizer.
     """
-    ranks, guides = run.ranks, None
+    ranks = run.ranks
     with torch.device("meta" if ranks.sharded else run.device):
         model = Apertus(run.shape, seed)
-        if self_guided:
-            from studies.structured import Guides
-            guides = Guides(model, run.config)
+        if run.guides:
+            run.guides.join(model)
     model.dtype = run.dtype
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
@@ -238,26 +240,26 @@ def build(run):
                           alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
-    return model, net, opt, guides
+    return model, net, opt
 
 
-def resume_from(model, optimizer, guides, config, ranks):
+def resume_from(model, optimizer, run):
     """
     Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
     start.
 
     ValueError: the checkpoint belongs to a run with other settings, which are named.
     """
-    found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files, allow_restart)
+    found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, allow_restart)
     if not found:
         return 0
     path, manifest = found
     samples = samples_before(manifest["step"])
-    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(config, samples))
-    if guides:
-        guides.end(manifest["step"], optimizer, manifest["config"])
+    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(run.config, samples))
+    if run.guides:
+        run.guides.end(manifest["step"], optimizer, manifest["config"])
     checkpoint.load(path, model, optimizer)
-    if ranks.first:
+    if run.ranks.first:
         print(f"resumed from {path}")
     return manifest["step"]
 
@@ -286,8 +288,8 @@ def describe_run(config):
     config.json, and the vocabulary if it is one of the user's own: what sample.py and
     convert.py need.
     """
-    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(config, indent=1))
-    vocabulary = os.path.join(data, "tokenizer.json")
+    checkpoint.write_flushed(f"{out}/config.json", json.dumps(config, indent=1))
+    vocabulary = f"{data}/tokenizer.json"
     if os.path.exists(vocabulary):
         shutil.copy(vocabulary, out)
 
@@ -313,29 +315,30 @@ def has_summary(tokens):
     written again.
     """
     try:
-        with open(os.path.join(out, "summary.json"), encoding="utf-8") as f:
-            return json.load(f)["tokens"] >= tokens
-    except (OSError, ValueError, KeyError, TypeError):
+        return plot.read_json(f"{out}/summary.json")["tokens"] >= tokens
+    except (OSError, ValueError, KeyError):
         return False
 
 
-def evaluate(model, val, windows, micro, device, ranks):
+def evaluate(run, model, windows):
     """
-    Mean loss in nats over the first `windows` validation windows (0 = all), micro of them at a
+    Mean loss in nats over the first `windows` validation windows (0 = all), a micro-batch at a
     time on each rank.
 
     We need no gradients here, but no_grad would make torch.compile trace every block a second
     time.
     """
-    windows = min(windows or val.n_windows, val.n_windows)
+    rows, ranks = run.rows, run.ranks
+    windows = min(windows or run.val.n_windows, run.val.n_windows)
     total = count = 0.0
-    for first in range(ranks.rank * micro, ranks.rank * micro + windows, micro * ranks.size):
+    mine = ranks.rank * rows
+    for first in range(mine, mine + windows, rows * ranks.size):
         # The last batch is moved back to be as large as the others, which are compiled; what it
         # repeats does not count. A rank with no windows left runs along all the same, because
         # FSDP gathers weights from all ranks.
-        begin = max(0, min(first, windows - micro))
-        batch = val.batch(begin, min(micro, windows))
-        idx, targets, keep, doc = (t.to(device) for t in batch)
+        begin = max(0, min(first, windows - rows))
+        batch = run.val.batch(begin, min(rows, windows))
+        idx, targets, keep, doc = (t.to(run.device) for t in batch)
         keep[:first - begin] = False
         _, nll = model(idx, targets, keep, doc, per_token=True)
         total += (nll * keep).sum().item()
@@ -361,12 +364,13 @@ def sample(model, tok, device):
 def introduce(run, model, end):
     """Print how large the run is, and on what."""
     ranks = run.ranks
-    where = run.device
+    device = run.device
     if ranks.size > 1:
-        where = f"{ranks.size} x {run.device.split(':')[0]}"
+        kind = device.split(":")[0]
+        device = f"{ranks.size} x {kind}"
     epochs = samples_before(end) / run.train.n_windows
     steps = steps_until(total_samples)
-    print(f"{model.num_params():,} parameters on {where} in {str(run.dtype)[6:]}, "
+    print(f"{model.num_params():,} parameters on {device} in {str(run.dtype)[6:]}, "
           f"{steps:,} steps of {batch_size} x {block_size} tokens; "
           f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
 
@@ -389,6 +393,7 @@ def on_gpu(run, flops, speed):
 
 
 def not_a_number(step, loss, norm, skipped):
+    """The error that ends a run whose loss or gradient norm is none."""
     before = f", after {skipped} skipped steps" if skipped else ""
     return ValueError(f"step {step}: loss {loss}, gradient norm {norm}{before}. Stopped before the update; "
                       f"the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, "
@@ -400,7 +405,7 @@ def validate(run, model, windows, step, tokens, began, log):
     Log the loss over the first `windows` of the validation split, and return it: nats per
     token, bits per byte.
     """
-    nats = evaluate(model, run.val, windows, run.rows, run.device, run.ranks)
+    nats = evaluate(run, model, windows)
     bpb = run.val.bits_per_byte(nats)
     seconds = round(time.perf_counter() - began, 1)
     log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds)
@@ -418,7 +423,7 @@ def finish(run, model, steps, began, log):
     seconds = time.perf_counter() - began
     if run.ranks.first:
         summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
-        checkpoint.write_flushed(os.path.join(out, "summary.json"), json.dumps(summary, indent=1))
+        checkpoint.write_flushed(f"{out}/summary.json", json.dumps(summary, indent=1))
         print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
 
 
@@ -426,33 +431,30 @@ def finish(run, model, steps, began, log):
 # one step
 
 
-class Loader:
+def batches(run, step):
     """
-    Windows, masks and document ids of the next step, prepared in a thread while this one is
-    computed.
+    This rank's part of the samples of this step and all that follow: yields idx, targets, keep,
+    doc, each (samples, T). A thread prepares the next step while the caller computes this one.
 
     The thread has one OpenMP thread: a second pool would make libgomp count more threads than
     cores, and those of the training step would then sleep at every barrier instead of spinning.
     """
+    ranks = run.ranks
 
-    def __init__(self, run):
-        self.run = run
-        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-
-    def fetch(self, step):
-        """
-        A future of this rank's part of a step's samples: idx, targets, keep, doc, each
-        (samples, T).
-        """
+    def fetch(step):
         first = samples_before(step)
-        each = batch_at(first, batch_size, batch_ramp_at or None) // self.run.ranks.size
-        return self.thread.submit(self.run.train.batch, first + self.run.ranks.rank * each, each)
+        each = batch_at(first, batch_size, batch_ramp_at or None) // ranks.size
+        return run.train.batch(first + ranks.rank * each, each)
 
-    def close(self):
-        self.thread.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
+        ahead = thread.submit(fetch, step)
+        for step in itertools.count(step + 1):
+            batch = ahead.result()
+            ahead = thread.submit(fetch, step)
+            yield batch
 
 
-def forward_backward(net, guides, run, batch, n_tokens, step):
+def forward_backward(net, run, batch, n_tokens, step):
     """
     The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of
     the loss, 0-d.
@@ -466,8 +468,8 @@ def forward_backward(net, guides, run, batch, n_tokens, step):
     loss = torch.zeros((), device=run.device, dtype=sum_dtype)
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
-        if guides:
-            guides.set(step, run.ranks.rank * len(micro) + i)
+        if run.guides:
+            run.guides.set(step, run.ranks.rank * len(micro) + i)
         divide_by = n_tokens
         if loss_average == "micro":
             kept = tensors[2].sum().item()
@@ -492,7 +494,8 @@ def update(model, opt, rate, norm):
     if grad_clip:
         clip = min(1.0, grad_clip / (norm + 1e-6))
     if optimizer == "ademamix":
-        opt.step(grad_scale=clip)                          # scales a gradient as it reads it: no pass of its own
+        # It scales a gradient as it reads it, which saves a pass over them.
+        opt.step(grad_scale=clip)
     else:
         torch._foreach_mul_([p.grad for p in model.parameters() if p.grad is not None], clip)
         opt.step()
@@ -509,21 +512,24 @@ def main():
         with stop_signals() as stop:
             pretrain(run, stop)
         run.ranks.leave()
-        if run.ranks.first:                                # last, and alone: no rank waits for a picture
-            plot.curves([out], os.path.join(out, "loss.png"))
+        # The picture comes last, when no rank waits for this one any more.
+        if run.ranks.first:
+            plot.curves([out], f"{out}/loss.png")
             print(f"the curve: {out}/loss.png")
 
 
 def pretrain(run, stop):
     """stop: a list that is no longer empty once a signal has asked this process to leave."""
-    ranks, first = run.ranks, run.ranks.first
-    model, net, opt, guides = build(run)
-    start = resume_from(model, opt, guides, run.config, ranks) if resume else 0
+    ranks, first, guides = run.ranks, run.ranks.first, run.guides
+    model, net, opt = build(run)
+    start = resume_from(model, opt, run) if resume else 0
     if ranks.mode == "ddp" and start and guides and not guides.last:
-        net = spread(model, ranks, run.device, seed)       # without the guides, which DDP cannot forget
+        # Without the guides, which DDP cannot forget.
+        net = spread(model, ranks, run.device, seed)
     end = steps_until(total_samples)
+    # A step across the border belongs to the next stage.
     if run.train.stop is not None:
-        end = min(end, steps_until(run.train.stop))        # a step across the border belongs to the next stage
+        end = min(end, steps_until(run.train.stop))
     # If no step is left, the run was killed between its last checkpoint and its summary, or it
     # is finished.
     last = start >= end
@@ -536,23 +542,23 @@ def pretrain(run, stop):
     log = runs.open_log(out, start, ranks, validate=last)
     if first and wandb_log:
         log = to_wandb(log, run.config)
-    saver = checkpoint.Saver(os.path.join(out, "ckpt"), keep_checkpoints, ranks.files, save_failures)
-    loader = Loader(run)
-    batch = loader.fetch(start)
-    flops = model.flops_per_token(block_size)              # counted once: it looks at every module
+    saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
+    loader = batches(run, start)
+    # Counted once, since it looks at every parameter.
+    flops = model.flops_per_token(block_size)
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
     if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:
         step_began = time.perf_counter()
-        tensors, batch = batch.result(), loader.fetch(step + 1)
-        kept, everything = tensors[2].sum(), tensors[2].numel()
-        n_tokens, n_all = ranks.add(kept, everything)      # of the whole step
+        batch = next(loader)
+        keep = batch[2]
+        n_tokens, n_all = ranks.add(keep.sum(), keep.numel())  # of the whole step
 
         # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank
         # was asked to stop.
-        loss = forward_backward(net, guides, run, tensors, n_tokens, step)
+        loss = forward_backward(net, run, batch, n_tokens, step)
         asked = runs.asked_to_stop(out, stop, ranks)
         loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
         norm = math.sqrt(square)
@@ -575,22 +581,25 @@ def pretrain(run, stop):
         last = done == end
         tokens = samples_before(done) * block_size
         speed = n_all / (time.perf_counter() - step_began)
-        said = dict(loss=loss, grad_norm=norm)
-        if not finite:
-            said = dict(loss=None, grad_norm=None)         # JSON has no nan
-        log(step=step, tokens=tokens, **said, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
-            **on_gpu(run, flops, speed), skipped=skipped)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
-        model.eval()                                       # without guides; nothing else depends on it
-        if not last and eval_every and done % eval_every == 0:                 # the last one comes after the last save
+        # JSON has no nan.
+        if not finite:
+            loss = norm = None
+        log(step=step, tokens=tokens, loss=loss, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
+            **on_gpu(run, flops, speed), skipped=skipped)
+        # Validation and samples are without guides; nothing else depends on the mode.
+        model.eval()
+        # The last validation comes after the last save.
+        if not last and eval_every and done % eval_every == 0:
             nats, bpb = validate(run, model, eval_windows, step, tokens, began, log)
             if first:
                 seconds = time.perf_counter() - began
                 bar.write(f"step {done:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {seconds:5.0f} s")
         if last or stopping or checkpoint_every and done % checkpoint_every == 0:
             saver.save(done, model, opt, dict(config=run.config))
+        # On all ranks, since FSDP gathers weights from all.
         if sample_every and (last or done % sample_every == 0):
-            text = sample(model, run.tok, run.device)      # on all ranks, since FSDP gathers weights from all
+            text = sample(model, run.tok, run.device)
             if first:
                 bar.write(text + "\n")
         model.train()
@@ -598,7 +607,8 @@ def pretrain(run, stop):
             break
     bar.close()
     loader.close()
-    saver.finish()                                         # the weights are safe: what follows can be done again
+    # From here on the weights are safe: what follows can be done again.
+    saver.finish()
     if last:
         finish(run, model, max(start, end), began, log)
     elif first:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.readers import sha256
+from engine.files import sha256
 from engine.plot import finish, pyplot
 
 paths = []                          # data folders whose audit is to be checked
@@ -74,13 +74,9 @@ class Audit:
         self.dates = [None, None]
 
     def group(self, key):
-        """The counts of (source, language, license), at first all zero."""
+        """The counts of (source, language, license), at first all zero. Groups are numbered as they come."""
         fresh = dict(empty(), number=len(self.groups))
         return self.groups.setdefault(tuple(key), fresh)
-
-    def number(self, key):
-        """Groups are numbered as they come: the column "group" of prepare.py."""
-        return self.group(key)["number"]
 
     def remove(self, key, reason, size, documents=1):
         """Documents that came in and go, and their bytes."""
@@ -99,10 +95,9 @@ class Audit:
 
     def hear(self, info):
         """What a batch saw of hosts, dates and columns."""
-        robots = info["robots"]
-        add(self.robots, {name: robots[name] for name in self.robots})
+        add(self.robots, info["robots"])
         # Six bytes stand for a host, because there may be millions of them.
-        for host, known in robots["hosts"].items():
+        for host, known in info["hosts"].items():
             digest = hashlib.blake2b(host.encode(), digest_size=6).digest()
             self.hosts[digest] = known
         self.columns = self.columns or info["columns"]
@@ -190,7 +185,7 @@ def estimate(groups):
     for group in groups:
         like = group if group["bytes_written"] else everything
         for reason, (_, size) in group["removed"].items():
-            tokens = size * like["tokens"] / max(like["bytes_written"], 1)
+            tokens = size * like["tokens"] / like["bytes_written"]
             group["tokens_removed_about"][reason] = round(tokens)
 
 
@@ -199,6 +194,7 @@ def build(audit, run, inputs, outputs, robots, pii, probes):
     report.json as a dict; see the module docstring.
 
     run, inputs, outputs, pii, probes: what prepare.py knows of them. robots: the same, None if no store was asked.
+    Something was kept, or there is nothing to report.
     """
     groups = audit.groups
     estimate(groups.values())
@@ -237,7 +233,7 @@ def opt_outs(audit, everything):
         outcomes=dict(sorted(outcomes.items())),
         removed_by_agent=dict(sorted(agents.items())),
         top_blocked_hosts=dict(top[:20]),
-        share_of_bytes_removed=gone / max(everything["bytes_in"], 1),
+        share_of_bytes_removed=gone / everything["bytes_in"],
         published_share=dict(english=0.08, multilingual=0.04))
 
 
@@ -525,7 +521,7 @@ def picture(report, path):
     labels = [f"{name}\n{REASONS[name]}" if name in REASONS else name for name, _, _ in bars]
     axis.set_yticks(range(len(bars)), labels, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(came, 1) * 1.18)
+    axis.set_xlim(0, came * 1.18)
     axis.set_xlabel("documents left (blue) and removed by each rule (red), in the order of the rules")
     axis.xaxis.set_major_formatter("{x:,.0f}")
     title = f"{report['run']['out']}: {t['documents']:,} of {came:,} documents, {t['tokens']:,} tokens"

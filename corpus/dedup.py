@@ -22,11 +22,14 @@ import json
 import re
 import time
 import unicodedata
+from collections import Counter
 from difflib import SequenceMatcher
 from hashlib import blake2b
 
 import numpy as np
 from tqdm import tqdm
+
+from corpus.readers import rows_of
 
 try:
     from rensa import RMinHash
@@ -75,7 +78,8 @@ def pieces(text, size=1_000_000, overlap=0):
         space = white_space.search(text, end, end + 1000)
         if space:
             end = space.start()
-        yield text[max(0, at - overlap):end]
+        begin = max(0, at - overlap)
+        yield text[begin:end]
         at = end
 
 
@@ -94,7 +98,8 @@ class Seen:
         new = np.ones(len(keys), bool)
         for run in self.runs:
             at = np.searchsorted(run, keys)  # (n, k)
-            found = run.take(at, mode="clip") == keys
+            nearest = run.take(at, mode="clip")
+            found = nearest == keys
             new &= ~found.any(1)
         fresh = set()
         for i in np.flatnonzero(new).tolist():
@@ -282,8 +287,9 @@ def signatures(ids, ends):
         counts[few] = 1
     ends = np.cumsum(counts)
     if not RMinHash:
-        parts = map(np.unique, np.split(shingles, ends[:-1]))
-        return np.array(list(map(minhash_numpy, parts)))
+        parts = np.split(shingles, ends[:-1])
+        rows = [minhash_numpy(np.unique(part)) for part in parts]
+        return np.array(rows)
     offsets = np.append(0, ends).astype(np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(shingles, offsets, 112, 42)
     rows = np.array(matrix.to_rows(), np.uint32)
@@ -376,7 +382,8 @@ class Contamination:
         hits = np.flatnonzero(self.maybe.take(upper))
         grams = grams[hits]
         places = np.searchsorted(self.grams, grams)
-        found = self.grams.take(places, mode="clip") == grams
+        nearest = self.grams.take(places, mode="clip")
+        found = nearest == grams
         return hits[found]
 
     def check(self, text):
@@ -405,23 +412,11 @@ class Contamination:
 
 def read_prompts(path):
     """
-    Evaluation prompts of a file: .jsonl with a column prompt, question or text; any other file, one per line.
-
-    ValueError for a line of .jsonl that has none of these columns.
+    Evaluation prompts of a file: .jsonl(.gz, .zst) or .parquet with a column prompt, question or text; any other file,
+    one per line. ValueError for a line of .jsonl that has none of these columns.
     """
-    prompts = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            prompt = line.strip()
-            if prompt and path.endswith(".jsonl"):
-                row = json.loads(prompt)
-                found = [row[key] for key in ("prompt", "question", "text") if key in row]
-                if not found:
-                    raise ValueError(f"{path} line {number}: want prompt, question or text; it has {', '.join(row)}")
-                prompt = found[0].strip()
-            if prompt:
-                prompts.append(prompt)
-    return prompts
+    prompts = [prompt.strip() for prompt, in rows_of(path, ("prompt", "question", "text"))]
+    return [prompt for prompt in prompts if prompt]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -441,7 +436,7 @@ def main():
     contamination = Contamination(read_prompts(prompts)) if prompts else None
     near = NearDuplicates()
     seen = set()
-    counts = {}
+    counts = Counter()
     size = 0
     start = time.perf_counter()
     for path in paths:
@@ -459,12 +454,11 @@ def main():
                 else:
                     fate = "kept"
                 seen.add(key)
-                counts.setdefault(fate, 0)
                 counts[fate] += 1
                 size += len(text.encode())
     seconds = time.perf_counter() - start
     speed = size / 1e6 / seconds
-    print(counts, f"{speed:.1f} MB/s, MinHash by {BACKEND}")
+    print(dict(counts), f"{speed:.1f} MB/s, MinHash by {BACKEND}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Each rule looks at one document alone, so the order of the input and the number 
 
 import math
 from array import array
+from collections import defaultdict
 from hashlib import blake2b
 
 import numpy as np
@@ -43,13 +44,11 @@ class TopShare:
             raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
         self.share = share
         self.sample = sample
-        self.scores = {}  # language: (hashes of the ids, scores)
-
-    def _columns(self, language):
-        return self.scores.setdefault(language, (array("d"), array("d")))
+        # language: (hashes of the ids, scores)
+        self.scores = defaultdict(lambda: (array("d"), array("d")))
 
     def add(self, doc_id, language, score):
-        hashes, scores = self._columns(language)
+        hashes, scores = self.scores[language]
         hashes.append(uniform(doc_id, seed=0))
         scores.append(score)
         if len(hashes) >= 2 * self.sample:
@@ -57,14 +56,13 @@ class TopShare:
 
     def merge(self, other):
         for language, theirs in other.scores.items():
-            columns = self._columns(language)
-            for column, more in zip(columns, theirs):
+            for column, more in zip(self.scores[language], theirs):
                 column.extend(more)
             self._trim(language)
 
     def _trim(self, language):
         """Forget all but the sample. The columns are arrays of doubles, which can be appended to, for their size."""
-        columns = np.array(self._columns(language))  # (2, n)
+        columns = np.array(self.scores[language])  # (2, n)
         lowest = np.argsort(columns[0], kind="stable")[:self.sample]
         columns = columns[:, lowest]
         self.scores[language] = tuple(array("d", column.tobytes()) for column in columns)

@@ -14,6 +14,7 @@ JSON, a torn archive) is a row with a problem instead of a text: it is counted a
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import time
@@ -143,6 +144,55 @@ def open_lines(path):
         import pyarrow
         return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
     return open(path, "rb")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# lists that decide about documents: robots.txt of hosts, domains, agents, prompts
+
+
+def rows_of(path, *columns, comments=False, errors="strict"):
+    """
+    Yield a list for each row of a file: one value per entry of columns, a tuple of names of which the first that exists
+    is taken. path: .parquet, .jsonl(.gz, .zst), or text, whose lines, but for empty ones, are the only column.
+
+    comments: does a # begin a comment in a line of text? errors: what becomes of bytes that are no UTF-8, as in open().
+    ValueError if the file is damaged or lacks a column.
+    """
+    try:
+        if path.endswith(".parquet"):
+            table = open_parquet(path)
+            names = present(path, columns, table.schema_arrow.names)
+            for batch in table.iter_batches(1024, columns=names):
+                for row in batch.to_pylist():
+                    yield [row[name] for name in names]
+            return
+        lines = io.TextIOWrapper(open_lines(path), encoding="utf-8", errors=errors)
+        plain = not has_lines(path)
+        for number, line in enumerate(lines, 1):
+            if plain and comments:
+                line = line.partition("#")[0]
+            line = line.strip()
+            if line and plain:
+                yield [line]
+            elif line:
+                row = json.loads(line)
+                row = row if isinstance(row, dict) else {}
+                yield [row[name] for name in present(f"{path} line {number}", columns, row)]
+    # These two say in one line what is wrong.
+    except (NoColumn, FileNotFoundError):
+        raise
+    except (ValueError, OSError, EOFError, zlib.error) as e:
+        reason = " ".join(str(e).split())
+        raise ValueError(f"{path}: damaged, or not what its name says ({reason})") from None
+
+
+def present(where, columns, names):
+    """Of each tuple of columns the first that is among names. NoColumn if none of them is."""
+    found = [next(filter(names.__contains__, keys), None) for keys in columns]
+    if None in found:
+        keys = columns[found.index(None)]
+        raise NoColumn(f"{where}: no column {' or '.join(keys)}; it has {', '.join(names) or 'none'}")
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -344,13 +394,13 @@ def hub():
     return HfFileSystem()
 
 
-def hub_try(path, ask, tries=4):
+def hub_try(path, ask):
     """
     ask(file system), again after 1, 4 and 16 seconds where the network fails.
 
     OSError, one line, if it stays away. ValueError and FileNotFoundError are answers, and are raised at once.
     """
-    for n in range(tries):
+    for pause in (1, 4, 16, None):
         try:
             return ask(hub())
         except (ValueError, FileNotFoundError):
@@ -359,10 +409,11 @@ def hub_try(path, ask, tries=4):
         except Exception as e:
             kind = type(e).__name__
             why = " ".join(str(e).split())[:200]
-            if kind in ("OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError") or n + 1 == tries:
+            hopeless = ("OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError")
+            if kind in hopeless or not pause:
                 break
-            tqdm.write(f"{path}: {kind}; again in {4**n} s")
-            time.sleep(4**n)
+            tqdm.write(f"{path}: {kind}; again in {pause} s")
+            time.sleep(pause)
     raise OSError(
         f"{path} could not be read from the hub ({kind}: {why}). "
         "Nothing is lost: the same command goes on where it stopped"

@@ -19,9 +19,7 @@ if __name__ == "__main__" and not __package__:
     print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
     sys.exit(2)
 
-import io
 import ipaddress
-import json
 import re
 import string
 import unicodedata
@@ -33,7 +31,7 @@ from urllib.parse import quote, unquote
 
 from tqdm import tqdm
 
-from corpus.readers import NoColumn, open_lines, open_parquet
+from corpus.readers import rows_of
 
 paths = []             # URLs
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
@@ -75,10 +73,10 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset()
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
     host = host_key(url)
-    entry = host and blocked and _blocking(host, blocked)
+    entry = _blocking(host, blocked)
     if entry:
         return f"drop:blocked-domain:{entry}"
-    robots_txt = store.get(host) if store is not None and host else None
+    robots_txt = store.get(host) if store and host else None
     allowed, reason = may_train_on(url, robots_txt, agents, explicit)
     if missing == "deny" and reason in ("no-robots", "unparsable", "bad-url"):
         allowed = False
@@ -350,7 +348,7 @@ def blocked_domains(path):
     ValueError if it holds none, or something else.
     """
     domains = set()
-    for domain, in _rows(Path(path), ("domain",)):
+    for domain, in rows_of(str(path), ("domain",), comments=True):
         host = _host(domain.strip()) if isinstance(domain, str) else None
         if host is None or "." not in host:
             raise ValueError(f"{path}: {domain!r} is not a domain; want one per line, or a column 'domain'")
@@ -361,7 +359,7 @@ def blocked_domains(path):
 
 
 def _blocking(host, blocked):
-    """The entry that blocks a host: of a.example.com itself, then example.com, then com; "" if none does."""
+    """The entry that blocks a host: of a.example.com itself, then example.com, then com; nothing if none does."""
     while host and host not in blocked:
         host = host.partition(".")[2]
     return host
@@ -379,52 +377,11 @@ def _robots_rows(path):
     elif not path.name.endswith(STORES):
         raise ValueError(f"{path}: not a robots store; want a folder or a file that ends in {', '.join(STORES)}")
     for file in files:
-        for host, content in _rows(file, ("domain", "host"), ("content", "robots")):
+        for host, content in rows_of(str(file), ("domain", "host"), ("content", "robots"), errors="replace"):
             host = host_key(host if "//" in str(host) else f"//{host}")
             # The content is null where the crawler got no file.
             if host and isinstance(content, (str, bytes)):
                 yield host, content
-
-
-def _rows(file, *columns):
-    """
-    Lists with one value per entry of columns, each a tuple of names of which the first that exists is taken. file:
-    .parquet, .jsonl(.gz/.zst), or text, whose lines are the only column. ValueError if damaged or without a column.
-    """
-    path = str(file)
-    try:
-        if path.endswith(".parquet"):
-            table = open_parquet(path)
-            names = _present(path, columns, table.schema_arrow.names)
-            for batch in table.iter_batches(1024, columns=names):
-                for row in batch.to_pylist():
-                    yield [row[name] for name in names]
-            return
-        lines = io.TextIOWrapper(open_lines(path), encoding="utf-8", errors="replace")
-        for number, line in enumerate(lines, 1):
-            if ".jsonl" not in file.suffixes:
-                line = line.partition("#")[0].strip()
-                if line:
-                    yield [line]
-            elif line.strip():
-                row = json.loads(line)
-                row = row if isinstance(row, dict) else {}
-                yield [row[name] for name in _present(f"{path} line {number}", columns, row)]
-    # These two say in one line what is wrong.
-    except (NoColumn, FileNotFoundError):
-        raise
-    except (ValueError, OSError, EOFError, zlib.error) as e:
-        reason = " ".join(str(e).split())
-        raise ValueError(f"{path}: damaged, or not what its name says ({reason})") from None
-
-
-def _present(where, columns, names):
-    """Of each tuple of columns the first that is among names. NoColumn if none of them is."""
-    found = [next(filter(names.__contains__, keys), None) for keys in columns]
-    if None in found:
-        keys = columns[found.index(None)]
-        raise NoColumn(f"{where}: no column {' or '.join(keys)}; it has {', '.join(names) or 'none'}")
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -105,15 +105,14 @@ def long_parts(text, size=1_000_000):
 # tokens to shards
 
 
-def write_shards(tok, documents, tokens, cuts, sources, shard_tokens, work, folder):
+def write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, folder):
     """
     Cut the streams of all sources into shards of at most shard_tokens. Returns meta.json's "sources".
 
-    documents: an array of DOCUMENT in the final order; tokens: how many each of them has, int64 (n,). cuts: where
-    np.split cuts the two into buckets. sources: names, by number.
+    documents: an array of DOCUMENT in the final order; tokens: how many each of them has, int64 (n,). buckets: the
+    same documents, a part for each number that was tokenized. sources: names, by number.
     """
     dtype = dtype_of(tok)
-    buckets = list(zip(np.split(documents, cuts), np.split(tokens, cuts)))
     written = {}
     for number, name in enumerate(sources):
         prefix = f"{safe(name)}_" if len(sources) > 1 else ""
@@ -138,10 +137,17 @@ def write_shards(tok, documents, tokens, cuts, sources, shard_tokens, work, fold
     return written
 
 
+def shards_of(meta):
+    """What meta.json says of each shard, of all sources and splits."""
+    splits = [split for source in meta["sources"].values() for split in source.values()]
+    return [shard for split in splits for shard in split["shards"]]
+
+
 def stream_of(stream, buckets, dtype, shard_tokens, work):
     """Yield the tokens of one stream as arrays, in order; none of them crosses a multiple of shard_tokens."""
     at = 0
-    for number, (documents, tokens) in enumerate(buckets):
+    for number, documents in enumerate(buckets):
+        tokens = counts_of(work, number)
         begin = tokens[documents["stream"] < stream].sum()
         end = begin + tokens[documents["stream"] == stream].sum()
         rest = np.memmap(work / f"{number}.tokens", dtype, "r")[begin:end]
@@ -296,12 +302,11 @@ def not_ours(folder, joined):
     ours = set()
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
-        sources = meta["sources"].values()
+        files = {shard["file"] for shard in shards_of(meta)}
         if joined:
             ours = {"meta.json", "tokenizer.json"}
         elif "report.json" in entries:
-            shards = [shard for source in sources for split in source.values() for shard in split["shards"]]
-            ours = WRITTEN | {shard["file"] for shard in shards}
+            ours = WRITTEN | files
     # There is no meta.json, or it is another program's.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from corpus.audit import add
 from corpus.dedup import pieces, signatures, text_key, words
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import column_reason
@@ -69,8 +70,8 @@ def sift(rules, number, rows):
     done = rules.spool / f"{number}.npz"
     if done.exists():
         return
-    info = SimpleNamespace(ids=[], urls=[], groups={}, removed=[], columns=[])
-    info.robots = dict(outcomes={}, hosts={}, blocked={}, agents={})
+    info = SimpleNamespace(ids=[], urls=[], groups={}, removed=[], columns=[], hosts={})
+    info.robots = dict(outcomes={}, blocked={}, agents={})
     spooled, dates = [], []
     with open(rules.spool / f"{number}.text", "wb") as f:
         for some in handfuls(rules.documents(rows)):
@@ -202,36 +203,31 @@ def reason_by_columns(rules, one, info):
     if doc["text"] is None:
         info.columns = info.columns or doc["columns"]
         return "unreadable:" + doc["problem"]
-    if rules.strict and doc.get("url") and not host_key(doc["url"]):
-        raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
+    url = doc.get("url")
+    if rules.strict and url and not host_key(url):
+        raise ValueError(f"{one.id}: {url!r} is not a URL (--strict)")
     if not doc["text"].strip():
         return "empty"
     if rules.robots:
-        url = doc.get("url") or None
         outcome = verdict(url, **rules.robots)
-        note_outcome(info.robots, outcome, host_key(url), one.size)
+        note_outcome(info, outcome, host_key(url), one.size)
         if outcome.startswith("drop:"):
             return outcome.removeprefix("drop:")
     return column_reason(doc, **rules.columns)
 
 
-def note_outcome(seen, outcome, host, size):
+def note_outcome(info, outcome, host, size):
     """Count an outcome of robots.verdict, what its host has, and whose rule it was that refused."""
     fate, reason, *particulars = outcome.split(":")
-    add(seen["outcomes"], f"{fate}:{reason}", size)
     if host:
         has = {"unparsable": "unparsable", "no-robots": "without"}
-        seen["hosts"][host] = has.get(reason, "with")
+        info.hosts[host] = has.get(reason, "with")
+    one = [1, size]
+    add(info.robots["outcomes"], {f"{fate}:{reason}": one})
     if reason in ("robots", "blocked-domain"):
-        add(seen["blocked"], host, size)
+        add(info.robots["blocked"], {host: one})
     if reason == "robots":
-        add(seen["agents"], particulars[0], size)
-
-
-def add(table, key, size):
-    """One more document of `size` bytes: table[key] is (documents, bytes)."""
-    n, total = table.get(key, (0, 0))
-    table[key] = n + 1, total + size
+        add(info.robots["agents"], {particulars[0]: one})
 
 
 def by_words(rules, candidates, info):

@@ -6,6 +6,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     flush            fsync of what is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           tells later whether a bit has flipped
+    read_json        the object in a JSON file, or one line that says that it is damaged
 
 It imports the standard library alone, so that a data worker or --help need not wait for torch.
 """
@@ -13,6 +14,7 @@ It imports the standard library alone, so that a data worker or --help need not 
 import contextlib
 import errno
 import hashlib
+import json
 import os
 
 # What a file system answers that has no locks: Lustre mounted without flock, NFS without lockd.
@@ -23,6 +25,18 @@ def sha256(path):
     """The sha256 of a file, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def read_json(path):
+    """The object in a JSON file. ValueError, one line, if it is damaged."""
+    with open(path, encoding="utf-8") as f:
+        try:
+            saved = json.load(f)
+        except (ValueError, RecursionError) as e:  # RecursionError: a million brackets
+            raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
+    return saved
 
 
 def write_flushed(path, content, shared=False):

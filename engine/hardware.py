@@ -60,12 +60,14 @@ def by_onednn(x):
 
 def linear(x, w):
     """x (..., K) @ w (N, K).T -> (..., N), by what is fastest here."""
-    one_row = x.device.type == "cpu" and x.shape[:-1].numel() == 1
+    rows = x.shape[:-1].numel()
+    one_row = x.device.type == "cpu" and rows == 1
     # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL
     # does not. The sum is in fp32, so fp64 cannot take this way.
     decoding = one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if decoding and w.is_contiguous() and x.dtype != torch.float64:
-        products = x[..., None, :].float() * w.float()                   # (..., N, K)
+        x32 = x[..., None, :].float()                                    # (..., 1, K)
+        products = x32 * w.float()                                       # (..., N, K)
         return products.sum(-1).to(x.dtype)
     if by_onednn(x) and not one_row:
         return onednn_linear(x, w)
@@ -80,7 +82,8 @@ def onednn_linear(x: Tensor, w: Tensor) -> Tensor:
 
 @onednn_linear.register_fake
 def _(x, w):
-    return x.new_empty(*x.shape[:-1], len(w))
+    rows = x.shape[:-1]
+    return x.new_empty(*rows, len(w))
 
 
 def onednn_gradients(ctx, grad):
@@ -117,14 +120,15 @@ def documents(doc):
     B, T = doc.shape
     cuts = []
     for row in doc:
-        borders = (1 + row.diff().nonzero()[:, 0]).tolist()
-        cuts.append([0, *borders, T])
+        borders = 1 + row.diff().nonzero()[:, 0]
+        cuts.append([0, *borders.tolist(), T])
     if max(map(len, cuts)) == 2:
         return [(slice(0, B), slice(0, T))]
     found = []
     for b, row in enumerate(cuts):
+        this_row = slice(b, b + 1)
         for start, end in zip(row, row[1:]):
-            found.append((slice(b, b + 1), slice(start, end)))
+            found.append((this_row, slice(start, end)))
     return found
 
 
@@ -135,9 +139,9 @@ def unfilled(q):
     reads without a copy.
     """
     B, H, T, D = q.shape
-    y = q.new_empty(B, T, H, D).transpose(1, 2)
-    lse = at_least_fp32(q.new_empty(B, T, H)).transpose(1, 2)
-    return y, lse
+    y = q.new_empty(B, T, H, D)
+    lse = at_least_fp32(q.new_empty(B, T, H))
+    return y.transpose(1, 2), lse.transpose(1, 2)
 
 
 @torch.library.custom_op("apertus::segment_attention", mutates_args=())
@@ -159,7 +163,8 @@ def segment_attention(
     inputs = [at_least_fp32(x) for x in (q, k, v)]
     for rows, columns in documents(doc):
         inside = rows, slice(None), columns                              # of all heads
-        y[inside], lse[inside] = attend(*(x[inside] for x in inputs), is_causal=True)
+        mine = (x[inside] for x in inputs)
+        y[inside], lse[inside] = attend(*mine, is_causal=True)
     return y, lse
 
 
@@ -183,7 +188,8 @@ def segment_attention_backward(
     inputs = [at_least_fp32(x) for x in (grad, q, k, v, y, lse)]
     for rows, columns in documents(doc):
         inside = rows, slice(None), columns
-        parts = attend_backward(*(x[inside] for x in inputs), dropout_p=0.0, is_causal=True)
+        mine = (x[inside] for x in inputs)
+        parts = attend_backward(*mine, dropout_p=0.0, is_causal=True)
         for whole, part in zip(gradients, parts):
             whole[inside] = part
     return gradients
@@ -212,8 +218,11 @@ segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs
 
 def pick_device(device):
     """The device by name; "auto" is the first of cuda, mps and cpu that is here. ValueError for one that is not."""
-    have = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
-    here = [kind for kind, available in have.items() if available]
+    here = ["cpu"]
+    if torch.backends.mps.is_available():
+        here.insert(0, "mps")
+    if torch.cuda.is_available():
+        here.insert(0, "cuda")
     if device == "auto":
         return here[0]
     if device.split(":")[0] not in here:
@@ -262,8 +271,9 @@ def can_compile(device):
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cuda":
         return find_spec("triton") is not None
-    cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    return device.type == "cpu" and shutil.which(cxx) is not None
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX") or usual
+    return device.type == "cpu" and shutil.which(compiler) is not None
 
 
 # -----------------------------------------------------------------------------
@@ -302,4 +312,7 @@ def vendor_flops(device):
     if not device.startswith("cuda"):
         return None
     name = torch.cuda.get_device_name().lower()
-    return next((gpu.flops for kind, gpu in GPUS.items() if kind in name), None)
+    for kind, gpu in GPUS.items():
+        if kind in name:
+            return gpu.flops
+    return None

@@ -74,13 +74,14 @@ def half_interval(values):
     return student(values)[1]
 
 
-def wilson(right, n, z=1.96):
+def wilson(right, n):
     """
     95 % interval (low, high) of the share right / n (Wilson 1927).
 
     It stays inside [0, 1] and holds its promise at small n, where p +- 1.96 sd does neither.
     """
     p = right / n
+    z = 1.96
     scale = 1 + z * z / n
     centre = (p + z * z / (2 * n)) / scale
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale

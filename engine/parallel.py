@@ -274,7 +274,7 @@ def init_shards(model, seed):
             mine = distribute_tensor(full.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
             p.to_local().copy_(mine.to_local())
 
-    stand_in = SimpleNamespace(config=model.config, named_parameters=whole_parameters)
+    stand_in = SimpleNamespace(config=model.config, initial=model.initial, named_parameters=whole_parameters)
     type(model).init_weights(stand_in, seed)
 
 

@@ -23,6 +23,8 @@ from array import array
 
 import numpy as np
 
+from engine.files import read_json
+
 paths = []             # run folders
 out = "out/plot.png"   # the picture of runs
 
@@ -52,15 +54,6 @@ def parsed(text):
     return found if isinstance(found, dict) else None
 
 
-def read_json(path):
-    """The JSON object in a file. ValueError, one line, if it is damaged."""
-    with open(path, "rb") as f:
-        found = parsed(f.read())
-    if found is None:
-        raise ValueError(f"{path} is damaged: it is not a JSON object; fetch or write it again")
-    return found
-
-
 def entry_of(line):
     """A line of log.jsonl as a dict; None for one that a kill, a full disk or a power cut has torn."""
     entry = parsed(line) if line.endswith("\n") else None
@@ -68,7 +61,7 @@ def entry_of(line):
 
 
 def has_log(folder):
-    path = os.path.join(folder, "log.jsonl")
+    path = f"{folder}/log.jsonl"
     return os.path.isfile(path) and os.path.getsize(path) > 0
 
 
@@ -78,7 +71,7 @@ def entries(folder):
 
     They come one at a time, because the 2.6 million of the 8B would be gigabytes of dicts.
     """
-    path = os.path.join(folder, "log.jsonl")
+    path = f"{folder}/log.jsonl"
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no log.jsonl: give a folder that train.py wrote")
     with open(path, encoding="utf-8", errors="replace") as f:
@@ -108,7 +101,8 @@ def pyplot():
 
 
 def finish(figure, picture):
-    """Write a figure as a file, and free it."""
+    """Write a figure as a file, and free it. The folder is made if it is not there."""
+    os.makedirs(os.path.dirname(picture) or ".", exist_ok=True)
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)
 
@@ -139,9 +133,9 @@ def points(folder, keys):
     return found
 
 
-def thinned(values, at_most=2_000):
-    """values (n,) in at most so many groups of neighbours: mean, least and largest of each, (3, groups)."""
-    groups = np.array_split(values, min(len(values), at_most))
+def thinned(values):
+    """values (n,) in at most 2,000 groups of neighbours: mean, least and largest of each, (3, groups)."""
+    groups = np.array_split(values, min(len(values), 2_000))
     return np.array([(group.mean(), group.min(), group.max()) for group in groups]).T
 
 
@@ -189,8 +183,7 @@ def curves(folders, picture, panels=PANELS):
     for n, folder in enumerate(folders):
         name = os.path.basename(os.path.normpath(folder))
         found = points(folder, [key for key, _ in panels])
-        for axis, key in zip(axes.flat, found):
-            x, y = found[key]
+        for axis, (key, (x, y)) in zip(axes.flat, found.items()):
             if y:
                 draw_run(axis, key, x, y, f"C{n}", name)
     first = axes[0, 0]
@@ -208,16 +201,18 @@ def comparable(folders):
     """
     configs = {}
     for folder in folders:
-        path = os.path.join(folder, "config.json")
+        path = f"{folder}/config.json"
         if os.path.isfile(path):
             configs[folder] = read_json(path)
-    if len({config.get("data_hash") for config in configs.values()}) <= 1:
+    hashes = {config.get("data_hash") for config in configs.values()}
+    if len(hashes) <= 1:
         return PANELS + SPEED
     texts = {}
     for folder, config in configs.items():
-        path = os.path.join(config.get("data", ""), "meta.json")
+        data = config.get("data")
+        path = f"{data}/meta.json"
         if not os.path.isfile(path):
-            raise ValueError(f"the runs have different data, and that of {folder} ({config.get('data')}) is not here "
+            raise ValueError(f"the runs have different data, and that of {folder} ({data}) is not here "
                              "to see whether its text is the same: compare runs of one data folder")
         splits = [source["val"] for source in read_json(path)["sources"].values()]
         texts[folder] = sorted((split["documents"], split["bytes"]) for split in splits)
@@ -233,7 +228,6 @@ def main():
     if not paths:
         raise ValueError("name one or more run folders: python -m engine.plot out/laptop")
     panels = comparable(paths)
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     curves(paths, out, panels)
     print(f"wrote {out}")
 

@@ -8,9 +8,9 @@ The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may writ
     stop           `touch` it, and all ranks save after the step that they are in, and leave
 """
 
+import contextlib
 import json
 import os
-from contextlib import nullcontext
 
 from engine import checkpoint, plot
 
@@ -22,34 +22,36 @@ def claim(out, resume, ranks):
     ValueError: another run is writing there, or the folder holds a run that is not to be resumed.
     """
     if not ranks.first:
-        return nullcontext()
-    if not resume and (os.path.exists(os.path.join(out, "ckpt")) or plot.has_log(out)):
+        return contextlib.nullcontext()
+    holds_run = os.path.exists(f"{out}/ckpt") or plot.has_log(out)
+    if holds_run and not resume:
         raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
     return checkpoint.claim(out)
 
 
 def refuse_another(path, before, now):
-    """
-    ValueError naming the differences, if the checkpoint at `path` was made with other settings. Both:
-    {name: value}.
-    """
-    changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
-               if json.dumps(before.get(name)) != json.dumps(value)]
+    """ValueError naming the differences, if the checkpoint at `path` was made with other settings: {name: value}."""
+    changed = []
+    for name, value in now.items():
+        old = before.get(name)
+        # As JSON, in which a checkpoint keeps its settings: a tuple has become a list there.
+        if json.dumps(old) != json.dumps(value):
+            changed.append(f"{name} {old!r} -> {value!r}")
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings, or another --out")
 
 
 def open_log(out, start, ranks, validate=False):
     """
-    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first
-    it does nothing.
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first it
+    does nothing.
 
     Steps from `start` on will be done again, so their lines go first; validate: so will the last validation
     before it.
     """
     if not ranks.first:
         return lambda **entry: None
-    path = os.path.join(out, "log.jsonl")
+    path = f"{out}/log.jsonl"
     cut_log(path, start, validate)
     file = open(path, "a", encoding="utf-8")
 
@@ -60,10 +62,7 @@ def open_log(out, start, ranks, validate=False):
 
 
 def cut_log(path, start, validate=False):
-    """
-    Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one
-    line.
-    """
+    """Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one line."""
     if not os.path.exists(path):
         return
 
@@ -80,14 +79,13 @@ def cut_log(path, start, validate=False):
 
 def asked_to_stop(out, stop, ranks):
     """
-    Whether a signal has come (`stop` is no longer empty) or, on the first rank, a file named `stop` lies in
-    the folder.
+    Whether a signal has come (`stop` is no longer empty) or, on the first rank, the folder has a file named
+    `stop`.
     """
-    return bool(stop) or ranks.first and os.path.exists(os.path.join(out, "stop"))
+    return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
 
 
 def forget_stop(out):
     """Remove the file named `stop`, or the next start would stop as well."""
-    path = os.path.join(out, "stop")
-    if os.path.exists(path):
-        os.remove(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(f"{out}/stop")

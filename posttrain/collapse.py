@@ -40,18 +40,22 @@ def spectrum(h):
     All lie in [1, min(N, C)]; they are 0 if h is zero, and nan if h is not finite.
     """
     if not h.isfinite().all():
-        return dict(effective=math.nan, pca99=math.nan, stable=math.nan)
+        return dict.fromkeys(("effective", "pca99", "stable"), math.nan)
     precise = torch.promote_types(h.dtype, torch.float32)
-    s = torch.linalg.svdvals(h.detach().to(precise))        # descending
+    h = h.detach().to(precise)
+    s = torch.linalg.svdvals(h)         # descending
     if not len(s) or s[0] == 0:
         return dict(effective=0.0, pca99=0, stable=0.0)
     p = s / s.sum()
+    entropy = torch.special.entr(p).sum()
     energy = s.square()
-    pca99 = int((energy.cumsum(0) < 0.99 * energy.sum()).sum()) + 1
+    total = energy.sum()
+    too_few = energy.cumsum(0) < 0.99 * total
+    stable = total / energy[0]
     return dict(
-        effective=torch.exp(torch.special.entr(p).sum()).item(),
-        pca99=pca99,
-        stable=(energy.sum() / energy[0]).item(),
+        effective=entropy.exp().item(),
+        pca99=int(too_few.sum()) + 1,
+        stable=stable.item(),
     )
 
 
@@ -64,21 +68,28 @@ def diagnose(model, idx, keep=None, doc=None):
     is the number N of positions: with fewer than C of them the rank measures the batch, not the model.
     """
     activations = []
+
+    def keep_output(module, inputs, output):
+        activations.append(output)
+
     up = model.model.layers[-1].mlp.up_proj
-    hook = up.register_forward_hook(lambda _, inputs, output: activations.append(output))
+    hook = up.register_forward_hook(keep_output)
     try:
         h = model.hidden(idx, doc)                          # (B, T, C)
     finally:
         hook.remove()
     drop_gathered(model)
-    keep = torch.ones_like(idx, dtype=torch.bool) if keep is None else keep
+    if keep is None:
+        keep = torch.ones_like(idx, dtype=torch.bool)
     z = activations[0][keep].float()                        # (N, ffn_dim)
-    return dict(
-        rank_tokens=len(z),
-        **{f"rank_{name}": value for name, value in spectrum(h[keep]).items()},
-        dead_units=(z <= 0).all(0).float().mean().item(),
-        preactivation=z.norm(dim=-1).mean().item(),
-    )
+    found = dict(rank_tokens=len(z))
+    for name, rank in spectrum(h[keep]).items():
+        found[f"rank_{name}"] = rank
+    dead = (z <= 0).all(0)
+    found["dead_units"] = dead.float().mean().item()
+    norms = z.norm(dim=-1)
+    found["preactivation"] = norms.mean().item()
+    return found
 
 
 def main():
@@ -91,8 +102,10 @@ def main():
             words = f.read()
     ids = [tok.bos, *tok.encode(words)]
     n = min(model.config.block_size, len(ids))
-    idx = torch.tensor(ids[:len(ids) // n * n]).view(-1, n)
-    for name, value in diagnose(model, idx[:64]).items():
+    rows = torch.tensor(ids).split(n)
+    idx = torch.stack([row for row in rows if len(row) == n])
+    found = diagnose(model, idx[:64])
+    for name, value in found.items():
         print(f"{name:16} {value:.4g}")
 
 

@@ -142,7 +142,8 @@ def collect(model, ranks, clip):
             p.grad = torch.zeros_like(p)
         if ranks.size > 1 and not ranks.sharded:
             dist.all_reduce(p.grad)
-    norm = math.sqrt(ranks.add(square_norm(model, ranks))[0])
+    [square] = ranks.add(square_norm(model, ranks))
+    norm = math.sqrt(square)
     scale = min(1.0, clip / (norm + 1e-6))
     if scale < 1:
         for p in model.parameters():

@@ -4,10 +4,16 @@ the same pairs. posttrain/qrpo.py has the formulas and says what they are for.
 
 All losses take tensors (..., 2), the better completion of a prompt first, and return one number per pair (...):
 
-    pi, ref    log-probs of the whole completion under the policy and under the reference model, in nats
+    pi         log-probs of the whole completion under the policy, in nats
+
+and in `known`, what does not depend on the policy:
+
+    ref        log-probs under the reference model
     reward     the raw reward
     q          f(R_q): the transformed quantile of the reward among the references
     length     tokens of the completion, or 1 for no normalisation by length
+    beta       of this completion: beta / |y|, limited (effective_beta)
+    log_z      beta log Z of this completion (beta_log_z)
 """
 
 import math
@@ -27,13 +33,19 @@ BETA = dict(qrpo=0.003, dpo=0.03, rebel=1e-4, simpo=2.5)    # the middle of the 
 TRANSFORMS = {
     "identity": lambda q, n: q,
     "log": lambda q, n: q.clamp(1 / n, 1).log(),
-    "normal": lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n)),
+    "normal": lambda q, n: torch.special.ndtri(
+        q.clamp(1 / n, (n - 1) / n),
+    ),
 }
 
 # beta log Z of each transform (arXiv 2507.08068, table 4). identity is beta log(beta (e^(1/beta) - 1)), written so that
 # nothing overflows. Both official codes drop its last term: no difference below beta = .05, wrong by .46 at beta = 1.
 LOG_Z = {
-    "identity": lambda beta: beta * beta.log() + 1 + beta * torch.log(-torch.expm1(-1 / beta)),
+    "identity": lambda beta: (
+        beta * beta.log()
+        + 1
+        + beta * torch.log(-torch.expm1(-1 / beta))
+    ),
     "log": lambda beta: beta * torch.log(beta / (1 + beta)),
     "normal": lambda beta: 1 / (2 * beta),
 }
@@ -49,12 +61,14 @@ def quantile(reward, ref_rewards, loo=False):
     """
     ref_rewards = torch.as_tensor(ref_rewards)
     reward = torch.as_tensor(reward, dtype=ref_rewards.dtype)
-    itself = int(bool(loo))
+    itself = 1 if loo else 0
     n = ref_rewards.shape[-1] - itself
     if n < 1:
         raise ValueError("a quantile needs at least one reference reward, and one more with loo")
-    no_better = (ref_rewards <= reward[..., None]).sum(-1) - itself
-    return no_better.to(torch.promote_types(reward.dtype, torch.float32)) / n
+    no_better = ref_rewards <= reward[..., None]    # (..., n), itself among them
+    count = no_better.sum(-1) - itself
+    precise = torch.promote_types(reward.dtype, torch.float32)
+    return count.to(precise) / n
 
 
 def beta_log_z(beta, transform="identity"):
@@ -65,9 +79,11 @@ def beta_log_z(beta, transform="identity"):
     """
     if transform not in LOG_Z:
         raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")
+    log_z = LOG_Z[transform]
     if isinstance(beta, torch.Tensor):
-        return LOG_Z[transform](beta)
-    return LOG_Z[transform](torch.tensor(beta, dtype=torch.float64)).item()
+        return log_z(beta)
+    precise = torch.tensor(beta, dtype=torch.float64)
+    return log_z(precise).item()
 
 
 def discrete_beta_log_z(ref_quantiles, beta):
@@ -92,36 +108,46 @@ def optimum(beta):
     """
     mean = -1 / math.expm1(-1 / beta) - beta
     log_z = beta_log_z(beta)
-    return dict(quantile=mean, kl=(mean - log_z) / beta, falling=log_z)
+    return dict(
+        quantile=mean,
+        kl=(mean - log_z) / beta,
+        falling=log_z,
+    )
 
 
 # -----------------------------------------------------------------------------
 # the losses
 
 
-def qrpo_loss(
-    pi, ref, reward, q, length=1.0, beta=0.1,
-    beta_max=0.0, log_z=None, transform="identity", **_
-):
-    b = effective_beta(pi, length, beta, beta_max)
-    log_z = beta_log_z(b, transform) if log_z is None else log_z
-    return (q - log_z - b * (pi - ref)).square().mean(-1)
+def qrpo_loss(pi, known, beta, gamma):
+    target = known.q - known.log_z
+    log_ratio = pi - known.ref
+    return (target - known.beta * log_ratio).square().mean(-1)
 
 
-def dpo_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
-    return -F.logsigmoid(beta * better_minus_worse((pi - ref) / length))
+def dpo_loss(pi, known, beta, gamma):
+    log_ratio = (pi - known.ref) / known.length
+    return -F.logsigmoid(beta * better_minus_worse(log_ratio))
 
 
-def rebel_loss(pi, ref, reward, q, length=1.0, beta=0.1, **_):
-    return (better_minus_worse(reward) / beta - better_minus_worse((pi - ref) / length)).square()
+def rebel_loss(pi, known, beta, gamma):
+    target = better_minus_worse(known.reward) / beta
+    log_ratio = (pi - known.ref) / known.length
+    return (target - better_minus_worse(log_ratio)).square()
 
 
-def simpo_loss(pi, ref, reward, q, length=1.0, beta=2.5, gamma=0.5, **_):
-    return -F.logsigmoid(beta * (better_minus_worse(pi / length) - gamma))
+def simpo_loss(pi, known, beta, gamma):
+    margin = better_minus_worse(pi / known.length)
+    return -F.logsigmoid(beta * (margin - gamma))
 
 
 # Read-only, which also keeps it from being taken for a setting of the script that imports it.
-losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))
+losses = MappingProxyType(dict(
+    qrpo=qrpo_loss,
+    dpo=dpo_loss,
+    rebel=rebel_loss,
+    simpo=simpo_loss,
+))
 
 
 def better_minus_worse(x):
@@ -131,7 +157,9 @@ def better_minus_worse(x):
 def effective_beta(like, length, beta, beta_max):
     """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 becomes .1."""
     b = torch.full_like(like, beta) / length
-    return b.clamp(max=beta_max) if beta_max else b
+    if not beta_max:
+        return b
+    return b.clamp(max=beta_max)
 
 
 # -----------------------------------------------------------------------------
@@ -148,16 +176,21 @@ def tie_report(groups, beta):
     tied, mass = [], []
     for r in groups:
         n = len(r)
-        if n > 1:
-            equal = (r[:, None] == r).sum().item()      # each with itself among them
-            tied.append((equal - n) / (n * (n - 1)))
-            target = quantile(r, r) - beta_log_z(beta)
-            mass.append(torch.exp(target / beta).mean().item())
-    return (np.mean(tied), np.mean(mass)) if tied else (0.0, 1.0)
+        if n < 2:
+            continue
+        equal = (r[:, None] == r).sum().item()      # each with itself among them
+        pairs = n * (n - 1)
+        tied.append((equal - n) / pairs)
+        target = quantile(r, r) - beta_log_z(beta)
+        mass.append(torch.exp(target / beta).mean().item())
+    if not tied:
+        return 0.0, 1.0
+    return np.mean(tied), np.mean(mass)
 
 
 def correlation(x, y):
     """Pearson's r of x and y, each (n,); 0 if either does not vary, as every log-ratio at step 0."""
     x = x - x.mean()
     y = y - y.mean()
-    return F.cosine_similarity(x, y, dim=0, eps=1e-12).item()
+    r = F.cosine_similarity(x, y, dim=0, eps=1e-12)
+    return r.item()

@@ -130,7 +130,8 @@ def prompts_of(tok, path):
     for line, row in numbered_rows(path):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        is_list = isinstance(texts, list)
+        if not is_list or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
             count(bad, found, line)
@@ -178,30 +179,40 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     end = tok.special["<|assistant_end|>"]
     given = []
     for row in rows:
-        given.append([[*tok.encode(text), end] for text in row.get("completions", [])])
+        texts = row.get("completions", [])
+        given.append([[*tok.encode(text), end] for text in texts])
     refs = [[] for _ in rows]
     if score:
         refs = sample(model, tok, asked, score, longest, cache, ranks, device)
     rated = rate(tok, asked, refs, given, score, version, cache)
     groups = [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated]
-    pools, q_refs = zip(*map(with_quantiles, prompts, refs, given, groups, rated))
+    found = map(with_quantiles, prompts, refs, given, groups, rated)
+    pools, q_refs = zip(*found)
 
     # log-probs of what may be trained on. They do not depend on the rewards, so that runs with others can share them.
-    able = []
-    for pool in pools:
-        able.append([c for c in pool if c["ids"][-1] == end and sum(map(len, c["text"])) <= longest])
+    def finished(c):
+        return c["ids"][-1] == end and sum(map(len, c["text"])) <= longest
+
+    able = [list(filter(finished, pool)) for pool in pools]
     kept = list(itertools.chain(*able))
-    ref_logp = reference_logp(model, [c["text"] for c in kept], cache, ranks)
-    for c, value in zip(kept, ref_logp):
+    texts = [c["text"] for c in kept]
+    for c, value in zip(kept, reference_logp(model, texts, cache, ranks)):
         c["ref_logp"] = value
 
-    candidates = [pool if len({c["reward"] for c in pool}) > 1 else [] for pool in able]
-    dropped = sum(map(len, pools)) - len(kept)
-    return candidates, q_refs, groups, dict(dropped=dropped, constant=candidates.count([]))
+    candidates = []
+    for pool in able:
+        rewards_differ = len({c["reward"] for c in pool}) > 1
+        candidates.append(pool if rewards_differ else [])
+    counts = dict(
+        dropped=sum(map(len, pools)) - len(kept),
+        constant=candidates.count([]),
+    )
+    return candidates, q_refs, groups, counts
 
 
 def digest(content):
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sample(model, tok, asked, score, longest, cache, ranks, device):
@@ -220,9 +231,12 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + k)
         each = [prompt for prompt in some for _ in range(n_refs)]
-        room = max(1, min(max_new_tokens, longest - min(map(len, each))))       # what is longer would be dropped
+        # What is longer than the room would be dropped.
+        shortest = min(map(len, each))
+        room = min(max_new_tokens, longest - shortest)
         stop = (tok.special["<|assistant_end|>"],)
-        done = generate(whole(), each, room, stop=stop, generator=generator)    # temperature 1, no cut: pi_ref itself
+        # Temperature 1 and no cut: this is pi_ref itself.
+        done = generate(whole(), each, max(1, room), stop, generator=generator)
         new = [full[len(prompt):] for full, prompt in zip(done, each)]
         return [new[i:i + n_refs] for i in range(0, len(new), n_refs)]
 
@@ -230,8 +244,8 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     per_file = max(1, sample_batch // n_refs)
     stage = f"samples-{per_file}"
     # The first batch is scored at once: an error in the reward function is told before hours of sampling.
-    first = cache(stage, prompts[:per_file], per_file, draw)
-    scores(tok, asked[0], first[0][:1], score)
+    first, *_ = cache(stage, prompts[:per_file], per_file, draw)
+    scores(tok, asked[0], first[:1], score)
     return cache(stage, prompts, per_file, draw)
 
 
@@ -241,22 +255,22 @@ def rate(tok, asked, refs, given, score, version, cache):
 
     Another or a repaired reward function has another version, and its rewards files of their own.
     """
-    def from_data(prompt, refs, given):
-        line, row, _ = prompt
+    def by_score(k, some):
+        found = []
+        for prompt, *both in some:
+            found.append([scores(tok, prompt, completions, score) for completions in both])
+        return found
+
+    if score:
+        inputs = list(zip(asked, refs, given))
+        return cache(f"rewards-{version}", inputs, 64, by_score)
+    found = []
+    for (line, row, _), completions in zip(asked, given):
         where = f"{data}, line {line}"
         of_refs = column(row, "ref_rewards", n_refs, where)
-        return [of_refs, column(row, "rewards", len(given), where)]
-
-    def by_score(k, some):
-        return [
-            [scores(tok, prompt, refs, score), scores(tok, prompt, given, score)]
-            for prompt, refs, given in some
-        ]
-
-    inputs = list(zip(asked, refs, given))
-    if score:
-        return cache(f"rewards-{version}", inputs, 64, by_score)
-    return [from_data(*one) for one in inputs]
+        of_given = column(row, "rewards", len(completions), where)
+        found.append([of_refs, of_given])
+    return found
 
 
 def scores(tok, prompt, completions, score):
@@ -273,13 +287,21 @@ def with_quantiles(prompt, refs, given, group, rated):
     group: the rewards of the references as a tensor.
     """
     of_refs, of_given = rated
-    q_refs = quantile(group, group, bool(loo and use_references and refs))
-    trained = list(zip(refs, of_refs, q_refs.tolist())) if use_references else []
-    trained += zip(given, of_given, quantile(of_given, group).tolist())
-    pool = [
-        dict(ids=ids, text=(prompt, ids), length=float(len(ids)), reward=reward, q=q)
-        for ids, reward, q in trained
-    ]
+    q_refs = quantile(group, group, loo and use_references and refs)
+    q_given = quantile(of_given, group)
+    trained = []
+    if use_references:
+        trained += zip(refs, of_refs, q_refs.tolist())
+    trained += zip(given, of_given, q_given.tolist())
+    pool = []
+    for ids, reward, q in trained:
+        pool.append(dict(
+            ids=ids,
+            text=(prompt, ids),
+            length=float(len(ids)),
+            reward=reward,
+            q=q,
+        ))
     return pool, q_refs.float()
 
 
@@ -313,7 +335,8 @@ def make_pairs(candidates, n):
     found = []
     for i, pool in enumerate(candidates):
         reward = [c["reward"] for c in pool]
-        order = np.random.default_rng((seed, i)).permutation(len(pool)).tolist()
+        rng = np.random.default_rng((seed, i))
+        order = rng.permutation(len(pool)).tolist()
         if pairs == "best":
             top = max(order, key=reward.__getitem__, default=None)
             low = max(0.2, 1 / n)
@@ -361,7 +384,8 @@ def align(ranks, device):
     if not couples:
         raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
                          f"{left}): nothing to learn from")
-    mean_length = np.mean([c["length"] for _, *pair in couples for c in pair])
+    lengths = [c["length"] for c in completions_of(couples)]
+    mean_length = np.mean(lengths)
     notes = [left_out(bad, len(asked), "prompts")] if bad else []
     notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
     notes += warn_of_ties(groups, mean_length)
@@ -373,9 +397,14 @@ def align(ranks, device):
         model, optimizer, lr, betas, alpha, eps, weight_decay,
         alpha_warmup=steps, beta3_warmup=steps,
     )
-    data_hash = digest([row for _, row, _ in asked])[:16]
-    hashes = dict(data_hash=data_hash, rewards_hash=version, tokenizer_hash=tok.hash[:16])
-    config = dict(settings(globals()), max_length=longest, **hashes)
+    rows = [row for _, row, _ in asked]
+    config = dict(
+        settings(globals()),
+        max_length=longest,
+        data_hash=digest(rows)[:16],
+        rewards_hash=version,
+        tokenizer_hash=tok.hash[:16],
+    )
     start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
     with stop_signals() as signals:
@@ -387,19 +416,18 @@ def align(ranks, device):
             logp = forward_backward(model, batch, known, ranks)             # (pairs, 2), of all ranks
             ratio = logp - known.ref
             if step == 0:
-                refuse_another_reference(ratio / known.length)
+                refuse_another_reference(ratio / known.tokens)
             value = pair_losses(logp, known).mean().item()
 
             # Clip and update. If any rank is asked to stop, all of them do.
             norm = collect(model, ranks, grad_clip)
-            stopping = ranks.add(runs.asked_to_stop(out, signals, ranks))[0]
+            [stopping] = ranks.add(runs.asked_to_stop(out, signals, ranks))
             rate = lr * linear(step, steps, warmup)
             update(opt, step, rate, value, norm)
 
             # Say what happened.
             done = step + 1
-            seen = watched(ratio, (known.q - known.log_z) / known.beta, known.reward)
-            seen |= dict(length=known.length.mean().item(), tokens=int(known.length.sum()))
+            seen = watched(ratio, known)
             if rank_every and (step % rank_every == 0 or done == steps):
                 texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
                 seen |= collapse.diagnose(model, *padded(texts, device))
@@ -423,29 +451,41 @@ def known_of(batch, q_refs):
     """
     What the loss knows of a step's pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
 
-    ref: log pi_ref; reward; q: quantile, transformed; length: tokens; per: what a log-ratio is divided by; beta:
-    the effective one of each completion; log_z: beta log Z, of each completion.
+    ref, reward, q, length, beta and log_z as posttrain/losses.py wants them; tokens: the completions' lengths.
     """
-    def column(name):
-        return torch.tensor([[c[name] for c in pair] for _, *pair in batch])
-    ref, reward, length = column("ref_logp"), column("reward"), column("length")
-    q = TRANSFORMS[transform](column("q"), n_refs - bool(loo))
-    per = length if length_norm else torch.ones_like(length)
-    b = effective_beta(ref, per, *strength())
+    def each(name):
+        values = [c[name] for c in completions_of(batch)]
+        return torch.tensor(values).view(-1, 2)
+
+    ref = each("ref_logp")
+    tokens = each("length")
+    length = tokens if length_norm else torch.ones_like(tokens)
+    b = effective_beta(ref, length, *strength())
     log_z = beta_log_z(b, transform)
     if ties == "discrete":
         own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
         log_z = discrete_beta_log_z(own[:, None], b)
-    return SimpleNamespace(ref=ref, reward=reward, q=q, length=length, per=per, beta=b, log_z=log_z)
+    return SimpleNamespace(
+        ref=ref,
+        reward=each("reward"),
+        q=TRANSFORMS[transform](each("q"), n_refs - bool(loo)),
+        tokens=tokens,
+        length=length,
+        beta=b,
+        log_z=log_z,
+    )
+
+
+def completions_of(couples):
+    """The completions of (prompt, better, worse), one after the other."""
+    return [c for _, *pair in couples for c in pair]
 
 
 def pair_losses(logp, known, part=slice(None)):
     """The loss of each pair of a part of the step, from log pi (pairs of the part, 2)."""
-    beta0, limit = strength()
-    return losses[loss](
-        logp, known.ref[part], known.reward[part], known.q[part], known.per[part], beta0,
-        beta_max=limit, log_z=known.log_z[part], gamma=gamma, transform=transform,
-    )
+    of_part = {name: values[part] for name, values in vars(known).items()}
+    beta0, _ = strength()
+    return losses[loss](logp, SimpleNamespace(**of_part), beta0, gamma)
 
 
 def forward_backward(model, batch, known, ranks):
@@ -453,16 +493,18 @@ def forward_backward(model, batch, known, ranks):
     logp = torch.zeros_like(known.ref)
     for part, last in slices(len(batch), micro_batch, ranks):
         mine = batch[part]
-        texts = [c["text"] for _, *pair in mine or batch[:1] for c in pair]
+        # An empty micro-batch runs along with a pair of another rank, and adds nothing.
+        some = mine or batch[:1]
+        texts = [c["text"] for c in completions_of(some)]
         with gradients(model, ranks, last):
             pi = sequence_logp(model, texts).view(-1, 2).cpu()
-            # An empty micro-batch runs along, and adds nothing.
             part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
             part_loss.backward()
         if mine:
             logp[part] = pi.detach()
     # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-    return torch.tensor(ranks.add(*logp.flatten())).view_as(logp)
+    total = ranks.add(*logp.flatten())
+    return torch.tensor(total).view_as(logp)
 
 
 def refuse_another_reference(ratio):
@@ -485,17 +527,19 @@ def warn_of_ties(groups, mean_length):
             f"for {mass:.2f} times the probability there is: grade the reward more finely, or use --ties=discrete"]
 
 
-def watched(ratio, target, reward):
+def watched(ratio, known):
     """
-    What the log says of a step's log-ratios log pi / pi_ref, their targets and the rewards, each (pairs, 2).
+    What the log says of a step's log-ratios log pi / pi_ref (pairs, 2), their targets, rewards and lengths.
 
     The samples are the reference's, so the policy's own values (kl, reward_policy) are estimated by weighting them with
     pi / pi_ref. The weights are normalised: bounded, but kl cannot exceed the log of the number of samples.
     """
     margin = better_minus_worse(ratio).mean().item()
-    ratio, target, reward = ratio.flatten(), target.flatten(), reward.flatten()
+    target = (known.q - known.log_z) / known.beta
+    ratio, target, reward = (x.flatten() for x in (ratio, target, known.reward))
     weight = ratio.softmax(0)
-    kl = (weight * ratio).sum() - ratio.logsumexp(0) + math.log(ratio.numel())
+    kl = (weight * ratio).sum() - ratio.logsumexp(0)
+    kl += math.log(len(ratio))
     return dict(
         target=target.mean().item(),
         log_ratio=ratio.mean().item(),
@@ -504,6 +548,8 @@ def watched(ratio, target, reward):
         reward=reward.mean().item(),
         reward_policy=(weight * reward).sum().item(),
         margin=margin,
+        length=known.tokens.mean().item(),
+        tokens=int(known.tokens.sum()),
     )
 
 

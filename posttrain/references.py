@@ -28,7 +28,7 @@ from engine import checkpoint
 from engine.files import write_flushed
 from engine.hardware import at_least_fp32
 from model import chunk_rows
-from tokenizer import IN_TEXT
+from tokenizer import IN_TEXT, read_json
 
 
 # -----------------------------------------------------------------------------
@@ -41,8 +41,9 @@ def fingerprint(model):
     for name, p in model.named_parameters():
         # A sharded tensor is gathered, one at a time.
         p = p.full_tensor() if hasattr(p, "full_tensor") else p
-        first = p.detach().flatten()[:64].float().cpu()
-        digest.update(name.encode() + first.numpy().tobytes())
+        first = p.detach().flatten()[:64].float()
+        digest.update(name.encode())
+        digest.update(first.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -54,8 +55,7 @@ def same_or_refuse(path, made_from, ranks):
     """
     problem = ""
     if ranks.first and os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            have = json.load(f)
+        have = read_json(path)
         changed = [f"{name} {have.get(name)!r} -> {value!r}"
                    for name, value in made_from.items()
                    if have.get(name) != value]
@@ -76,20 +76,25 @@ def cached(folder, ranks, stage, inputs, per_file, compute, together=False):
     The files that are missing are divided among the ranks, and every rank returns all entries. together: all ranks must
     compute equally often, because they gather each other's weights for it; superfluous results are thrown away.
     """
-    files = [(os.path.join(folder, f"{stage}-{k:07d}.json"), k) for k in range(0, len(inputs), per_file)]
-    mine = [(path, k) for path, k in files[ranks.rank::ranks.size] if not os.path.exists(path)]
+    def file(k):
+        return os.path.join(folder, f"{stage}-{k:07d}.json")
+
+    starts = range(0, len(inputs), per_file)
+    mine = [k for k in starts[ranks.rank::ranks.size] if not os.path.exists(file(k))]
     rounds = len(mine)
     if together:
         rounds = max(checkpoint.everyone(rounds, ranks.files))
-    for n in tqdm(range(rounds), stage, disable=not rounds or not ranks.first, leave=False):
-        path, k = mine[n] if n < len(mine) else files[0]
+    quiet = not rounds or not ranks.first
+    for n in tqdm(range(rounds), stage, disable=quiet, leave=False):
+        superfluous = n >= len(mine)
+        k = 0 if superfluous else mine[n]
         entries = compute(k, inputs[k:k + per_file])
-        if n < len(mine):
-            write_flushed(path, json.dumps(entries), shared=True)
+        if not superfluous:
+            write_flushed(file(k), json.dumps(entries), shared=True)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
     entries = []
-    for path, _ in files:
-        with open(path, encoding="utf-8") as f:
+    for k in starts:
+        with open(file(k), encoding="utf-8") as f:
             entries += json.load(f)
     return entries
 
@@ -100,7 +105,8 @@ def cached(folder, ranks, stage, inputs, per_file, compute, together=False):
 
 def token_logp(h, head, targets):
     """log p of each target: h (n, C), head (V, C), targets (n,) -> (n,), in fp32."""
-    logits = at_least_fp32(h @ head.T.to(h.dtype))
+    head = head.to(h.dtype)
+    logits = at_least_fp32(h @ head.T)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
@@ -113,9 +119,12 @@ def padded(sequences, device):
     idx, keep = [], []
     for prompt, completion in sequences:
         ids = torch.tensor([*prompt, *completion])
+        position = torch.arange(len(ids))
         idx.append(ids)
-        keep.append(torch.arange(len(ids)) >= len(prompt))
-    return [pad_sequence(rows, batch_first=True).to(device) for rows in (idx, keep)]
+        keep.append(position >= len(prompt))
+    idx = pad_sequence(idx, batch_first=True)
+    keep = pad_sequence(keep, batch_first=True)
+    return idx.to(device), keep.to(device)
 
 
 def sequence_logp(model, sequences):
@@ -126,16 +135,17 @@ def sequence_logp(model, sequences):
     a time, and are computed again in the backward pass: 2,048 tokens of 131,072 logits would be 1.1 GB per sequence.
     """
     idx, keep = padded(sequences, model.lm_head.weight.device)
-    h = model.hidden(idx[:, :-1])[keep[:, 1:]]                  # (n, C), at the position before each token
-    targets = idx[:, 1:][keep[:, 1:]]                           # (n,)
+    keep = keep[:, 1:]
+    h = model.hidden(idx[:, :-1])[keep]             # (n, C), at the position before each token
+    targets = idx[:, 1:][keep]                      # (n,)
     rows = chunk_rows(model.config.vocab_size, h.device)
-    head = model.lm_head.weight                                 # (V, C); sharded ranks have gathered it in hidden()
-    logp = [
-        recompute(token_logp, part, head, wanted, use_reentrant=False)
-        for part, wanted in zip(h.split(rows), targets.split(rows))
-    ]
+    head = model.lm_head.weight                     # (V, C); sharded ranks have gathered it in hidden()
+    logp = []
+    for part, wanted in zip(h.split(rows), targets.split(rows)):
+        logp.append(recompute(token_logp, part, head, wanted, use_reentrant=False))
     lengths = [len(completion) for _, completion in sequences]
-    return torch.stack([part.sum() for part in torch.cat(logp).split(lengths)])
+    completions = torch.cat(logp).split(lengths)
+    return torch.stack([part.sum() for part in completions])
 
 
 # -----------------------------------------------------------------------------
@@ -145,7 +155,8 @@ def sequence_logp(model, sequences):
 def words(tok, ids):
     """The text of a completion without control tokens: its end, the brackets of thoughts, whatever else was sampled."""
     control = {i for name, i in tok.special.items() if name not in IN_TEXT}
-    return tok.decode([i for i in ids if i not in control])
+    text = [i for i in ids if i not in control]
+    return tok.decode(text)
 
 
 def scored(row, texts, score, where):
@@ -172,9 +183,12 @@ def in_one_line(error):
 
 def column(row, name, want, where):
     """The first `want` of a row's list of numbers. ValueError if it has fewer, or one that is not finite."""
+    def finite(value):
+        return isinstance(value, (int, float)) and math.isfinite(value)
+
     values = row.get(name, [])
     enough = isinstance(values, list) and len(values) >= want
-    if not enough or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+    if not enough or not all(map(finite, values)):
         fewer = "or a lower --n_refs" if name == "ref_rewards" else "one for each completion"
         raise ValueError(f"{where}: {name} is {str(values)[:60]}; want {want} finite numbers, {fewer}; "
                          "or --rewards to compute them")
@@ -206,7 +220,9 @@ def load_reward(spec, device):
     def by_function(row, completion):
         question = next(m for m in reversed(row["messages"]) if m["role"] == "user")
         arguments = [content_of(normal(question)), completion]
-        return function(*arguments, row) if takes_row else function(*arguments)
+        if takes_row:
+            arguments.append(row)
+        return function(*arguments)
     return by_function
 
 
@@ -216,18 +232,22 @@ def reward_model(folder, device):
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
     except ImportError:
         raise ValueError("--rewards=hf:... needs transformers: pip install transformers") from None
-    judge = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True).to(device).eval()
+    judge = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True)
+    judge = judge.to(device).eval()
     tok = AutoTokenizer.from_pretrained(folder)
     if judge.config.num_labels != 1:
         raise ValueError(f"{folder} has {judge.config.num_labels} outputs: a reward model has one")
 
     @torch.no_grad()
     def by_model(row, completion):
-        messages = [*map(normal, row["messages"]), dict(role="assistant", content=completion)]
+        answer = dict(role="assistant", content=completion)
+        messages = [*map(normal, row["messages"]), answer]
         text = tok.apply_chat_template(messages, tokenize=False)
         # The template has written <s> already.
-        ids = tok(text, add_special_tokens=False, return_tensors="pt").to(device)
-        return judge(input_ids=ids.input_ids).logits[0, 0].item()
+        encoded = tok(text, add_special_tokens=False, return_tensors="pt")
+        ids = encoded.input_ids.to(device)
+        logits = judge(input_ids=ids).logits
+        return logits[0, 0].item()
     return by_model
 
 
@@ -263,6 +283,8 @@ def reward_hash(spec):
     else:
         file, name = file_and_function(spec)
         files = [file]
-    files = filter(os.path.isfile, files)
-    digests = [(os.path.basename(file), checkpoint.sha256(file)) for file in files]
-    return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
+    digests = []
+    for file in filter(os.path.isfile, files):
+        digests.append((os.path.basename(file), checkpoint.sha256(file)))
+    decisive = repr((name, digests))
+    return hashlib.sha256(decisive.encode()).hexdigest()[:16]

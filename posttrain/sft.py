@@ -107,18 +107,21 @@ class Conversations:
     def __init__(self, parts):
         lengths = [part["lengths"] for part in parts]
         self.files = [part["file"] for part in parts]
-        self.borders = np.cumsum([0, *map(sum, lengths)])               # tokens before each file
-        self.ends = np.cumsum([0, *itertools.chain(*lengths)])          # tokens before each conversation
-        self.tokens = int(self.ends[-1])
+        # Tokens before each file, and before each conversation.
+        self.borders = np.cumsum([0, *map(sum, lengths)])
+        self.starts = np.cumsum([0, *itertools.chain(*lengths)])
+        self.tokens = int(self.starts[-1])
 
     def __len__(self):
-        return len(self.ends) - 1
+        return len(self.starts) - 1
 
     def __getitem__(self, k):
-        file = np.searchsorted(self.borders, self.ends[k], "right") - 1
-        begin, end = self.ends[k:k + 2] - self.borders[file]
-        tokens = mapped(self.files[file])[begin:end]
-        return (tokens & ~SAID).astype(np.int64), tokens >= SAID
+        begin, end = self.starts[k:k + 2]
+        file = np.searchsorted(self.borders, begin, "right") - 1
+        before = self.borders[file]
+        tokens = mapped(self.files[file])[begin - before:end - before]
+        ids = tokens & ~SAID
+        return ids.astype(np.int64), tokens >= SAID
 
 
 @functools.lru_cache(64)        # files open at a time
@@ -135,26 +138,32 @@ def tokenized(folder, tok, path, max_length, date, ranks):
     KEY-N.json; KEY is a hash of all that decides an id. A killed run therefore keeps what is done, and nothing stale is
     read. ValueError: a line that is no conversation, or nothing to learn from.
     """
-    sha = checkpoint.everyone(checkpoint.sha256(path) if ranks.first else "", ranks.files)[0]
-    key = hashlib.sha256(repr((sha, tok.hash, max_length, date)).encode())
-    for file in (__file__, chat.__file__, tokenizer.__file__):      # they decide the format, and which turns are learnt
-        key.update(checkpoint.sha256(file).encode())
+    sha = checkpoint.sha256(path) if ranks.first else ""
+    sha = checkpoint.everyone(sha, ranks.files)[0]
+    # The files that decide the format, and which turns are learnt, are part of the key.
+    code = [checkpoint.sha256(file) for file in (__file__, chat.__file__, tokenizer.__file__)]
+    decisive = repr((sha, tok.hash, max_length, date, code))
+    key = hashlib.sha256(decisive.encode()).hexdigest()[:16]
     os.makedirs(folder, exist_ok=True)
     size = os.path.getsize(path)
-    numbers = range(-(-size // PART))
-    names = [os.path.join(folder, f"{key.hexdigest()[:16]}-{n:05d}") for n in numbers]
+    starts = range(0, size, PART)
+    names = [os.path.join(folder, f"{key}-{n:05d}") for n in range(len(starts))]
     with tqdm(
-        total=size // ranks.size, desc="tokenizing", unit="B", unit_scale=True,
-        delay=2, leave=False, disable=not ranks.first,
+        total=size // ranks.size,
+        desc="tokenizing",
+        unit="B",
+        unit_scale=True,
+        delay=2,
+        leave=False,
+        disable=not ranks.first,
     ) as bar:
-        for n in numbers[ranks.rank::ranks.size]:
+        for n in range(ranks.rank, len(names), ranks.size):
             if not os.path.exists(names[n] + ".json"):
-                tokenize(names[n], tok, path, n * PART, max_length, date, bar)
+                tokenize(names[n], tok, path, starts[n], max_length, date, bar)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
     parts, bad, lines, learnt = [], {}, 0, 0
     for name in names:
-        with open(name + ".json", encoding="utf-8") as f:
-            part = json.load(f)
+        part = tokenizer.read_json(name + ".json")
         for why, (times, line) in part["bad"].items():
             count(bad, why, lines + line, times)
         lines += part["lines"]
@@ -198,8 +207,14 @@ def tokenize(name, tok, path, start, max_length, date, bar):
                 lengths.append(len(ids))
     tokens = np.concatenate(tokens)
     learnt = int((tokens >= SAID).sum())
-    write_flushed(name + ".ids", tokens.astype("<u4").tobytes(), shared=True)
-    part = dict(lengths=lengths, learnt=learnt, bad=bad, lines=lines)
+    stored = tokens.astype("<u4").tobytes()
+    write_flushed(name + ".ids", stored, shared=True)
+    part = dict(
+        lengths=lengths,
+        learnt=learnt,
+        bad=bad,
+        lines=lines,
+    )
     write_flushed(name + ".json", json.dumps(part), shared=True)
 
 
@@ -218,7 +233,8 @@ def rows_of(conversations, pack, max_length):
     rows = []
     for c in sorted(conversations, key=lambda c: -len(c[0])):
         for row in rows:
-            if sum(len(ids) for ids, _ in row) + len(c[0]) <= max_length:
+            taken = sum(len(ids) for ids, _ in row)
+            if taken + len(c[0]) <= max_length:
                 row.append(c)
                 break
         else:
@@ -236,7 +252,8 @@ def tensors(rows, pad, device="cpu"):
         learnt = np.where(said, ids, -1)
         targets.append(np.append(learnt[1:], -1))
         lengths = [len(ids) for ids, _ in row]
-        doc.append(np.repeat(np.arange(len(row)), lengths))
+        numbers = np.arange(len(row))
+        doc.append(np.repeat(numbers, lengths))
 
     def padded(rows, fill):
         rows = list(map(torch.from_numpy, rows))
@@ -271,7 +288,12 @@ def tune(ranks, device):
     )
     notes = [left_out(bad, n, "conversations")] if bad else []
     notes.append(f"{conversations.tokens:,} tokens, {learnt:,} of them learnt")
-    config = dict(settings(globals()), max_length=longest, data_hash=sha[:16], tokenizer_hash=tok.hash[:16])
+    config = dict(
+        settings(globals()),
+        max_length=longest,
+        data_hash=sha[:16],
+        tokenizer_hash=tok.hash[:16],
+    )
     start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
     with stop_signals() as signals:
@@ -294,7 +316,8 @@ def tune(ranks, device):
             tokens = sum(len(ids) for ids, _ in batch)
             seen = {}
             if rank_every and (step % rank_every == 0 or done == steps):
-                idx, targets, doc = tensors(rows[:4 * micro_batch], tok.pad, device)
+                some = rows[:4 * micro_batch]
+                idx, targets, doc = tensors(some, tok.pad, device)
                 seen = collapse.diagnose(model, idx, targets >= 0, doc if pack else None)
             log(step=step, loss=loss, grad_norm=norm, lr=rate,
                 tokens=tokens, learnt=n_tokens, tok_s=round(speed), **seen)
@@ -319,8 +342,10 @@ def forward_backward(model, rows, n_tokens, pad, ranks, device):
         idx, targets, doc = tensors(mine or rows[:1], pad, device)
         if not mine:
             targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
+        if not pack:
+            doc = None
         with gradients(model, ranks, last):
-            _, part_loss = model(idx, targets, doc=doc if pack else None, n_tokens=n_tokens)
+            _, part_loss = model(idx, targets, doc=doc, n_tokens=n_tokens)
             part_loss.backward()
         loss += part_loss.detach().cpu()
         size += idx.numel()
@@ -337,17 +362,18 @@ def show_conversations():
         found = learnable(tok, row, math.inf, date)
         if isinstance(found, str):
             print(f"line {n} is left out: {found}")
-        else:
-            ids, said = found
-            print(coloured(tok, ids, said))
-            print(f"{sum(said)} of {len(ids)} tokens are learnt (green)\n")
+            continue
+        ids, said = found
+        print("·".join(coloured(tok, i, learnt) for i, learnt in zip(ids, said)))
+        print(f"{sum(said)} of {len(ids)} tokens are learnt (green)\n")
 
 
-def coloured(tok, ids, said):
-    """For the terminal: learnt tokens green, the others grey, a dot between tokens; line breaks stay visible."""
-    def text(i):
-        return tok.decode_bytes([i]).decode("utf-8", errors="backslashreplace").replace("\n", "⏎")
-    return "·".join(f"\x1b[{32 if mine else 90}m{text(i)}\x1b[0m" for i, mine in zip(ids, said))
+def coloured(tok, i, learnt):
+    """A token for the terminal, green if it is learnt, otherwise grey; a line break stays visible."""
+    text = tok.decode_bytes([i]).decode("utf-8", errors="backslashreplace")
+    text = text.replace("\n", "⏎")
+    colour = 32 if learnt else 90
+    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from chat import control, plain
+from chat import as_json, control, framed
 from generate import KVCache, sample_token
 
 HELP = """/reset          forget what was said; the system message stays
@@ -36,9 +36,11 @@ def reply(model, cache, ids, how, stop, limit):
     next message. how: the arguments of sample_token.
     """
     for _ in range(limit):
-        new = torch.tensor([ids[cache.length:]], device=cache.start.device)    # (1, T)  all that is new, then one
-        make_room(cache, new.shape[1])
-        logits, _ = model(new, cache=cache)                                    # (1, V)
+        # All that is new, then one id at a time.
+        unread = ids[cache.length:]
+        make_room(cache, len(unread))
+        x = torch.tensor([unread], device=cache.start.device)   # (1, T)
+        logits, _ = model(x, cache=cache)                       # (1, V)
         ids.append(sample_token(logits, **how).item())
         yield ids[-1]
         if ids[-1] in stop:
@@ -52,7 +54,8 @@ def make_room(cache, T):
         size *= 2
     if size > cache.size:
         more = (0, 0, 0, size - cache.size)
-        cache.kv = [(F.pad(keys, more), F.pad(values, more)) for keys, values in cache.kv]
+        for layer, buffers in enumerate(cache.kv):
+            cache.kv[layer] = [F.pad(buffer, more) for buffer in buffers]
         cache.size = size
 
 
@@ -62,7 +65,8 @@ def make_room(cache, T):
 
 def brackets(tok):
     """The ids that open and close thoughts, then those that open and close calls of tools."""
-    return [tok.id_of(f"<|{name}|>") for name in ("inner_prefix", "inner_suffix", "tools_prefix", "tools_suffix")]
+    names = ("inner_prefix", "inner_suffix", "tools_prefix", "tools_suffix")
+    return [tok.id_of(f"<|{name}|>") for name in names]
 
 
 def blocks_of(turn, tok):
@@ -73,27 +77,32 @@ def blocks_of(turn, tok):
     turn: ids, and between them the outputs of tools as str.
     """
     opens, closes, calls, called = brackets(tok)
-    parts, inside = [("response", [])], False
+    inside = False      # the thoughts
+    ids = []            # of the block that grows
+    parts = [("response", ids)]
     for i in turn:
+        if i not in (opens, closes, calls, called) and not isinstance(i, str):
+            ids.append(i)
+            continue
         if i in (opens, closes):
             inside = i == opens
         if isinstance(i, str):
             parts.append(("tool_outputs", i))
-        elif i == calls:
-            parts.append(("tool_calls", []))
-        elif i not in (opens, closes, called):
-            parts[-1][1].append(i)
-        if i in (opens, closes, called) or isinstance(i, str):
-            parts.append(("thoughts" if inside else "response", []))
+        ids = []
+        text = "thoughts" if inside else "response"
+        parts.append(("tool_calls" if i == calls else text, ids))
     return [block(kind, part, tok) for kind, part in parts if part]
 
 
 def block(kind, part, tok):
+    """part: the ids of a block, or the output of a tool as str."""
     if kind == "tool_outputs":
-        return dict(type=kind, outputs=[dict(output=part)])
+        output = dict(output=part)
+        return dict(type=kind, outputs=[output])
+    text = tok.decode(part)
     if kind == "tool_calls":
-        return dict(type=kind, calls=calls_in(tok.decode(part)))
-    return dict(type=kind, text=tok.decode(part))
+        return dict(type=kind, calls=calls_in(text))
+    return dict(type=kind, text=text)
 
 
 def calls_in(text):
@@ -103,9 +112,11 @@ def calls_in(text):
     A text that is not such JSON is kept, as the arguments of a call without a name.
     """
     try:
-        return [dict(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-                for call in json.loads(text)
-                for name, arguments in call.items()]
+        return [
+            dict(name=name, arguments=as_json(arguments))
+            for call in json.loads(text)
+            for name, arguments in call.items()
+        ]
     except (ValueError, AttributeError, TypeError):
         return [dict(name="", arguments=json.dumps(text))]
 
@@ -118,7 +129,10 @@ def say(new, tok, stop, inside=False):
     inside: the answer begins within a thought.
     """
     opens, closes, calls, called = brackets(tok)
-    decode, ids, folded, calling = tok.stream(), [], 0, False
+    decode = tok.stream()
+    calling = False     # inside a call of a tool
+    folded = 0          # tokens of thought so far
+    ids = []
     for i in new:
         ids.append(i)
         if i == opens:
@@ -170,15 +184,19 @@ class Conversation:
         self.cache = KVCache(self.model, 1, 256)
 
     def thoughts(self):
-        blocks = [b for m in self.messages if isinstance(m["content"], dict) for b in m["content"]["blocks"]]
-        return "\n".join(b["text"] for b in blocks if b["type"] == "thoughts")
+        texts = []
+        for message in self.messages:
+            if isinstance(message["content"], dict):
+                blocks = message["content"]["blocks"]
+                texts += [block["text"] for block in blocks if block["type"] == "thoughts"]
+        return "\n".join(texts)
 
     def save(self, path):
         row = dict(messages=self.messages)
         if self.tools:
             row["tools"] = self.tools
         with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(row, ensure_ascii=False) + "\n")
+            f.write(as_json(row) + "\n")
 
     def answer(self, line, how, max_new_tokens):
         """
@@ -187,23 +205,27 @@ class Conversation:
         Where the model calls a tool, the user types the tool's output and the turn goes on.
         """
         tok, window = self.tok, self.model.config.block_size
-        asked = tok.chat_ids([control("user_start"), plain(line), control("user_end"), control("assistant_start")])[0]
-        if len(self.ids) + len(asked) >= window:
-            print(f"the model reads {window} tokens and the conversation has {len(self.ids) + len(asked)}: "
-                  "/reset begins another")
+        pieces = [*framed("user", line), control("assistant_start")]
+        asked, _ = tok.chat_ids(pieces)
+        length = len(self.ids) + len(asked)
+        if length >= window:
+            print(f"the model reads {window} tokens and the conversation has {length}: /reset begins another")
             return
         self.messages.append(dict(role="user", content=line))
         self.ids += asked
 
         end, ended = tok.id_of("<|assistant_end|>"), tok.id_of("</s>")
         opens, closes, _, called = brackets(tok)
+        stop = {end, ended, called}
         turn = []
         while True:
             inside = opens in turn and closes not in turn
             limit = min(max_new_tokens, window - len(self.ids))
-            stop = {end, ended, called}
-            turn += say(reply(self.model, self.cache, self.ids, how, stop, limit), tok, stop, inside)
-            output = ask("the tool's output> ") if turn and turn[-1] == called else None
+            new = reply(self.model, self.cache, self.ids, how, stop, limit)
+            turn += say(new, tok, stop, inside)
+            if not turn or turn[-1] != called:
+                break
+            output = ask("the tool's output> ")
             if not output:
                 break
             turn.append(output)
@@ -215,13 +237,23 @@ class Conversation:
             self.ids.pop()
         if self.ids[-1] != end:
             self.ids.append(end)
-        blocks = blocks_of([i for i in turn if i not in (end, ended)], tok)
-        only_words = all(b["type"] == "response" for b in blocks)
-        content = "".join(b["text"] for b in blocks) if only_words else dict(blocks=blocks)
+        said = [i for i in turn if i not in (end, ended)]
+        blocks = blocks_of(said, tok)
+        content = dict(blocks=blocks)
+        if all(block["type"] == "response" for block in blocks):
+            content = "".join(block["text"] for block in blocks)
         self.messages.append(dict(role="assistant", content=content))
 
 
-def converse(model, tok, how, system="", tools="", thinking=False, max_new_tokens=300):
+def converse(
+    model,
+    tok,
+    how,
+    system="",
+    tools="",
+    thinking=False,
+    max_new_tokens=300,
+):
     """Read a line, answer, repeat. tools: a JSON file, or "". how: the arguments of sample_token."""
     declared = None
     if tools:

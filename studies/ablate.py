@@ -96,27 +96,25 @@ def check_arguments(argv):
             named.add(arg[2:].split("=")[0])
         else:
             named |= configurator.read_config(configurator.config_file(arg)).keys()
-    return {key: resolved[key] for key in sorted(named - {"out"})}
-
-
-def folder_of(asked):
-    """The run's folder. The same run in two studies is done once, and a changed setting makes another run."""
-    return f"{runs}/{kit.digest(asked)}"
+    return {key: resolved[key] for key in named - {"out"}}
 
 
 def train_all(asked):
     """
     Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the lines of runs.jsonl in order.
 
-    ValueError if train.py fails: the runs that are finished by then stay so.
+    ValueError if an arm asks for what train.py does not have, before the first run, or if train.py fails: the runs that
+    are finished by then stay so.
     """
     commands = {}
     folders = []
     for arm, lr, seed in asked:
         argv = arguments(arms[arm], lr, seed)
-        folders.append(folder_of(check_arguments(argv)))
+        # The same run in two studies is done once, and a changed setting makes another run.
+        folder = f"{runs}/{kit.digest(check_arguments(argv))}"
+        folders.append(folder)
         # By folder: two arms may ask for the same run, and two processes must not write into one folder.
-        commands[folders[-1]] = argv
+        commands[folder] = argv
     trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
     for folder, argv, _ in zip(commands, commands.values(), trained):
         print(f"  {folder}: {' '.join(arg for arg in argv if arg.startswith('--'))}", flush=True)
@@ -431,12 +429,11 @@ def draw(rows, picture):
     """Validation bits per byte over tokens, seeds thin and their mean bold; on the right the last third again."""
     groups = reported(rows)
     n_seeds = len(next(iter(groups.values())))
-    figure, axes = plot.pyplot().subplots(
-        1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 2))
+    figure, axes = plot.pyplot().subplots(1, 2, figsize=(10, 4.2), width_ratios=(3, 2))
     draw_curves(axes[0], groups, begin=0, margin=0.25)
     draw_curves(axes[1], groups, begin=2 / 3, margin=0.4)
-    axes[0].set_title(f"{textwrap.fill(question, 64)}\n{n_seeds} seeds (thin), mean (bold)", fontsize=10)
-    axes[1].set_title("the last third", fontsize=10)
+    axes[0].set_title(f"{textwrap.fill(question, 64)}\n{n_seeds} seeds (thin), mean (bold)")
+    axes[1].set_title("the last third")
     axes[0].set_ylabel("validation, bits per byte")
     plot.finish(figure, picture)
 
@@ -489,7 +486,7 @@ def draw_overview(picture):
             if arm != base:
                 pairs.append((f"{arm} against {base}", groups[arm], groups[base]))
     pairs.reverse()     # The first study stands on top.
-    figure, axis = plot.pyplot().subplots(figsize=(8, 1 + 0.42 * len(pairs)), layout="constrained")
+    figure, axis = plot.pyplot().subplots(figsize=(8, 1 + 0.42 * len(pairs)))
     for y, (_, ours, theirs) in enumerate(pairs):
         mean, half, _, n = paired(ours, theirs)
         if n > 1:
@@ -502,7 +499,7 @@ def draw_overview(picture):
     labels = [label for label, _, _ in pairs]
     axis.set_yticks(range(len(pairs)), labels, fontsize=9)
     axis.set_xlabel("bits per byte against the baseline, same seed (left: better than it)\n"
-                    "a dot a seed; bar: 95 % interval of the mean", fontsize=9)
+                    "a dot a seed; bar: 95 % interval of the mean")
     plot.finish(figure, picture)
 
 
@@ -542,8 +539,6 @@ def main():
     if not report:
         if seeds < 1 or not lrs:
             raise ValueError(f"seeds={seeds}, lrs={lrs}: want at least one of each")
-        for arm in arms.values():
-            check_arguments(arguments(arm, lrs[0], 1))
         kit.write_rows(f"{folder}/runs.jsonl", run_study())
     print(write_report(folder))
 

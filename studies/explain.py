@@ -7,8 +7,7 @@ Pictures of five ideas, drawn by the code that does them.
     ademamix.png       what a gradient weighs in the update as it ages (ademamix.py)
     document_mask.png  which tokens a token may attend to, across documents and inside (data.py)
 
-$ python -m studies.explain                       # into assets/
-$ python -m studies.explain --run=out/laptop      # xIELU with the shapes that this run's layers have learnt
+$ python -m studies.explain        # into assets/
 """
 
 import sys
@@ -17,13 +16,10 @@ if __name__ == "__main__" and not __package__:
     print("explain.py: start it from the project's root, python -m studies.explain", file=sys.stderr)
     sys.exit(2)
 
-import os
-
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import convert
 import tokenizer
 from ademamix import alpha_at, beta3_at
 from engine.plot import finish, pyplot
@@ -32,48 +28,35 @@ from model import Apertus, ApertusConfig
 from schedule import batch_size, cosine, wsd
 
 out = "assets"         # folder for the pictures
-run = ""               # a run folder whose layers have xIELU; "" = as it is initialised
 
 
 def explain_activations(picture):
     """
-    xIELU and its derivative beside its rivals; with --run, the shapes that the layers of this run have learnt.
+    xIELU as it is initialised, and its derivative, beside its rivals.
 
     Right of 0 xIELU is a parabola, so its slope grows without bound, as ReLU²'s does. Left of 0 it falls and then rises
     again, so a unit there still has a gradient.
     """
-    plt = pyplot()
     tiny = Apertus(ApertusConfig(vocab_size=2, n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2))
     curves = [
         ("xIELU as initialised", tiny.model.layers[0].mlp.act_fn, "C3"),
         ("SiLU, SwiGLU's gate", F.silu, "C0"),
         ("GELU", F.gelu, "C1"),
         ("ReLU²", lambda x: F.relu(x).square(), "C2")]
-    columns = 3 if run else 2
-    figure, axes = plt.subplots(1, columns, figsize=(4.4 * columns, 3.8))
+    figure, (value, derivative) = pyplot().subplots(1, 2, figsize=(8.8, 3.8))
     x = torch.linspace(-4, 3, 701, requires_grad=True)
     for name, f, colour in curves:
         y = f(x)
         (slope,) = torch.autograd.grad(y.sum(), x)
-        axes[0].plot(x.detach(), y.detach(), colour, label=name)
-        axes[1].plot(x.detach(), slope, colour, label=name)
-    axes[0].set_title("value: $0.8x^2 + 0.5x$ right of 0, and left of it\nit rises again, so that no unit dies")
-    axes[1].set_title("derivative: unbounded on the right,\nnegative on the left")
-    if run:
-        model, _ = convert.load_run(run)
-        if model.config.activation != "xielu":
-            raise ValueError(f"{run} has no xIELU layers: give a run with activation=xielu")
-        blocks = model.model.layers
-        for layer, block in enumerate(blocks):
-            colour = plt.get_cmap("viridis")(layer / len(blocks))
-            axes[2].plot(x.detach(), block.mlp.act_fn(x).detach(), color=colour, label=f"layer {layer}")
-        axes[2].set_title(f"learnt by {os.path.basename(os.path.normpath(run))}")
-    for axis in axes:
+        value.plot(x.detach(), y.detach(), colour, label=name)
+        derivative.plot(x.detach(), slope, colour, label=name)
+    value.set_title("value: $0.8x^2 + 0.5x$ right of 0, and left of it\nit rises again, so that no unit dies")
+    derivative.set_title("derivative: unbounded on the right,\nnegative on the left")
+    for axis in (value, derivative):
         axis.set_ylim(-1.5, 4)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.grid(alpha=0.2)
-        # A model of many layers has its legend in columns.
-        axis.legend(loc="upper left", ncols=1 + len(axis.lines) // 10)
+        axis.legend(loc="upper left")
     finish(figure, picture)
 
 
@@ -94,6 +77,7 @@ def explain_goldfish(picture, k=10, h=13):
     tok = tokenizer.load("apertus")
     ids = tok.encode(PASSAGE)
     figure, axes = pyplot().subplots(2, 1, figsize=(10, 5.6))
+    hole = dict(boxstyle="square,pad=0.12", facecolor="C3", edgecolor="none")
     contexts = (
         "He began to read aloud from the first page of the old book: ",
         "Nobody in the room remembered who had said, so many years ago, ")
@@ -107,18 +91,10 @@ def explain_goldfish(picture, k=10, h=13):
             if x + len(text) > 118:
                 x, line = 0, line + 1
             colour = "grey" if n < h - 1 else "black"
-            box = None
             if not kept:
                 colour = "white"
-                box = dict(boxstyle="square,pad=0.12", facecolor="C3", edgecolor="none")
-            axis.text(
-                x,
-                -line,
-                text,
-                family="monospace",
-                fontsize=9,
-                color=colour,
-                bbox=box)
+            style = dict(family="monospace", fontsize=9, color=colour)
+            axis.text(x, -line, text, bbox=None if kept else hole, **style)
             x += len(text)
         axis.set(xlim=(0, 119), ylim=(-line - 0.7, 0.9))
         axis.axis("off")
@@ -156,10 +132,11 @@ def explain_schedule(picture):
         "C7--",
         linewidth=1,
         label="cosine: must know its end in advance")
-    axis.set_title("Apertus 8B: the batch doubles once, the learning rate does not notice")
-    axis.set_xlabel("trillion tokens")
+    axis.set(
+        title="Apertus 8B: the batch doubles once, the learning rate does not notice",
+        xlabel="trillion tokens",
+        ylim=(0, 1.35e-4))
     axis.set_ylabel("learning rate", color="C3")
-    axis.set_ylim(0, 1.35e-4)
     axis.legend(loc="upper center")
     batch = axis.twinx()
     sizes = [batch_size(s, 1024, ramp_at) * 4096 / 1e6 for s in samples]
@@ -243,7 +220,6 @@ def explain_document_mask(picture):
 
 
 def main():
-    os.makedirs(out, exist_ok=True)
     pictures = dict(
         xielu=explain_activations,
         goldfish=explain_goldfish,
@@ -251,10 +227,10 @@ def main():
         ademamix=explain_ademamix,
         document_mask=explain_document_mask)
     for name, explain in pictures.items():
-        explain(os.path.join(out, f"{name}.png"))
+        explain(f"{out}/{name}.png")
     print(f"wrote {', '.join(pictures)} (.png) into {out}/")
 
 
 if __name__ == "__main__":
-    import configurator
-    configurator.run(main, globals())
+    from configurator import run
+    run(main, globals())

@@ -91,44 +91,14 @@ def read_documents(files):
     return documents
 
 
-def compare_tokenizers(names, documents):
+def draw(costs, unit):
     """
-    Print a table of vocabularies and one of languages, and draw the picture.
+    One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale.
 
-    names: of vocabularies. Costs are relative to English, or to the first language if there is no English text.
+    costs: {label of a vocabulary: {language: tokens per document, relative to the language `unit`}}.
     """
-    langs = list(dict.fromkeys(lang for lang, _ in documents))
-    english = [lang for lang in langs if lang == "en" or lang.startswith("eng")]
-    unit = (english or langs)[0]
-    width = max(14, *map(len, names))
-
-    print(f"{len(documents)} documents in {len(langs)} languages; Gini: 0 = every language pays the same\n")
-    print(f"{'':{width}} vocabulary   used bytes/token Gini/document Gini/byte   dearest language")
-    costs, labels = [], []
-    for name in names:
-        t = load(name)
-        r = fairness(t, tqdm(documents, desc=name, unit="doc", leave=False))
-        cost = {lang: c / r["cost"][unit] for lang, c in r["cost"].items()}
-        worst = max(cost, key=cost.get)
-        dearest = f"{worst} {cost[worst]:.1f}x"
-        print(f"{t.name:{width}} {t.vocab_size:10,} {r['used']:6.1%} {r['bytes_per_token']:11.3f} {r['gini']:13.3f} "
-              f"{r['gini_bytes']:9.3f}   {dearest}")
-        costs.append(cost)
-        labels.append(f"{name}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, dearest {dearest}")
-
-    print(f"\n{'tokens / ' + unit:{width}}", *(f"{name:>{width}}" for name in names))
-    order = sorted(langs, key=costs[-1].get)
-    n = len(order)
-    for i in np.linspace(0, n - 1, min(rows, n) or n).round().astype(int):
-        lang = order[i]
-        print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs))
-    draw(costs, labels, unit)
-
-
-def draw(costs, labels, unit):
-    """One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale."""
     figure, axis = pyplot().subplots(figsize=(9, 5))
-    for cost, label in zip(costs, labels):
+    for label, cost in costs.items():
         axis.plot(sorted(cost.values()), label=label)
     axis.axhline(1, color="grey", linewidth=0.8, linestyle=":")
     axis.set(
@@ -137,13 +107,45 @@ def draw(costs, labels, unit):
         ylabel=f"tokens per document, {unit} = 1",
         yscale="log")
     axis.legend()
-    os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
     finish(figure, out)
     print(f"\npicture: {out}")
 
 
 def main():
-    compare_tokenizers(names.split(","), read_documents(paths))
+    """
+    Print a table of vocabularies and one of languages, and draw the picture.
+
+    Costs are relative to English, or to the first language if there is no English text.
+    """
+    documents = read_documents(paths)
+    vocabularies = names.split(",")
+    langs = list(dict.fromkeys(lang for lang, _ in documents))
+    english = [lang for lang in langs if lang == "en" or lang.startswith("eng")]
+    unit = (english or langs)[0]
+    width = max(14, *map(len, vocabularies))
+
+    print(f"{len(documents)} documents in {len(langs)} languages; Gini: 0 = every language pays the same\n")
+    print(f"{'':{width}} vocabulary   used bytes/token Gini/document Gini/byte   dearest language")
+    costs = {}
+    for name in vocabularies:
+        t = load(name)
+        r = fairness(t, tqdm(documents, desc=name, unit="doc", leave=False))
+        cost = {lang: c / r["cost"][unit] for lang, c in r["cost"].items()}
+        worst = max(cost, key=cost.get)
+        dearest = f"{worst} {cost[worst]:.1f}x"
+        print(f"{t.name:{width}} {t.vocab_size:10,} {r['used']:6.1%} {r['bytes_per_token']:11.3f} {r['gini']:13.3f} "
+              f"{r['gini_bytes']:9.3f}   {dearest}")
+        label = f"{name}: {r['bytes_per_token']:.2f} bytes per token, Gini {r['gini']:.2f}, dearest {dearest}"
+        costs[label] = cost
+
+    print(f"\n{'tokens / ' + unit:{width}}", *(f"{name:>{width}}" for name in vocabularies))
+    # Cheapest first, by the last vocabulary.
+    order = sorted(langs, key=cost.get)
+    n = len(order)
+    for i in np.linspace(0, n - 1, min(rows, n) or n).round().astype(int):
+        lang = order[i]
+        print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs.values()))
+    draw(costs, unit)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ def differences(ours, theirs, value):
     return [value(row) - base[row["seed"]] for row in ours if row["seed"] in base]
 
 
-def plus_minus(values, spread, spec=".2f"):
+def plus_minus(values, spread, spec):
     """Mean ± spread(values) as text in the format spec; of one value the value alone, of none nothing."""
     if not values:
         return ""

@@ -66,7 +66,7 @@ background = 1_000_000  # tokens read once, at windows of 256; at 512 seven tent
 tokenizer = "apertus:2048"
 jobs = 0                # models trained at a time; 0 = one for each GPU, or for each CPU core without one
 init_from = ""          # instead: test this model (run folder, Hugging Face folder, hub name) ...
-probes = ""             # ... with these: a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}
+probes = ""             # ... with these: a JSON list of {"repetitions": n, "text" or "ids": ...}
 prefixes = (50, 100, 250, 500, 1000, 2000, 3000, 4000, 5000)
 offsets = (0,)          # where in the passage the prompt begins
 suffix = 500            # tokens to continue
@@ -78,7 +78,7 @@ report = False          # run nothing: write table and picture from rows.jsonl
 
 REPETITIONS = (0, 1, 4, 16, 64, 128)
 EDIT = 0.05     # share of an edited copy's tokens that are replaced, drawn afresh for every copy
-WANT = 'a JSON list, or a line each, of {"repetitions": n, "text" or "ids": ...}'
+WANT = 'a JSON list of {"repetitions": n, "text" or "ids": ...}'
 
 # The small models: tokens of a window T, of a passage and of a suffix; the Goldfish mask (k, h, hash) whose kept and
 # dropped labels are compared; and the scope of that mask in training. A model without a scope is trained without it.
@@ -271,19 +271,15 @@ def read_probes(path, tok):
     """
     {repetitions: [ids]} of a probe file, by number of repetitions.
 
-    prepare.py writes an object around a list, with the hash of its vocabulary. A list alone, or a line of JSON for each
-    probe, will do as well. tok encodes what has only text. ValueError if the file is something else.
+    prepare.py writes an object around a list, with the hash of its vocabulary; a list alone will do as well. tok
+    encodes what has only text. ValueError if the file is something else.
     """
     if not os.path.isfile(path):
         raise ValueError(f"no probe file {path!r}: make one with prepare.py --probes, or {WANT}")
-    with open(path, encoding="utf-8") as f:
-        text = f.read()
     buckets = {}
     try:
-        try:
-            found = json.loads(text)
-        except json.JSONDecodeError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        with open(path, encoding="utf-8") as f:
+            found = json.load(f)
         if isinstance(found, list):
             found = dict(probes=found, tokenizer_hash=tok.hash)
         # The ids of prepare.py's file mean other words in another vocabulary, but its text is still good.
@@ -291,7 +287,7 @@ def read_probes(path, tok):
         for probe in found["probes"]:
             ids = probe["ids"] if same and "ids" in probe else tok.encode(probe["text"])
             buckets.setdefault(int(probe["repetitions"]), []).append(ids)
-    except (json.JSONDecodeError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f"{path}: not probes ({type(e).__name__}: {e}): want {WANT}") from None
     return dict(sorted(buckets.items()))
 
@@ -310,11 +306,10 @@ def test_model():
     offset, prefix = max(offsets), max(prefixes)
     shortest = min(len(passage) for bucket in buckets.values() for passage in bucket)
     check_lengths(model.config.block_size, shortest, offset, prefix, suffix)
+    cells = itertools.product(prefixes, offsets, ("greedy", "nucleus"))
     asked = [
         (kind, prefix, suffix, offset)
-        for prefix in prefixes
-        for offset in offsets
-        for kind in ("greedy", "nucleus")
+        for prefix, offset, kind in cells
     ]
     name = os.path.basename(os.path.normpath(init_from))
     dull = 0
@@ -353,15 +348,15 @@ def read_texts():
     return texts if paths else ["\n\n".join(texts)]
 
 
-def documents(text, characters=900):
+def documents(text):
     """
-    A text as documents of about so many characters, cut between paragraphs.
+    A text as documents of 900 characters or somewhat more, cut between paragraphs.
 
     A book is one text, and the stream needs documents, among which the copies of passages are shuffled.
     """
     found = [""]
     for paragraph in text.split("\n\n"):
-        if len(found[-1]) >= characters:
+        if len(found[-1]) >= 900:
             found.append("")
         found[-1] += paragraph + "\n\n"
     return [document.strip() for document in found if document.strip()]
@@ -519,9 +514,9 @@ def flags_of(name, seed, data):
     goldfish = dict(goldfish_k=0)
     if m["scope"]:
         goldfish = dict(goldfish_k=k, goldfish_h=h, goldfish_scope=m["scope"])
-    if m["scope"] and hash != "product":
-        # train.py's default is left out: the flags name the folder, and such runs have been made without it.
-        goldfish["goldfish_hash"] = hash
+        if hash != "product":
+            # train.py's default is left out: the flags name the folder, and such runs have been made without it.
+            goldfish["goldfish_hash"] = hash
     return dict(
         TRAIN,
         **goldfish,
@@ -628,7 +623,7 @@ def demonstrate(names):
 
 def pick(rows, **want):
     """The rows that have these values."""
-    return [r for r in rows if all(r.get(key) == value for key, value in want.items())]
+    return [r for r in rows if want.items() <= r.items()]
 
 
 def distinct(rows, key):
@@ -650,6 +645,11 @@ def table_md(rows):
     return "\n".join(lines)
 
 
+def section(title, head, body):
+    """A table under a line that says what it holds, as lines of Markdown; nothing if it has no rows."""
+    return [title, "", *kit.table(head, body), ""] if body else []
+
+
 def recited_md(rows):
     """Rouge-L of every model by repetitions, as lines of Markdown: greedy, nucleus sampling, the first 49 tokens."""
     first = pick(rows, kind="greedy")[0]
@@ -668,10 +668,10 @@ def recited_md(rows):
             mine = pick(found, model=name)
             scores = " | ".join(spread(pick(mine, repetitions=bucket), "rouge") for bucket in buckets)
             body.append(f"| {name} | {len(distinct(mine, 'seed'))} | {mine[0]['suffix']} | {scores} |")
-        if body:
-            lines += [f"Rouge-L{title}; mean ± half its 95 % interval by Student's t over seeds; "
-                      f"{first['n']} or fewer passages a cell",
-                      "", *kit.table(head, body), ""]
+        lines += section(
+            f"Rouge-L{title}; mean ± half its 95 % interval by Student's t over seeds; "
+            f"{first['n']} or fewer passages a cell",
+            head, body)
     return lines
 
 
@@ -694,15 +694,14 @@ def forced_md(rows):
             f"| {spread(told, 'trained_anyway', 1)} "
             f"| {spread(validation, 'val_loss', 3)} "
             f"| {statistics.fmean(r['seconds'] for r in validation) / 60:.1f} |")
-    if not body:
-        return []
-    head = ("| model | span | ttr | accuracy kept | accuracy dropped (labels) | unseen, dropped | trained anyway "
-            "| validation loss | min |")
-    return ["At 128 repetitions: longest common span (tokens), type-token ratio (the passage's own beside it), "
-            "teacher-forced accuracy on the labels after the prefix that the mask keeps and drops "
-            "(for `none` a control: the labels a mask would drop), "
-            "times that a dropped label was trained after all (scope 'window'), validation loss in nats, minutes.",
-            "", *kit.table(head, body), ""]
+    return section(
+        "At 128 repetitions: longest common span (tokens), type-token ratio (the passage's own beside it), "
+        "teacher-forced accuracy on the labels after the prefix that the mask keeps and drops "
+        "(for `none` a control: the labels a mask would drop), "
+        "times that a dropped label was trained after all (scope 'window'), validation loss in nats, minutes.",
+        "| model | span | ttr | accuracy kept | accuracy dropped (labels) | unseen, dropped | trained anyway "
+        "| validation loss | min |",
+        body)
 
 
 def differences_md(rows):
@@ -724,11 +723,11 @@ def differences_md(rows):
         if loss:
             body.append(f"| {one} - {other} | {len(loss)} "
                         f"| {kit.interval(recited)} | {kit.interval(edited)} | {kit.interval(loss, 3)} |")
-    if not body:
-        return []
-    return ["Differences, paired by seed; mean ± half its 95 % interval by Student's t: Rouge-L of the greedy "
-            "continuation at 128 repetitions and of edited copies, validation loss in nats.",
-            "", *kit.table("| difference | seeds | Rouge-L, 128 | Rouge-L, edited | validation loss |", body), ""]
+    return section(
+        "Differences, paired by seed; mean ± half its 95 % interval by Student's t: Rouge-L of the greedy "
+        "continuation at 128 repetitions and of edited copies, validation loss in nats.",
+        "| difference | seeds | Rouge-L, 128 | Rouge-L, edited | validation loss |",
+        body)
 
 
 def draw_maps(rows, picture):
@@ -744,8 +743,7 @@ def draw_maps(rows, picture):
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
     size = (1.2 + 3.1 * columns, 3.4 * lines)
-    figure, axes = plot.pyplot().subplots(
-        lines, columns, figsize=size, layout="constrained", squeeze=False)
+    figure, axes = plot.pyplot().subplots(lines, columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names):

@@ -35,10 +35,12 @@ if __name__ == "__main__" and not __package__:
 
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
 
+from configurator import literal
 from engine.hardware import linear
 from schedule import steps_in
 
@@ -183,9 +185,15 @@ def check(config):
         raise ValueError(f"ffn={config.ffn!r} with n_layer=1 would change nothing: the first layer stays dense")
 
 
-def replace_linears(model):
-    """Put structured layers, uninitialised, in place of the MLP's matrices in every block but the first."""
+def build(model):
+    """
+    Put structured layers in place of the MLP's matrices in every block but the first, with initial values of their own.
+
+    ValueError: see check.
+    """
     c = model.config
+    check(c)
+    model.initial = partial(initial, draw=model.initial)
     for block in model.model.layers[1:]:
         for name, dense in list(block.mlp.named_children()):
             if isinstance(dense, nn.Linear):
@@ -194,20 +202,23 @@ def replace_linears(model):
                 setattr(block.mlp, name, layer)
 
 
-def initial(name, config, draw):
+def initial(name, shape, config, seed, draw):
     """
-    The initial value, fp64, of the parameter `name`: LAYER.v, LAYER.u or LAYER.guide; a pure function of seed and name.
+    The initial values of the matrix `name`, fp64 where it is LAYER.v, LAYER.u or LAYER.guide; all others are draw's.
 
     lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts from, its singular
     values split evenly between the factors. Blocks: normal noise made orthogonal, all singular values 1. Guide: the
-    product. draw(name, shape): the noise. Source: post_init of the released code.
+    product. draw(name, shape, config, seed): the noise. Source: post_init of the released code.
     """
+    noise = partial(draw, config=config, seed=seed)
     owner, _, leaf = name.rpartition(".")
+    if leaf not in ("v", "u", "guide"):
+        return noise(name, shape)
     n_in, n_out = config.n_embd, config.ffn_width
     if owner.endswith("down_proj"):
         n_in, n_out = n_out, n_in
     if config.ffn == "lowrank":
-        dense = draw(owner + ".weight", (n_out, n_in)).double()
+        dense = noise(owner + ".weight", (n_out, n_in)).double()
         U, S, Vh = torch.linalg.svd(dense, full_matrices=False)
         R = config.ffn_rank
         root = S[:R].sqrt()
@@ -215,8 +226,8 @@ def initial(name, config, draw):
         u = U[:, :R] * root
     else:
         v, u = factor_shapes(config.ffn, n_in, n_out, config.ffn_rank, config.ffn_blocks)
-        v = orthogonal(draw(owner + ".v", v))
-        u = orthogonal(draw(owner + ".u", u))
+        v = orthogonal(noise(owner + ".v", v))
+        u = orthogonal(noise(owner + ".u", u))
     if leaf == "guide":
         return product(v, u, config.ffn)
     return v if leaf == "v" else u
@@ -252,15 +263,20 @@ def dense_parameters(model):
 
 class Guides:
     """
-    The guided steps of a run, for train.py: made if self_guided is set, before the model is wrapped or sharded.
+    The guided steps of a run with structured layers, for train.py.
 
-    config: the run's settings (dict), as in config.json.
+    config: the run's settings (dict), as in config.json; shape: its ApertusConfig. ValueError: sizes that structured
+    layers do not have, or a share of the run that there is not.
     """
 
-    def __init__(self, model, config):
-        self.model = model
+    def __init__(self, config, shape):
         self.config = config
         self.last = guided_steps(config)
+        check(shape)
+
+    def join(self, model):
+        """Take part in a model, before it is wrapped or sharded."""
+        self.model = model
         if self.last:
             add_guides(model)
 
@@ -301,9 +317,8 @@ def guided_steps(config):
 
 def guide_weight(step, last):
     """a at `step`: half a cosine from 1 at step 0 to 0 at `last` and after (CosineTempDecay of the released code)."""
-    if step >= last:
-        return 0.0
-    return (1 + math.cos(math.pi * step / last)) / 2
+    faded = min(step / last, 1)
+    return (1 + math.cos(math.pi * faded)) / 2
 
 
 def add_guides(model):
@@ -452,20 +467,21 @@ def training_flops(n_layer, width, ffn, vocab, block_size, tokens):
     return 3 * tokens * (2 * matrices + attention)
 
 
-# arXiv 2406.16450, Tables 1 and 2: layers, width, tokens, form, rank, blocks; FFN parameters in millions (None: not
-# given), FLOPs
-PUBLISHED = [
-    (24, 2048, 25.5e9, *form) for form in (
-        ("dense", 0, 0, 805, "2.10e+20"),
-        ("lowrank", 1024, 0, 516, "1.66e+20"),
-        ("blockdense", 1536, 4, 486, "1.61e+20"),
-        ("blockshuffle", 0, 2, 516, "1.66e+20"),
-        ("lowrank", 512, 0, 275, "1.29e+20"),
-        ("blockdense", 768, 4, 260, "1.27e+20"),
-        ("blockshuffle", 0, 4, 275, "1.29e+20"))
-] + [
-    (24, 1024, 6.7e9, "dense", 0, 0, None, "1.55e+19"),
-    (24, 1536, 14.58e9, "dense", 0, 0, None, "7.03e+19")]
+# arXiv 2406.16450, Tables 1 and 2. FFN: parameters of all MLPs in millions, None where they are not given.
+TABLES = """
+layers  width   tokens  form          rank  blocks   FFN     FLOPs
+    24   2048   25.5e9  dense            0       0   805  2.10e+20
+    24   2048   25.5e9  lowrank       1024       0   516  1.66e+20
+    24   2048   25.5e9  blockdense    1536       4   486  1.61e+20
+    24   2048   25.5e9  blockshuffle     0       2   516  1.66e+20
+    24   2048   25.5e9  lowrank        512       0   275  1.29e+20
+    24   2048   25.5e9  blockdense     768       4   260  1.27e+20
+    24   2048   25.5e9  blockshuffle     0       4   275  1.29e+20
+    24   1024    6.7e9  dense            0       0  None  1.55e+19
+    24   1536  14.58e9  dense            0       0  None  7.03e+19
+"""
+_, *ROWS = TABLES.strip().splitlines()
+PUBLISHED = [[literal(cell) for cell in row.split()] for row in ROWS]
 
 
 def print_published():
@@ -474,7 +490,7 @@ def print_published():
         ffn = ffn_params(n_layer, width, 4 * width, kind, rank, blocks)
         ours = training_flops(n_layer, width, ffn, 32000, 1024, n_tokens)
         row = f"{n_layer:6} {width:5}  {kind:12} {rank:5} {blocks:6} {ffn / 1e6:8.0f} ({millions or 'not given'})"
-        print(f"{row:62}{ours:.2e} ({flops})")
+        print(f"{row:62}{ours:.2e} ({flops:.2e})")
 
 
 def forms(width):

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-gc.set_threshold(50_000, 20, 20)        # as it comes, a twentieth of the tests' time goes into looking through torch and transformers
+# As it comes, a twentieth of the tests' time goes into looking through torch and transformers.
+gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_finish():
@@ -22,12 +23,13 @@ def pytest_collection_finish():
 
 def script(name, *args, stdin="", pictures=False):
     """
-    Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its .returncode, .stdout and .stderr. loss.png and
-    flow.png cost 0.4 s each, more than most runs: who looks at them asks for them.
+    Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
+    .returncode, .stdout and .stderr. pictures: draw loss.png and flow.png, which cost 0.4 s each, more than most runs.
     """
     from corpus import audit
     from engine import plot
-    out, err, code, before = io.StringIO(), io.StringIO(), 0, (sys.argv, sys.stdin, os.getcwd())
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves, audit.picture
     if not pictures:
         plot.curves = audit.picture = lambda *args: None
@@ -35,7 +37,9 @@ def script(name, *args, stdin="", pictures=False):
     os.chdir(ROOT)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            runpy.run_module(name.removesuffix(".py").replace("/", "."), run_name="__main__", alter_sys=True)      # run_path would compile the source anew
+            # Not run_path, which would compile the source anew.
+            module = name.removesuffix(".py").replace("/", ".")
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as e:
         code = e.code or 0
     finally:
@@ -47,7 +51,10 @@ def script(name, *args, stdin="", pictures=False):
 
 @pytest.fixture(scope="session")
 def launch():
-    """launch(2, *args, script="posttrain.sft", logs=path): a script on two ranks, forked from one warm process (tests/faults/launch.py)."""
+    """
+    launch(2, *args, script="posttrain.sft", logs=path): a script on two ranks, forked from one warm process
+    (tests/faults/launch.py).
+    """
     from faults.launch import Launcher
     with Launcher() as launcher:
         yield launcher

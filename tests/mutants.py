@@ -1,30 +1,34 @@
 """
-Does the suite notice a mistake? Plant one at a time, run the tests that claim to hold that file, and print what survived.
+Does the suite notice a mistake? Plant one at a time, run the tests that claim to hold that file, and print what
+survived.
 
     $ python tests/mutants.py                                # all of the product: two hours of one core the first time
     $ python tests/mutants.py --files=model.py,train.py      # these; --rate=3 plants three times as many
     $ python tests/mutants.py --files=model.py --plan        # only lists what would be planted
 
-A passing suite says that the code does what the tests ask, and nothing about what they do not ask. A mutant answers that: the
-same program with one small mistake, such as a tired person makes. If a test fails, the mutant is killed. If all pass, it has
-survived, and a user could have received it.
+A passing suite says that the code does what the tests ask, and nothing about what they do not ask. A mutant answers
+that: the same program with one small mistake, such as a tired person makes. If a test fails, the mutant is killed. If
+all pass, it has survived, and a user could have received it.
 
-Mutants come from two places. mutate.py changes an operator or a constant, swaps arguments or branches, leaves a statement out.
-mutants_by_hand.py has the meaningful ones of each file, and HARMLESS there lists survivors that change nothing that anyone could
-notice, with the reason: they are not counted.
+Mutants come from two places. mutate.py changes an operator or a constant, swaps arguments or branches, leaves a
+statement out. mutants_by_hand.txt has the meaningful ones of each file, mutants_harmless.txt the survivors that change
+nothing that anyone could notice, with the reason: they are not counted.
 
-A run costs seconds because nothing is imported twice: this process has imported torch and transformers, but nothing of the
-project, and is forked for every mutant. The child has a private copy of the tree and runs first those tests of test_X.py that
-execute the mutated line (coverage.py has seen which), the fastest first, then its others, then those of further modules that
-execute the line or start processes, until one fails. Answers are kept in out/mutants/answers.jsonl by the hash of the mutated
-file and its tests: an interrupted run goes on where it stopped, and only what has changed is asked again.
+A run costs seconds because nothing is imported twice: this process has imported torch and transformers, but nothing of
+the project, and is forked for every mutant. The child has a private copy of the tree and runs tests until one fails:
+first those of test_X.py that execute the mutated line (coverage.py has seen which), the fastest first, then its others,
+then those of further modules that execute the line or start processes. Answers are kept in out/mutants/answers.jsonl by
+the hash of the mutated file and its tests. So an interrupted run goes on where it stopped, and only what has changed is
+asked again.
 """
 
 import argparse
 import collections
 import contextlib
+import functools
 import glob
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -36,7 +40,7 @@ import time
 
 from tqdm import tqdm
 
-from mutate import CORE, by_hand, generated, stem
+from mutate import CORE, by_hand, generated, read, stem
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
@@ -83,11 +87,13 @@ def claimants(file, root):
 
 def helpers(root):
     """What any test may use: conftest.py and the modules in tests/ that are no tests."""
-    return sorted(path for path in glob.glob(f"{root}/tests/**/*.py", recursive=True)
-                  if not os.path.basename(path).startswith(("test_", "mutants", "mutate")))
+    no_help = ("test_", "mutants", "mutate")
+    paths = glob.glob(f"{root}/tests/**/*.py", recursive=True)
+    return sorted(path for path in paths if not os.path.basename(path).startswith(no_help))
 
 
 def sha(*paths):
+    """16 hex digits of the contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as f:
@@ -95,29 +101,52 @@ def sha(*paths):
     return digest.hexdigest()[:16]
 
 
+def read_json(path):
+    """What a file holds, None if there is none."""
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def write_json(path, value):
+    with open(path, "w", encoding="utf-8") as f:
+        json.dump(value, f)
+
+
 class Watch:
     """
-    A pytest plugin: runs the tests in the order of `rank` and remembers which failed, and how long each took. A test that takes ten
-    times as long as it did kills this process by an alarm, which no loop can catch.
+    A pytest plugin: runs the tests in the order of `rank`, and remembers which failed and how long each took.
+
+    A test that takes ten times as long as it did kills this process by an alarm, which no loop can catch.
     """
 
     def __init__(self, rank=None, seconds={}, coverage=None):
-        self.rank, self.known, self.coverage = rank, seconds, coverage
-        self.seconds, self.failed, self.forking, self.now = collections.Counter(), [], set(), ""
+        self.rank = rank
+        self.known = seconds  # what each test took without a mistake
+        self.coverage = coverage
+        self.seconds = collections.Counter()
+        self.failed = []
+        self.forking = set()  # tests that start processes, whose lines coverage.py does not see
+        self.now = ""
 
     def pytest_collection_modifyitems(self, items):
         if self.rank:
-            items[:] = sorted((i for i in items if i.nodeid in self.known), key=lambda item: self.rank(item.nodeid))
-        self.forking |= {item.nodeid for item in items if "launch" in getattr(item, "fixturenames", ())}
+            chosen = [item for item in items if item.nodeid in self.known]
+            items[:] = sorted(chosen, key=lambda item: self.rank(item.nodeid))
+        for item in items:
+            if "launch" in getattr(item, "fixturenames", ()):
+                self.forking.add(item.nodeid)
 
     def pytest_runtest_logstart(self, nodeid, location):
-        signal.alarm(int(20 + 10 * self.known.get(nodeid, 60)))
+        expected = self.known.get(nodeid, 60)
+        signal.alarm(int(20 + 10 * expected))
         self.now = nodeid
         if self.coverage:
             self.coverage.switch_context(nodeid)
 
     def audit(self, event, args):
-        """For sys.addaudithook: which tests start processes, whose lines coverage.py does not see."""
+        """For sys.addaudithook: notes which tests start processes."""
         if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
             self.forking.add(self.now)
 
@@ -135,22 +164,31 @@ def run_tests(tree, modules, watch, more=()):
     """pytest in this process, which was forked for it and ends after it: its exit code."""
     os.chdir(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    sys.path[:] = [p for p in sys.path if os.path.abspath(p) not in (HERE, ROOT)]
-    signal.alarm(300)                          # for collecting: an import may hang as well
+    original = (HERE, ROOT)
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) not in original]
+    # For collecting: an import may hang as well.
+    signal.alarm(300)
     import pytest
-    quiet = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--tb=no", f"--basetemp={tree}.tmp"]
-    return int(pytest.main([*quiet, *more, *modules], plugins=[watch]))
+
+    quiet = "-q -p no:xdist -p no:cacheprovider -p no:faulthandler --tb=no"
+    args = [*quiet.split(), f"--basetemp={tree}.tmp", *more, *modules]
+    return int(pytest.main(args, plugins=[watch]))
 
 
 def fork(work, log):
-    """Run work() in a child with a process group of its own, its output in `log`: the pid. The exit code is what it returns."""
+    """
+    Run work() in a child with a process group of its own, its output in `log`: the pid.
+
+    The child's exit code is what work() returns.
+    """
     pid = os.fork()
     if pid:
         return pid
     code = 99
     try:
         os.setsid()
-        tqdm._instances.clear()                             # or a test's bar would leave a line for the one of this program
+        # Without this, a test's bar would leave a line for the one of this program.
+        tqdm._instances.clear()
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(out, stream)
@@ -170,53 +208,82 @@ def finished():
 
 
 def copy_tree(root, to):
-    """What git knows of or does not ignore, by copies: a test may write into its tree. With the compiled files of the first copy."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True)
+    """
+    What git knows of or does not ignore, compiled.
+
+    By copies, not by links, since a test may write into its tree.
+    """
+    command = "git ls-files -co --exclude-standard"
+    listed = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
     for name in listed.stdout.splitlines():
-        if os.path.isfile(f"{root}/{name}"):
-            os.makedirs(os.path.dirname(f"{to}/{name}"), exist_ok=True)
-            shutil.copy2(f"{root}/{name}", f"{to}/{name}")
+        source, copy = f"{root}/{name}", f"{to}/{name}"
+        if os.path.isfile(source):
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            shutil.copy2(source, copy)
     subprocess.run([sys.executable, "-m", "compileall", "-q", to, "-f"], capture_output=True)
 
 
 def observe(module, tree, out):
-    """Run one test module as it is, in a forked child: seconds and lines of each test, and which fail, as JSON into `out`."""
+    """Run one test module as it is, in a forked child: seconds and lines of each test, and which fail, to `out`."""
     import coverage
-    watch = Watch(coverage=coverage.Coverage(data_file=None, config_file=False, source=[tree]))
-    watch.coverage.start()
+
+    measure = coverage.Coverage(data_file=None, config_file=False, source=[tree])
+    watch = Watch(coverage=measure)
+    measure.start()
     sys.addaudithook(watch.audit)
     code = run_tests(tree, [module], watch)
-    watch.coverage.stop()
-    lines, data = {}, watch.coverage.get_data()
+    measure.stop()
+    data = measure.get_data()
+    lines = {}  # file -> line -> the tests that execute it; "" is what importing executes
     for path in data.measured_files():
         name = os.path.relpath(path, tree)
         if not name.startswith("tests"):
-            lines[name] = data.contexts_by_lineno(path)                        # "" is what importing executes
-    seen = {name: sha(f"{tree}/{name}") for name in [*lines, module, "tests/conftest.py"] if os.path.exists(f"{tree}/{name}")}
-    with open(out, "w", encoding="utf-8") as f:
-        json.dump(dict(seen=seen, seconds=watch.seconds, failed=watch.failed, forking=list(watch.forking), lines=lines, code=code), f)
+            lines[name] = data.contexts_by_lineno(path)
+    seen = {}  # file -> hash of what the record rests on
+    for name in [*lines, module, "tests/conftest.py"]:
+        path = f"{tree}/{name}"
+        if os.path.exists(path):
+            seen[name] = sha(path)
+    record = dict(
+        seen=seen,
+        seconds=watch.seconds,
+        failed=watch.failed,
+        forking=list(watch.forking),
+        lines=lines,
+        code=code,
+    )
+    write_json(out, record)
     return 0
 
 
-def try_mutant(mutant, tree, modules, observed, out):
-    """The mutant in a private tree, its tests in a good order, in a forked child: the test that killed it, as JSON into `out`."""
+def plant(mutant, tree):
+    """Write the mutant into a private tree, and remove what was compiled of the file before."""
     path = f"{tree}/{mutant.file}"
     os.remove(path)
     with open(path, "wb") as f:
         f.write(mutant.source)
     for cached in glob.glob(f"{tree}/**/__pycache__/{stem(path)}.*.pyc", recursive=True):
         os.remove(cached)
+
+
+def try_mutant(mutant, tree, modules, observed, out):
+    """The mutant in a private tree, its tests in a good order, in a forked child: the test that killed it, to `out`."""
+    plant(mutant, tree)
     seconds, rank = {}, {}
     for i, record in enumerate(observed):
         lines = record["lines"].get(mutant.file, {})
-        covering = {test for line in mutant.lines for test in lines.get(str(line), [])}
+        covering = set()
+        for line in mutant.lines:
+            covering.update(lines.get(str(line), []))
         for test, s in record["seconds"].items():
-            if test not in record["failed"] and (i == 0 or test in covering or test in record["forking"] or "" in covering):
-                seconds[test], rank[test] = s, (i, test not in covering, s)
+            executes = test in covering or "" in covering
+            may_notice = i == 0 or executes or test in record["forking"]
+            if may_notice and test not in record["failed"]:
+                seconds[test] = s
+                rank[test] = (i, test not in covering, s)
     watch = Watch(rank.get, seconds)
     code = run_tests(tree, modules, watch, ["-x"])
-    with open(out, "w", encoding="utf-8") as f:
-        json.dump(watch.failed, f)
+    write_json(out, watch.failed)
     return code
 
 
@@ -226,11 +293,18 @@ class Workshop:
     """A folder for trees and logs, and up to `jobs` forked children at work in it."""
 
     def __init__(self, folder, root, jobs):
-        self.folder, self.jobs, self.running, self.count = folder, jobs, {}, 0
+        self.folder = folder
+        self.jobs = jobs
+        self.running = {}  # pid -> (name, tree)
+        self.count = 0
         copy_tree(root, f"{folder}/clean")
 
     def run(self, tasks):
-        """tasks: an iterable of (name, work(tree, out)). Yields (name, exit code, what it wrote to out, its log) as they end."""
+        """
+        Yields (name, exit code, what it wrote to out, its log) of each task as it ends.
+
+        tasks: an iterable of (name, work(tree, out)).
+        """
         tasks = iter(tasks)
         try:
             while True:
@@ -256,37 +330,38 @@ class Workshop:
         name, tree = self.running.pop(pid)
         with open(f"{tree}.log", encoding="utf-8", errors="replace") as f:
             log = f.read()
-        answer = None
-        if os.path.exists(f"{tree}.json"):
-            with open(f"{tree}.json", encoding="utf-8") as f:
-                answer = json.load(f)
+        answer = read_json(f"{tree}.json")
         shutil.rmtree(tree, ignore_errors=True)
         shutil.rmtree(f"{tree}.tmp", ignore_errors=True)
         return name, code, answer, log
 
 
+def is_fresh(record, root):
+    """Whether nothing that was executed for the record has changed."""
+    for name, before in record["seen"].items():
+        path = f"{root}/{name}"
+        if not os.path.exists(path) or sha(path) != before:
+            return False
+    return True
+
+
 def observations(modules, shop, root, store):
-    """What each test module does to the unmutated tree: from `store` where nothing that it executed has changed, else seen now."""
+    """What each test module does to the unmutated tree: from `store` where nothing has changed, else seen now."""
     found, missing = {}, []
     for module in modules:
-        path = f"{store}/{stem(module)}.json"
-        record = None
-        if os.path.exists(path):
-            with open(path, encoding="utf-8") as f:
-                record = json.load(f)
-        fresh = record and all(os.path.exists(f"{root}/{name}") and sha(f"{root}/{name}") == h for name, h in record["seen"].items())
-        if fresh:
+        record = read_json(f"{store}/{stem(module)}.json")
+        if record and is_fresh(record, root):
             found[module] = record
         else:
             missing.append(module)
-    tasks = [(module, lambda tree, out, module=module: observe(module, tree, out)) for module in missing]
-    for module, _, record, log in tqdm(shop.run(tasks), "unmutated tests", len(tasks), disable=not tasks):
+    tasks = [(module, functools.partial(observe, module)) for module in missing]
+    answers = tqdm(shop.run(tasks), "unmutated tests", len(tasks), disable=not tasks)
+    for module, _, record, log in answers:
         if record is None or not record["seconds"]:
             raise SystemExit(f"{module} does not run, mistake or not:\n{log[-2000:]}")
         for test in record["failed"]:
             print(f"left out, fails without a mistake: {test}")
-        with open(f"{store}/{stem(module)}.json", "w", encoding="utf-8") as f:
-            json.dump(record, f)
+        write_json(f"{store}/{stem(module)}.json", record)
         found[module] = record
     return found
 
@@ -300,122 +375,196 @@ def verdict(code, failed):
     return failed[0] if failed else None
 
 
+def key_of(mutant, root):
+    """What the answer depends on: the mutated file, and the tests that claim to hold it."""
+    tests = [f"{root}/{module}" for module in claimants(mutant.file, root)]
+    holders = sha(*helpers(root), *tests)
+    text = mutant.source + f"{mutant.file} {holders}".encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def known_answers(path):
+    """{key: row} of the answers of earlier runs."""
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as f:
+        return {row["key"]: row for row in map(json.loads, f)}
+
+
 def ask(mutants, shop, root, store, minutes, trust=False):
     """
-    Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun. trust: what an earlier state of the
-    tests killed counts as killed, so that only survivors are asked again while tests are written.
+    Every Mutant's answer as a dict, those of `store` first; after `minutes` no more are begun.
+
+    trust: what an earlier state of the tests killed counts as killed, so that only survivors are asked again while
+    tests are written.
     """
-    path, deadline = f"{store}/answers.jsonl", time.monotonic() + 60 * minutes
-    known = {}
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            known = {row["key"]: row for row in map(json.loads, f)}
-    killed = {row.get("source"): row for row in known.values() if row["by"]}
-    keys = {}
-    for m in mutants:
-        tests = [f"{root}/{module}" for module in claimants(m.file, root)]
-        key = hashlib.sha256(m.source + f"{m.file} {sha(*helpers(root), *tests)}".encode()).hexdigest()[:16]
-        keys[key] = m
-        if trust and hashed(m) in killed:
-            known.setdefault(key, killed[hashed(m)])
+    path = f"{store}/answers.jsonl"
+    deadline = time.monotonic() + 60 * minutes
+    known = known_answers(path)
+    keys = {key_of(m, root): m for m in mutants}
+    if trust:
+        killed = {row.get("source"): row for row in known.values() if row["by"]}
+        for key, m in keys.items():
+            if hashed(m) in killed:
+                known.setdefault(key, killed[hashed(m)])
     todo = [key for key in keys if key not in known]
-    observed = observations(sorted({module for key in todo for module in claimants(keys[key].file, root)}), shop, root, store)
+    asked = {module for key in todo for module in claimants(keys[key].file, root)}
+    observed = observations(sorted(asked), shop, root, store)
+
+    def work_on(mutant, tree, out):
+        modules = claimants(mutant.file, root)
+        records = [observed[module] for module in modules]
+        return try_mutant(mutant, tree, modules, records, out)
 
     def tasks():
         for key in todo:
             if minutes and time.monotonic() > deadline:
                 return
-            m = keys[key]
-            modules = claimants(m.file, root)
-            yield key, lambda tree, out, m=m, modules=modules: try_mutant(m, tree, modules, [observed[x] for x in modules], out)
+            yield key, functools.partial(work_on, keys[key])
 
     survived = 0
-    with open(path, "a", encoding="utf-8") as f, tqdm(total=len(todo), desc="mutants", mininterval=1) as bar:
+    bar = tqdm(total=len(todo), desc="mutants", mininterval=1)
+    with open(path, "a", encoding="utf-8") as f, bar:
         for key, code, failed, log in shop.run(tasks()):
-            m, by = keys[key], verdict(code, failed)
+            m = keys[key]
+            by = verdict(code, failed)
             bar.update()
             if by is None:
                 tqdm.write(f"could not be asked: {m.file}:{m.lines[0]} {m.new}\n{log[-1000:]}")
                 continue
-            known[key] = dict(key=key, source=hashed(m), file=m.file, line=m.lines[0], old=m.old, new=m.new, by=by)
+            line = m.lines[0]
+            row = dict(file=m.file, line=line, old=m.old, new=m.new, by=by)
+            known[key] = dict(key=key, source=hashed(m), **row)
             f.write(json.dumps(known[key]) + "\n")
             f.flush()
             survived += not by
             bar.set_postfix(survived=survived, refresh=False)
             if not by:
-                tqdm.write(f"survived  {m.file}:{m.lines[0]}  {m.old}  ->  {m.new}")
-    return [known[key] | dict(line=m.lines[0]) for key, m in keys.items() if key in known]
+                tqdm.write(f"survived  {m.file}:{line}  {m.old}  ->  {m.new}")
+    answers = []
+    for key, m in keys.items():
+        if key in known:
+            # A mutant that is known may have moved to another line since.
+            answers.append(known[key] | dict(line=m.lines[0]))
+    return answers
 
 
 def hashed(mutant):
-    return hashlib.sha256(mutant.file.encode() + b"\n" + mutant.source).hexdigest()[:16]
+    """The mutated file alone, whatever its tests are."""
+    text = mutant.file.encode() + b"\n" + mutant.source
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+# ---- the table ----
+
+def table_row(name, counted, excused):
+    killed = sum(bool(a["by"]) for a in counted)
+    survived = len(counted) - killed
+    share = f"{100 * killed / len(counted):.0f}" if counted else ""
+    return f"| {name} | {len(counted)} | {killed} | {survived} | {share} | {len(excused)} |"
+
+
+def bullet(answer):
+    return f"- {answer['file']}:{answer['line']} `{answer['old']}` -> `{answer['new']}`"
+
+
+def is_core(answer):
+    return stem(answer["file"]) in CORE
 
 
 def table(answers, harmless, planned):
     """The Markdown that is committed: a row per file, then the survivors, then what is harmless and why."""
     reasons = {(file, old, new): why for file, old, new, why in harmless}
-    excused = [a for a in answers if not a["by"] and (a["file"], a["old"], a["new"]) in reasons]
+
+    def reason(answer):
+        return reasons.get((answer["file"], answer["old"], answer["new"]))
+
+    survivors = [a for a in answers if not a["by"]]
+    excused = [a for a in survivors if reason(a) is not None]
     counted = [a for a in answers if a not in excused]
     lines = ["| file | mutants | killed | survived | killed, % | harmless |", "|---|--:|--:|--:|--:|--:|"]
 
-    def row(name, chosen, excused):
-        killed = sum(bool(a["by"]) for a in chosen)
-        share = f"{100 * killed / len(chosen):.0f}" if chosen else ""
-        return f"| {name} | {len(chosen)} | {killed} | {len(chosen) - killed} | {share} | {len(excused)} |"
+    def add_row(name, belongs):
+        its_counted = [a for a in counted if belongs(a)]
+        its_excused = [a for a in excused if belongs(a)]
+        lines.append(table_row(name, its_counted, its_excused))
 
-    for file in sorted({a["file"] for a in answers}, key=lambda file: (stem(file) not in CORE, file)):
-        lines.append(row(file, [a for a in counted if a["file"] == file], [a for a in excused if a["file"] == file]))
-    for name, core in (("**the core**", True), ("**the rest**", False)):
-        part = lambda rows: [a for a in rows if (stem(a["file"]) in CORE) == core]
-        lines.append(row(name, part(counted), part(excused)))
+    files = {a["file"]: is_core(a) for a in answers}
+    for file in sorted(files, key=lambda file: (not files[file], file)):
+        add_row(file, lambda a: a["file"] == file)
+    add_row("**the core**", is_core)
+    add_row("**the rest**", lambda a: not is_core(a))
     if planned > len(answers):
         lines.append(f"\n{planned - len(answers)} of {planned} were not asked.")
     lines.append("\n## Survived\n")
-    lines += [f"- {a['file']}:{a['line']} `{a['old']}` -> `{a['new']}`" for a in counted if not a["by"]] or ["None."]
+    lines += [bullet(a) for a in survivors if a not in excused] or ["None."]
     lines.append("\n## Harmless\n")
-    lines += [f"- {a['file']}:{a['line']} `{a['old']}` -> `{a['new']}`: {reasons[a['file'], a['old'], a['new']]}" for a in excused] or ["None."]
+    lines += [f"{bullet(a)}: {reason(a)}" for a in excused] or ["None."]
     return "\n".join(lines) + "\n"
 
 
+# ---- the command ----
+
 def collect(root, files, rate, mistakes):
     """All Mutants of the files of `root`, and the mistakes by hand whose text is not there any more."""
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True).stdout.split()
-    product = [f for f in listed if f.split("/")[0] not in ("tests", "configs") and os.path.exists(f"{root}/{f}")]
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True)
+    product = []
+    for name in listed.stdout.split():
+        folder = name.split("/")[0]
+        if folder not in ("tests", "configs") and os.path.exists(f"{root}/{name}"):
+            product.append(name)
     mutants, stale = [], []
     for file in files or product:
         with open(f"{root}/{file}", "rb") as f:
             source = f.read()
         hand, gone = by_hand(file, source, mistakes)
-        mutants += list({m.source: m for m in hand + generated(file, source, rate)}.values())
+        # One of each: a mistake by hand may be generated as well.
+        different = {m.source: m for m in hand + generated(file, source, rate)}
+        mutants += different.values()
         stale += gone
-    return mutants, stale + [(name, old) for name, old, *_ in mistakes if not files and name not in product]
+    if not files:
+        stale += [(name, old) for name, old, *_ in mistakes if name not in product]
+    return mutants, stale
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description="Plant mistakes, run the tests, print what survived.")
+    option = parser.add_argument
+    cores = len(os.sched_getaffinity(0))
+    quick = "what other tests killed counts as killed: quick while tests are written"
+    option("--files", default="", help="model.py,train.py: only these")
+    option("--minutes", type=float, default=0, help="begin no mutant after so many minutes; 0: all are asked")
+    option("--jobs", type=int, default=cores, help="mutants at a time")
+    option("--rate", type=float, default=1.0, help="times as many generated mutants")
+    option("--trust", action="store_true", help=quick)
+    option("--plan", action="store_true", help="print what would be planted, and stop")
+    option("--table", default="", help="write the table to this file as well")
+    return parser.parse_args()
+
+
+def print_plan(mutants):
+    for m in mutants:
+        print(f"{m.file}:{m.lines[0]}  {m.old}  ->  {m.new}")
+    in_core = sum(stem(m.file) in CORE for m in mutants)
+    print(f"{len(mutants)} mutants, {in_core} of them in the core")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Plant mistakes, run the tests, print what survived.")
-    parser.add_argument("--files", default="", help="model.py,train.py: only these")
-    parser.add_argument("--minutes", type=float, default=0, help="begin no mutant after so many minutes; 0: all are asked")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="mutants at a time")
-    parser.add_argument("--rate", type=float, default=1.0, help="times as many generated mutants")
-    parser.add_argument("--trust", action="store_true", help="what other tests killed counts as killed: quick while tests are written")
-    parser.add_argument("--plan", action="store_true", help="print what would be planted, and stop")
-    parser.add_argument("--table", default="", help="write the table to this file as well")
-    args = parser.parse_args()
-    from mutants_by_hand import HARMLESS, MISTAKES
-    mutants, stale = collect(ROOT, args.files.split(",") if args.files else [], args.rate, MISTAKES)
+    args = arguments()
+    files = args.files.split(",") if args.files else []
+    mutants, stale = collect(ROOT, files, args.rate, read(f"{HERE}/mutants_by_hand.txt"))
     for file, old in stale:
         print(f"stale, to be found exactly once in {file}: {old!r}")
     if args.plan:
-        for m in mutants:
-            print(f"{m.file}:{m.lines[0]}  {m.old}  ->  {m.new}")
-        print(f"{len(mutants)} mutants, {sum(stem(m.file) in CORE for m in mutants)} of them in the core")
+        print_plan(mutants)
         return
     store = f"{ROOT}/out/mutants"
     os.makedirs(store, exist_ok=True)
     warm_up()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        answers = ask(mutants, Workshop(folder, ROOT, args.jobs), ROOT, store, args.minutes, args.trust)
-    text = table(answers, HARMLESS, len(mutants))
+        shop = Workshop(folder, ROOT, args.jobs)
+        answers = ask(mutants, shop, ROOT, store, args.minutes, args.trust)
+    text = table(answers, read(f"{HERE}/mutants_harmless.txt"), len(mutants))
     print(text)
     if args.table:
         os.makedirs(os.path.dirname(os.path.abspath(args.table)), exist_ok=True)
@@ -425,14 +574,20 @@ def main():
 
 def warm_up():
     """
-    Import what the tests import, once, and nothing of the project. One thread a child, or they would fight for the cores. The
-    compiler's cache of gradients goes by the graph and does not see that a registered gradient has changed, so it is off.
+    Import what the tests import, once, and nothing of the project.
+
+    One thread a child, or they would fight for the cores. The compiler's cache of gradients goes by the graph and does
+    not see that a registered gradient has changed, so it is off.
     """
-    os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_AUTOGRAD_CACHE="0", TQDM_DISABLE="1")
+    os.environ.update(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.update(TORCHINDUCTOR_AUTOGRAD_CACHE="0", TQDM_DISABLE="1")
     os.nice(5)
-    import coverage, matplotlib.pyplot, numpy, pyarrow.parquet, pytest, safetensors.torch, tiktoken, transformers      # noqa
-    import torch._dynamo, torch._inductor.compile_fx, torch.distributed.fsdp                                          # noqa
-    import transformers.models.apertus.modeling_apertus                                                               # noqa
+    used = """
+        coverage matplotlib.pyplot numpy pyarrow.parquet pytest safetensors.torch tiktoken transformers torch._dynamo
+        torch._inductor.compile_fx torch.distributed.fsdp transformers.models.apertus.modeling_apertus
+    """
+    for name in used.split():
+        importlib.import_module(name)
 
 
 if __name__ == "__main__":

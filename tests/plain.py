@@ -1,6 +1,7 @@
 """
-A step of training written plainly in fp64, for the tests of posttrain/sft.py and qrpo.py: log-probs by log_softmax of all logits,
-gradients by autograd, then clipping and the update as the papers have them (AdamW, arXiv 1711.05101; AdEMAMix, 2409.03137).
+A step of training written plainly in fp64, for the tests of posttrain/sft.py and qrpo.py: log-probs by log_softmax of
+all logits, gradients by autograd, then clipping and the update as the papers have them (AdamW, arXiv 1711.05101;
+AdEMAMix, 2409.03137).
 """
 import math
 

@@ -1,4 +1,7 @@
-"""engine/checkpoint.py, alone in this process: saves behind the training, failures, locks, foreign files. tests/faults does it to whole runs."""
+"""
+engine/checkpoint.py, alone in this process: saves behind the training, failures, locks, foreign files. tests/faults
+does it to whole runs.
+"""
 import errno
 import fcntl
 import os
@@ -13,6 +16,13 @@ import torch.distributed.checkpoint as dcp
 from engine import checkpoint
 from ademamix import AdEMAMix
 from faults import suite
+
+
+def fails_with(number):
+    """A function that raises the OSError of this number, whatever it is given."""
+    def fail(*args, **kwargs):
+        raise OSError(number, os.strerror(number))
+    return fail
 
 
 def linear(seed=0):
@@ -77,7 +87,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
 def test_the_last_save_must_be_on_disk(tmp_path, monkeypatch):
     model = linear()
     saver = checkpoint.Saver(str(tmp_path), patience=99)
-    monkeypatch.setattr(dcp, "save", lambda *args, **kwargs: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(dcp, "save", fails_with(errno.ENOSPC))
     saver.save(1, model, optimizer_of(model), {})
     with pytest.raises(OSError, match="checkpoint of step 1 was not written"):
         saver.finish()
@@ -165,8 +175,9 @@ def test_so_many_of_the_newest_stay_and_zero_keeps_all(tmp_path, keep, stay):
 @pytest.mark.parametrize("how", [dict(fused=True), dict(capturable=True), dict(fused=False), dict(foreach=True)])
 def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
     """
-    Fused and capturable updates read the step on the device. No CUDA ran here: the parameter lies on meta, the one other device that every
-    machine has, and the authority is torch's own load_state_dict, which moves a step that it finds on the CPU.
+    Fused and capturable updates read the step on the device. No CUDA ran here: the parameter lies on meta, the one
+    other device that every machine has. The authority is torch's own load_state_dict, which moves a step that it finds
+    on the CPU.
     """
     param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
     optimizer = torch.optim.AdamW([param], **how)
@@ -216,20 +227,23 @@ def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_said_and_the_run_goes_on(tmp_path, monkeypatch, capsys, number):
     """Lustre mounted without flock answers ENOSYS, NFS without lockd ENOLCK: no other run is writing there."""
-    monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+    monkeypatch.setattr(fcntl, "flock", fails_with(number))
     checkpoint.claim(str(tmp_path / "run")).close()
     assert f"has no locks ({os.strerror(number)})" in capsys.readouterr().out
 
 
 def test_an_error_of_the_lock_is_not_taken_for_another_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    monkeypatch.setattr(fcntl, "flock", fails_with(errno.EIO))
     with pytest.raises(ValueError, match="its lock cannot be taken .Input/output error") as e:
         checkpoint.claim(str(tmp_path / "run"))
     assert "another run" not in str(e.value)
 
 
 def test_without_fcntl_the_lock_is_msvcrts(tmp_path, monkeypatch):
-    """Windows: msvcrt.locking refuses with PermissionError what another process holds. Its stand-in grants the first and refuses the second."""
+    """
+    Windows: msvcrt.locking refuses with PermissionError what another process holds. Its stand-in grants the first and
+    refuses the second.
+    """
     asked = []
 
     def locking(fd, mode, nbytes):
@@ -254,7 +268,7 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     """config.json and summary.json were cut: opened for writing, and then there was no space."""
     path = tmp_path / "config.json"
     checkpoint.write_flushed(path, "old")
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+    monkeypatch.setattr(checkpoint.os, "fsync", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device.*config.json"):
         checkpoint.write_flushed(path, "new and longer")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["config.json"]
@@ -266,7 +280,10 @@ def test_a_written_file_may_come_line_by_line(tmp_path):
 
 
 def test_a_power_cut_at_any_moment_of_a_save_leaves_every_checkpoint_that_was_promised(tmp_path):
-    """Simulated, tests/faults/suite.py: without any one flush of a file, of its folder or of a new run's folder, some moment loses one."""
+    """
+    Simulated by tests/faults/suite.py: without any one flush of a file, of its folder or of a new run's folder, some
+    moment loses one.
+    """
     lab = types.SimpleNamespace(fresh=lambda name: str(tmp_path / name))
     (_, tried, lost, _), = suite.power_loss(lab)
     assert tried > 100 and lost == 0
@@ -283,10 +300,15 @@ def test_flushing_leaves_no_file_open(tmp_path):
 def test_new_folders_are_flushed_into_those_that_hold_them(tmp_path, monkeypatch):
     """A name that was not flushed may be gone after a power cut, with all that lies below."""
     flushed, true = [], os.fsync
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda fd: (flushed.append(os.readlink(f"/proc/self/fd/{fd}")), true(fd)))
-    checkpoint.claim(str(tmp_path / "out" / "run")).close()
+
+    def fsync(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        true(fd)
+    monkeypatch.setattr(checkpoint.os, "fsync", fsync)
+    run = tmp_path / "out" / "run"
+    checkpoint.claim(str(run)).close()
     assert set(flushed) == {str(tmp_path), str(tmp_path / "out")}
     flushed.clear()
     model = linear()
-    checkpoint.save(str(tmp_path / "out" / "run" / "ckpt"), 1, model, optimizer_of(model), {})
-    assert {str(tmp_path / "out" / "run"), str(tmp_path / "out" / "run" / "ckpt")} <= set(flushed)
+    checkpoint.save(str(run / "ckpt"), 1, model, optimizer_of(model), {})
+    assert {str(run), str(run / "ckpt")} <= set(flushed)

@@ -1,4 +1,5 @@
-"""configurator.py: what a user may type, and what they are told. The authority is the user's intention, one claim a test."""
+"""configurator.py: what a user may type, and what the answer is. The authority is the user's intention."""
+import glob
 import importlib
 import os
 import subprocess
@@ -35,8 +36,10 @@ def after(*argv, **more):
 
 
 @pytest.mark.parametrize("arg, key, want", [
-    ("--lr=1", "lr", 1.0), ("--lr=3e-4", "lr", 3e-4), ("--steps=1_000", "steps", 1000), ("--name=a=b", "name", "a=b"), ("--name=5", "name", "5"),
-    ("--name=", "name", ""), ("--top_k=5", "top_k", 5), ("--top_k=None", "top_k", None), ("--fast", "fast", True), ("--fast=False", "fast", False),
+    ("--lr=1", "lr", 1.0), ("--lr=3e-4", "lr", 3e-4), ("--steps=1_000", "steps", 1000),
+    ("--name=a=b", "name", "a=b"), ("--name=5", "name", "5"), ("--name=", "name", ""),
+    ("--top_k=5", "top_k", 5), ("--top_k=None", "top_k", None),
+    ("--fast", "fast", True), ("--fast=False", "fast", False),
     ("--betas=[0.8,0.9]", "betas", (0.8, 0.9)), ("--betas=0.8,0.9", "betas", (0.8, 0.9))])
 def test_a_flag_sets_its_value_in_the_kind_of_the_default(arg, key, want):
     got = after(arg)[key]
@@ -44,9 +47,15 @@ def test_a_flag_sets_its_value_in_the_kind_of_the_default(arg, key, want):
 
 
 @pytest.mark.parametrize("arg, says", [
-    ("--learning=1", "no setting 'learning'; --help lists them"), ("--step=1", "did you mean 'steps'"), ("--lr=fast", "lr wants float like 0.1, got 'fast'"),
-    ("--steps=1.5", "steps wants int like 10, got 1.5"), ("--fast=1", "True or False"), ("--steps=True", "steps wants int"), ("--steps=None", "steps wants int"),
-    ("--steps=__import__('os').getcwd()", "steps wants int"), ("--lr", "lr wants float like 0.1, got True"), ("nonsense", "no config file 'nonsense'")])
+    ("--learning=1", "no setting 'learning'; --help lists them"),
+    ("--step=1", "did you mean 'steps'"),
+    ("--lr=fast", "lr wants float like 0.1, got 'fast'"),
+    ("--steps=1.5", "steps wants int like 10, got 1.5"),
+    ("--fast=1", "True or False"),
+    ("--steps=True", "steps wants int"), ("--steps=None", "steps wants int"),
+    ("--steps=__import__('os').getcwd()", "steps wants int"),
+    ("--lr", "lr wants float like 0.1, got True"),
+    ("nonsense", "no config file 'nonsense'")])
 def test_what_cannot_be_used_is_refused_in_one_line(arg, says):
     with pytest.raises(ValueError, match=".*".join(says.split("'"))) as e:
         after(arg)
@@ -60,9 +69,10 @@ def lengthy(*argv):
 
 
 @pytest.mark.parametrize("arg, want", [
-    ("--learning_rate=1", "lr"), ("--min_lr=1", "lr_floor"), ("--batch=3", "batch_size"), ("--warmup_steps=3", "warmup_samples"),
-    ("--eval_interval=3", "eval_every"), ("--clip=1", "grad_clip"), ("--out_dir=x", "out"), ("--n_layers=2", "n_layer"),
-    ("--alpha_warm_up=2", "alpha_warmup"), ("--compiled", "compile")])
+    ("--learning_rate=1", "lr"), ("--min_lr=1", "lr_floor"), ("--batch=3", "batch_size"),
+    ("--warmup_steps=3", "warmup_samples"), ("--eval_interval=3", "eval_every"), ("--clip=1", "grad_clip"),
+    ("--out_dir=x", "out"), ("--n_layers=2", "n_layer"), ("--alpha_warm_up=2", "alpha_warmup"),
+    ("--compiled", "compile")])
 def test_the_name_that_others_give_a_setting_proposes_ours(arg, want):
     with pytest.raises(ValueError, match=f"did you mean '{want}'"):
         lengthy(arg)
@@ -80,9 +90,13 @@ def test_steps_is_never_taken_for_eps():
     assert "'eps'" not in str(e.value) and "total_samples = steps * batch_size" in str(e.value)
 
 
-@pytest.mark.parametrize("argv", [["--steps=20"], ["--max_iters", "20"], ["--max_steps=20", "--batch_size=4"], ["--batch_size=4", "--iters=20"]])
+@pytest.mark.parametrize("argv", [
+    ["--steps=20"],
+    ["--max_iters", "20"],
+    ["--max_steps=20", "--batch_size=4"],
+    ["--batch_size=4", "--iters=20"]])
 def test_a_number_of_steps_is_answered_with_the_flags_that_make_it(argv):
-    """The batch is that of the whole command line, wherever it stands, and the flags that are proposed can be used as they are."""
+    """The batch is that of the command line, wherever it stands, and the proposed flags can be used as they are."""
     batch = 4 if "--batch_size=4" in argv else 8
     with pytest.raises(ValueError, match=f"20 steps of batch_size={batch} are --total_samples={20 * batch} ") as e:
         lengthy(*argv)
@@ -128,13 +142,15 @@ def test_a_config_has_three_spellings(arg):
 
 
 def test_every_config_file_fits_its_script():
-    for folder, _, files in os.walk(os.path.join(ROOT, "configs")):
-        for file in (f for f in files if f.endswith(".py")):
-            path = os.path.join(folder, file)
-            with open(path, encoding="utf-8") as f:
-                study = "\nstudy = " in f.read()
-            name = "studies.ablate" if study else next((f"posttrain.{name}" for name in ("sft", "qrpo") if file.startswith(name)), "train")
-            configure({**vars(importlib.import_module(name))}, [path])
+    paths = glob.glob(os.path.join(ROOT, "configs", "**", "*.py"), recursive=True)
+    assert len(paths) > 10
+    for path in paths:
+        begin = os.path.basename(path).partition("_")[0]
+        name = dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train")
+        with open(path, encoding="utf-8") as f:
+            if "\nstudy = " in f.read():
+                name = "studies.ablate"
+        configure({**vars(importlib.import_module(name))}, [path])
 
 
 def test_other_arguments_are_paths_where_a_script_takes_paths(tmp_path):
@@ -143,15 +159,31 @@ def test_other_arguments_are_paths_where_a_script_takes_paths(tmp_path):
     assert got["paths"] == [str(tmp_path / "text.py"), "*.md"]
 
 
-def test_a_script_says_its_errors_in_one_line_and_leaves_with_2(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    call = lambda *args: subprocess.run([sys.executable, script, *args], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ROOT})
+@pytest.fixture
+def call(tmp_path):
+    """call(ARGS): `python script.py ARGS`, as a process of its own."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    env = {**os.environ, "PYTHONPATH": ROOT}
+
+    def call(*args):
+        return subprocess.run([sys.executable, tmp_path / "script.py", *args], capture_output=True, text=True, env=env)
+    return call
+
+
+def test_a_script_runs_with_its_flags(call):
     assert call("--lr=1").stdout == "1.0 10 a None False (0.9, 0.99)\n"
+
+
+def test_a_script_says_its_errors_in_one_line_and_leaves_with_2(call):
     bad = call("--stepz=3")
-    assert bad.returncode == 2 and bad.stdout == "" and bad.stderr == "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
-    help_ = call("--help")
-    assert help_.returncode == 0 and help_.stdout.startswith("A script.\n") and "--steps=10" in help_.stdout and "how long" in help_.stdout
+    assert bad.returncode == 2 and bad.stdout == ""
+    assert bad.stderr == "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
+
+
+def test_help_is_the_docstring_and_a_line_for_each_setting(call):
+    done = call("--help")
+    assert done.returncode == 0 and done.stdout.startswith("A script.\n")
+    assert "--steps=10" in done.stdout and "how long" in done.stdout
 
 
 def test_settings_are_plain_lower_case_globals():

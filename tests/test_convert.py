@@ -1,7 +1,8 @@
-"""convert.py against transformers: what it writes, transformers reads; what transformers writes, it reads; the rest it refuses."""
+"""convert.py against transformers: each reads what the other writes, and what convert.py cannot read it refuses."""
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from conftest import ROOT, script
 from model import Apertus, ApertusConfig
 
 GOLDEN = os.path.join(ROOT, "tests", "golden", "hf_tiny_a")
-CONFIG = ApertusConfig(block_size=64, vocab_size=320, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48, init_std=0.1)
+
+
+BASE = ApertusConfig(block_size=64, vocab_size=320, init_std=0.1)
+CONFIG = replace(BASE, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48)
+SMALL = replace(BASE, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
 
 
 def edited(tmp_path, **changes):
@@ -29,7 +34,7 @@ def edited(tmp_path, **changes):
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_reads_our_export_and_gives_our_logits_and_ids(tmp_path, tied):
     transformers = pytest.importorskip("transformers")
-    model = Apertus(ApertusConfig(**{**vars(CONFIG), "tie_embeddings": tied}))
+    model = Apertus(replace(CONFIG, tie_embeddings=tied))
     tok = tokenizer.load("byte")
     convert.save_hf(model, str(tmp_path), tok)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -43,17 +48,20 @@ def test_transformers_reads_our_export_and_gives_our_logits_and_ids(tmp_path, ti
 def test_out_and_in_again_is_bit_exact(tmp_path):
     model = Apertus(CONFIG)
     convert.save_hf(model, str(tmp_path), tokenizer.load("byte"), shard_bytes=30_000)
-    assert len([f for f in os.listdir(tmp_path) if f.endswith(".safetensors")]) > 2           # shards and an index
+    shards = [file for file in os.listdir(tmp_path) if file.endswith(".safetensors")]
+    assert len(shards) > 2
     back, tok = convert.load_any(str(tmp_path))
-    assert back.config == CONFIG and all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+    assert back.config == CONFIG
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
     assert tok.hash == tokenizer.load("byte").hash
 
 
 def test_in_and_out_again_is_the_published_file(tmp_path):
     convert.save_hf(convert.load_hf(GOLDEN), str(tmp_path))
-    a, b = load_file(os.path.join(GOLDEN, "model.safetensors")), load_file(tmp_path / "model.safetensors")
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a if not k.endswith("eps"))
-    ours, theirs = (json.load(open(os.path.join(d, "config.json"))) for d in (tmp_path, GOLDEN))
+    ours, theirs = (load_file(f"{folder}/model.safetensors") for folder in (tmp_path, GOLDEN))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs if not k.endswith("eps"))
+    ours, theirs = (json.load(open(f"{folder}/config.json")) for folder in (tmp_path, GOLDEN))
     same = theirs.keys() - {"transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"}
     assert {k: ours.get(k) for k in same} == {k: theirs[k] for k in same}
 
@@ -61,18 +69,27 @@ def test_in_and_out_again_is_the_published_file(tmp_path):
 def test_both_spellings_of_rope_are_read(tmp_path):
     rope = json.load(open(os.path.join(GOLDEN, "config.json")))["rope_parameters"]
     theta = rope.pop("rope_theta")
-    old = convert.load_hf(edited(tmp_path, rope_parameters=None, rope_theta=theta, rope_scaling=rope))
-    assert old.config == convert.load_hf(GOLDEN).config and old.config.rope_theta == 12e6 and old.config.rope_scaling == 8
-    plain = convert.load_hf(edited(tmp_path, rope_scaling=None, rope_parameters=dict(rope_type="default", rope_theta=5e5)))
-    assert plain.config.rope_scaling == 0 and plain.config.rope_theta == 5e5
+    old = convert.load_hf(edited(tmp_path, rope_parameters=None, rope_theta=theta, rope_scaling=rope)).config
+    assert old == convert.load_hf(GOLDEN).config
+    assert (old.rope_theta, old.rope_scaling) == (12e6, 8)
+    new = dict(rope_type="default", rope_theta=5e5)
+    plain = convert.load_hf(edited(tmp_path, rope_scaling=None, rope_parameters=new)).config
+    assert (plain.rope_theta, plain.rope_scaling) == (5e5, 0)
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(model_type="llama"), "is of a 'llama' model"), (dict(hidden_act="silu"), "hidden_act='silu'"), (dict(attention_bias=True), "attention_bias=True"),
-    (dict(sliding_window=4096), "sliding_window=4096"), (dict(qk_norm=False), "qk_norm=False"), (dict(head_dim=32), "head_dim=32"),
+    (dict(model_type="llama"), "is of a 'llama' model"),
+    (dict(hidden_act="silu"), "hidden_act='silu'"),
+    (dict(attention_bias=True), "attention_bias=True"),
+    (dict(sliding_window=4096), "sliding_window=4096"),
+    (dict(qk_norm=False), "qk_norm=False"),
+    (dict(head_dim=32), "head_dim=32"),
     (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), "rope_type='yarn'"),
-    (dict(quantization_config=dict(bits=4)), "quantization_config"), (dict(num_hidden_layers=2), "no such tensor"), (dict(num_hidden_layers=4), "are missing"),
-    (dict(intermediate_size=96), r"\[64, 160\] is not what config.json describes"), (dict(num_attention_heads=7), "not divisible")])
+    (dict(quantization_config=dict(bits=4)), "quantization_config"),
+    (dict(num_hidden_layers=2), "no such tensor"),
+    (dict(num_hidden_layers=4), "are missing"),
+    (dict(intermediate_size=96), r"\[64, 160\] is not what config.json describes"),
+    (dict(num_attention_heads=7), "not divisible")])
 def test_a_config_that_asks_for_something_else_is_refused_by_name(tmp_path, changes, says):
     with pytest.raises(ValueError, match=says) as e:
         convert.load_hf(edited(tmp_path, **changes))
@@ -80,12 +97,14 @@ def test_a_config_that_asks_for_something_else_is_refused_by_name(tmp_path, chan
 
 
 def test_stray_keys_of_the_released_config_are_accepted(tmp_path):
-    convert.load_hf(edited(tmp_path, qk_norm=True, post_norm=False, mlp_bias=False, torch_dtype="bfloat16", use_cache=True))
+    stray = dict(qk_norm=True, post_norm=False, mlp_bias=False, torch_dtype="bfloat16", use_cache=True)
+    convert.load_hf(edited(tmp_path, **stray))
 
 
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path):
     folder = edited(tmp_path)
-    os.remove(os.path.join(folder, "model.safetensors"))                                      # or the index is not read, as in transformers
+    # As in transformers, the index is read only where the one file is not there.
+    os.remove(os.path.join(folder, "model.safetensors"))
     with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
         json.dump(dict(weight_map={"lm_head.weight": "../../secret.safetensors"}), f)
     with pytest.raises(ValueError, match="outside of its folder"):
@@ -105,7 +124,7 @@ def test_a_pickle_under_a_safetensors_name_is_refused_and_does_not_run(tmp_path)
 
 def test_what_transformers_cannot_express_is_not_exported(tmp_path):
     with pytest.raises(ValueError, match="activation='swiglu'"):
-        convert.save_hf(Apertus(ApertusConfig(**{**vars(CONFIG), "activation": "swiglu"})), str(tmp_path))
+        convert.save_hf(Apertus(replace(CONFIG, activation="swiglu")), str(tmp_path))
 
 
 def test_bf16_files_load_as_they_are_and_as_fp32(tmp_path):
@@ -117,10 +136,7 @@ def test_bf16_files_load_as_they_are_and_as_fp32(tmp_path):
     assert model.lm_head.weight.dtype == torch.float32 and model(torch.arange(8)[None])[0].isfinite().all()
 
 
-# --- an export in place of an older one ---------------------------------------------------------------------------------
-
-
-SMALL = ApertusConfig(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.1)
+# --- an export in place of an older one -----------------------------------------------------------------------------
 
 
 def ours(folder):
@@ -146,10 +162,11 @@ def test_an_export_over_an_export_is_the_new_one_for_us_and_for_transformers(tmp
         convert.save_hf(model, str(tmp_path / "x"), tok if seed == 0 else None, shard_bytes=size)
         if seed == 0:
             (tmp_path / "x" / "README.md").write_text("mine")
-    assert torch.equal(flat(ours(tmp_path / "x")), flat(model)) and torch.equal(flat(theirs(tmp_path / "x")), flat(model))
-    here = set(os.listdir(tmp_path / "x"))
+    for read in (ours, theirs):
+        assert torch.equal(flat(read(tmp_path / "x")), flat(model))
     convert.save_hf(model, str(tmp_path / "fresh"), shard_bytes=shards[1])
-    assert here - {"README.md"} == set(os.listdir(tmp_path / "fresh"))     # nothing of the old one is left, its tokenizer neither
+    # Nothing of the old one is left, its tokenizer neither.
+    assert set(os.listdir(tmp_path / "x")) - {"README.md"} == set(os.listdir(tmp_path / "fresh"))
     assert (tmp_path / "x" / convert.LIST).read_text() == (tmp_path / "fresh" / convert.LIST).read_text()
     assert (tmp_path / "x" / "README.md").read_text() == "mine"
 
@@ -178,8 +195,14 @@ def export_until(monkeypatch, step, *args, **how):
     return True
 
 
+LAYOUT = ["config.json", "generation_config.json", "model.safetensors"]
+
+
 def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tmp_path, monkeypatch):
-    """Both exports have the same file names, so that a mixture would load. transformers says the same, and the next export succeeds."""
+    """
+    Both exports have the same file names, so that a mixture would load. transformers says the same, and the next
+    export succeeds.
+    """
     pytest.importorskip("transformers")
     models = dict(old=Apertus(SMALL, seed=0), new=Apertus(SMALL, seed=1))
     convert.save_hf(models["old"], str(tmp_path / "start"), shard_bytes=12_000)
@@ -190,20 +213,20 @@ def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tm
         done = export_until(monkeypatch, step, models["new"], str(folder), shard_bytes=12_000)
         try:
             found = flat(ours(folder))
-            seen.append(next((name for name, model in models.items() if torch.equal(found, flat(model))), "a mixture"))
-            assert torch.equal(flat(theirs(folder)), found)
         except ValueError:
             if "none" not in seen:
                 with pytest.raises((OSError, ValueError)):
                     theirs(folder)
             seen.append("none")
+        else:
+            assert torch.equal(flat(theirs(folder)), found)
+            seen += [name for name, model in models.items() if torch.equal(found, flat(model))] or ["a mixture"]
         convert.save_hf(models["old"], str(folder))
-        assert torch.equal(flat(ours(folder)), flat(models["old"])) and {convert.LIST, *LAYOUT} == set(os.listdir(folder))
+        assert torch.equal(flat(ours(folder)), flat(models["old"]))
+        assert {convert.LIST, *LAYOUT} == set(os.listdir(folder))
         step += 1
-    assert [s for i, s in enumerate(seen) if s != seen[i - 1]] == ["old", "none", "new"] and seen.count("none") > 5
-
-
-LAYOUT = ["config.json", "generation_config.json", "model.safetensors"]
+    assert [s for i, s in enumerate(seen) if s != seen[i - 1]] == ["old", "none", "new"]
+    assert seen.count("none") > 5
 
 
 def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):
@@ -222,8 +245,9 @@ def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):
     assert not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model-00001-of-00007.safetensors", "chat_template.jinja",
-                                  "pytorch_model.bin", "tokenizer.json", "model.safetensors.index.json", "adapter_config.json"])
+@pytest.mark.parametrize("file", [
+    "config.json", "model.safetensors", "model-00001-of-00007.safetensors", "chat_template.jinja",
+    "pytorch_model.bin", "tokenizer.json", "model.safetensors.index.json", "adapter_config.json"])
 def test_what_no_export_wrote_is_not_replaced_and_not_left_to_mix(tmp_path, file):
     (tmp_path / file).write_text("of the user")
     with pytest.raises(ValueError, match=f"holds {file}, which no export wrote"):
@@ -285,25 +309,38 @@ def test_xielu_constants_of_other_precisions_are_the_same_and_other_ones_are_ref
             convert.load_hf(folder)
 
 
-def test_padding_rows_decode_to_nothing_and_a_foreign_tokenizer_is_refused(tmp_path):
-    tok = tokenizer.load("byte")
-    padded = ApertusConfig(**{**vars(SMALL), "vocab_size": 384})
-    convert.save_hf(Apertus(padded), str(tmp_path / "padded"), tok)
-    ours = convert.load_any(str(tmp_path / "padded"))[1]
-    assert ours.vocab_size == 384 and ours.decode([*ours.encode("a"), 320, 383, *ours.encode("b")]) == "ab" and ours.hash == tok.hash
+def saved_with_rows(folder, rows):
+    """A model whose embedding has so many rows, saved with the 320 ids of tokenizer 'byte'."""
+    convert.save_hf(Apertus(replace(SMALL, vocab_size=rows)), str(folder), tokenizer.load("byte"))
+    return str(folder)
+
+
+def test_padding_rows_decode_to_nothing(tmp_path):
+    _, tok = convert.load_any(saved_with_rows(tmp_path, 384))
+    assert tok.vocab_size == 384 and tok.hash == tokenizer.load("byte").hash
+    assert tok.decode([*tok.encode("a"), 320, 383, *tok.encode("b")]) == "ab"
     with pytest.raises(ValueError, match="0 to 383"):
-        ours.decode([384])
+        tok.decode([384])
+
+
+def test_a_foreign_tokenizer_is_refused(tmp_path):
+    """An id without a row, or 1,024 rows without an id."""
     for rows in (319 + 1025, 319):
-        config = ApertusConfig(**{**vars(SMALL), "vocab_size": rows})
-        convert.save_hf(Apertus(config), str(tmp_path / str(rows)), tok)
-        with pytest.raises(ValueError, match=f"the model has {rows} ids and its tokenizer 320: they do not belong together"):
-            convert.load_any(str(tmp_path / str(rows)))
+        folder = saved_with_rows(tmp_path / str(rows), rows)
+        says = f"the model has {rows} ids and its tokenizer 320: they do not belong together"
+        with pytest.raises(ValueError, match=says):
+            convert.load_any(folder)
 
 
 def test_convert_refuses_a_run_folder_before_it_reads_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     done = script("convert.py", "--load=out/no-such-run", f"--save={tmp_path}")
-    assert done.returncode == 2 and "holds config.json, which no export wrote" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "holds config.json, which no export wrote" in done.stderr
+
+
+def test_convert_refuses_a_dtype_that_no_export_has(tmp_path):
     convert.save_hf(Apertus(SMALL), str(tmp_path / "x"), tokenizer.load("byte"))
     done = script("convert.py", f"--load={tmp_path / 'x'}", f"--save={tmp_path / 'y'}", "--dtype=bf16")
-    assert done.returncode == 2 and done.stderr == "convert.py: dtype='bf16': an export has float32 or bfloat16\n"
+    assert done.returncode == 2
+    assert done.stderr == "convert.py: dtype='bf16': an export has float32 or bfloat16\n"

@@ -1,4 +1,7 @@
-"""engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their shapes and gradients."""
+"""
+engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their
+shapes and gradients.
+"""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,8 @@ def numbers(*shape, seed=0, dtype=torch.float32):
 
 
 @onednn
-@pytest.mark.parametrize("rows, n_in, n_out", [((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])
+@pytest.mark.parametrize("rows, n_in, n_out", [
+    ((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])
 def test_onednn_has_the_product_and_its_gradients_to_1e_6(rows, n_in, n_out):
     x, w, grad = numbers(*rows, n_in), numbers(n_out, n_in, seed=1), numbers(*rows, n_out, seed=2)
     results = []
@@ -50,7 +54,8 @@ def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
 
     monkeypatch.setattr(hardware, "ONEDNN", True)               # as on the processors where MKL is slow
     assert by_onednn((2, 5), torch.float32) and by_onednn((2,), torch.float32)
-    assert not by_onednn((1, 1), torch.float32) and not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
+    assert not by_onednn((1, 1), torch.float32)
+    assert not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
     monkeypatch.setattr(hardware, "ONEDNN", False)
     assert not by_onednn((2, 5), torch.float32)
 
@@ -73,9 +78,13 @@ def test_documents_cover_every_position_once_and_none_crosses_a_border():
         seen[rows, columns] += 1
         assert len(doc[rows, columns].unique()) == 1
     assert (seen == 1).all() and len(documents(doc)) == sum(len(row.unique()) for row in doc)
-    one_and_two = torch.tensor([[7, 7, 7], [0, 0, 1]])     # a row of one document does not speak for the other
-    assert documents(one_and_two) == [(slice(0, 1), slice(0, 3)), (slice(1, 2), slice(0, 2)), (slice(1, 2), slice(2, 3))]
-    assert documents(torch.zeros(5, 40)) == [(slice(0, 5), slice(0, 40))]             # one call for all
+
+
+def test_rows_of_one_document_each_are_one_call_only_if_all_are():
+    assert documents(torch.zeros(5, 40)) == [(slice(0, 5), slice(0, 40))]
+    one_and_two = torch.tensor([[7, 7, 7], [0, 0, 1]])
+    first, second = slice(0, 1), slice(1, 2)
+    assert documents(one_and_two) == [(first, slice(0, 3)), (second, slice(0, 2)), (second, slice(2, 3))]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-14)])

@@ -1,8 +1,10 @@
-"""model.py against transformers' Apertus, stored (tests/golden, made by transformers 5.23 on CPU) and freshly made; and against itself."""
+"""
+model.py against transformers' Apertus, stored (tests/golden, made by transformers 5.23 on CPU) and freshly made; and
+against itself.
+"""
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -29,9 +31,19 @@ def ids(*shape, seed=0, high=97):
     return torch.randint(4, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def tensors(*path):
+    """The arrays of a .npz file below tests/golden, by name."""
+    arrays = np.load(os.path.join(GOLDEN, *path))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 def golden(name):
-    io = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(GOLDEN, name, "io.npz")).items()}
-    return convert.load_hf(os.path.join(GOLDEN, name)), io
+    return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")
+
+
+def cross_entropy(logits, targets, **how):
+    """torch's, over all rows of logits (B, T, V)."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
 
 
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
@@ -45,13 +57,14 @@ def test_logits_loss_and_greedy_tokens_are_the_published_ones(name):
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
 def test_every_gradient_norm_is_the_published_one(name):
     model, io = golden(name)
-    F.cross_entropy(model(io["idx"])[0].flatten(0, 1), io["targets"].flatten()).backward()
-    model.model.embed_tokens.weight.grad[3] = 0            # transformers gives the padding id no gradient; to us id 3 is a token
+    cross_entropy(model(io["idx"])[0], io["targets"]).backward()
+    # transformers gives the padding id no gradient; to us id 3 is a token.
+    model.model.embed_tokens.weight.grad[3] = 0
     with open(os.path.join(GOLDEN, name, "grad_norms.json")) as f:
         for key, norm in json.load(f).items():
             ours = model.get_parameter(key.replace("/", ".")).grad.norm().item()
-            # alpha_n's is a sum of terms that cancel to 1 part in 22,000: fp32 keeps three digits, and the fourth depends on the CPU
-            # (the fp64 gradient is held to 1e-12 below)
+            # alpha_n's is a sum of terms that cancel to 1 part in 22,000: fp32 keeps three digits, and the fourth
+            # depends on the CPU (the fp64 gradient is held to 1e-12 below).
             assert ours == pytest.approx(norm, rel=1e-3 if key.endswith("alpha_n") else 1e-5), key
 
 
@@ -59,38 +72,49 @@ def test_every_gradient_norm_is_the_published_one(name):
 def test_chunked_loss_has_the_gradients_of_the_full_one_in_fp64(name, monkeypatch):
     model, io = golden(name)
     model.double()
-    (3 * F.cross_entropy(model(io["idx"])[0].flatten(0, 1), io["targets"].flatten())).backward()         # 3: a gradient comes in
+    incoming = 3                                           # a gradient of the loss that is not 1
+    loss = cross_entropy(model(io["idx"])[0], io["targets"])
+    (incoming * loss).backward()
     full = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(model_file, "chunk_rows", lambda V, device: 17)                    # chunks that do not divide
-    (3 * model(io["idx"], io["targets"])[1]).backward()
+    monkeypatch.setattr(model_file, "chunk_rows", lambda V, device: 17)          # chunks that do not divide
+    (incoming * model(io["idx"], io["targets"])[1]).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, full[n], rtol=1e-9, atol=1e-12)
 
 
-# heads, kv heads, head dim, layers, ffn, theta, first position: odd head counts, multi-query, multi-head, positions past 8192
-@pytest.mark.parametrize("H, K, D, L, ffn, theta, past", [(5, 1, 16, 2, 70, 5e5, 0), (3, 3, 8, 1, 33, 12e6, 0), (6, 3, 32, 2, 64, 12e6, 8300)])
+# Heads, kv heads, head dim, layers, ffn, theta, first position.
+@pytest.mark.parametrize("H, K, D, L, ffn, theta, past", [
+    (5, 1, 16, 2, 70, 5e5, 0),                             # an odd number of heads, multi-query
+    (3, 3, 8, 1, 33, 12e6, 0),                             # multi-head
+    (6, 3, 32, 2, 64, 12e6, 8300)])                        # positions past 8192
 def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(H)
-    rope = dict(rope_type="llama3", rope_theta=theta, factor=8.0, original_max_position_embeddings=8192, low_freq_factor=1.0, high_freq_factor=4.0)
-    config = transformers.ApertusConfig(vocab_size=131, hidden_size=H * D, intermediate_size=ffn, num_hidden_layers=L, num_attention_heads=H,
-                                        num_key_value_heads=K, rope_parameters=rope, pad_token_id=None)
+    rope = dict(rope_type="llama3", rope_theta=theta, factor=8.0, original_max_position_embeddings=8192,
+                low_freq_factor=1.0, high_freq_factor=4.0)
+    config = transformers.ApertusConfig(
+        vocab_size=131, hidden_size=H * D, intermediate_size=ffn, num_hidden_layers=L, num_attention_heads=H,
+        num_key_value_heads=K, rope_parameters=rope, pad_token_id=None)
     theirs = transformers.ApertusForCausalLM(config).eval()
     theirs.generation_config.eos_token_id = None           # or its generate stops where ours was not asked to
+    # Fresh gains are 1 and scalars are equal: they are moved, or a mix-up would not show.
     with torch.no_grad():
-        for p in theirs.parameters():                      # fresh gains are 1 and scalars equal: move them, or a mix-up would not show
+        for p in theirs.parameters():
             p.add_(0.05 * torch.randn_like(p))
     ours = Apertus(convert.config_from_hf(config.to_dict()))
-    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.endswith(("act_fn.beta", "act_fn.eps"))})
+    constants = "act_fn.beta", "act_fn.eps"
+    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.endswith(constants)})
     idx = ids(1, past + 12, seed=1, high=131)
     with torch.no_grad():
         torch.testing.assert_close(ours(idx)[0][:, past:], theirs(idx).logits[:, past:], rtol=1e-5, atol=2e-5)
         prompt = idx[:, :10]
-        assert torch.equal(generate(ours, prompt, 8, temperature=0), theirs.generate(prompt, max_new_tokens=8, do_sample=False))
+        greedy = theirs.generate(prompt, max_new_tokens=8, do_sample=False)
+        assert torch.equal(generate(ours, prompt, 8, temperature=0), greedy)
 
 
-def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64, from the released config: kept / blended / divided by 8
+def test_rope_scaling_blends_as_many_frequencies_as_published():
+    """Of 64, from the released config: kept, blended, divided by 8."""
     for theta, want in ((5e5, (29, 6, 29)), (1e6, (27, 7, 30)), (4e6, (25, 6, 33)), (12e6, (23, 6, 35))):
         scaled = rope_frequencies(ApertusConfig(rope_theta=theta)).double()
         plain = rope_frequencies(ApertusConfig(rope_theta=theta, rope_scaling=0.0)).double()
@@ -100,7 +124,7 @@ def test_rope_scaling_blends_as_many_frequencies_as_published():   # of 64, from
 
 @pytest.mark.parametrize("i", range(3))
 def test_xielu_values_and_gradients_are_transformers(i):
-    g = {k: torch.from_numpy(v) for k, v in np.load(os.path.join(GOLDEN, "xielu.npz")).items()}
+    g = tensors("xielu.npz")
     act = XIELU().double()
     act.alpha_p.data, act.alpha_n.data = g[f"alpha_p_{i}"], g[f"alpha_n_{i}"]
     x = g[f"x_{i}"].clone().requires_grad_()
@@ -110,10 +134,12 @@ def test_xielu_values_and_gradients_are_transformers(i):
         torch.testing.assert_close(ours.detach(), g[f"{key}_{i}"], rtol=1e-12, atol=1e-12)
 
 
-def test_xielu_has_the_values_of_its_closed_form():        # alpha_p = alpha_n = 0.8, to six digits
+def test_xielu_has_the_values_of_its_closed_form():
+    """alpha_p = alpha_n = 0.8, to six digits."""
     act = small(n_layer=1).double().model.layers[0].mlp.act_fn
     x = torch.tensor([-3, -1, -0.1, 0.1, 1, 3], dtype=torch.float64)
-    torch.testing.assert_close(act(x).detach(), torch.tensor([0.139830, -0.205696, -0.046130, 0.058, 1.3, 8.7]).double(), rtol=0, atol=1e-6)
+    want = torch.tensor([0.139830, -0.205696, -0.046130, 0.058, 1.3, 8.7])
+    torch.testing.assert_close(act(x).detach(), want.double(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype, reach", [(torch.bfloat16, 1e4), (torch.float16, 250.0)])
@@ -129,21 +155,24 @@ def test_xielu_stays_finite_in_half_precision(dtype, reach):
 @pytest.mark.parametrize("config, changes, want", [
     ("8b", {}, 8_053_338_176), ("70b", {}, 70_599_864_480), ("1b5", {}, 1_510_019_104),
     ("1b5", dict(activation="swiglu", qk_norm=False), 1_510_017_024), ("3b", dict(tie_embeddings=True), 3_215_000_000)])
-def test_parameter_counts(config, changes, want):          # sec. 1.6 of the released weights; 3B: 3.22B tied in the report
+def test_parameter_counts(config, changes, want):
+    """Section 1.6, of the released weights; the 3B has 3.22B tied in the report."""
     import runpy
     import dataclasses
     names = {f.name for f in dataclasses.fields(ApertusConfig)}
     found = runpy.run_path(os.path.join(ROOT, "configs", config + ".py"))
+    shape = {k: v for k, v in found.items() if k in names}
     with torch.device("meta"):
-        n = Apertus(ApertusConfig(**{**{k: v for k, v in found.items() if k in names}, **changes})).num_params()
+        n = Apertus(ApertusConfig(**{**shape, **changes})).num_params()
     assert n == want or config == "3b" and round(n / 1e9, 2) == 3.22 - 0.01 * (n < want)
 
 
-def test_initialisation_has_the_published_spread():        # std 0.008944; o_proj and down_proj by 1/sqrt(2L) of it; gains 1; alphas 0.8
+def test_initialisation_has_the_published_spread():
+    """std 0.008944; o_proj and down_proj by 1/sqrt(2L) of it; gains 1; alphas 0.8."""
     model = Apertus(ApertusConfig(vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=256, ffn_dim=1024))
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            std = 0.008944 / (4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+            std = 0.008944 / (4 if name.endswith(WRITE_TO_RESIDUAL_STREAM) else 1)
             assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < std / 50, name
         elif "alpha" in name:
             assert F.softplus(p).item() + 0.5 * name.endswith("alpha_n") == pytest.approx(0.8, rel=1e-6)
@@ -151,20 +180,28 @@ def test_initialisation_has_the_published_spread():        # std 0.008944; o_pro
             assert (p == 1).all()
 
 
-def test_initial_weights_do_not_depend_on_what_else_is_built():   # ablations start from the same weights where they share a parameter
-    a, b = dict(small().named_parameters()), dict(small(activation="gelu", qk_norm=False, n_layer=3).named_parameters())
-    assert all(torch.equal(a[n], b[n]) for n in a.keys() & b.keys() if not n.endswith(("o_proj.weight", "down_proj.weight")))
-    assert torch.equal(a["lm_head.weight"], b["lm_head.weight"]) and not torch.equal(a["lm_head.weight"], a["model.embed_tokens.weight"])
+WRITE_TO_RESIDUAL_STREAM = "o_proj.weight", "down_proj.weight"
+
+
+def test_initial_weights_do_not_depend_on_what_else_is_built():
+    """Ablations start from the same weights where they share a parameter."""
+    a = dict(small().named_parameters())
+    b = dict(small(activation="gelu", qk_norm=False, n_layer=3).named_parameters())
+    shared = [n for n in a.keys() & b.keys() if not n.endswith(WRITE_TO_RESIDUAL_STREAM)]
+    assert all(torch.equal(a[n], b[n]) for n in shared)
+    assert torch.equal(a["lm_head.weight"], b["lm_head.weight"])
+    assert not torch.equal(a["lm_head.weight"], a["model.embed_tokens.weight"])
 
 
 def test_initial_weights_are_drawn_from_the_hash_of_seed_and_name():
-    """A published run can be started again only if these bits stay: 28 is the seed of a model for which none is named."""
+    """A published run starts again only from these bits; 28 is the seed of a model for which none is named."""
     model = Apertus(ApertusConfig(**SMALL))
     for name, p in model.named_parameters():
         if p.ndim == 2:
-            low_32_bits = int.from_bytes(hashlib.sha256(f"28:{name}".encode()).digest()[:4], "little")
+            digest = hashlib.sha256(f"28:{name}".encode()).digest()
+            low_32_bits = int.from_bytes(digest[:4], "little")
             noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(low_32_bits))
-            std = 0.1 / 2 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.1               # 2 = sqrt(2 L)
+            std = 0.1 / 2 if name.endswith(WRITE_TO_RESIDUAL_STREAM) else 0.1    # 2 = sqrt(2 L)
             assert torch.equal(p, noise * std), name
 
 
@@ -233,13 +270,20 @@ def test_an_empty_prompt_is_refused():
 
 def test_sampling_has_the_probabilities_that_it_claims():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(20000, 1)
-    share = lambda **how: torch.bincount(sample_token(logits, generator=torch.Generator().manual_seed(0), **how), minlength=4) / 20000
-    torch.testing.assert_close(share(), torch.tensor([0.5, 0.3, 0.15, 0.05]), rtol=0, atol=0.015)
-    torch.testing.assert_close(share(top_k=2), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.015)
-    torch.testing.assert_close(share(top_p=0.8), torch.tensor([0.625, 0.375, 0, 0]), rtol=0, atol=0.015)   # 0.5 + 0.3 is enough
-    torch.testing.assert_close(share(top_p=0.81), torch.tensor([0.5, 0.3, 0.15, 0]) / 0.95, rtol=0, atol=0.015)
+
+    def share(**how):
+        generator = torch.Generator().manual_seed(0)
+        tokens = sample_token(logits, generator=generator, **how)
+        return torch.bincount(tokens, minlength=4) / 20000
+    for how, want in (
+        (dict(), [0.5, 0.3, 0.15, 0.05]),
+        (dict(top_k=2), [0.625, 0.375, 0, 0]),
+        (dict(top_p=0.8), [0.625, 0.375, 0, 0]),           # 0.5 + 0.3 is enough
+        (dict(top_p=0.81), [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0]),
+        (dict(temperature=0.5), [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+    ):
+        torch.testing.assert_close(share(**how), torch.tensor(want), rtol=0, atol=0.015)
     assert torch.equal(share(top_k=9), share())            # more than there are
-    torch.testing.assert_close(share(temperature=0.5), torch.tensor([0.25, 0.09, 0.0225, 0.0025]) / 0.365, rtol=0, atol=0.015)
 
 
 def test_another_first_document_leaves_the_second_exactly_alone():
@@ -247,15 +291,20 @@ def test_another_first_document_leaves_the_second_exactly_alone():
     a, b = ids(1, 64, seed=1), ids(1, 64, seed=1)
     b[:, :20] = ids(1, 20, seed=2)
     with_mask, without = small(), small(doc_mask=False)
-    assert torch.equal(with_mask(a, a, doc=doc, per_token=True)[1][:, 20:], with_mask(b, b, doc=doc, per_token=True)[1][:, 20:])
-    assert torch.equal(with_mask.hidden(a, doc)[:, 20:], with_mask.hidden(b, doc)[:, 20:])
+    loss_a, loss_b = (with_mask(x, x, doc=doc, per_token=True)[1] for x in (a, b))
+    assert torch.equal(loss_a[:, 20:], loss_b[:, 20:])
+    second = with_mask.hidden(a, doc)[:, 20:]
+    assert torch.equal(second, with_mask.hidden(b, doc)[:, 20:])
     assert not torch.equal(without.hidden(a, doc)[:, 20:], without.hidden(b, doc)[:, 20:])
-    torch.testing.assert_close(with_mask.hidden(a, doc)[:, 20:], with_mask.hidden(a[:, 20:]), rtol=1e-5, atol=1e-5)   # as if it stood alone
+    alone = with_mask.hidden(a[:, 20:])
+    torch.testing.assert_close(second, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_every_attention_path_is_softmax_with_a_document_mask():
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 32, 8, generator=g, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    q, k, v = (torch.randn(2, heads, 32, 8, generator=g, dtype=torch.float64) for heads in (6, 2, 2))
+    for x in (q, k, v):
+        x.requires_grad_()
     doc = (torch.rand(2, 32, generator=g) < 0.15).cumsum(1)
     i = torch.arange(32)
     mask = (i[:, None] >= i) & (doc[:, None, :, None] == doc[:, None, None, :])
@@ -266,16 +315,18 @@ def test_every_attention_path_is_softmax_with_a_document_mask():
         torch.testing.assert_close(y, want, rtol=1e-10, atol=1e-10)
         for ours, theirs in zip(torch.autograd.grad(y.square().sum(), (q, k, v)), grads):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention           # the CUDA path, forward only on CPU
+    # The path of CUDA, whose forward pass alone runs on a CPU.
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     block = create_block_mask(model_file.causal_in_documents(doc), 2, None, 32, 32, device="cpu")
-    torch.testing.assert_close(flex_attention(q.detach(), k.detach(), v.detach(), block_mask=block, enable_gqa=True), want, rtol=1e-6, atol=1e-6)
+    y = flex_attention(q.detach(), k.detach(), v.detach(), block_mask=block, enable_gqa=True)
+    torch.testing.assert_close(y, want, rtol=1e-6, atol=1e-6)
 
 
 def test_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     model = small().double()
     idx, targets = ids(4, 16), ids(4, 16, seed=1)
     keep = torch.rand(4, 16, generator=torch.Generator().manual_seed(2)) < 0.6
-    nll = F.cross_entropy(model(idx)[0].flatten(0, 1), targets.flatten(), reduction="none").view(4, 16)
+    nll = cross_entropy(model(idx)[0], targets, reduction="none").view(4, 16)
     torch.testing.assert_close(model(idx, targets, keep)[1], nll[keep].mean())
     torch.testing.assert_close(model(idx, targets, keep, per_token=True)[1], nll)
     parts = [model(idx[i:i + 1], targets[i:i + 1], keep[i:i + 1], n_tokens=keep.sum())[1] for i in range(4)]
@@ -290,7 +341,7 @@ def test_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
 
 
 def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
-    """h and logits have 8 bits; log Z, the mean and the head's gradient over all chunks have fp32's 24."""
+    """h and logits have 8 bits; log Z and the mean have fp32's 24."""
     model = small(block_size=2048)
     model.dtype = torch.bfloat16
     idx, targets = ids(1, 1003), ids(1, 1003, seed=1)      # 1 / 1003 in bf16 is off by 0.2 %
@@ -299,13 +350,17 @@ def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
     torch.testing.assert_close(model(idx, targets, per_token=True)[1][0].double(), nll, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(model(idx, targets)[1].double(), nll.mean(), rtol=1e-6, atol=0)
 
+
+def test_bf16_sums_the_gradient_of_the_head_over_chunks_in_fp32():
     h, head = torch.full((4096, 4), 1.0).bfloat16(), torch.zeros(8, 4, requires_grad=True)
     every = torch.arange(4096) % 8                         # of each label as many: dz = 1/8 - (label), which bf16 holds
-    loss, nll = model_file.ChunkedCrossEntropy.apply(h, head, (every * (every < 4)), torch.ones(4096), 8, model_file.chunk_loss)
+    labels, weights = every * (every < 4), torch.ones(4096)
+    loss, nll = model_file.ChunkedCrossEntropy.apply(h, head, labels, weights, 8, model_file.chunk_loss)
     loss.backward()
     assert not nll.requires_grad                           # its gradient is not written: better none than a wrong one
     label_counts = torch.tensor([4096 * 5 / 8, *3 * [512.0], *4 * [0.0]])
-    assert torch.equal(head.grad, (512 - label_counts)[:, None].expand(8, 4))      # whole numbers, which fp32 adds exactly
+    want = (512 - label_counts)[:, None].expand(8, 4)      # whole numbers, which fp32 adds exactly
+    assert torch.equal(head.grad, want)
 
 
 def test_in_bf16_far_positions_are_told_apart():
@@ -317,20 +372,32 @@ def test_in_bf16_far_positions_are_told_apart():
     assert off < 0.02, off
 
 
-def test_the_whole_logits_tensor_never_exists():           # V = 131,072 x 4,096 tokens: the fp32 logits alone would be 2,048 MiB
-    script = ("import sys, resource, torch; sys.path.insert(0, {root!r}); from model import Apertus, ApertusConfig\n"
-              "m = Apertus(ApertusConfig(block_size=4096, vocab_size=131072, n_layer=1, n_head=1, n_kv_head=1, n_embd=32, ffn_dim=64))\n"
-              "idx = torch.arange(4096)[None]\n"
-              "m(idx[:, :64], idx[:, :64])[1].backward(); m.zero_grad()\n"
-              "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-              "m(idx, idx)[1].backward()\n"
-              "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)").format(root=ROOT)
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert float(out) < 800                                # MiB; 512 rows of logits are 256
+# The most MiB that a step of 4,096 tokens at V = 131,072 takes beyond what one of 64 tokens has taken.
+STEP = """
+import resource, sys, torch
+sys.path.insert(0, sys.argv[1])
+from model import Apertus, ApertusConfig
+shape = dict(n_layer=1, n_head=1, n_kv_head=1, n_embd=32, ffn_dim=64)
+m = Apertus(ApertusConfig(block_size=4096, vocab_size=131072, **shape))
+idx = torch.arange(4096)[None]
+m(idx[:, :64], idx[:, :64])[1].backward()
+m.zero_grad()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+m(idx, idx)[1].backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
 
 
-@pytest.mark.parametrize("changes", [dict(activation=a) for a in ("swiglu", "gelu", "relu2")] + [
-    dict(qk_norm=False), dict(tie_embeddings=True), dict(rope_scaling=0.0), dict(n_kv_head=1), dict(n_kv_head=6), dict(doc_mask=False)])
+def test_the_whole_logits_tensor_never_exists():
+    """The fp32 logits alone would be 2,048 MiB; 512 rows of them are 256."""
+    command = [sys.executable, "-c", STEP, ROOT]
+    mib = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert float(mib) < 800
+
+
+@pytest.mark.parametrize("changes", [
+    dict(activation="swiglu"), dict(activation="gelu"), dict(activation="relu2"), dict(qk_norm=False),
+    dict(tie_embeddings=True), dict(rope_scaling=0.0), dict(n_kv_head=1), dict(n_kv_head=6), dict(doc_mask=False)])
 def test_every_ablation_is_one_word_and_has_gradients(changes):
     model = small(**changes)
     model(ids(2, 8), ids(2, 8, seed=3))[1].backward()
@@ -338,19 +405,26 @@ def test_every_ablation_is_one_word_and_has_gradients(changes):
 
 
 def test_swiglu_has_the_parameter_budget_of_the_gate_free_layer():
-    assert ApertusConfig(activation="swiglu").ffn_width == 14336                               # Llama 3 8B's
-    count = lambda **changes: sum(p.numel() for n, p in small(**changes).named_parameters() if "_proj" in n and "mlp" in n)
-    assert count(activation="swiglu", ffn_dim=120) == count(activation="gelu", ffn_dim=120)
+    assert ApertusConfig(activation="swiglu").ffn_width == 14336                 # Llama 3 8B's
+
+    def count(activation):
+        model = small(activation=activation, ffn_dim=120)
+        return sum(p.numel() for n, p in model.named_parameters() if "_proj" in n and "mlp" in n)
+    assert count("swiglu") == count("gelu")
 
 
-@pytest.mark.parametrize("changes, says", [(dict(n_embd=50), "n_head=6: try n_head=5"), (dict(n_kv_head=4), "n_kv_head=4: try n_kv_head=3"),
-                                           (dict(n_embd=18), "= 3 is odd"), (dict(activation="silu"), "not one of xielu, swiglu")])
+@pytest.mark.parametrize("changes, says", [
+    (dict(n_embd=50), "n_head=6: try n_head=5"),
+    (dict(n_kv_head=4), "n_kv_head=4: try n_kv_head=3"),
+    (dict(n_embd=18), "= 3 is odd"),
+    (dict(activation="silu"), "not one of xielu, swiglu")])
 def test_a_shape_that_cannot_be_is_refused_in_one_line(changes, says):
     with pytest.raises(ValueError, match=says):
         ApertusConfig(**{**SMALL, **changes})
 
 
-def test_flops_are_the_published_ones():                   # 6.74e24 for the 70B's 15T tokens (sec. 6), 7.74e23 for the 8B's
+def test_flops_are_the_published_ones():
+    """6.74e24 for the 70B's 15T tokens (sec. 6), and 7.74e23 for the 8B's."""
     with torch.device("meta"):
         eight = Apertus(ApertusConfig())
         seventy = Apertus(ApertusConfig(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008))

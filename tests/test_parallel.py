@@ -1,6 +1,10 @@
-"""engine/parallel.py and train.py on several processes: gloo, the smallest sizes, forked from one warm process (tests/faults/launch.py).
+"""
+engine/parallel.py and train.py on several processes: gloo, the smallest sizes, forked from one warm process
+(tests/faults/launch.py).
 
-Many times over, to see whether they ever fail: for i in $(seq 20); do python -m pytest -q tests/test_parallel.py tests/faults || break; done
+Many times over, to see whether they ever fail:
+
+$ for i in $(seq 20); do python -m pytest -q tests/test_parallel.py tests/faults || break; done
 """
 import json
 import os
@@ -8,6 +12,7 @@ import platform
 import random
 import resource
 import shutil
+import sys
 
 import pytest
 import torch
@@ -21,11 +26,15 @@ from faults.suite import Lab
 from model import Apertus, ApertusConfig
 from schedule import batch_size, samples_at
 
-# 10 steps at a learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens, and
-# very unequally; no clipping, which would hide a factor. SwiGLU, since the slope of the published xIELU jumps by alpha_n within 1e-6 left of
-# 0: the order of a sum decides there, and moved the gradient norm by 5e-4 to 5e-3 with four of eight seeds (SwiGLU's: 2e-5 at most)
-CHAOTIC = ["--activation=swiglu", "--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80", "--warmup_samples=0", "--decay_samples=0",
-           "--checkpoint_every=1000", "--eval_every=1000"]
+CONSTANT = ["--warmup_samples=0", "--decay_samples=0"]
+SILENT = ["--checkpoint_every=1000", "--eval_every=1000"]
+
+# 10 steps at a learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of
+# the tokens, and very unequally; there is no clipping, which would hide a factor. SwiGLU, since the slope of the
+# published xIELU jumps by alpha_n within 1e-6 left of 0: the order of a sum decides there, and moved the gradient norm
+# by 5e-4 to 5e-3 with four of eight seeds (SwiGLU's: 2e-5 at most).
+CHAOTIC = ["--activation=swiglu", "--lr=1e-2", "--goldfish_k=2", "--grad_clip=0.0", "--total_samples=80",
+           *CONSTANT, *SILENT]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +42,17 @@ def lab(launch, tmp_path_factory):
     return Lab(launch, tmp_path_factory.mktemp("ranks"))
 
 
+def trained(lab, ranks, run, *args, **how):
+    """What a training run on so many ranks has said; 0: without a launcher. Each must end with exit code 0."""
+    common = "configs/tiny.py", f"--data={lab.data}", "--n_layer=1", f"--out={run}"
+    codes, text = lab.launch(ranks, *common, *args, logs=run + ".log", **how)
+    assert set(codes) == {0}, text[-3000:]
+    return text
+
+
 def ended(lab, ranks, *args, name="run"):
     run = lab.fresh(name)
-    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
-                             logs=run + ".log")
-    assert set(codes) == {0}, text[-3000:]
+    trained(lab, ranks, run, "--dtype=float32", *args)
     return run
 
 
@@ -51,22 +66,29 @@ def alone(lab):
     return entries(ended(lab, 0, *CHAOTIC, name="alone"))
 
 
-@pytest.mark.parametrize("ranks, args", [(2, ["--parallel=ddp"]), (4, ["--parallel=ddp", "--micro_batch=1"]), (2, ["--parallel=fsdp"]),
-                                         (4, ["--parallel=fsdp", "--micro_batch=1"]), (4, ["--parallel=hsdp", "--hsdp_shard=2"]),
-                                         (0, ["--micro_batch=1"]), (0, ["--micro_batch=8"]), (2, ["--parallel=fsdp", "--recompute=selective"])])
+@pytest.mark.parametrize("ranks, args", [
+    (2, ["--parallel=ddp"]),
+    (4, ["--parallel=ddp", "--micro_batch=1"]),
+    (2, ["--parallel=fsdp"]),
+    (4, ["--parallel=fsdp", "--micro_batch=1"]),
+    (4, ["--parallel=hsdp", "--hsdp_shard=2"]),
+    (0, ["--micro_batch=1"]),
+    (0, ["--micro_batch=8"]),
+    (2, ["--parallel=fsdp", "--recompute=selective"])])
 def test_every_way_to_spread_a_step_gives_the_loss_and_the_norm_of_one_process(lab, alone, ranks, args):
     found = entries(ended(lab, ranks, *CHAOTIC, *args))
     assert len(found) == len(alone) == 10
     for one, other in zip(found, alone):
-        assert abs(one["loss"] - other["loss"]) < 2e-5 and one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert one["loss"] == pytest.approx(other["loss"], rel=0, abs=2e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert (one["tokens"], one["kept"], one["lr"]) == (other["tokens"], other["kept"], other["lr"])
 
 
 def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies_of_2_shards(lab):
-    args = ["--exact", "--micro_batch=2", "--total_samples=240", "--decay_samples=0", "--checkpoint_every=1000", "--eval_every=1000"]
-    runs = [ended(lab, ranks, *args, *how, name=f"exact-{i}")
-            for i, (ranks, how) in enumerate([(0, []), (1, ["--parallel=fsdp"]), (2, ["--parallel=fsdp"]), (4, ["--parallel=fsdp"]),
-                                              (4, ["--parallel=hsdp", "--hsdp_shard=2"])])]
+    args = "--exact", "--micro_batch=2", "--total_samples=240", "--decay_samples=0", *SILENT
+    fsdp, hsdp = ["--parallel=fsdp"], ["--parallel=hsdp", "--hsdp_shard=2"]
+    ways = enumerate([(0, []), (1, fsdp), (2, fsdp), (4, fsdp), (4, hsdp)])
+    runs = [ended(lab, ranks, *args, *how, name=f"exact-{i}") for i, (ranks, how) in ways]
     assert len({sha_of(run) for run in runs}) == 1 and sha_of(runs[0])[1] == 30
     assert all(losses(run) == losses(runs[0]) for run in runs)
 
@@ -74,48 +96,51 @@ def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies
 needs_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 
 
-@pytest.mark.parametrize("args", [["--parallel=ddp"], ["--parallel=fsdp"], ["--parallel=hsdp", "--hsdp_shard=1"],
-                                  pytest.param(["--parallel=ddp", "--compile"], marks=needs_compiler),
-                                  pytest.param(["--parallel=fsdp", "--compile"], marks=needs_compiler)], ids=" ".join)
+@pytest.mark.parametrize("args", [
+    ["--parallel=ddp"], ["--parallel=fsdp"], ["--parallel=hsdp", "--hsdp_shard=1"],
+    pytest.param(["--parallel=ddp", "--compile"], marks=needs_compiler),
+    pytest.param(["--parallel=fsdp", "--compile"], marks=needs_compiler)], ids=" ".join)
 def test_two_processes_killed_and_resumed_end_in_the_same_bits(lab, args):
-    """Eager, and compiled: blocks and optimizer. k steps, a new start from the checkpoint, n - k steps: the weights and losses of n."""
-    args = [*args, "--total_samples=96", "--checkpoint_every=6", "--eval_every=1000", "--alpha_warmup=10", "--beta3_warmup=10"]
+    """
+    Eager, and compiled: blocks and optimizer. k steps, a new start from the checkpoint, n - k steps: the weights and
+    losses of n.
+    """
+    warmups = "--alpha_warmup=10", "--beta3_warmup=10"
+    args = [*args, "--total_samples=96", "--checkpoint_every=6", "--eval_every=1000", *warmups]
     whole = ended(lab, 2, *args, name="whole")
     run = lab.fresh("half")
     shutil.copytree(whole, run)
     shutil.rmtree(run + "/ckpt/step-00000012")             # as if killed after the checkpoint of step 6
     os.remove(run + "/summary.json")
-    codes, text = lab.launch(2, "configs/tiny.py", f"--data={lab.data}", "--dtype=float32", "--n_layer=1", f"--out={run}", *args,
-                             "--resume", logs=run + ".log")
-    assert codes == [0, 0] and "step-00000006" in text and "running eagerly" not in text, text[-2000:]
+    text = trained(lab, 2, run, "--dtype=float32", *args, "--resume")
+    assert "step-00000006" in text and "running eagerly" not in text, text[-2000:]
     assert sha_of(run) == sha_of(whole) and losses(run) == losses(whole) and len(losses(run)) == 12
 
 
 @pytest.mark.parametrize("ranks, args", [(0, []), (2, ["--parallel=ddp"])])
 def test_the_picture_is_drawn_when_the_summary_is_written_and_the_other_ranks_have_gone(lab, tmp_path, ranks, args):
-    """Drawing 2.6 million steps took longer than --timeout, before the summary: the others died, and each --resume did so again."""
-    run = lab.fresh("picture")
-    codes, text = lab.launch(ranks, "configs/tiny.py", f"--data={lab.data}", "--n_layer=1", f"--out={run}", "--total_samples=24",
-                             "--warmup_samples=0", "--decay_samples=0", *args, logs=run + ".log", fault=f"picture:{tmp_path / 'seen'}")
-    assert set(codes) == {0}, text[-3000:]
+    """To draw 2.6 million steps may take longer than --timeout: no rank waits for it, and the summary comes first."""
+    run, seen = lab.fresh("picture"), tmp_path / "seen"
+    trained(lab, ranks, run, "--total_samples=24", *CONSTANT, *args, fault=f"picture:{seen}")
     assert json.loads((tmp_path / "seen").read_text()) == dict(summary=True, waiting=False)
 
 
 def test_text_is_prepared_trained_on_and_sampled_where_there_is_no_posix(lab, tmp_path):
-    """Windows, as far as it can be had here: fcntl, resource, SIGUSR2, SIGKILL, fork and their like are hidden from a fresh import."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {i} of a text that is read on any system." for i in range(300)))
-    data, run = tmp_path / "data", tmp_path / "run"
-    for script, *args in (("prepare.py", tmp_path / "text.txt", f"--out={data}", "--tokenizer=byte"),
-                          ("train.py", "configs/tiny.py", f"--data={data}", f"--out={run}", "--total_samples=24", "--warmup_samples=0",
-                           "--decay_samples=0"),
-                          ("sample.py", f"--init_from={run}", "--max_new_tokens=5")):
+    """Windows as far as it can be had: fcntl, resource, SIGUSR2, SIGKILL, fork and their like are hidden."""
+    text, data, run = tmp_path / "text.txt", tmp_path / "data", tmp_path / "run"
+    text.write_text("\n\n".join(f"Line {i} of a text that is read on any system." for i in range(300)))
+    for script, *args in (
+            ("prepare.py", text, f"--out={data}", "--tokenizer=byte"),
+            ("train.py", "configs/tiny.py", f"--data={data}", f"--out={run}", "--total_samples=24", *CONSTANT),
+            ("sample.py", f"--init_from={run}", "--max_new_tokens=5")):
         codes, text = lab.launch(0, *args, script=script, logs=tmp_path / script, fault="windows")
         assert codes == [0], text[-3000:]
     assert (run / "summary.json").exists()
 
 
 def test_a_run_is_alone_in_its_folder_where_there_is_no_posix(lab, tmp_path):
-    args = ["configs/tiny.py", f"--data={lab.data}", "--n_layer=1", f"--out={tmp_path / 'run'}", "--total_samples=1000000", "--resume"]
+    args = ["configs/tiny.py", f"--data={lab.data}", "--n_layer=1", f"--out={tmp_path / 'run'}",
+            "--total_samples=1000000", "--resume"]
     first = lab.launch.start(0, *args, logs=tmp_path / "first", fault="windows")
     try:
         while not losses(tmp_path / "run"):
@@ -130,7 +155,9 @@ def test_a_run_is_alone_in_its_folder_where_there_is_no_posix(lab, tmp_path):
 @pytest.mark.parametrize("imitated, real, want", [(True, False, torch.float32), (True, True, torch.bfloat16)])
 def test_bf16_that_a_gpu_only_imitates_is_not_chosen(monkeypatch, imitated, real, want):
     """torch says yes of a T4 or V100 unless it is asked for hardware; no CUDA ran here."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: imitated if including_emulation else real)
+    def supported(including_emulation=True):
+        return imitated if including_emulation else real
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert hardware.pick_dtype("auto", "cuda") == hardware.pick_dtype("auto", "cuda:1") == want
     assert hardware.pick_dtype("bfloat16", "cuda") == torch.bfloat16
 
@@ -141,8 +168,8 @@ def test_exact_on_mps_is_told_since_it_has_no_fp64():
     assert parallel.Ranks().place("mps") == "mps"
 
 
-def test_any_history_of_world_sizes_takes_every_sample_once_and_in_order(lab):
-    """With a batch ramp; the windows that ranks take, put together, are those of one process, for 200 random histories."""
+def test_any_history_of_world_sizes_takes_every_sample_once_and_in_order():
+    """With a batch ramp, for 200 random histories."""
     draw = random.Random(0)
     for _ in range(200):
         start, ramp = 2 ** draw.randrange(3, 6), draw.choice([None, draw.randrange(1, 400)])
@@ -150,14 +177,18 @@ def test_any_history_of_world_sizes_takes_every_sample_once_and_in_order(lab):
         while step < 30:                                   # each launch: some steps on some number of ranks
             ranks = 2 ** draw.randrange(0, 4)
             for step in range(step, step + draw.randrange(1, 6)):
-                first, n = samples_at(step, start, ramp), batch_size(samples_at(step, start, ramp), start, ramp)
+                first = samples_at(step, start, ramp)
+                n = batch_size(first, start, ramp)
                 for rank in range(ranks):                  # as train.py's fetch
                     taken += range(first + rank * (n // ranks), first + (rank + 1) * (n // ranks))
             step += 1
         assert taken == list(range(len(taken)))
+
+
+def test_the_windows_that_ranks_take_put_together_are_those_of_one_process(lab):
     data = TokenDataset(lab.data, "train", 32)
-    whole = data.batch(5, 8)
-    assert all(torch.equal(a, torch.cat(parts)) for a, parts in zip(whole, zip(*(data.batch(5 + 2 * r, 2) for r in range(4)))))
+    parts = zip(*(data.batch(5 + 2 * rank, 2) for rank in range(4)))
+    assert all(torch.equal(whole, torch.cat(part)) for whole, part in zip(data.batch(5, 8), parts))
 
 
 def test_shards_are_initialised_to_the_weights_of_one_process_without_holding_them(monkeypatch):
@@ -207,34 +238,43 @@ def test_recomputing_stores_less(mode, at_most):
     assert kept[mode] < at_most * kept["none"]
 
 
-@pytest.mark.parametrize("env, args, says", [
-    ({}, ["--parallel=fsdp"], "wants a launcher: torchrun --nproc_per_node=2"),
-    ({}, ["--parallel=tp"], "there is none, ddp, fsdp, hsdp"),
-    (dict(RANK="0", WORLD_SIZE="3"), ["--parallel=fsdp"], "batch_size=8 cannot be split over 3 processes: 2 or 4 can, or --batch_size=9"),
-    (dict(RANK="0", WORLD_SIZE="2"), [], "2 processes were started and parallel=none is one"),
-    (dict(RANK="0", WORLD_SIZE="2"), ["--parallel=ddp", "--exact"], "--parallel=fsdp"),
-    (dict(RANK="0", WORLD_SIZE="2"), ["--parallel=fsdp", "--exact", "--micro_batch=8"], "4 each, is not a multiple of micro_batch=8: try --micro_batch=4"),
-    (dict(RANK="0", WORLD_SIZE="4"), ["--parallel=hsdp", "--hsdp_shard=3"], "does not divide 4 processes: try 2 or 4"),
-    ({}, ["--recompute=some"], "there is none, selective and full"),
-    *([(dict(RANK="0", WORLD_SIZE="2"), ["--parallel=fsdp", "--device=cuda"], "is not here")] if not torch.cuda.is_available() else [])])
-def test_what_cannot_work_is_told_before_any_process_is_met(lab, monkeypatch, tmp_path, env, args, says):
-    for key, value in env.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(parallel.os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+# How many processes a launcher says there are (0: there is none), the flags, and the words of the refusal.
+REFUSED = [
+    (0, ["--parallel=fsdp"], "wants a launcher: torchrun --nproc_per_node=2"),
+    (0, ["--parallel=tp"], "there is none, ddp, fsdp, hsdp"),
+    (3, ["--parallel=fsdp"], "batch_size=8 cannot be split over 3 processes: 2 or 4 can, or --batch_size=9"),
+    (2, [], "2 processes were started and parallel=none is one"),
+    (2, ["--parallel=ddp", "--exact"], "--parallel=fsdp"),
+    (2, ["--parallel=fsdp", "--exact", "--micro_batch=8"],
+     "4 each, is not a multiple of micro_batch=8: try --micro_batch=4"),
+    (4, ["--parallel=hsdp", "--hsdp_shard=3"], "does not divide 4 processes: try 2 or 4"),
+    (0, ["--recompute=some"], "there is none, selective and full")]
+if not torch.cuda.is_available():
+    REFUSED.append((2, ["--parallel=fsdp", "--device=cuda"], "is not here"))
+
+
+@pytest.mark.parametrize("size, args, says", REFUSED)
+def test_what_cannot_work_is_told_before_any_process_is_met(lab, monkeypatch, tmp_path, size, args, says):
+    if size:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(size))
+    monkeypatch.setattr(parallel.os, "_exit", sys.exit)
     done = script("train.py", "configs/tiny.py", f"--data={lab.data}", f"--out={tmp_path / 'run'}", *args)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_srun_says_who_a_process_is(monkeypatch):
     for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(key, raising=False)
-    for key, value in dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_JOB_ID="123456",
-                           SLURM_LAUNCH_NODE_IPADDR="10.0.0.1").items():
-        monkeypatch.setenv(key, value)
+    for key, value in dict(
+            PROCID="5", NTASKS="8", LOCALID="1", STEP_TASKS_PER_NODE="4(x2)", JOB_ID="123456",
+            LAUNCH_NODE_IPADDR="10.0.0.1").items():
+        monkeypatch.setenv("SLURM_" + key, value)
     assert parallel.launched() == (5, 8, 1, 4)
-    assert (parallel.os.environ.pop("MASTER_ADDR"), parallel.os.environ.pop("MASTER_PORT")) == ("10.0.0.1", str(20000 + 123456 % 20000))
+    assert os.environ.pop("MASTER_ADDR") == "10.0.0.1"
+    assert os.environ.pop("MASTER_PORT") == str(20000 + 123456 % 20000)
     ranks = parallel.Ranks("hsdp")
-    parallel.os.environ.pop("MASTER_ADDR"), parallel.os.environ.pop("MASTER_PORT")
+    os.environ.pop("MASTER_ADDR"), os.environ.pop("MASTER_PORT")
     assert (ranks.rank, ranks.size, ranks.shard, ranks.copies, ranks.first) == (5, 8, 4, 2, False)
 
 
@@ -245,7 +285,10 @@ def test_one_process_ignores_slurm(monkeypatch):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc's malloc")
 def test_memory_that_a_step_frees_is_there_for_the_next():
-    """80 MB, freed and asked for again: the kernel's own count of the pages that it had to make. Without the option 10,240 of 20,480, each time."""
+    """
+    80 MB, freed and asked for again: the kernel's own count of the pages that it had to make. Without the option they
+    are 10,240 of 20,480, each time.
+    """
     hardware.keep_freed_memory()
     pages = []
     for _ in range(8):

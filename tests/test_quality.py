@@ -1,6 +1,7 @@
 """Selection against numpy quantiles, duplicates against Jaccard and the LSH formula, contamination against difflib."""
 import json
 import random
+import re
 import subprocess
 import sys
 from difflib import SequenceMatcher
@@ -39,7 +40,8 @@ def test_a_sample_is_the_same_in_any_order_and_split_over_workers():
     a.merge(b)
     assert whole.thresholds() == shuffled.thresholds() == a.thresholds()
     kept = np.mean([s >= whole.thresholds()["de"] for _, _, s in docs])
-    assert abs(kept - 0.33) < 4 * (0.33 * 0.67 / 400) ** 0.5                     # four standard errors of 400 drawn
+    # Four standard errors of 400 drawn.
+    assert abs(kept - 0.33) < 4 * (0.33 * 0.67 / 400) ** 0.5
 
 
 def test_equal_scores_lose_no_language():
@@ -73,15 +75,21 @@ def test_a_missing_column_lists_those_there_are():
         column_reason(DOC, top=("quality", 1))
 
 
+def drawn(rate, **seed):
+    """Which of 500 documents a random rate keeps."""
+    return {i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=rate, **seed) is None}
+
+
 def test_the_random_rate_is_the_rate_and_a_smaller_one_keeps_a_subset():
     us = np.array([uniform(str(i)) for i in range(20_000)])
     assert abs((us < 0.3135).mean() - 0.3135) < 4 * (0.3135 * 0.6865 / 20_000) ** 0.5
-    kept = [{i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=r) is None} for r in (0.095,
-                                                                                                           0.3135)]
-    assert kept[0] < kept[1]
+    assert drawn(0.095) < drawn(0.3135)
+
+
+def test_another_seed_draws_others():
     for seed in (42, 1):
-        drawn = {i for i in range(500) if column_reason({"id": str(i), "text": ""}, rate=0.3135, seed=seed) is None}
-        assert drawn == {i for i in range(500) if uniform(str(i), seed=seed) < 0.3135} and (drawn == kept[1]) == (seed == 42)
+        assert drawn(0.3135, seed=seed) == {i for i in range(500) if uniform(str(i), seed=seed) < 0.3135}
+    assert drawn(0.3135, seed=42) == drawn(0.3135) != drawn(0.3135, seed=1)
 
 
 def test_exact_duplicates_are_equal_up_to_unicode_form_and_white_space():
@@ -113,41 +121,52 @@ def test_near_duplicates_are_found_as_often_as_the_formula_says(s):
     assert abs(np.mean(found) - p) < 4 * (p * (1 - p) / 150) ** 0.5
 
 
-@pytest.mark.parametrize("backend", ["rensa", "numpy"])
-def test_an_edited_copy_is_found_and_another_text_is_not(backend, monkeypatch):
-    if backend == "rensa":
+@pytest.fixture(params=["rensa", "numpy"])
+def backend(request, monkeypatch):
+    """Both ways to a signature: the library where it is installed, and our own."""
+    if request.param == "rensa":
         pytest.importorskip("rensa")
     else:
         monkeypatch.setattr(dedup, "RMinHash", None)
+    return request.param
+
+
+def test_an_edited_copy_is_found_and_another_text_is_not(backend):
     rng = random.Random(0)
     words = [f"w{rng.randrange(1000)}" for _ in range(600)]
     edited = words[:300] + ["new"] + words[301:]
     chinese = "".join(chr(0x4e00 + rng.randrange(3000)) for _ in range(600))
-    for text, copy in ((" ".join(words), " ".join(edited)), (chinese, chinese[:300] + "\u65b0" + chinese[301:]),
-                       ("a b", "A  b")):
+    english = " ".join(words), " ".join(edited)
+    for text, copy in (english, (chinese, chinese[:300] + "\u65b0" + chinese[301:]), ("a b", "A  b")):
         near = NearDuplicates()
         assert not near.add(minhash(text)) and near.add(minhash(copy))
         assert not near.add(minhash(" ".join(reversed(words))))
     assert minhash("").shape == (112,) and minhash("").dtype == np.uint32
 
 
-@pytest.mark.parametrize("backend", ["rensa", "numpy"])
-def test_many_texts_at_once_have_the_words_and_signatures_that_each_has_alone(backend, monkeypatch):
-    if backend == "rensa":
-        pytest.importorskip("rensa")
-    else:
-        monkeypatch.setattr(dedup, "RMinHash", None)
+# In Thai and Chinese no spaces stand between words.
+THAI = "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c"
+CHINESE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c"
+
+
+def test_many_texts_at_once_have_the_words_and_signatures_that_each_has_alone(backend):
     rng = random.Random(1)
     texts = [" ".join(f"w{rng.randrange(99)}" for _ in range(n)) for n in (0, 1, 4, 5, 6, 300, 2, 0, 40)]
-    texts += ["\u201cquoted\u201d", "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c" * 9, "ends in \u2014", "", "..."]
+    texts += ["\u201cquoted\u201d", CHINESE, THAI * 9, "ends in \u2014", "", "..."]
     for some in (texts, texts[::-1], texts[5:6], texts[7:8] + texts):
         ids, ends = dedup.words(some)
         alone = [dedup.word_ids(text) for text in some]
-        assert ids.tolist() == [i for one in alone for i in one.tolist()] and ends.tolist() == np.cumsum([len(one) for one in alone]).tolist()
-        for text, signature in zip(some, dedup.signatures(ids, ends)):
-            want = [dedup.word_ids(text)[i:i + 5] for i in range(max(len(dedup.word_ids(text)) - 4, 1))]      # runs of 5, or all
-            shingles = np.array([dedup.ngrams(run, len(run))[0] for run in want if len(run)], np.uint64)
-            assert (signature == (minhash_numpy(shingles) if backend == "numpy" else minhash(text))).all()
+        assert ids.tolist() == [i for one in alone for i in one.tolist()]
+        assert ends.tolist() == np.cumsum([len(one) for one in alone]).tolist()
+        for text, own, signature in zip(some, alone, dedup.signatures(ids, ends)):
+            want = minhash_numpy(shingles(own)) if backend == "numpy" else minhash(text)
+            assert (signature == want).all()
+
+
+def shingles(ids):
+    """The hash of each run of 5 words, or of all where there are fewer, one by one."""
+    runs = [ids[i:i + 5] for i in range(max(len(ids) - 4, 1))]
+    return np.array([ngrams(run, len(run))[0] for run in runs if len(run)], np.uint64)
 
 
 def test_ngrams_are_equal_where_the_runs_are():
@@ -183,17 +202,24 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five():
     assert outcomes == {True, False}
 
 
-@pytest.mark.parametrize("runs, want", [([(0, 8), (8, 12)], False), ([(0, 8), (8, 13)], True),          # a run of 4 does not count, one of 5 does
-                                        ([(0, 5), (5, 13)], True), ([(0, 4), (4, 12)], False),          # also before the 8 that were found
-                                        ([(12, 20), (0, 5)], False), ([(0, 9)], False), ([(0, 10)], True)])  # in another order; half
+@pytest.mark.parametrize("runs, want", [
+    # A run of 4 does not count, one of 5 does.
+    ([(0, 8), (8, 12)], False), ([(0, 8), (8, 13)], True),
+    # Also before the 8 that were found.
+    ([(0, 5), (5, 13)], True), ([(0, 4), (4, 12)], False),
+    # In another order; less than half, and half.
+    ([(12, 20), (0, 5)], False), ([(0, 9)], False), ([(0, 10)], True)])
 def test_runs_of_five_count_wherever_they_stand_in_the_order_of_the_prompt(runs, want):
+    def encode(text):
+        return [int.from_bytes(word.encode(), "big") for word in text.split()]
     prompt = [f"p{i}" for i in range(20)]
-    check = Contamination([" ".join(prompt)], lambda text: [int.from_bytes(word.encode(), "big") for word in text.split()])
+    check = Contamination([" ".join(prompt)], encode)
     parts = [" ".join(prompt[a:b]) for a, b in runs]
     assert (check.check("x1 x2 x3 " + " y1 y2 ".join(parts) + " z1 z2") is not None) == want
 
 
-def test_a_prompt_of_exactly_eight_words_is_found():                            # the official code misses it by one
+def test_a_prompt_of_exactly_eight_words_is_found():
+    """The official code misses it by one."""
     check = Contamination(["How many legs does a healthy spider have?"])
     assert check.check("Quiz! HOW many legs does a healthy spider have... Eight.") == 0
     assert check.check("How many legs does a healthy insect have?") is None
@@ -201,33 +227,47 @@ def test_a_prompt_of_exactly_eight_words_is_found():                            
         Contamination(["too short"])
 
 
+def run(module, *args):
+    """python -m MODULE ARGS, in a process of its own."""
+    command = [sys.executable, "-m", module, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
 def test_the_command_of_the_first_screen(tmp_path):
     text = " ".join(f"word{i}" for i in range(50))
     docs = [text, text, text + " more", "How many legs does a healthy spider have? Eight.", "else"]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in docs))
     (tmp_path / "p.txt").write_text("How many legs does a healthy spider have?\n")
-    out = subprocess.run([sys.executable, "-m", "corpus.dedup", str(tmp_path / "d.jsonl"),
-                          f"--prompts={tmp_path / 'p.txt'}"],
-                         capture_output=True, text=True, cwd=ROOT).stdout
+    out = run("corpus.dedup", tmp_path / "d.jsonl", f"--prompts={tmp_path / 'p.txt'}").stdout
     assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
 
 
 @pytest.mark.parametrize("line", ['{"messages": 3}', '{"text": 3}', "[1]", "no JSON"])
 def test_a_line_without_a_text_is_told_in_one_line(tmp_path, line):
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n' + line + "\n")
-    done = subprocess.run([sys.executable, "-m", "corpus.dedup", str(tmp_path / "d.jsonl")], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].endswith("d.jsonl, line 2: want a JSON object with a text")
+    done = run("corpus.dedup", tmp_path / "d.jsonl")
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].endswith("d.jsonl, line 2: want a JSON object with a text")
 
 
 def test_word_hashes_are_equal_where_the_words_are():
-    import re
-    text = "Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, the THE The; \u2014 caf\u00e9caf\u00e9 " * 3
+    """The words are those of Python's re."""
+    text = ("Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, "
+            "the THE The; \u2014 caf\u00e9caf\u00e9 ") * 3
     words, ids = re.findall(r"[\w\u0308]+", text.lower()), dedup.word_ids(text).tolist()
-    assert len(words) == len(ids) and len(set(words)) == len(set(ids)) == len(set(zip(words, ids)))
-    assert dedup.word_ids("abba")[0] != dedup.word_ids("baab")[0] and len(dedup.word_ids("")) == len(dedup.word_ids(" .,")) == 0
+    assert len(words) == len(ids)
+    assert len(set(words)) == len(set(ids)) == len(set(zip(words, ids)))
 
 
-@pytest.mark.parametrize("text", ["\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u3002", "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c\u0e17\u0e31\u0e49\u0e07\u0e2b\u0e25\u0e32\u0e22\u0e40\u0e01\u0e34\u0e14\u0e21\u0e32\u0e21\u0e35\u0e2d\u0e34\u0e2a\u0e23\u0e30"])
+def test_the_order_of_its_letters_counts_in_a_word_and_punctuation_is_none():
+    assert dedup.word_ids("abba")[0] != dedup.word_ids("baab")[0]
+    assert len(dedup.word_ids("")) == len(dedup.word_ids(" .,")) == 0
+
+
+@pytest.mark.parametrize("text", [
+    f"{CHINESE}\u5728\u5c0a\u4e25\u3002",
+    THAI + "\u0e17\u0e31\u0e49\u0e07\u0e2b\u0e25\u0e32\u0e22\u0e40\u0e01\u0e34\u0e14\u0e21\u0e32\u0e21\u0e35"
+    "\u0e2d\u0e34\u0e2a\u0e23\u0e30"])
 def test_a_script_without_spaces_is_taken_by_character(text):
     ids = dedup.word_ids(text * 2)
     assert len(ids) == 2 * sum(c not in "\u3002\uff0c" for c in text) and ids[0] == ids[1] != ids[2]

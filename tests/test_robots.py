@@ -51,7 +51,8 @@ def test_rfc_9309_example(agent, path, want):
 
 @pytest.mark.parametrize("url", ["https://a.org", "https://a.org?x", "https://a.org#x", "a.org"])
 def test_a_url_without_a_path_is_the_root(url):            # RFC 3986 sec. 6.2.3
-    assert may_train_on(url, "User-agent: *\nDisallow: /$\nDisallow: /?") == (False, "robots:*:/?" if "?" in url else "robots:*:/$")
+    rule = "/?" if "?" in url else "/$"
+    assert may_train_on(url, "User-agent: *\nDisallow: /$\nDisallow: /?") == (False, f"robots:*:{rule}")
 
 
 def test_rfc_9309_longest_match():                       # sec. 5.2
@@ -138,7 +139,8 @@ def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
     assert may_train_on(url, silent, AGENTS[:-1]) == (False, "robots:AI2Bot:/private")       # RFC: not named = `*`
     assert may_train_on(url, silent, AGENTS[:-1], explicit=True) == (True, "allowed")
     assert may_train_on(url, silent) == (False, "robots:*:/private")
-    assert may_train_on(url, silent + "\nDisallow: /p") == (False, "robots:GPTBot:/p")          # an agent that is named goes before `*`
+    # An agent that is named goes before `*`.
+    assert may_train_on(url, silent + "\nDisallow: /p") == (False, "robots:GPTBot:/p")
     assert may_train_on("https://a.org/gpt", silent, AGENTS[:-1], explicit=True) == (False, "robots:GPTBot:/gpt")
 
 
@@ -361,9 +363,10 @@ def test_ibans_of_every_country_by_iso_13616():
         assert scrub_pii(f"({country}{check % 97 + 1:02d}{bban})")[1]["iban"] == 0             # one off: not an IBAN
 
 
-@pytest.mark.parametrize("text", ["XGB82WEST12345698765432", "GB82WEST123456987654321", "GB82 WEST 1234 5698 7654 33",
-                                  "GB82 WEST 1234 5698 76543 2", "be12 pages of text", "ZZ82WEST12345698765432",
-                                  "GB82.WEST.1234.5698.7654.32", "GB82xWESTx1234x5698x7654x32", "GB82  WEST  1234  5698  7654  32"])
+@pytest.mark.parametrize("text", [
+    "XGB82WEST12345698765432", "GB82WEST123456987654321", "GB82 WEST 1234 5698 7654 33", "GB82 WEST 1234 5698 76543 2",
+    "be12 pages of text", "ZZ82WEST12345698765432", "GB82.WEST.1234.5698.7654.32", "GB82xWESTx1234x5698x7654x32",
+    "GB82  WEST  1234  5698  7654  32"])
 def test_what_only_looks_like_an_iban_stays(text):
     assert scrub_pii(text) == (text, {"email": 0, "ip": 0, "iban": 0})
 
@@ -373,7 +376,8 @@ def test_what_only_looks_like_an_iban_stays(text):
     ("<o_neil-99%x@a-b.museum>", "<<email-pii>>"), ("m\u00fcller@gr\u00fcn.de", "<email-pii>"),
     ("\u8054\u7cfbinfo@example.com\u3002", "\u8054\u7cfb<email-pii>\u3002"), ("...x@y.zz...", "...<email-pii>..."),
     ("user@xn--bcher-kva.xn--p1ai", "<email-pii>"), ("1.2.3.4@host.org", "<email-pii>"),
-    ("\u00d8rsted@s\u00f8.dk", "<email-pii>"), ("2\u00d7a@b.org", "2\u00d7<email-pii>"), ("a\u00f7b@c.org", "a\u00f7<email-pii>")])
+    ("\u00d8rsted@s\u00f8.dk", "<email-pii>"), ("2\u00d7a@b.org", "2\u00d7<email-pii>"),
+    ("a\u00f7b@c.org", "a\u00f7<email-pii>")])
 def test_emails(text, clean):
     assert scrub_pii(text) == (clean, {"email": clean.count("<email-pii>"), "ip": 0, "iban": 0})
 
@@ -437,13 +441,17 @@ def run(module, *args, stdin=""):
     return subprocess.run([sys.executable, "-m", module, *args], input=stdin, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_commands_of_the_first_screen(tmp_path):
+def test_the_command_says_which_agent_may_not_read_a_url_and_by_which_rule(tmp_path):
     (tmp_path / "robots.txt").write_text("User-agent: GPTBot\nDisallow: /a\n")
     out = run("corpus.robots", "https://example.com/a", f"--robots={tmp_path / 'robots.txt'}").stdout.splitlines()
     assert len(out) == 16 and out[-1] == "drop:robots:GPTBot:/a"
     assert [line.split()[0] for line in out[:-1] if "refused by" in line] == ["GPTBot"]
-    assert run("corpus.pii", "--scrub", stdin="mail me: a@b.org\n").stdout == "mail me: <email-pii>\n"
-    (tmp_path / "page.txt").write_text("one\ntwo 10.0.0.1\n")
-    assert run("corpus.pii", str(tmp_path / "page.txt")).stdout.splitlines()[-1].endswith("page.txt: 0 email, 1 ip, 0 iban")
     wrong = run("corpus.robots", "https://example.com/a", "--robots=nowhere.txt")
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "nowhere.txt" in wrong.stderr
+
+
+def test_the_command_scrubs_its_input_and_counts_what_a_file_holds(tmp_path):
+    assert run("corpus.pii", "--scrub", stdin="mail me: a@b.org\n").stdout == "mail me: <email-pii>\n"
+    (tmp_path / "page.txt").write_text("one\ntwo 10.0.0.1\n")
+    lines = run("corpus.pii", str(tmp_path / "page.txt")).stdout.splitlines()
+    assert lines[-1].endswith("page.txt: 0 email, 1 ip, 0 iban")

@@ -1,7 +1,8 @@
 """
-Whole steps of train.py against the same steps written plainly in fp64: one batch without accumulation, the loss from the logits, clipping
-and the optimizer by their definitions. Authority: the formulas of the papers (AdEMAMix 2409.03137, AdamW 1711.05101, Goldfish 2406.10209)
-and of Apertus' report; the model and the masks, which other tests hold, are called as they are.
+Whole steps of train.py against the same steps written plainly in fp64: one batch without accumulation, the loss from
+the logits, clipping and the optimizer by their definitions. Authority: the formulas of the papers (AdEMAMix 2409.03137,
+AdamW 1711.05101, Goldfish 2406.10209) and of Apertus' report; the model and the masks, which other tests hold, are
+called as they are.
 """
 import dataclasses
 import json
@@ -19,11 +20,16 @@ from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 
 T, BATCH, SAMPLES, SEED = 32, 8, 48, 5
-# SwiGLU: the slope of the published xIELU jumps just left of 0, where fp32 and fp64 may fall on different sides
-COMMON = ["configs/tiny.py", "--activation=swiglu", "--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1", f"--block_size={T}", f"--seed={SEED}",
-          "--dtype=float32", f"--batch_size={BATCH}", f"--total_samples={SAMPLES}", "--warmup_samples=16", "--decay_samples=16", "--lr=1e-2",
-          "--lr_floor=1e-3", "--betas=(0.8,0.95,0.99)", "--alpha=3.0", "--eps=1e-4", "--weight_decay=0.5", "--goldfish_k=3", "--goldfish_h=5",
-          "--eval_every=2", "--eval_windows=7", "--last_eval_windows=11", "--checkpoint_every=2", "--keep_checkpoints=0"]
+# SwiGLU: the slope of the published xIELU jumps just left of 0, where fp32 and fp64 may fall on different sides.
+MODEL = ["--activation=swiglu", "--n_layer=1", "--n_embd=32", "--ffn_dim=64", "--n_head=2", "--n_kv_head=1",
+         f"--block_size={T}", f"--seed={SEED}", "--dtype=float32"]
+SCHEDULE = [f"--batch_size={BATCH}", f"--total_samples={SAMPLES}", "--warmup_samples=16", "--decay_samples=16",
+            "--lr=1e-2", "--lr_floor=1e-3"]
+OPTIMIZER = ["--betas=(0.8,0.95,0.99)", "--alpha=3.0", "--eps=1e-4", "--weight_decay=0.5"]
+GOLDFISH = ["--goldfish_k=3", "--goldfish_h=5"]
+ON_THE_WAY = ["--eval_every=2", "--eval_windows=7", "--last_eval_windows=11", "--checkpoint_every=2",
+              "--keep_checkpoints=0"]
+COMMON = ["configs/tiny.py", *MODEL, *SCHEDULE, *OPTIMIZER, *GOLDFISH, *ON_THE_WAY]
 
 
 @pytest.fixture(scope="module")
@@ -106,17 +112,24 @@ def plain_steps(data, out, clip=0.1, adamw=False, warmups=(6, 6), micro=0, ramp=
     return model, said
 
 
-# (ranks, flags) of a run and what they mean to the plain steps. The norms lie between 0.5 and 3: 0.1 clips each step, 100 none.
+# Runs whose validation is looked at too: with and without warm-ups of their own, and on two ranks.
+PLAIN = ["--micro_batch=2", "--grad_clip=0.1"]
+WARMED = ["--micro_batch=8", "--grad_clip=100.0", "--alpha_warmup=3", "--beta3_warmup=9"]
+TWO_RANKS = ["--micro_batch=2", "--grad_clip=0.1", "--parallel=ddp", "--optimizer=adamw"]
+
+# The ranks and flags of each run, and what they mean to the plain steps. The norms lie between 0.5 and 3: 0.1 clips
+# each step, 100 none.
 RUNS = [
-    (0, ["--micro_batch=2", "--grad_clip=0.1"], dict(clip=0.1)),
-    (0, ["--micro_batch=8", "--grad_clip=100.0", "--alpha_warmup=3", "--beta3_warmup=9"], dict(clip=100, warmups=(3, 9))),
+    (0, PLAIN, dict(clip=0.1)),
+    (0, WARMED, dict(clip=100, warmups=(3, 9))),
     (0, ["--micro_batch=4", "--grad_clip=0.0", "--batch_ramp_at=10"], dict(clip=0, ramp=10, warmups=(4, 4))),
     (0, ["--micro_batch=2", "--grad_clip=0.1", "--loss_average=micro"], dict(clip=0.1, micro=2)),
     (0, ["--micro_batch=2", "--grad_clip=0.1", "--optimizer=adamw"], dict(clip=0.1, adamw=True)),
     (0, ["--micro_batch=2", "--grad_clip=100.0", "--optimizer=adamw"], dict(clip=100, adamw=True)),
     (2, ["--micro_batch=2", "--grad_clip=0.1", "--parallel=ddp", "--loss_average=micro"], dict(clip=0.1, micro=2)),
-    (2, ["--micro_batch=1", "--grad_clip=0.1", "--parallel=fsdp", "--batch_ramp_at=10"], dict(clip=0.1, ramp=10, warmups=(4, 4))),
-    (2, ["--micro_batch=2", "--grad_clip=0.1", "--parallel=ddp", "--optimizer=adamw"], dict(clip=0.1, adamw=True)),
+    (2, ["--micro_batch=1", "--grad_clip=0.1", "--parallel=fsdp", "--batch_ramp_at=10"],
+     dict(clip=0.1, ramp=10, warmups=(4, 4))),
+    (2, TWO_RANKS, dict(clip=0.1, adamw=True)),
 ]
 
 
@@ -136,10 +149,12 @@ def test_the_steps_are_those_of_the_formulas(data, trained, ranks, flags, meanin
         assert (got - want).norm() < 1e-3 * want.norm(), name
 
 
-@pytest.mark.parametrize("ranks, flags", [(0, ["--micro_batch=2", "--grad_clip=0.1"]), (0, ["--micro_batch=8", "--grad_clip=100.0",
-                         "--alpha_warmup=3", "--beta3_warmup=9"]), (2, ["--micro_batch=2", "--grad_clip=0.1", "--parallel=ddp", "--optimizer=adamw"])])
+@pytest.mark.parametrize("ranks, flags", [(0, PLAIN), (0, WARMED), (2, TWO_RANKS)])
 def test_validation_is_the_mean_over_the_windows_asked_for_each_once(data, trained, ranks, flags):
-    """7 windows on the way and 11 at the end, of batches of 2 and 8 and on two ranks: each once, every predictable token, no Goldfish."""
+    """
+    7 windows on the way and 11 at the end, of batches of 2 and 8 and on two ranks: each once, every predictable token,
+    no Goldfish.
+    """
     out = trained(ranks, *flags)
     found = entries(out, "val_loss")
     assert [e["step"] for e in found] == [1, 3, 5]
@@ -160,10 +175,14 @@ def eos_of(data):
 
 
 def test_the_data_exercise_what_the_steps_are_to_show(data):
-    """Several documents in a window, Goldfish that drops, kept tokens that differ between micro-batches: else a wrong step looks right."""
+    """
+    Several documents in a window, Goldfish that drops, kept tokens that differ between micro-batches: else a wrong
+    step would look right.
+    """
     idx, targets, keep, doc = TokenDataset(data, "train", T, SEED, 3, 5, "product", "stream").batch(0, SAMPLES)
     assert (doc[:, -1] > doc[:, 0]).float().mean() > 0.5
     eos = (idx == eos_of(data)).float().mean()
     assert 0.05 < 1 - keep.float().mean() - eos < 0.6
     assert len(set(keep.view(-1, 2 * T).sum(1).tolist())) > 5
-    assert not torch.equal(keep, (idx != eos_of(data)) & goldfish_mask(targets, 3, 5))   # the context before a window matters
+    without_context = (idx != eos_of(data)) & goldfish_mask(targets, 3, 5)
+    assert not torch.equal(keep, without_context)

@@ -1,4 +1,7 @@
-"""studies/structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and transformers."""
+"""
+studies/structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and
+transformers.
+"""
 import json
 import os
 import shutil
@@ -57,8 +60,11 @@ def explicit(m):
     v = m.v if m.v.ndim == 2 else torch.block_diag(*m.v)
     if m.kind != "blockshuffle":
         return m.u @ v
-    def deal(n, B):                                                          # P x = x dealt out to B blocks
+
+    def deal(n, B):
+        """P (n, n): P x is x dealt out to B blocks."""
         return torch.eye(n, dtype=torch.float64)[torch.arange(n).view(-1, B).T.flatten()]
+
     B = len(m.u)
     return deal(m.n_out, B).T @ torch.block_diag(*m.u) @ deal(v.shape[0], B) @ v
 
@@ -69,7 +75,8 @@ def test_forward_and_all_gradients_are_those_of_the_merged_matrix(kind, rank, bl
     m = layer(n_in, n_out, kind, rank, blocks)
     W = explicit(m)
     torch.testing.assert_close(m.merge(), W, rtol=0, atol=1e-12 * W.abs().max().item())
-    x, grad = torch.randn(2, 3, n_in, dtype=torch.float64, requires_grad=True), torch.randn(2, 3, n_out, dtype=torch.float64)
+    x = torch.randn(2, 3, n_in, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(2, 3, n_out, dtype=torch.float64)
     y, want = m(x), F.linear(x, W)
     ours = torch.autograd.grad(y, (x, m.v, m.u), grad)
     theirs = torch.autograd.grad(want, (x, m.v, m.u), grad)
@@ -91,7 +98,7 @@ def test_the_sixteen_published_cells_are_reproduced():
     cells = 0
     for n_layer, width, tokens, kind, rank, blocks, millions, flops in structured.PUBLISHED:
         ffn = structured.ffn_params(n_layer, width, 4 * width, kind, rank, blocks)
-        assert f"{structured.training_flops(n_layer, width, ffn, 32000, 1024, tokens):.2e}" == flops
+        assert f"{structured.training_flops(n_layer, width, ffn, 32000, 1024, tokens):.2e}" == f"{flops:.2e}"
         assert millions is None or round(ffn / 1e6) == millions
         cells += 1 + (millions is not None)
     assert cells == 16
@@ -122,11 +129,12 @@ def test_the_first_layer_stays_dense_and_all_that_is_shared_starts_alike():
     (dict(ffn="blockdense", ffn_rank=16, ffn_blocks=3), "do not divide into ffn_blocks=3: try ffn_blocks=2"),
     (dict(ffn="blockdense", ffn_rank=18, ffn_blocks=4), "32 inputs and 18 ffn_rank do not divide into ffn_blocks=4"),
     (dict(ffn="blockshuffle", ffn_blocks=0), "ffn_blocks=0: try ffn_blocks=2"),
-    (dict(ffn="blockshuffle", ffn_blocks=7), "32 inputs and 64 outputs do not divide into ffn_blocks=7: try ffn_blocks=4"),
+    (dict(ffn="blockshuffle", ffn_blocks=7),
+     "32 inputs and 64 outputs do not divide into ffn_blocks=7: try ffn_blocks=4"),
     (dict(ffn="blockshuffle", ffn_blocks=2, n_layer=1), "the first layer stays dense")])
 def test_sizes_that_do_not_fit_are_refused_in_one_line(changes, says):
     with pytest.raises(ValueError, match=says) as error:
-        ApertusConfig(**{**SMALL, **changes})
+        Apertus(ApertusConfig(**{**SMALL, **changes}))
     assert "\n" not in str(error.value)
 
 
@@ -136,13 +144,14 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line(changes, says):
 
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "model.layers.2.mlp.down_proj"])
 def test_low_rank_starts_as_the_truncated_svd_of_the_dense_models_draw(name):
+    """Its singular values, split evenly between the factors; and by Eckart and Young nothing of rank 12 is nearer."""
     W = dict(small().double().named_parameters())[name + ".weight"].detach()
     m = structured.structured_layers(small("lowrank", 12).double())[name]
     S = torch.linalg.svdvals(W)
     torch.testing.assert_close(torch.linalg.svdvals(m.merge())[:12], S[:12], rtol=1e-5, atol=0)
-    error = torch.linalg.matrix_norm(W - m.merge())                          # Eckart-Young: nothing of rank 12 is nearer
+    error = torch.linalg.matrix_norm(W - m.merge())
     torch.testing.assert_close(error, S[12:].square().sum().sqrt(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(m.v @ m.v.T, m.u.T @ m.u, rtol=0, atol=1e-6)   # evenly split
+    torch.testing.assert_close(m.v @ m.v.T, m.u.T @ m.u, rtol=0, atol=1e-6)
     torch.testing.assert_close(m.v @ m.v.T, torch.diag(S[:12]), rtol=0, atol=1e-6)
 
 
@@ -190,8 +199,10 @@ def test_guiding_starts_from_the_true_product_so_the_first_loss_is_the_same(kind
     assert loss_of(model).item() == pytest.approx(before, abs=1e-12)
 
 
-def test_the_released_blockshuffle_guide_is_another_matrix():                # block_diag(U) block_diag(V), without the shuffles
-    m = structured.structured_layers(small("blockshuffle", 0, 4, n_embd=64, ffn_dim=256))["model.layers.1.mlp.up_proj"]
+def test_the_released_blockshuffle_guide_is_another_matrix():
+    """It is block_diag(U) block_diag(V), without the shuffles."""
+    model = small("blockshuffle", 0, 4, n_embd=64, ffn_dim=256)
+    m = structured.structured_layers(model)["model.layers.1.mlp.up_proj"]
     released, W = torch.block_diag(*m.u) @ torch.block_diag(*m.v), m.merge()
     assert torch.linalg.matrix_norm(released - W) / torch.linalg.matrix_norm(W) > 1.2
     assert (released != 0).float().mean() == 0.25 and (W != 0).float().mean() > 0.99
@@ -247,9 +258,10 @@ def test_the_guide_does_not_act_in_evaluation():
     assert noisy != clean == loss_of(model.train()).item()
 
 
-@pytest.mark.parametrize("saved_at", [2, 4, 5])                              # inside, at and after the end of a guided phase of 4 steps
+@pytest.mark.parametrize("saved_at", [2, 4, 5])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_a_resumed_guided_run_ends_in_the_same_bits(tmp_path, saved_at, stochastic):
+    """Saved inside, at and after the end of a guided phase of 4 steps: the run that was never stopped."""
     def fresh():
         model = small("blockdense", 16, 4)
         structured.add_guides(model)
@@ -261,13 +273,15 @@ def test_a_resumed_guided_run_ends_in_the_same_bits(tmp_path, saved_at, stochast
     if saved_at >= 4:
         structured.drop_guides(b, opt_b)
     checkpoint.load(path, b, opt_b)
-    guided_run(a, opt_a, 7, 4, saved_at, stochastic), guided_run(b, opt_b, 7, 4, saved_at, stochastic)
+    for model, opt in ((a, opt_a), (b, opt_b)):
+        guided_run(model, opt, 7, 4, saved_at, stochastic)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_the_guided_share_of_a_run_is_counted_in_steps():
     run = dict(ffn="lowrank", self_guided=0.5, total_samples=80, batch_size=8, batch_ramp_at=0)
-    assert structured.guided_steps(run) == 5 and structured.guided_steps({**run, "self_guided": 0.0}) == structured.guided_steps({}) == 0
+    assert structured.guided_steps(run) == 5
+    assert structured.guided_steps({**run, "self_guided": 0.0}) == structured.guided_steps({}) == 0
     assert structured.guided_steps({**run, "batch_ramp_at": 40}) == 3        # 5 steps of 8 and 2 of 16
     for wrong in (dict(ffn="dense"), dict(self_guided=1.5), dict(self_guided=-0.5)):
         with pytest.raises(ValueError, match="want a share of the run"):
@@ -275,40 +289,52 @@ def test_the_guided_share_of_a_run_is_counted_in_steps():
 
 
 def test_stochastic_saving_flips_a_coin_for_each_layer_step_and_micro_batch_that_lands_as_its_weight_says():
+    """At weight 1/2, within 4 sigma: Binomial(8000, 1/2) for all coins, Binomial(2000, 1/2) for pairs that agree."""
     model = small(*FORMS[0])
     structured.add_guides(model)
     layers, used, pairs = list(structured.structured_layers(model).values()), 0, 0
-    for step in range(2000):
-        structured.set_guides(model, 1, 2, stochastic=True, micro=step)      # weight 1/2
+    for micro in range(2000):
+        structured.set_guides(model, 1, 2, stochastic=True, micro=micro)
         used += sum(m.use_guide for m in layers)
         pairs += layers[0].use_guide == layers[1].use_guide
-    assert abs(used - 4000) < 4 * 2000**0.5 and abs(pairs - 1000) < 4 * 500**0.5          # binomial(8000, 1/2) and (2000, 1/2), 4 sigma
-    structured.set_guides(model, 7, 10, stochastic=True)
-    first = [m.use_guide for m in layers]
-    structured.set_guides(model, 8, 10, stochastic=True), structured.set_guides(model, 7, 10, stochastic=True)
-    assert first == [m.use_guide for m in layers]                            # a pure function of the step
+    assert abs(used - 4000) < 4 * 2000**0.5
+    assert abs(pairs - 1000) < 4 * 500**0.5
+
+
+def test_the_coins_of_stochastic_saving_are_a_pure_function_of_the_step():
+    model = small(*FORMS[0])
+    structured.add_guides(model)
+    layers = structured.structured_layers(model).values()
+    found = []
+    for step in (7, 8, 7):
+        structured.set_guides(model, step, 10, stochastic=True)
+        found.append([m.use_guide for m in layers])
+    assert found[0] == found[2]
 
 
 def test_an_unused_guide_has_a_gradient_of_zero_and_changes_nothing():
     m = layer(16, 48, "lowrank", 8, 0)
-    m.guide, m.alpha, m.use_guide = torch.nn.Parameter(torch.ones(48, 16, dtype=torch.float64)), torch.tensor(0.5), False
+    m.guide = torch.nn.Parameter(torch.ones(48, 16, dtype=torch.float64))
+    m.alpha, m.use_guide = torch.tensor(0.5), False
     x = torch.randn(3, 16, dtype=torch.float64)
     m(x).sum().backward()
-    assert torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind)) and m.guide.grad.abs().max() == 0
+    assert torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind))
+    assert m.guide.grad.abs().max() == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_stochastic_saving_survives_activation_checkpointing(reentrant):
+    """A forward pass that is recomputed meets the same coins, both kinds of which fall, whatever the random state."""
     grads = []
     for again in (False, True):
         model = small(*FORMS[1])
         structured.add_guides(model)
         structured.set_guides(model, 1, 2, stochastic=True, micro=3)
-        assert len({m.use_guide for m in structured.structured_layers(model).values()}) == 2          # both kinds of coin
+        assert len({m.use_guide for m in structured.structured_layers(model).values()}) == 2
         if again:
             for block in model.model.layers:
                 block.forward = lambda *a, f=block.forward: recompute(f, *a, use_reentrant=reentrant)
-        torch.manual_seed(again)                                             # no global random state has a say in it
+        torch.manual_seed(again)
         loss_of(model).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*grads, strict=True))
@@ -346,16 +372,18 @@ def one_of_two_ranks(folder, wrap):
             if wrap == "ddp":
                 run = torch.nn.parallel.DistributedDataParallel(model)
     if wrap == "fsdp":
-        groups = [g for m in model.modules() if hasattr(m, "_get_fsdp_state") for g in structured.fsdp_groups(m._get_fsdp_state())]
-        held = [p for group in groups for p in group.fsdp_params]
-        assert len(held) == len(list(model.parameters())) == len(opt.state)  # no shard of a guide is left
+        # No shard of a guide is left.
+        states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
+        held = [p for state in states for group in structured.fsdp_groups(state) for p in group.fsdp_params]
+        assert len(held) == len(list(model.parameters())) == len(opt.state)
     if rank == 0:
         with open(os.path.join(folder, wrap + ".json"), "w") as f:
             json.dump(losses, f)
 
 
 def test_guided_training_on_two_ranks_is_that_of_one(launch, tmp_path):
-    codes, text = launch(2, tmp_path, script=__file__, logs=tmp_path / "log")                      # runs the last lines of this file
+    """By DDP and by FSDP2. The two processes run the last lines of this file."""
+    codes, text = launch(2, tmp_path, script=__file__, logs=tmp_path / "log")
     assert codes == [0, 0], text
     model, losses = small("blockshuffle", 0, 2), []
     structured.add_guides(model)
@@ -370,13 +398,15 @@ def test_guided_training_on_two_ranks_is_that_of_one(launch, tmp_path):
 
 @form
 def test_premerged_decoding_gives_the_same_tokens(kind, rank, blocks):
+    """Merged for up to 4 tokens (decoding 4 rows is, their prompt is not), for all, and for as many as measured."""
     model = small(kind, rank, blocks).eval()
     want = generate(model, batch(0)[:, :8], 8, temperature=0)
     layers = structured.structured_layers(model).values()
-    for below in (4, 1000):                                                  # 4: decoding 4 rows is merged, their prompt is not
-        assert structured.premerge(model, below) == below and all(m.merged is not None for m in layers)
+    for below in (4, 1000):
+        assert structured.premerge(model, below) == below
+        assert all(m.merged is not None for m in layers)
         assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
-    assert structured.premerge(model, counts=(1, 2)) in (0, 1, 2)            # measured
+    assert structured.premerge(model, counts=(1, 2)) in (0, 1, 2)
     assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
 
 
@@ -384,24 +414,31 @@ def test_below_the_count_the_merged_matrix_is_used_and_above_it_the_factors():
     m = layer(16, 48, "lowrank", 8, 0).eval()
     m.merged, m.merge_below = torch.zeros(48, 16, dtype=torch.float64), 4
     x = torch.randn(5, 16, dtype=torch.float64)
-    assert m(x[:4]).abs().max() == 0 and torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind))
-    assert m.train().merged is None                                          # stale after an update
+    assert m(x[:4]).abs().max() == 0
+    assert torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind))
+
+
+def test_training_forgets_the_merged_matrix_which_an_update_would_make_stale():
+    m = layer(16, 48, "lowrank", 8, 0).eval()
+    m.merged = m.merge()
+    assert m.train().merged is None
 
 
 @form
 def test_export_refuses_and_with_merge_transformers_gives_the_same_logits(kind, rank, blocks, tmp_path):
+    """Of a checkpoint from the guided phase the factors are exported, and the guides left out."""
     transformers = pytest.importorskip("transformers")
-    model = small(kind, rank, blocks).eval()
-    structured.add_guides(model)                                             # a checkpoint from the guided phase exports its factors
+    model, folder = small(kind, rank, blocks).eval(), str(tmp_path / "hf")
+    structured.add_guides(model)
     with pytest.raises(ValueError, match=f"no ffn='{kind}': --merge writes the dense model"):
-        convert.save_hf(model, str(tmp_path / "hf"))
-    assert not os.path.exists(tmp_path / "hf")
-    convert.save_hf(model, str(tmp_path / "hf"), merge=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "hf")).eval()
+        convert.save_hf(model, folder)
+    assert not os.path.exists(folder)
+    convert.save_hf(model, folder, merge=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         want = model(batch(0))[0]
         torch.testing.assert_close(theirs(batch(0)).logits, want, rtol=0, atol=2e-5)
-        torch.testing.assert_close(convert.load_hf(str(tmp_path / "hf"))(batch(0))[0], want, rtol=0, atol=2e-5)
+        torch.testing.assert_close(convert.load_hf(folder)(batch(0))[0], want, rtol=0, atol=2e-5)
 
 
 # -----------------------------------------------------------------------------
@@ -415,9 +452,10 @@ def guided(tmp_path_factory):
     texts = [os.path.join(ROOT, name) for name in ("schedule.py", "engine/plot.py")]
     done = script("prepare.py", *texts, f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.5")
     assert done.returncode == 0, done.stderr
-    flags = ["configs/tiny.py", f"--data={root / 'data'}", "--dtype=float32", "--total_samples=64", "--warmup_samples=8",
-             "--decay_samples=16", "--eval_every=4", "--checkpoint_every=2", "--keep_checkpoints=9", "--ffn=blockdense", "--ffn_rank=16", "--ffn_blocks=2",
-             "--self_guided=0.5", "--guide_saving"]
+    flags = ["configs/tiny.py", f"--data={root / 'data'}", "--dtype=float32",
+             "--total_samples=64", "--warmup_samples=8", "--decay_samples=16",
+             "--eval_every=4", "--checkpoint_every=2", "--keep_checkpoints=9",
+             "--ffn=blockdense", "--ffn_rank=16", "--ffn_blocks=2", "--self_guided=0.5", "--guide_saving"]
     done = script("train.py", *flags, f"--out={root / 'run'}")
     assert done.returncode == 0, done.stderr
     return root / "run", flags
@@ -429,32 +467,50 @@ def stopped_at(run, step, copy):
         shutil.rmtree(copy / "ckpt" / f"step-{later:08d}")
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])                                  # inside, at the end of, and after the guided phase
+@pytest.mark.parametrize("step", [2, 4, 6])
 def test_train_resumes_a_guided_run_to_the_same_bits(guided, tmp_path, step):
-    stopped_at(guided[0], step, tmp_path / "run")
-    done = script("train.py", *guided[1], f"--out={tmp_path / 'run'}", "--resume")
+    """Stopped inside, at the end of, and after the guided phase."""
+    whole, flags = guided
+    stopped_at(whole, step, tmp_path / "run")
+    done = script("train.py", *flags, f"--out={tmp_path / 'run'}", "--resume")
     assert done.returncode == 0 and f"step-{step:08d}" in done.stdout, done.stderr
-    a, b = (dict(convert.load_run(str(run))[0].named_parameters()) for run in (guided[0], tmp_path / "run"))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) and not any("guide" in name for name in a)
+    a, b = (dict(convert.load_run(str(run))[0].named_parameters()) for run in (whole, tmp_path / "run"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not any("guide" in name for name in a)
 
 
 def test_a_checkpoint_of_the_guided_phase_is_sampled_and_exported_without_its_guide(guided, tmp_path):
-    stopped_at(guided[0], 2, tmp_path / "run")
-    said = [script("sample.py", f"--init_from={tmp_path / 'run'}", "--max_new_tokens=20", "--temperature=0") for _ in range(2)]
-    assert said[0].returncode == 0 and said[0].stdout == said[1].stdout and "measured" in said[0].stderr
-    refused = script("convert.py", f"--load={tmp_path / 'run'}", f"--save={tmp_path / 'hf'}")
+    run, hf = tmp_path / "run", tmp_path / "hf"
+    stopped_at(guided[0], 2, run)
+
+    def sampled(model):
+        return script("sample.py", f"--init_from={model}", "--max_new_tokens=20", "--temperature=0")
+
+    said = sampled(run)
+    assert said.returncode == 0 and "measured" in said.stderr
+    assert sampled(run).stdout == said.stdout
+    refused = script("convert.py", f"--load={run}", f"--save={hf}")
     assert refused.returncode == 2 and "--merge" in refused.stderr and refused.stderr.count("\n") == 1
-    assert script("convert.py", f"--load={tmp_path / 'run'}", f"--save={tmp_path / 'hf'}", "--merge").returncode == 0
-    merged = script("sample.py", f"--init_from={tmp_path / 'hf'}", "--max_new_tokens=20", "--temperature=0")
-    assert merged.stdout == said[0].stdout
+    assert script("convert.py", f"--load={run}", f"--save={hf}", "--merge").returncode == 0
+    assert sampled(hf).stdout == said.stdout
 
 
-def test_a_guide_without_a_structured_layer_is_refused(guided, tmp_path):
-    done = script("train.py", "configs/tiny.py", *guided[1][1:2], "--self_guided=0.5", f"--out={tmp_path / 'run'}")
-    assert done.returncode == 2 and "want a share of the run" in done.stderr and not os.path.exists(tmp_path / "run" / "ckpt")
+@pytest.mark.parametrize("flags, says", [
+    (["--self_guided=0.5"], "want a share of the run"),
+    (["--ffn=lowrang"], "not one of dense, lowrank"),
+    (["--ffn=lowrank", "--ffn_rank=0"], "wants ffn_rank between"),
+])
+def test_a_run_that_cannot_be_built_is_refused_before_it_has_a_folder(guided, tmp_path, flags, says):
+    _, data, *_ = guided[1]
+    done = script("train.py", "configs/tiny.py", data, f"--out={tmp_path / 'run'}", *flags)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
+    assert not os.path.exists(tmp_path / "run")
 
 
-if __name__ == "__main__":                                                   # as a rank
+# As one of two ranks: test_guided_training_on_two_ranks_is_that_of_one.
+if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
-    one_of_two_ranks(sys.argv[1], "ddp"), one_of_two_ranks(sys.argv[1], "fsdp")
+    for wrap in ("ddp", "fsdp"):
+        one_of_two_ranks(sys.argv[1], wrap)
     torch.distributed.destroy_process_group()

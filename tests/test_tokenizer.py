@@ -1,4 +1,5 @@
 """Tokenizer and chat template against Apertus' published ids and template, rustbpe, transformers and closed forms."""
+import copy
 import importlib.util
 import json
 import os
@@ -88,7 +89,9 @@ def test_the_grouped_pattern_cuts_as_the_published_one(apertus):
     ranks = {piece: i for i, piece in enumerate(apertus.pieces[:8192])}
     published = tiktoken.Encoding("published", pat_str=tokenizer.PATTERN, mergeable_ranks=ranks, special_tokens={})
     grouped = tiktoken.Encoding("grouped", pat_str=tokenizer.GROUPED, mergeable_ranks=ranks, special_tokens={})
-    rng, letters = random.Random(0), "  \t\n\r\u00a0\u3000\u2028\x1c\x85aBz19.,'/!\u00e9\u01c5\u02b0\u0301\u4e2d\u0e01\u0661\u2167\U0001f600"
+    rng = random.Random(0)
+    letters = "  \t\n\r\u00a0\u3000\u2028\x1c\x85aBz19.,'/!"
+    letters += "\u00e9\u01c5\u02b0\u0301\u4e2d\u0e01\u0661\u2167\U0001f600"
     for text in [*texts(), *("".join(rng.choices(letters, k=rng.randint(1, 60))) for _ in range(3000))]:
         assert grouped.encode_ordinary(text) == published.encode_ordinary(text)
 
@@ -279,9 +282,9 @@ def test_a_conversation_that_does_not_fit_is_refused_in_one_line(messages):
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def in_transformers(t, folder, **kw):
+def in_transformers(t, folder):
     transformers = pytest.importorskip("transformers")
-    for file, content in hf_files(t, **kw).items():
+    for file, content in hf_files(t).items():
         (folder / file).write_text(json.dumps(content))
     return transformers.AutoTokenizer.from_pretrained(str(folder))
 
@@ -300,7 +303,10 @@ def test_transformers_makes_our_ids(small, which, tmp_path):
 
 @pytest.fixture(scope="module")
 def hf_apertus(apertus, tmp_path_factory):
-    return in_transformers(apertus, tmp_path_factory.mktemp("hf"), chat=True)
+    """Of a chat model, whose text ends with the assistant's turn."""
+    chats = copy.copy(apertus)
+    chats.eos = chats.id_of("<|assistant_end|>")
+    return in_transformers(chats, tmp_path_factory.mktemp("hf"))
 
 
 @pytest.mark.parametrize("case", golden())
@@ -337,7 +343,7 @@ def hf_folder(tmp_path):
 
 
 def same_as_transformers(folder, texts):
-    """The Tokenizer of a folder, whose ids of each text, bytes of each id and ends are those of transformers' own loading."""
+    """The Tokenizer of a folder, after a look that its ids, the text of each id and its ends are transformers'."""
     transformers = pytest.importorskip("transformers")
     ours, theirs = convert.tokenizer_from_hf(str(folder)), transformers.AutoTokenizer.from_pretrained(str(folder))
     for text in [*STRINGS, *texts]:
@@ -374,7 +380,10 @@ def test_the_end_is_the_one_that_the_folder_names(hf_folder, end):
 
 def test_gaps_between_ids_stay_gaps(hf_folder):
     _, edit = hf_folder
-    shift = lambda saved: saved["model"].update(vocab={s: i + 5 * (i >= 200) for s, i in saved["model"]["vocab"].items()})
+
+    def shift(saved):
+        vocab = saved["model"]["vocab"]
+        vocab.update({s: i + 5 for s, i in vocab.items() if i >= 200})
     ours = same_as_transformers(edit(shift), [])
     assert ours.vocab_size == 369 and ours.decode([199, 200, 204, 205]) == ours.decode([199, 205])
 
@@ -395,10 +404,13 @@ def test_a_vocabulary_of_others_goes_along_with_a_run(hf_folder, tmp_path):
         for i, (name, special) in enumerate([("<|mine|>", True), ("Grüezi", False)], 364):
             saved["added_tokens"].append({**saved["added_tokens"][0], "id": i, "content": name, "special": special})
     ours = convert.tokenizer_from_hf(edit(more))
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text(json.dumps(dict(tokenizer=tokenizer.keep_for(ours, str(tmp_path / "run")))))
-    back = tokenizer.load_for(str(tmp_path / "run"))
-    assert back.hash == ours.hash and back.special == ours.special and back.encode("Grüezi, x") == ours.encode("Grüezi, x")
+    run = tmp_path / "run"
+    run.mkdir()
+    name = tokenizer.keep_for(ours, str(run))
+    (run / "config.json").write_text(json.dumps(dict(tokenizer=name)))
+    back = tokenizer.load_for(str(run))
+    assert (back.hash, back.special) == (ours.hash, ours.special)
+    assert back.encode("Grüezi, x") == ours.encode("Grüezi, x")
     assert (back.bos, back.eos, back.pad) == (ours.bos, ours.eos, ours.pad)
 
 
@@ -409,20 +421,30 @@ def added(**token):
     return lambda saved: saved["added_tokens"].append({**EXACT, "special": False, **token})
 
 
+def a_piece_is_added(saved):
+    vocab = saved["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    added(id=363, content=last)(saved)
+
+
+MERGES = "its merges are not all pairs"
+CUTS = "is not a byte-level BPE that cuts text"
+
+
 @pytest.mark.parametrize("change, says", [
     (added(id=400, content="far"), "'far' has the id 400, but transformers would number it 364"),
-    (lambda s: added(id=363, content=max(s["model"]["vocab"], key=s["model"]["vocab"].get))(s), "its merges are not all pairs"),
-    (lambda s: s["added_tokens"].__setitem__(5, {**s["added_tokens"][5], "id": 6}), "has the id 6, but"),
+    (a_piece_is_added, MERGES),
+    (lambda s: s["added_tokens"][5].update(id=6), "has the id 6, but"),
     (lambda s: s["model"]["vocab"].update({"a": 300}), "two tokens have the same id"),
     (added(id=364, content="word", lstrip=True), "'word' takes white space"),
     (added(id=364, content="<email-pii>s"), "begin alike"),
-    (lambda s: s["model"]["merges"].reverse(), "its merges are not all pairs"),
-    (lambda s: s["model"]["merges"].pop(), "its merges are not all pairs"),
-    (lambda s: s["model"].update(ignore_merges=False), "is not a byte-level BPE that cuts text"),
-    (lambda s: s.update(normalizer=dict(type="NFC")), "is not a byte-level BPE that cuts text"),
-    (lambda s: s["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "is not a byte-level BPE that cuts text"),
-    (lambda s: s["model"]["vocab"].pop("a"), "is not a byte-level BPE that cuts text"),
-    (lambda s: s.pop("added_tokens"), "is not a byte-level BPE that cuts text")])
+    (lambda s: s["model"]["merges"].reverse(), MERGES),
+    (lambda s: s["model"]["merges"].pop(), MERGES),
+    (lambda s: s["model"].update(ignore_merges=False), CUTS),
+    (lambda s: s.update(normalizer=dict(type="NFC")), CUTS),
+    (lambda s: s["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), CUTS),
+    (lambda s: s["model"]["vocab"].pop("a"), CUTS),
+    (lambda s: s.pop("added_tokens"), CUTS)])
 def test_a_folder_whose_ids_could_be_others_is_refused_in_one_line(hf_folder, change, says):
     _, edit = hf_folder
     with pytest.raises(ValueError, match=says) as e:
@@ -430,8 +452,11 @@ def test_a_folder_whose_ids_could_be_others_is_refused_in_one_line(hf_folder, ch
     assert "\n" not in str(e.value)
 
 
+LATE = {"364": dict(content="<|late|>")}
+
+
 @pytest.mark.parametrize("change, says", [
-    (lambda c: c.update(added_tokens_decoder={"364": dict(content="<|late|>")}), "adds '<|late|>' as 364, this file has None"),
+    (lambda c: c.update(added_tokens_decoder=LATE), "adds '<|late|>' as 364, this file has None"),
     (lambda c: c.update(pad_token="[PAD]"), "no control token '\\[PAD\\]' to be the pad_token")])
 def test_a_tokenizer_config_that_names_other_tokens_is_refused(hf_folder, change, says):
     _, edit = hf_folder
@@ -478,14 +503,21 @@ def test_bytes_cost_what_utf8_costs():
     assert r["cost"] == {"eng_Latn": 3.0, "ell_Grek": 6.0}
 
 
-def test_compare_prints_a_table_and_draws_a_picture(tmp_path):
-    file = tmp_path / "texts.jsonl"
-    rows = [{"lang": "eng_Latn", "text": "one two"}, {"lang": "ell_Grek", "text": "ένα δύο"}]
+def compare(folder, rows):
+    """`python -m studies.fairness` of two vocabularies and these rows, in a process of its own."""
+    file = folder / "texts.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, "-m", "studies.fairness", "--names=byte,apertus:300", str(file), f"--out={tmp_path / 'p.png'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    flags = ["--names=byte,apertus:300", f"--out={folder / 'p.png'}"]
+    command = [sys.executable, "-m", "studies.fairness", str(file), *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_compare_prints_a_table_and_draws_a_picture(tmp_path):
+    done = compare(tmp_path, [dict(lang="eng_Latn", text="one two"), dict(lang="ell_Grek", text="ένα δύο")])
     assert done.returncode == 0, done.stderr
     assert "apertus:300" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
-    file.write_text("{}\n")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_compare_names_the_line_that_has_no_text(tmp_path):
+    done = compare(tmp_path, [{}])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "line 1" in done.stderr

@@ -59,13 +59,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix, param_groups
-from configurator import ROOT
 from data import TokenDataset
 from engine.hardware import can_compile, keep_freed_memory, linear, vendor_flops
-from engine.plot import finish, has_log, pyplot
+from engine.plot import finish, has_log, pyplot, read_json
 from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
+from studies.kit import flags, run_script, write, write_rows
+from studies.kit import table as markdown
 from studies.structured import StructuredLinear, forms
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
@@ -74,7 +75,6 @@ preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: 
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
-optimizer = "ademamix"  # ademamix | adamw (fused): of every contestant in `train`
 rounds = 7              # that are counted
 warmup = 1              # rounds before them, at least one: what compiles at its first call has compiled then
 clock = "auto"          # cpu = time of this process, on one thread; wall; auto: cpu on a CPU, wall on CUDA
@@ -88,31 +88,25 @@ readme = ""             # with results: write the table into this file, between 
 
 # documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack has the exact
 # layers of the 8B, but eight of them, because no GPU holds all 32 with their optimizer.
-COLUMNS = (
-    "batch",
-    "block_size",
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "ffn_dim",
-    "vocab_size",
-    "tie_embeddings",
-    "documents")
+SHAPES = """
+preset    batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings  documents
+cpu           4         512        6       6          2     384     2048       16384           false          0
+packed        4         512        6       6          2     384     2048       16384           false        100
+laptop        4         256        4       2          1     128      672        4096           false          0
+124m         16        1024       12      12          4     768     3584       50304            true          0
+1b5           2        4096       16      32          8    2048    12288      131072           false       1000
+8b-stack      1        4096        8      32          8    4096    21504      131072           false       1000
+tiny          2          64        2       4          2      64      160         320           false         20
+"""
+HEAD, *ROWS = [line.split() for line in SHAPES.strip().splitlines()]
 PRESETS = {
-    "cpu": (4, 512, 6, 6, 2, 384, 2048, 16384, False, 0),
-    "packed": (4, 512, 6, 6, 2, 384, 2048, 16384, False, 100),
-    "laptop": (4, 256, 4, 2, 1, 128, 672, 4096, False, 0),
-    "124m": (16, 1024, 12, 12, 4, 768, 3584, 50304, True, 0),
-    "1b5": (2, 4096, 16, 32, 8, 2048, 12288, 131072, False, 1000),
-    "8b-stack": (1, 4096, 8, 32, 8, 4096, 21504, 131072, False, 1000),
-    "tiny": (2, 64, 2, 4, 2, 64, 160, 320, False, 20)}
+    name: dict(zip(HEAD[1:], map(json.loads, values)))
+    for name, *values in ROWS}
 
 CHOICES = dict(
-    preset=list(PRESETS),
-    dtype=["auto", "float32", "bfloat16"],
-    clock=["auto", "cpu", "wall"],
-    optimizer=["ademamix", "adamw"])
+    preset=PRESETS,
+    dtype=("auto", "float32", "bfloat16"),
+    clock=("auto", "cpu", "wall"))
 
 
 def resolve_settings():
@@ -124,8 +118,7 @@ def resolve_settings():
     global device, dtype, clock
     for name, choices in CHOICES.items():
         if globals()[name] not in choices:
-            have = f"{', '.join(choices[:-1])} and {choices[-1]}"
-            raise ValueError(f"{name}={globals()[name]!r}: there is {have}")
+            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: want at least 1")
     if device == "auto":
@@ -164,7 +157,9 @@ def chosen(*names):
     Without a compiler the compiled ones stay out, and so does "ours eager", because "ours" is then the same.
     """
     if not compiles():
-        names = [name for name in names if name != "ours eager" and not name.endswith("compile")]
+        names = [
+            name for name in names
+            if name != "ours eager" and not name.endswith("compile")]
     asked = [name.strip() for name in impls.split(",")] if impls else names
     if not set(asked) <= set(names):
         raise ValueError(f"impls={impls!r}: this mode and preset have {', '.join(names)}")
@@ -189,10 +184,9 @@ def agree_on_gradients(found, tolerance):
     """
     if dtype == "bfloat16":
         tolerance = 2e-3
-    losses = {name: loss for name, (loss, _) in found.items()}
-    agree("loss of the first batch", losses, tolerance)
-    norms = {name: norm for name, (_, norm) in found.items()}
-    agree("norm of its gradient", norms, 10 * tolerance)
+    losses, norms = zip(*found.values())
+    agree("loss of the first batch", dict(zip(found, losses)), tolerance)
+    agree("norm of its gradient", dict(zip(found, norms)), 10 * tolerance)
 
 
 def now():
@@ -212,15 +206,12 @@ def race(contestants):
     names = list(contestants)
     rows = {name: dict(seconds=[]) for name in names}
     uncounted = max(warmup, 1)
-    bar = tqdm(
-        range(uncounted + rounds),
-        desc=f"{len(names)} contestants",
-        unit="round",
-        leave=False)
-    for n in bar:
+    turns = range(uncounted + rounds)
+    for n in tqdm(turns, f"{len(names)} contestants", unit="round", leave=False):
         turn = n % len(names)
         for name in names[turn:] + names[:turn]:
-            wall, start = time.perf_counter(), now()
+            wall = time.perf_counter()
+            start = now()
             own = contestants[name](n)
             seconds = own if isinstance(own, float) else now() - start
             rows[name].setdefault("first", time.perf_counter() - wall)
@@ -236,7 +227,8 @@ def judge(rows, base="ours"):
     spread: interquartile range as a share of the median. ratio: the time as a multiple of the base's in the same
     round, [median, low, high], where low and high are the 95 % interval of a bootstrap over rounds.
     """
-    draws = np.random.default_rng(0).integers(0, rounds, (2000, rounds))
+    generator = np.random.default_rng(0)
+    draws = generator.integers(0, rounds, (2000, rounds))
     base_seconds = np.array(rows[base]["seconds"])
     for row in rows.values():
         seconds = np.array(row["seconds"])
@@ -251,28 +243,25 @@ def judge(rows, base="ours"):
     return rows
 
 
-def compete(contestants, rates, probe=None, base="ours"):
+def compete(names, run, rates=None, probe=None, base="ours"):
     """
-    race(), judge(), and what a time means: the rows of a mode.
+    race(), judge(), and what a time means: the rows of a mode. run(name, round) is what is timed.
 
     rates: f(name, median seconds, speed of the probe or None) -> {unit: number}, added to a row.
     probe: (name, unit of its speed, f(round), work of one call), a contestant more.
     """
+    contestants = {name: functools.partial(run, name) for name in names}
     speed = None
     if probe:
-        name, unit, f, work = probe
-        rows = judge(race({**contestants, name: f}), base)
-        speed = rows[name][unit] = work / rows[name]["median"]
-    else:
-        rows = judge(race(contestants), base)
-    for name in contestants:
-        rows[name] |= rates(name, rows[name]["median"], speed)
+        prober, unit, f, work = probe
+        contestants[prober] = f
+    rows = judge(race(contestants), base)
+    if probe:
+        speed = rows[prober][unit] = work / rows[prober]["median"]
+    if rates:
+        for name in names:
+            rows[name] |= rates(name, rows[name]["median"], speed)
     return rows
-
-
-def each(names, run):
-    """{name: f(round)} for compete(), where f is run(name, round)."""
-    return {name: functools.partial(run, name) for name in names}
 
 
 def gemm_probe():
@@ -281,9 +270,12 @@ def gemm_probe():
 
     The numbers are random, because zeros are faster on a GPU.
     """
-    rows, inner = (2048, 512) if device == "cpu" else (8192, 8192)
-    rows, inner = full_or_tiny((rows, inner), (256, 256))
-    a, b = torch.randn(2, rows, inner, device=device, dtype=work_dtype())
+    full = (2048, 512) if device == "cpu" else (8192, 8192)
+    rows, inner = full_or_tiny(full, (256, 256))
+    a, b = torch.randn(
+        (2, rows, inner),
+        device=device,
+        dtype=work_dtype())
     tflop = 4 * 2 * rows**2 * inner / 1e12
 
     def multiply(n):
@@ -317,9 +309,11 @@ def shape(**changes):
 
     Unlike the published models these begin with weights of one size, init_std = 0.02.
     """
-    values = dict(zip(COLUMNS, PRESETS[preset]))
-    batch, documents = values.pop("batch"), values.pop("documents")
-    return ApertusConfig(**{"init_std": 0.02, **values, **changes}), batch, documents
+    values = dict(init_std=0.02, **PRESETS[preset])
+    batch = values.pop("batch")
+    documents = values.pop("documents")
+    config = ApertusConfig(**values | changes)
+    return config, batch, documents
 
 
 def new_model(config):
@@ -335,7 +329,8 @@ def make_batch(n, config, batch, documents):
     Documents have exponential lengths, so that every batch is cut elsewhere. Ids are uniform from 4 on, because
     transformers gives the padding id 3 no gradient. In plain windows keep, doc and mask are None.
     """
-    T, generator = config.block_size, np.random.default_rng([seed, n])
+    T = config.block_size
+    generator = np.random.default_rng([seed, n])
     ids = generator.integers(4, config.vocab_size, (batch, T + 1))
     stream = torch.from_numpy(ids)
     idx = stream[:, :-1].contiguous()
@@ -345,12 +340,14 @@ def make_batch(n, config, batch, documents):
         begins = generator.random((batch, T)) < 1 / documents
         doc = torch.from_numpy(begins).cumsum(1)
         same = doc[:, :, None] == doc[:, None]                              # (B, T, T)
-        parts += [goldfish_mask(targets), doc, same.tril()[:, None]]
+        mask = same.tril()[:, None]
+        parts += [goldfish_mask(targets), doc, mask]
     return Batch(*(part.to(device) for part in parts))
 
 
-def make_batches(config, batch, documents):
-    """A batch for each round where documents are cut anew, otherwise one for all rounds."""
+def make_batches():
+    """The preset's batches: one for each round where documents are cut anew, otherwise one for all rounds."""
+    config, batch, documents = shape()
     count = max(warmup, 1) + rounds if documents else 1
     return [make_batch(n, config, batch, documents) for n in range(count)]
 
@@ -364,7 +361,8 @@ def attended(doc, T):
     if doc is None:
         return T / 2
     lengths = torch.cat([row.bincount() for row in doc])                    # of all documents, and zeros
-    return (lengths.double() ** 2 / 2).sum().item() / doc.numel()
+    pairs = (lengths.double() ** 2 / 2).sum()
+    return pairs.item() / doc.numel()
 
 
 def contestant(name, ours):
@@ -412,12 +410,14 @@ def contestant(name, ours):
 
 def loss_of_logits(logits, targets):
     """Mean loss in fp32. logits (B, T, V); targets (B, T), -100 where there is none."""
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    rows = logits.float().flatten(0, 1)
+    return F.cross_entropy(rows, targets.flatten())
 
 
 def gradient_norm(model):
     """L2 norm of all gradients, a 0-d tensor: no waiting for the GPU within a step."""
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    gradients = [p.grad for p in model.parameters()]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 def loss_and_norm(model, loss, batch):
@@ -429,21 +429,17 @@ def loss_and_norm(model, loss, batch):
 
 def train_step(model, loss, batches):
     """f(round): forward, backward, clip, update, which is what train.py does in a step."""
-    groups = param_groups(model)
-    if optimizer == "adamw":
-        opt = torch.optim.AdamW(groups, lr=1e-5, fused=True)
-    else:
-        opt = AdEMAMix(groups, lr=1e-5, alpha_warmup=1000, beta3_warmup=1000)
+    optimizer = AdEMAMix(
+        param_groups(model),
+        lr=1e-5,
+        alpha_warmup=1000,
+        beta3_warmup=1000)
 
     def step(n):
         loss(batches[n % len(batches)]).backward()
-        if optimizer == "adamw":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            opt.step()
-        else:
-            scale = 0.1 / (gradient_norm(model) + 1e-6)
-            opt.step(grad_scale=scale.clamp(max=1.0))
-        opt.zero_grad()
+        scale = 0.1 / (gradient_norm(model) + 1e-6)
+        optimizer.step(grad_scale=scale.clamp(max=1.0))
+        optimizer.zero_grad()
     return step
 
 
@@ -464,12 +460,13 @@ def train():
         keep_freed_memory()                                # as train.py does; it holds for every contestant
     config, batch, documents = shape()
     T, N = config.block_size, batch * config.block_size
-    batches = make_batches(config, batch, documents)
+    batches = make_batches()
     seen = np.mean([attended(made.doc, T) for made in batches])
     ours = new_model(config)
     other = "ours plain" if documents else "nanoGPT compile"
+    names = chosen("ours", "ours eager", other, "hf", "hf compile")
     steps, found, flops = {}, {}, {}
-    for name in chosen("ours", "ours eager", other, "hf", "hf compile"):
+    for name in names:
         model, loss = contestant(name, ours)
         steps[name] = train_step(model, loss, batches)
         # Without the document mask, or as another model, it is another loss.
@@ -477,19 +474,25 @@ def train():
             found[name] = loss_and_norm(model, loss, batches[0])
             model.zero_grad()
         counted = model if name == "nanoGPT compile" else ours
-        flops[name] = N * counted.flops_per_token(T if name == "ours plain" else 2 * seen)
+        length = T if name == "ours plain" else 2 * seen
+        flops[name] = N * counted.flops_per_token(length)
     agree_on_gradients(found, 1e-5)
     peak = vendor_flops(device)
 
-    def rates(name, seconds, gemm):
-        speed = flops[name] / seconds / 1e12
-        shares = {"of GEMM peak": speed / gemm}
-        if peak:
-            shares["MFU"] = speed * 1e12 / peak
-        return {"tok/s": N / seconds, "TFLOP/s": speed, **shares}
+    def run(name, n):
+        steps[name](n)
 
-    rows = compete(steps, rates, gemm_probe())
-    return rows, dict(loss=found["ours"][0], parameters=ours.num_params(), attended=seen)
+    def rates(name, seconds, gemm):
+        speed = flops[name] / seconds
+        shares = {"of GEMM peak": speed / 1e12 / gemm}
+        if peak:
+            shares["MFU"] = speed / peak
+        return {"tok/s": N / seconds, "TFLOP/s": speed / 1e12, **shares}
+
+    rows = compete(names, run, rates, gemm_probe())
+    loss, _ = found["ours"]
+    facts = dict(loss=loss, parameters=ours.num_params(), attended=seen)
+    return rows, facts
 
 
 def optim():
@@ -510,37 +513,42 @@ def optim():
         if name == "per-tensor loop":
             return loop_ademamix(params, **how)
         if name == "AdamW fused":
-            opt = torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True)
-        else:
-            opt = AdEMAMix(params, **how, compile=name == "ours" and compiles())
-        return lambda n: opt.step()
+            return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True).step
+        return AdEMAMix(params, **how, compile=name == "ours" and compiles()).step
 
-    model = new_model(shape()[0])
+    config, _, _ = shape()
+    model = new_model(config)
     N = model.num_params()
-    steps, params = {}, {}
-    for name in chosen("ours", "ours eager", "AdamW fused", "per-tensor loop"):
+    names = chosen("ours", "ours eager", "AdamW fused", "per-tensor loop")
+    params, steps = {}, {}
+    for name in names:
         torch.manual_seed(seed)                            # the same gradients for all
         params[name] = [p.detach().clone().requires_grad_() for p in model.parameters()]
         for p in params[name]:
             p.grad = torch.randn_like(p)
         steps[name] = stepper(name, params[name])
 
+    def run(name, n):
+        steps[name]()
+
     def rates(name, seconds, bandwidth):
-        speed = (28 if name == "AdamW fused" else 36) * N / seconds / 1e9
+        bytes_moved = 28 * N if name == "AdamW fused" else 36 * N
+        speed = bytes_moved / seconds / 1e9
         return {"GB/s": speed, "of bandwidth": speed / bandwidth}
 
     with fresh_cache():
-        rows = compete(steps, rates, bandwidth_probe())
+        rows = compete(names, run, rates, bandwidth_probe())
 
     # After as many steps all have the same parameters, but for AdamW, which computes something else.
     facts = dict(parameters=N)
-    for name in steps:
+    for name in names:
         if name in ("ours", "AdamW fused"):
             continue
-        apart = 0.0
+        distances = []
         for p, q in zip(params[name], params["ours"]):
-            distance = (p - q).abs().max() / q.abs().max()
-            apart = max(distance.item(), apart)
+            distance = (p - q).abs().max()
+            distances.append(distance / q.abs().max())
+        apart = torch.stack(distances).max().item()
         facts[f"{name}: furthest from ours"] = apart
         if not apart <= 1e-5:
             raise ValueError(f"{name} ended {apart:.2g} (relative) away from ours: they do not compute the same")
@@ -565,33 +573,35 @@ def memory():
         ffn_dim=1344,
         init_std=0.02)
     if impls.startswith("only "):
-        print(json.dumps(peak_of(impls.removeprefix("only "), config)))
+        row = peak_of(impls.removeprefix("only "), config)
+        print(json.dumps(row))
         raise SystemExit(0)
-    settings = [f"--{key}={globals()[key]}" for key in ("preset", "device", "dtype", "threads", "seed")]
-    names = chosen("ours", "ours full logits", "hf", "hf compile")
+    settings = dict(preset=preset, device=device, dtype=dtype, threads=threads, seed=seed)
     rows, found = {}, {}
-    for name in tqdm(names, desc="memory", leave=False):
-        said = finished("-m", "tools.bench", "memory", f"--impls=only {name}", *settings)
-        row = rows[name] = json.loads(said.splitlines()[-1])
-        row["ratio"] = [row["peak MiB"] / rows["ours"]["peak MiB"]] * 3
+    names = chosen("ours", "ours full logits", "hf", "hf compile")
+    for name in tqdm(names, "memory", leave=False):
+        said = finished("tools.bench", "memory", f"--impls=only {name}", *flags(settings))
+        row = rows[name] = json.loads(said)
+        ratio = row["peak MiB"] / rows["ours"]["peak MiB"]
+        row["ratio"] = [ratio, ratio, ratio]
         found[name] = row["loss"], row["gradient norm"]
     agree_on_gradients(found, 1e-6)
     rows |= head_race(V, full_or_tiny(384, 64))
     return rows, dict(T=T, vocab_size=V, n_embd=256, n_layer=2)
 
 
-def finished(*arguments):
+def finished(name, *arguments):
     """
-    The output of Python with these arguments, run to its end in a process of its own.
+    The last line that a script prints, run to its end in a process of its own.
 
-    ValueError with the last line of its errors, if it fails.
+    ValueError with that line, if it fails.
     """
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        last_line = done.stderr.strip().splitlines()[-1:]
-        raise ValueError(f"{shlex.join(command)} failed: {last_line}")
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        log = os.path.join(folder, "log")
+        code, last_line = run_script(name, arguments, log, threads or os.cpu_count())
+    if code:
+        raise ValueError(f"python -m {name} {shlex.join(arguments)} failed: {last_line}")
+    return last_line
 
 
 def peak_of(name, config):
@@ -600,12 +610,14 @@ def peak_of(name, config):
 
     Returns the row of a contestant: peak in MiB, and the loss and the norm of its gradient to compare.
     """
-    model, loss = contestant("ours eager" if name == "ours" else name, new_model(config))
+    if name == "ours":
+        name = "ours eager"
+    model, loss = contestant(name, new_model(config))
     batch = make_batch(0, config, 1, 0)
     # A short pass first, so that gradients exist and libraries have their buffers; hf compile would compile for it.
     if name != "hf compile":
-        short = Batch(batch.idx[:, :32], batch.targets[:, :32])
-        loss(short).backward()
+        idx, targets = batch.idx[:, :32], batch.targets[:, :32]
+        loss(Batch(idx, targets)).backward()
         model.zero_grad(set_to_none=False)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -638,32 +650,34 @@ def head_race(V, C):
     V words, hidden states of width C. Returns the rows of both.
     """
     N = 1024
-    h = torch.randn(N, C, device=device, dtype=work_dtype(), requires_grad=True)
-    head = torch.randn(V, C, device=device, requires_grad=True)
-    targets = torch.randint(0, V, (N,), device=device)
-    weights = torch.full((N,), 1 / N, device=device)
+    with torch.device(device):
+        h = torch.randn(N, C, dtype=work_dtype(), requires_grad=True)
+        head = torch.randn(V, C, requires_grad=True)
+        targets = torch.randint(0, V, (N,))
+        weights = torch.full((N,), 1 / N)
     compiled = torch.compile if compiles() else lambda f: f
     one_chunk = compiled(chunk_loss)
     rows = chunk_rows(V, device)
 
     @compiled
-    def full(h, head):
+    def full():
         logits = h @ head.T.to(h.dtype)                                     # (N, V)
         return F.cross_entropy(logits.float(), targets)
 
-    def in_chunks(h, head):
+    def in_chunks():
         loss, _ = ChunkedCrossEntropy.apply(h, head, targets, weights, rows, one_chunk)
         return loss
 
     base = "loss in chunks"
-    ways = {base: in_chunks, "loss with full logits": full}
-    values = {name: loss(h, head).item() for name, loss in ways.items()}
-    agree("loss of the head alone", values, 2e-3 if dtype == "bfloat16" else 1e-6, base)
+    losses = {base: in_chunks, "loss with full logits": full}
+    values = {name: loss().item() for name, loss in losses.items()}
+    tolerance = 2e-3 if dtype == "bfloat16" else 1e-6
+    agree("loss of the head alone", values, tolerance, base)
 
     def run(name, n):
-        torch.autograd.grad(ways[name](h, head), (h, head))
+        torch.autograd.grad(losses[name](), (h, head))
 
-    return compete(each(ways, run), lambda *_: {}, base=base)
+    return compete(losses, run, base=base)
 
 
 def cold():
@@ -689,8 +703,7 @@ def cold():
     def rates(name, seconds, _):
         return {"s to the first step": seconds}
 
-    names = chosen(*ways)
-    rows = compete(each(names, run), rates)
+    rows = compete(chosen(*ways), run, rates)
     return rows, dict(config=config, layers=depth)
 
 
@@ -702,15 +715,21 @@ def first_step(*arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         run_folder = os.path.join(folder, "run")
-        command = [sys.executable, os.path.join(ROOT, "train.py"), *arguments]
-        command += [f"--data={data}", f"--device={device}", f"--out={run_folder}"]
+        command = [sys.executable, "train.py", *arguments]
+        command += flags(dict(data=data, device=device, out=run_folder))
         environment = dict(
             os.environ,
             TORCHINDUCTOR_CACHE_DIR=os.path.join(folder, "cache"),
             OMP_NUM_THREADS=str(threads or os.cpu_count()))
-        streams = dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         began = time.perf_counter()
-        with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as run:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True)
+        with process as run:
             try:
                 while not has_log(run_folder):
                     if run.poll() is not None:
@@ -735,7 +754,8 @@ def goldfish():
     Four windows at a time, which is how the loader asks for it.
     """
     B, T = full_or_tiny((64, 4096), (2, 256))
-    ids = np.random.default_rng(seed).integers(0, 131072, (B, T))
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(0, 131072, (B, T))
     labels = torch.from_numpy(ids)
     masks = {
         "ours": goldfish_mask,
@@ -751,8 +771,7 @@ def goldfish():
     def rates(name, seconds, _):
         return {"ns/token": seconds / (B * T) * 1e9}
 
-    names = chosen(*masks)
-    rows = compete(each(names, run), rates, bandwidth_probe())
+    rows = compete(chosen(*masks), run, rates, bandwidth_probe())
     return rows, dict(tokens=B * T)
 
 
@@ -763,15 +782,21 @@ def synthetic_shard(folder, n_tokens, vocab_size):
     Documents have 800 tokens in the mean and stand between <s>, 1, and </s>, 2.
     """
     generator = np.random.default_rng(seed)
-    stream = generator.integers(4, vocab_size, n_tokens).astype(np.uint32)
+    ids = generator.integers(4, vocab_size, n_tokens)
+    stream = ids.astype(np.uint32)
     ends = np.flatnonzero(generator.random(n_tokens - 1) < 1 / 800)
     stream[ends] = 2
     stream[ends + 1] = 1
     path = os.path.join(folder, "shard.npy")
     np.save(path, stream)
-    sources = dict(a=dict(train=dict(shards=[dict(file="shard.npy", tokens=n_tokens)])))
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump(dict(bos=1, eos=2, vocab_size=vocab_size, sources=sources), f)
+    shards = [dict(file="shard.npy", tokens=n_tokens)]
+    sources = dict(a=dict(train=dict(shards=shards)))
+    meta = dict(
+        bos=1,
+        eos=2,
+        vocab_size=vocab_size,
+        sources=sources)
+    write(os.path.join(folder, "meta.json"), json.dumps(meta))
     return path
 
 
@@ -781,44 +806,39 @@ def loader():
 
     All seconds are those of as many tokens, 32 batches; a training step's are scaled.
     """
-    full, tiny = (2**24, 8, 4096, 131072), (2**16, 4, 256, 4096)
+    full = 2**24, 8, 4096, 131072
+    tiny = 2**16, 4, 256, 4096
     n_tokens, B, T, V = full_or_tiny(full, tiny)
     repeat = 32
+    N = repeat * B * T
+    config, batch, _ = shape()
+    model, loss = contestant("ours", new_model(config))
+    step = train_step(model, loss, make_batches())
     with tempfile.TemporaryDirectory() as folder:
         path = synthetic_shard(folder, n_tokens, V)
         plain = TokenDataset(folder, "train", T, seed)
         fish = TokenDataset(folder, "train", T, seed, goldfish_k=50)
-        ways = {
-            "ours": lambda n: plain.batch(n * B, B),
-            "ours, Goldfish": lambda n: fish.batch(n * B, B),
-            "nanoGPT": lambda n: nanogpt_batch(path, B, T, n)}
-        names = chosen(*ways, "train step")
+        batches = {
+            "ours": lambda i: plain.batch(i * B, B),
+            "ours, Goldfish": lambda i: fish.batch(i * B, B),
+            "nanoGPT": lambda i: nanogpt_batch(path, B, T, i)}
 
         def run(name, n):
-            for i in range(repeat):
-                ways[name](n * repeat + i)
-
-        passes = each(names, run)
-        if "train step" in names:
-            config, batch, documents = shape()
-            model, loss = contestant("ours", new_model(config))
-            step = train_step(model, loss, make_batches(config, batch, documents))
-            as_many = repeat * B * T / (batch * config.block_size)
-
-            def scaled_step(n):
+            if name == "train step":
                 start = now()
                 step(n)
-                return (now() - start) * as_many
-
-            passes["train step"] = scaled_step
+                seconds_per_token = (now() - start) / (batch * config.block_size)
+                return seconds_per_token * N
+            for i in range(repeat):
+                batches[name](n * repeat + i)
 
         def rates(name, seconds, _):
-            return {"ms/M tokens": seconds / (repeat * B * T) * 1e9}
+            return {"ms/M tokens": seconds / N * 1e9}
 
-        rows = compete(passes, rates, bandwidth_probe())
-    if "train step" in names:
-        for name in names[:-1]:
-            rows[name]["of a step"] = rows[name]["median"] / rows["train step"]["median"]
+        names = chosen(*batches)
+        rows = compete([*names, "train step"], run, rates, bandwidth_probe())
+    for name in names:
+        rows[name]["of a step"] = rows[name]["median"] / rows["train step"]["median"]
     return rows, dict(shard_tokens=n_tokens)
 
 
@@ -829,7 +849,8 @@ def python_sources(kind, pattern):
     kind: of sysconfig's folders, stdlib or purelib (installed packages). pattern: a glob below it.
     """
     folder = sysconfig.get_path(kind)
-    for path in sorted(glob.glob(os.path.join(folder, pattern), recursive=True)):
+    files = glob.glob(os.path.join(folder, pattern), recursive=True)
+    for path in sorted(files):
         with open(path, encoding="utf-8", errors="replace") as f:
             yield f.read()
 
@@ -845,28 +866,32 @@ def tokenize():
     import tokenizers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ours = tokenizer.load(full_or_tiny("apertus", "apertus:2048"))
-    theirs = tokenizers.Tokenizer.from_str(json.dumps(convert.hf_files(ours)["tokenizer.json"]))
-    text = "".join(python_sources("stdlib", "*.py"))[:full_or_tiny(3_000_000, 20_000)]
+    files = convert.hf_files(ours)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
+    most = full_or_tiny(3_000_000, 20_000)
+    text = "".join(python_sources("stdlib", "*.py"))[:most]
     documents = [text[i:i + 4000] for i in range(0, len(text), 4000)]
-    ways = {
-        "ours": lambda text: ours.encode(text),
-        "hf": lambda text: theirs.encode(text, add_special_tokens=False).ids}
 
     def run(name, n):
-        if name == "hf batch":
-            return [found.ids for found in theirs.encode_batch_fast(documents, add_special_tokens=False)]
-        return [ways[name](document) for document in documents]
+        if name == "ours":
+            return [ours.encode(document) for document in documents]
+        if name == "hf":
+            found = [theirs.encode(document, add_special_tokens=False) for document in documents]
+        else:
+            found = theirs.encode_batch_fast(documents, add_special_tokens=False)
+        return [encoding.ids for encoding in found]
 
     names = chosen("ours", "hf batch", "hf")
     ids = run("ours", 0)
     if any(run(name, 0) != ids for name in names):
         raise ValueError("Hugging Face's tokenizers give other ids than ours")
-    size, count = len(text.encode()), sum(map(len, ids))
+    size = len(text.encode())
+    count = sum(map(len, ids))
 
     def rates(name, seconds, _):
         return {"MB/s": size / seconds / 1e6, "M tok/s": count / seconds / 1e6}
 
-    rows = compete(each(names, run), rates, bandwidth_probe())
+    rows = compete(names, run, rates, bandwidth_probe())
     return rows, dict(bytes=size, tokens=count)
 
 
@@ -890,32 +915,24 @@ def prepare():
             "--max_field=toxicity",
             f"--robots={at('robots.jsonl')}",
             f"--decontaminate={at('prompts.txt')}"]
-        flags = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
-        vocabulary = full_or_tiny("apertus", "byte")
+        filters = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
+        always = [at("pages.jsonl"), "--workers=1"]
+        always += flags(dict(out=at("out"), tokenizer=full_or_tiny("apertus", "byte")))
 
         def run(name, n):
             before = os.times()
-            finished(
-                "prepare.py",
-                at("pages.jsonl"),
-                f"--out={at('out')}",
-                "--workers=1",
-                f"--tokenizer={vocabulary}",
-                *flags[name])
+            finished("prepare", *always, *filters[name])
             after = os.times()
-            with open(at("out", "report.json"), encoding="utf-8") as f:
-                totals[name] = json.load(f)["total"]
+            totals[name] = read_json(at("out", "report.json"))["total"]
             shutil.rmtree(at("out"))
             # On the wall clock race() takes the time; here it is user and system time of child processes.
             if clock == "cpu":
                 return sum(after[2:4]) - sum(before[2:4])
-            return None
 
         def rates(name, seconds, _):
             return {"MB/s": totals[name]["bytes"] / seconds / 1e6}
 
-        names = chosen(*flags)
-        rows = compete(each(names, run), rates)
+        rows = compete(chosen(*filters), run, rates)
     ours = totals["ours"]
     return rows, dict(bytes_in=ours["bytes_in"], bytes_kept=ours["bytes"])
 
@@ -926,17 +943,14 @@ def write_pages(folder, size):
 
     The pages are the sources of this Python and its packages. Nearly all of them pass every filter.
     """
-    def write(name, lines):
-        with open(os.path.join(folder, name), "w", encoding="utf-8") as f:
-            f.writelines(lines)
-
     def pages():
         texts = itertools.chain(python_sources("stdlib", "**/*.py"), python_sources("purelib", "**/*.py"))
         written = 0
         for n, text in enumerate(texts):
             if written > size:
                 break
-            page = dict(
+            written += len(text)
+            yield dict(
                 id=str(n),
                 url=f"https://site{n % 50}.org/{n}",
                 text=text,
@@ -944,20 +958,17 @@ def write_pages(folder, size):
                 license="MIT",
                 score=n * 0.618 % 1,
                 toxicity=n * 0.414 % 0.99)
-            line = json.dumps(page) + "\n"
-            written += len(line)
-            yield line
 
-    def robots():
-        for n in range(50):
-            agent = "Somebot" if n else "GPTBot"
-            rules = f"User-agent: {agent}\nDisallow: /\n\nUser-agent: *\nDisallow: /private"
-            yield json.dumps(dict(domain=f"site{n}.org", content=rules)) + "\n"
-
-    write("pages.jsonl", pages())
-    write("robots.jsonl", robots())
+    rules = "User-agent: {}\nDisallow: /\n\nUser-agent: *\nDisallow: /private"
+    robots = []
+    for n in range(50):
+        content = rules.format("Somebot" if n else "GPTBot")
+        robots.append(dict(domain=f"site{n}.org", content=content))
     prompt = "Which of these {} numbers is the sum of the first {} primes, and which is not a prime at all?\n"
-    write("prompts.txt", (prompt.format(n, n + 1) for n in range(1000)))
+    prompts = [prompt.format(n, n + 1) for n in range(1000)]
+    write_rows(os.path.join(folder, "pages.jsonl"), pages())
+    write_rows(os.path.join(folder, "robots.jsonl"), robots)
+    write(os.path.join(folder, "prompts.txt"), prompts)
 
 
 # -----------------------------------------------------------------------------
@@ -985,7 +996,7 @@ def decode():
     said = {}
 
     def run(name, n):
-        said[name] = ways[name]()[0]
+        said[name] = ways[name]()[0]                                        # (32 + tokens,)
 
     weight_bytes = sum(
         p.nbytes for name, p in ours.named_parameters()
@@ -995,11 +1006,10 @@ def decode():
         speed = tokens / seconds
         return {"tok/s": speed, "of weight-read bound": weight_bytes / 1e9 * speed / bandwidth}
 
-    names = chosen(*ways)
-    rows = compete(each(names, run), rates, bandwidth_probe(read_only=True))
+    rows = compete(chosen(*ways), run, rates, bandwidth_probe(read_only=True))
     same = {}
     for name, ids in said.items():
-        agrees = ids == said["ours"]                                        # (32 + tokens,)
+        agrees = ids == said["ours"]
         same[name] = agrees.cumprod(0).sum().item() - 32
     if dtype == "float32" and min(same.values()) < tokens:
         raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
@@ -1015,18 +1025,23 @@ def ffn():
     """
     rows, fastest = {}, []
     for C in full_or_tiny(widths, (48,)):
-        x = torch.randn(full_or_tiny(512, 8), C, device=device, dtype=work_dtype())
-        x.requires_grad_()
-        grad, one = torch.randn_like(x), x[:1].detach()
+        x = torch.randn(
+            full_or_tiny(512, 8),
+            C,
+            device=device,
+            dtype=work_dtype(),
+            requires_grad=True)
+        grad = torch.randn_like(x)
+        one = x[:1].detach()
         copies, shares = {}, {}
-        for kind, *form in forms(C):
-            mlp = feed_forward(C, kind, form)
+        for kind, rank, blocks in forms(C):
+            mlp = feed_forward(C, kind, rank, blocks)
             size = sum(p.numel() for p in mlp.parameters())
             share = size / (8 * C * C)
             name = kind if kind == "dense" else f"{kind} {share:.0%}"
             shares[name] = {"of dense parameters": share}
-            count = min(100, math.ceil(2**28 / (size * x.itemsize)))
-            copies[name] = [mlp] + [feed_forward(C, kind, form) for _ in range(count - 1)]
+            count = math.ceil(2**28 / (size * x.itemsize))
+            copies[name] = [copy.deepcopy(mlp) for _ in range(min(count, 100))]
 
         def training(name, n):
             copies[name][0](x).backward(grad)
@@ -1039,38 +1054,29 @@ def ffn():
             return (now() - start) / len(copies[name])
 
         for run in (training, decoding):
-            found = compete(each(copies, run), lambda name, *_: shares[name], base="dense")
-            rows |= {f"{run.__name__} {C}, {name}": row for name, row in found.items()}
+            found = compete(copies, run, base="dense")
+            for name, row in found.items():
+                rows[f"{run.__name__} {C}, {name}"] = row | shares[name]
             best = min(found, key=lambda name: found[name]["ratio"][0])
-            fastest.append(f"dense {run.__name__} at {C} {1 / found[best]['ratio'][0]:.2f}x ({best})")
+            speedup = 1 / found[best]["ratio"][0]
+            fastest.append(f"dense {run.__name__} at {C} {speedup:.2f}x ({best})")
     return rows, {"base": "dense", "fastest": "; ".join(fastest)}
 
 
-def feed_forward(C, kind, form):
-    """An MLP of width C with random weights. kind, form: of studies.structured.forms."""
-    layers = []
-    for sizes in ((C, 4 * C), (4 * C, C)):
-        if kind == "dense":
-            layers.append(Linear(*sizes))
-        else:
-            layers.append(StructuredLinear(*sizes, kind, *form))
+def feed_forward(C, kind, rank, blocks):
+    """An MLP of width C with random weights. kind, rank and blocks: one of studies.structured.forms."""
+    layer = Linear
+    if kind != "dense":
+        layer = functools.partial(StructuredLinear, kind=kind, rank=rank, blocks=blocks)
+    layers = layer(C, 4 * C), layer(4 * C, C)
     mlp = torch.nn.Sequential(*layers).to(device, work_dtype())
     for p in mlp.parameters():
         torch.nn.init.normal_(p, std=0.02)
     return mlp
 
 
-MODES = dict(
-    train=train,
-    optim=optim,
-    goldfish=goldfish,
-    loader=loader,
-    tokenize=tokenize,
-    prepare=prepare,
-    decode=decode,
-    memory=memory,
-    cold=cold,
-    ffn=ffn)
+RACES = (train, optim, goldfish, loader, tokenize, prepare, decode, memory, cold, ffn)
+MODES = {mode.__name__: mode for mode in RACES}
 
 
 # -----------------------------------------------------------------------------
@@ -1100,7 +1106,8 @@ def number(key, value):
 
 def rate(row):
     """The one rate that stands for a row, as text; empty for a row without any."""
-    return next((number(key, row[key]) for key in RATES if key in row), "")
+    found = [number(key, row[key]) for key in RATES if key in row]
+    return found[0] if found else ""
 
 
 def base_of(record):
@@ -1110,21 +1117,29 @@ def base_of(record):
 
 def compared(record):
     """The rows whose ratio means something, which a probe's does not."""
-    return {name: row for name, row in record["rows"].items() if "ratio" in row and "probe" not in name}
+    return {
+        name: row for name, row in record["rows"].items()
+        if "ratio" in row and "probe" not in name}
 
 
 def table(record):
     """A record as Markdown lines: for each contestant its times, the ratio with its interval, rates and shares."""
-    yield f"| {'':32} | {'median':>12} | {'spread':>9} | {'first s':>7} | against {base_of(record)} (95 %) | rates |"
-    yield "|---|--:|--:|--:|--:|---|"
+    lines = []
     for name, row in record["rows"].items():
-        times = ["", "", ""]
+        median = spread = first = ratio = ""
         if "median" in row:
+            median = number("ms", row["median"] * 1e3)
             noisy = "noisy " if row["spread"] > 0.1 else ""
-            times = [number("ms", row["median"] * 1e3), f"{noisy}{row['spread']:.0%}", f"{row['first']:.1f}"]
-        ratio = "{:.3g}x ({:.3g} - {:.3g})".format(*row["ratio"]) if name in compared(record) else ""
-        rates = ", ".join(number(key, value) for key, value in row.items() if key not in TIMES)
-        yield f"| {name:32} | {times[0]:>12} | {times[1]:>9} | {times[2]:>7} | {ratio:>23} | {rates} |"
+            spread = f"{noisy}{row['spread']:.0%}"
+            first = f"{row['first']:.1f}"
+        if name in compared(record):
+            ratio = "{:.3g}x ({:.3g} - {:.3g})".format(*row["ratio"])
+        rates = ", ".join(
+            number(key, value) for key, value in row.items()
+            if key not in TIMES)
+        lines.append(f"| {name:32} | {median:>12} | {spread:>9} | {first:>7} | {ratio:>23} | {rates} |")
+    head = f"| {'':32} | {'median':>12} | {'spread':>9} | {'first s':>7} | against {base_of(record)} (95 %) | rates |"
+    return markdown(head, lines)
 
 
 def picture(record, path):
@@ -1160,13 +1175,16 @@ def summary_line(record):
     # In `ffn` there is no row of ours.
     own = next((name for name in rows if name.split(",")[0] == "ours"), None)
     ours = rows.get(own, {})
-    shares = [number(key, value) for key, value in ours.items() if is_share(key)]
+    shares = [
+        number(key, value) for key, value in ours.items()
+        if is_share(key)]
     others = []
     for name, row in compared(record).items():
+        if name in (own, "train step"):
+            continue
         middle, low, high = row["ratio"]
         interval = f" ({low:.2f}-{high:.2f})" if "median" in row else ""
-        if name not in (own, "train step"):
-            others.append(f"{name} {middle:.2f}x{interval}")
+        others.append(f"{name} {middle:.2f}x{interval}")
     instructions = record["cpu"].rsplit(", ", 1)[-1]
     what = f"{record['mode']}, {record['preset']}, {record['dtype']}, {record['gpu'] or instructions}"
     faster_than = record["facts"].get("fastest", "; ".join(others))
@@ -1181,23 +1199,19 @@ def summary(records):
         machines.add(
             f"{r['gpu'] or r['cpu']}, {r['threads']} thread{plural}, torch {r['torch']}, "
             f"transformers {r['transformers']}, {r['clock']} clock, {r['date']}")
-    return "\n".join([
-        "| measured | ours | of the machine | ours is faster than | command |",
-        "|---|---|---|---|---|",
-        *map(summary_line, records),
-        "",
-        f"Measured on: {'; '.join(sorted(machines))}."])
+    head = "| measured | ours | of the machine | ours is faster than | command |"
+    lines = markdown(head, map(summary_line, records))
+    return "\n".join([*lines, "", f"Measured on: {'; '.join(sorted(machines))}."])
 
 
 def show(files):
     """Print records as tables and as the README's one, which also goes into the file `readme`, if that is set."""
     records = []
     for path in files:
+        record = read_json(path)
         try:
-            with open(path, encoding="utf-8") as f:
-                record = json.load(f)
             print(f"\n{path}: `{record['command']}`, {record['gpu'] or record['cpu']}\n", *table(record), sep="\n")
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
+        except (KeyError, TypeError):
             raise ValueError(f"{path} is not a result of tools/bench.py: want the JSON that "
                              "`python -m tools.bench train` writes") from None
         records.append(record)
@@ -1210,8 +1224,7 @@ def show(files):
             raise ValueError(f"{readme} has {len(parts) - 1} lines '{mark.strip()}': "
                              "want two, with the table between them")
         parts[1] = summary(records) + "\n"
-        with open(readme, "w", encoding="utf-8") as f:
-            f.write(mark.join(parts))
+        write(readme, mark.join(parts))
 
 
 # -----------------------------------------------------------------------------
@@ -1231,9 +1244,11 @@ def processor():
 def circumstances():
     """Where and with what the numbers were taken, and the command that takes them again."""
     import transformers
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--out=")]
+    arguments = [
+        argument for argument in sys.argv[1:]
+        if not argument.startswith("--out=")]
     describe = ["git", "describe", "--always", "--exclude=*", "--dirty= + changes"]
-    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT)
+    commit = subprocess.run(describe, capture_output=True, text=True)
     return dict(
         date=time.strftime("%Y-%m-%d"),
         command=f"python -m tools.bench {shlex.join(arguments)}",
@@ -1264,7 +1279,6 @@ def main():
     torch.manual_seed(seed)
     mode = paths[0]
     rows, facts = MODES[mode]()
-
     record = dict(
         mode=mode,
         preset=preset,
@@ -1273,10 +1287,8 @@ def main():
         rounds=rounds,
         facts=facts,
         rows=rows)
-    os.makedirs(out, exist_ok=True)
     path = os.path.join(out, f"{mode}-{preset}-{dtype}")
-    with open(path + ".json", "w", encoding="utf-8") as f:
-        json.dump(record, f, indent=1)
+    write(path + ".json", json.dumps(record, indent=1))
     picture(record, path + ".png")
     print(*table(record), sep="\n")
     for fact, value in facts.items():

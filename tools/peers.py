@@ -13,6 +13,7 @@ tools/bench.py checks that before it believes a time. nanoGPT's model is another
 """
 
 import functools
+import itertools
 
 import numpy as np
 import torch
@@ -32,10 +33,14 @@ def hugging_face(ours):
     import convert
     transformers.logging.set_verbosity_error()
     settings = convert.config_to_hf(ours.config)
-    config = transformers.ApertusConfig(**settings, attn_implementation="sdpa", pad_token_id=3)
+    config = transformers.ApertusConfig(
+        **settings,
+        attn_implementation="sdpa",
+        pad_token_id=3)
     with ours.lm_head.weight.device:
         theirs = transformers.ApertusForCausalLM(config).float()
-    theirs.load_state_dict({**theirs.state_dict(), **ours.state_dict()})
+    weights = theirs.state_dict() | ours.state_dict()
+    theirs.load_state_dict(weights)
     theirs.generation_config.eos_token_id = None
     return theirs
 
@@ -66,12 +71,16 @@ class GPTBlock(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        qkv = self.c_attn(self.ln_1(x)).split(C, dim=2)
-        q, k, v = (t.view(B, T, self.H, -1).transpose(1, 2) for t in qkv)   # (B, H, T, C/H)
+        qkv = self.c_attn(self.ln_1(x))                    # (B, T, 3C)
+        q, k, v = (
+            part.view(B, T, self.H, -1).transpose(1, 2)    # (B, H, T, C/H)
+            for part in qkv.split(C, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = y.transpose(1, 2).reshape(B, T, C)
+        y = y.transpose(1, 2)                              # (B, T, H, C/H)
+        y = y.reshape(B, T, C)
         x = x + self.attn_proj(y)
-        hidden = F.gelu(self.c_fc(self.ln_2(x)))                            # (B, T, 4C)
+        hidden = self.c_fc(self.ln_2(x))                   # (B, T, 4C)
+        hidden = F.gelu(hidden)
         return x + self.c_proj(hidden)
 
 
@@ -87,21 +96,33 @@ class NanoGPT(nn.Module):
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = nn.Embedding(config.block_size, C)
-        self.h = nn.ModuleList(GPTBlock(C, config.n_head) for _ in range(config.n_layer))
+        self.h = nn.ModuleList()
+        for _ in range(config.n_layer):
+            block = GPTBlock(C, config.n_head)
+            self.h.append(block)
         self.ln_f = layer_norm(C)
 
     def forward(self, idx, targets):
-        x = self.wte(idx) + self.wpe.weight[:idx.shape[1]]                  # (B, T, C)
+        T = idx.shape[1]
+        positions = self.wpe.weight[:T]
+        x = self.wte(idx) + positions                      # (B, T, C)
         for block in self.h:
             x = block(x)
-        logits = self.ln_f(x) @ self.wte.weight.T                           # (B, T, V)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        x = self.ln_f(x)
+        head = self.wte.weight
+        logits = x @ head.T                                # (B, T, V)
+        logits = logits.flatten(0, 1)
+        targets = targets.flatten()
+        return F.cross_entropy(logits, targets)
 
     def flops_per_token(self, T):
         """As Apertus.flops_per_token counts: wte is the head as well and multiplies, wpe is a look-up."""
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim > 1)
+        matrices = sum(
+            p.numel() for p in self.parameters()
+            if p.ndim > 1)
         matrices -= self.wpe.weight.numel()
-        return 6 * matrices + 6 * len(self.h) * self.wte.embedding_dim * T
+        attention = len(self.h) * self.wte.embedding_dim * T
+        return 6 * matrices + 6 * attention
 
 
 def nanogpt_batch(path, B, T, n):
@@ -111,8 +132,14 @@ def nanogpt_batch(path, B, T, n):
     There are no document ids and no masks. The file is opened anew for each batch, as nanoGPT does.
     """
     data = np.load(path, mmap_mode="r", allow_pickle=False)
-    window = lambda i: torch.from_numpy(data[i:i + T].astype(np.int64))
-    starts = np.random.default_rng(n).integers(0, len(data) - T, B)
+    generator = np.random.default_rng(n)
+    last = len(data) - T
+    starts = generator.integers(0, last, B)                # (B,)
+
+    def window(i):
+        ids = data[i:i + T].astype(np.int64)
+        return torch.from_numpy(ids)
+
     idx = torch.stack([window(i) for i in starts])
     targets = torch.stack([window(i + 1) for i in starts])
     return idx, targets
@@ -124,23 +151,31 @@ def nanogpt_batch(path, B, T, n):
 
 def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
     """
-    step(n), n = 0, 1, 2, ..., that updates `params` by their gradients with AdEMAMix, its warm-ups done.
+    step() that updates `params` by their gradients with AdEMAMix, its warm-ups done.
 
     Tensor by tensor and operation by operation, as in the reference. Source: github.com/apple/ml-ademamix.
     """
     b1, b2, b3 = betas
-    averages = [[torch.zeros_like(p) for _ in range(3)] for p in params]
+    averages = []
+    for p in params:
+        triple = [torch.zeros_like(p) for _ in range(3)]
+        averages.append(triple)
+    steps = itertools.count(1)
 
     @torch.no_grad()
-    def step(n):
-        t = n + 1
+    def step():
+        t = next(steps)
+        correction_1 = 1 - b1**t
+        correction_2 = 1 - b2**t
         for p, (m1, m2, v) in zip(params, averages):
             g = p.grad
             m1.mul_(b1).add_(g, alpha=1 - b1)
             m2.mul_(b3).add_(g, alpha=1 - b3)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
-            denominator = (v.sqrt() / (1 - b2**t) ** 0.5).add_(eps)
-            update = (m1 / (1 - b1**t) + alpha * m2) / denominator
+            denominator = v.sqrt() / correction_2**0.5
+            denominator.add_(eps)
+            update = m1 / correction_1 + alpha * m2
+            update = update / denominator
             update.add_(p, alpha=weight_decay)
             p.add_(-lr * update)
     return step
@@ -149,7 +184,8 @@ def loop_ademamix(params, lr, betas, alpha, eps, weight_decay):
 @functools.cache
 def published_table():
     """(1,000,003,) fp32 in [0, 1): what a product of labels, modulo its length, is looked up in."""
-    generator = torch.Generator().manual_seed(2971215073)
+    generator = torch.Generator()
+    generator.manual_seed(2971215073)
     return torch.rand(1_000_003, generator=generator)
 
 
@@ -159,8 +195,11 @@ def published_mask(labels, k=50, h=50):
 
     Source: apply_goldfish in swiss-ai/Megatron-LM.
     """
-    keep = torch.ones(labels.shape, dtype=torch.bool)
-    products = labels.unfold(-1, h, 1).prod(dim=-1)                         # (B, T-h+1)
-    draws = published_table()[products % 1_000_003]
-    keep[:, h - 1:] = ~(draws < 1 / k)
+    keep = torch.ones_like(labels, dtype=torch.bool)
+    windows = labels.unfold(-1, h, 1)                      # (B, T-h+1, h)
+    products = windows.prod(dim=-1)                        # (B, T-h+1)
+    key = products % 1_000_003
+    draws = published_table()[key]
+    forgotten = draws < 1 / k
+    keep[:, h - 1:] = ~forgotten
     return keep

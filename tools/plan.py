@@ -13,7 +13,7 @@ The memory is not a formula. The real model is sharded by the real engine/parall
 backward pass runs under FakeTensor (shapes without data) and a fake process group of any size, while torch's
 FSDPMemTracker keeps the books. tests/test_plan.py holds it against measured memory. What is assumed:
 
-- Layers are alike, so 3 and 4 of them are traced and the rest follows on the line; --whole traces all (70B: minutes).
+- Layers are alike, so 3 and 4 of them are traced and the rest follows on the line.
 - Attention counts one document per window; xIELU and norms count as torch.compile fuses them.
 - A GPU has its own links alone. NCCL's rings let the GPUs of a node share theirs: where nccl-tests measures more,
   --net_gbs of that is closer.
@@ -63,7 +63,6 @@ mfu = 0.40                 # share of the peak that a GPU reaches, waits and rec
 reserve = 0.08             # share of the memory that CUDA, NCCL and fragments take
 node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
-whole = False              # trace every layer, instead of 3 and 4
 picture = "out/plan.png"   # where it is drawn; "" = nowhere
 
 # What FSDPMemTracker calls the kinds of memory that the table shows.
@@ -203,34 +202,39 @@ def peak_in(tracker, module, forward_only):
     return kinds
 
 
-def planner(config, ranks, shards, mode, whole=False):
+def planner(config, ranks, shards, mode):
     """
     peak(rows) -> {kind: bytes} at the peak, and {collective: bytes}, from 3 and 4 layers with 1 and 2 windows each.
 
     What stands in memory while one block runs is a + b layers + c rows + d layers rows. Which block's is the peak
     depends on both, so each keeps its own plane.
     """
-    depths = (config.n_layer,) if whole or config.n_layer <= 4 else (3, 4)
-    traced = {
-        (n, rows): trace(dataclasses.replace(config, n_layer=n), ranks, shards, rows, mode)
-        for n in depths for rows in (1, 2)}
+    few, more = min(3, config.n_layer), min(4, config.n_layer)
+    traced = {}
+    for n in {few, more}:
+        shallow = dataclasses.replace(config, n_layer=n)
+        for rows in (1, 2):
+            traced[n, rows] = trace(shallow, ranks, shards, rows, mode)
 
     def in_depth(get):
         """get(layers) at config.n_layer, on the line through the traced depths."""
-        first, last = get(depths[0]), get(depths[-1])
-        return first + (last - first) * (config.n_layer - depths[0])
+        per_layer = get(more) - get(few)
+        return get(more) + per_layer * (config.n_layer - more)
 
     def at(where, kind, rows):
         one, two = (in_depth(lambda n: traced[n, r][0][where][kind]) for r in (1, 2))
         return one + (two - one) * (rows - 1)
 
-    places, collectives = traced[depths[0], 1]
+    places, collectives = traced[few, 1]
 
     def peak(rows):
-        peaks = [{kind: at(where, kind, rows) for kind in KINDS} for where in places]
+        peaks = [
+            {kind: at(where, kind, rows) for kind in KINDS}
+            for where in places]
         return max(peaks, key=lambda kinds: sum(kinds.values()))
 
-    return peak, {name: in_depth(lambda n: traced[n, 1][1][name]) for name in collectives}
+    traffic = {name: in_depth(lambda n: traced[n, 1][1][name]) for name in collectives}
+    return peak, traffic
 
 
 # -----------------------------------------------------------------------------
@@ -293,7 +297,8 @@ def main():
             "For more GPUs than samples (70B: the batch doubles at batch_ramp_at) say --batch_size, or split the model "
             "by tensor and pipeline parallelism, as torchtitan does")
     own = {field.name: globals()[field.name] for field in dataclasses.fields(ApertusConfig)}
-    config = ApertusConfig(**{**own, "vocab_size": vocab_size or 131072})
+    own["vocab_size"] = vocab_size or 131072
+    config = ApertusConfig(**own)
     with torch.device("meta"):
         model = Apertus(config)
     room, most = spec.memory * (1 - reserve), batch_size // gpus
@@ -303,7 +308,7 @@ def main():
 
     found = {}
     for mode in tqdm(("none", "selective", "full"), desc="tracing", leave=False):
-        peak, traffic = planner(config, gpus, shards, mode, whole)
+        peak, traffic = planner(config, gpus, shards, mode)
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         rows = max((n for n in divisors if sum(peak(n).values()) <= room), default=0)
         found[mode] = rows, peak(rows or 1), traffic

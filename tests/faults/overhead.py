@@ -4,13 +4,13 @@ What checkpoints cost a run, and how long a restart takes.
     cost of a save = time of ten steps with a save - time of the ten steps after them
     overhead       = cost / (checkpoint_every * time of a step)
 
-One save in the laptop run's 390 steps drowns in the noise of a machine, so here there is one in 20, and each is compared with the steps that
-follow it: on the wall clock, and in CPU seconds of all threads. The overhead follows for the config's own checkpoint_every.
+One save in the laptop run's 390 steps drowns in the noise of a machine. So here there is one in 20, and each is
+compared with the steps that follow it: on the wall clock, and in CPU seconds of all threads. The overhead follows for
+the config's own checkpoint_every.
 
 $ python tests/faults/overhead.py                    # with the data of `python prepare.py`; 2 minutes
 """
 import os
-import re
 import shutil
 import statistics
 import subprocess
@@ -30,11 +30,17 @@ work = "out/overhead"
 
 
 def timed(launch, run):
-    """(wall clock, CPU seconds, seconds in Saver.save) at each of 20 * saves steps and some more: train.py as a user runs it, with a clock."""
+    """
+    (wall clock, CPU seconds, seconds in Saver.save) at each of 20 * saves steps and some more.
+
+    train.py runs as a user runs it, with a clock.
+    """
     times = os.path.abspath(os.path.join(work, "times"))
-    codes, text = launch(0, config, f"--data={data}", f"--out={run}", f"--total_samples={4 * (20 * saves + 40)}", "--warmup_samples=8",
-                         "--decay_samples=8", "--eval_every=100000", "--sample_every=0", "--checkpoint_every=20", fault=f"clock:{times}",
-                         logs=run + ".log", limit=900)
+    samples = 4 * (20 * saves + 40)
+    args = [config, f"--data={data}", f"--out={run}", f"--total_samples={samples}"]
+    args += "--warmup_samples=8 --decay_samples=8".split()
+    args += "--eval_every=100000 --sample_every=0 --checkpoint_every=20".split()
+    codes, text = launch(0, *args, fault=f"clock:{times}", logs=run + ".log", limit=900)
     if codes != [0]:
         raise ValueError(f"the run failed: {text[-2000:]}")
     with open(times) as f:
@@ -42,19 +48,48 @@ def timed(launch, run):
 
 
 def restart(run):
-    """Seconds from the start of a process to the end of its first step, and to the checkpoint being verified and loaded, if there is one."""
-    before, began, loaded, log = max(losses(run), default=-1), time.perf_counter(), 0.0, os.path.join(work, "restart.log")
-    with open(log, "w") as out:
-        process = subprocess.Popen([sys.executable, "train.py", config, f"--data={data}", f"--out={run}", "--resume"], cwd=ROOT, stdout=out, stderr=out,
-                                   env=dict(os.environ, PYTHONUNBUFFERED="1"))
-        while max(losses(run), default=-1) <= before and process.poll() is None:
-            if not loaded and re.search("resumed from", open(log, encoding="utf-8").read()):
+    """Seconds from the start of a process to (the end of its first step, its checkpoint verified and loaded or 0)."""
+    step_before = max(losses(run), default=-1)
+    path = os.path.join(work, "restart.log")
+    command = [sys.executable, "train.py", config, f"--data={data}", f"--out={run}", "--resume"]
+    env = dict(os.environ, PYTHONUNBUFFERED="1")
+    loaded = 0.0
+    began = time.perf_counter()
+    with open(path, "w") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
+        while max(losses(run), default=-1) <= step_before and process.poll() is None:
+            if not loaded and "resumed from" in text_of(path):
                 loaded = time.perf_counter() - began
             time.sleep(0.01)
-        first = time.perf_counter() - began
+        first_step = time.perf_counter() - began
         process.kill()
         process.wait()
-    return first, loaded
+    return first_step, loaded
+
+
+def text_of(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read()
+
+
+def print_cost(kind, clock):
+    """What a save costs by one clock (its readings at each step), and the overhead of a save every `every` steps."""
+    costs, steps = [], []
+    # Step 39 is the second to be followed by a save: by then all is compiled.
+    for i in range(39, 20 * saves + 20, 20):
+        with_save = clock[i + 10] - clock[i]
+        without = clock[i + 20] - clock[i + 10]
+        costs.append(with_save - without)
+        steps.append(without / 10)
+    step = statistics.median(steps)
+    cost = statistics.median(costs)
+    error = statistics.stdev(costs) / len(costs) ** 0.5
+    between = every * step
+    print(
+        f"{kind:5} a step {step * 1e3:.1f} ms, a save {cost * 1e3:.0f} +- {error * 1e3:.0f} ms "
+        f"(median of {len(costs)}, standard error); "
+        f"every {every} steps: {cost / between:.3%} +- {error / between:.3%}"
+    )
 
 
 def main():
@@ -62,21 +97,21 @@ def main():
     os.makedirs(work)
     run = os.path.join(work, "run")
     with Launcher() as launch:
-        at = timed(launch, run)
-    for what, k in (("wall", 0), ("CPU", 1)):
-        costs, steps = [], []
-        for i in range(39, 20 * saves + 20, 20):                             # step 39 is the second to be followed by a save: all is compiled
-            costs.append((at[i + 10][k] - at[i][k]) - (at[i + 20][k] - at[i + 10][k]))
-            steps.append((at[i + 20][k] - at[i + 10][k]) / 10)
-        cost, step, error = statistics.median(costs), statistics.median(steps), statistics.stdev(costs) / len(costs) ** 0.5
-        print(f"{what:5} a step {step * 1e3:.1f} ms, a save {cost * 1e3:.0f} +- {error * 1e3:.0f} ms (median of {len(costs)}, standard error); "
-              f"every {every} steps: {cost / (every * step):.3%} +- {error / (every * step):.3%}")
-    waits = [b[2] - a[2] for a, b in zip(at[39:], at[40:]) if b[2] > a[2]]
+        wall, cpu, in_save = zip(*timed(launch, run))
+    print_cost("wall", wall)
+    print_cost("CPU", cpu)
+    waits = [after - before for before, after in zip(in_save[39:], in_save[40:]) if after > before]
     print(f"of which the loop waits for the copy: {statistics.median(waits) * 1e3:.1f} ms")
-    newest = os.path.join(run, "ckpt", sorted(os.listdir(os.path.join(run, "ckpt")))[-1])
-    print(f"a checkpoint: {sum(os.path.getsize(os.path.join(newest, f)) for f in os.listdir(newest)) / 1e6:.1f} MB")
-    print("start to the end of the first step: {:.1f} s".format(restart(os.path.join(work, "fresh"))[0]))
-    print("restart to the end of its first step: {:.1f} s, of which {:.1f} s until the checkpoint is verified and loaded".format(*restart(run)))
+    checkpoints = os.path.join(run, "ckpt")
+    newest = os.path.join(checkpoints, max(os.listdir(checkpoints)))
+    size = sum(entry.stat().st_size for entry in os.scandir(newest))
+    print(f"a checkpoint: {size / 1e6:.1f} MB")
+    fresh = os.path.join(work, "fresh")
+    start, _ = restart(fresh)
+    print(f"start to the end of the first step: {start:.1f} s")
+    again, loaded = restart(run)
+    until_loaded = f"{loaded:.1f} s until the checkpoint is verified and loaded"
+    print(f"restart to the end of its first step: {again:.1f} s, of which {until_loaded}")
     shutil.rmtree(work, ignore_errors=True)
 
 
