@@ -30,7 +30,7 @@ from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it
 dtype = "float32"     # of the tensors written: float32 | bfloat16
-merge = False         # write a model with structured feed-forward layers as the dense one that it equals
+merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -297,6 +297,8 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     the layout: transformers 5 (ApertusForCausalLM).
     """
     parameters = model.named_parameters()
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
     if model.config.ffn != "dense":
         if not merge:
             raise ValueError(f"transformers' Apertus has no ffn={model.config.ffn!r}: "
@@ -624,8 +626,8 @@ def named(settings, key, path, added):
 # any model by its name
 
 
-def load_run(folder, device="cpu", dtype=None, spread=None):
-    """(model, Tokenizer) of a run folder, from its newest intact checkpoint. dtype, spread: as in load_hf."""
+def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
+    """(model, Tokenizer) of a run folder, from its newest intact checkpoint. dtype, spread, base: as in load_any."""
     config_file = f"{folder}/config.json"
     if not os.path.isfile(config_file):
         raise ValueError(f"no run in {folder!r} (no config.json there): "
@@ -636,6 +638,8 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
         raise ValueError(f"{folder} has no checkpoint yet: "
                          f"it writes the first after {config['checkpoint_every']} steps")
     path, manifest = found
+    if config.get("lora_r"):
+        return load_adapters_of_run(config, path, device, dtype, base)
     names = [field.name for field in dataclasses.fields(ApertusConfig)]
     guided = False
     with torch.device("meta" if spread else device):
@@ -654,32 +658,92 @@ def load_run(folder, device="cpu", dtype=None, spread=None):
     tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):  # a run of posttrain/sft.py or qrpo.py: the end of a turn ends the text
         tok.eos = tok.id_of("<|assistant_end|>")
-    return (model if dtype is None else model.to(dtype)), tok
+    return quantised(model if dtype is None else model.to(dtype), base), tok
 
 
-def load_any(name, device="cpu", dtype=None, spread=None):
-    """(model, Tokenizer) of a run folder, a Hugging Face folder or a hub name. dtype: None keeps that of the files."""
+def load_any(name, device="cpu", dtype=None, spread=None, base=""):
+    """
+    (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
+    put on the model that they name.
+
+    dtype: None keeps that of the files. spread: as in load_hf. base: int8 or nf4 quantises the matrices
+    (posttrain/quantised.py), the adapters excepted.
+    """
+    if os.path.isfile(f"{name}/adapter_config.json"):
+        return load_adapter(name, device, dtype, base)
     missing_run = name.startswith("out") and not os.path.exists(f"{name}/config.json")
     if os.path.isdir(f"{name}/ckpt") or missing_run:
-        return load_run(name, device, dtype, spread)
+        return load_run(name, device, dtype, spread, base)
     folder = local(name)
+    if os.path.isfile(f"{folder}/adapter_config.json"):
+        return load_adapter(folder, device, dtype, base)
     tok = tokenizer_from_hf(folder)  # before the weights, which take minutes: an error comes early
     model = load_hf(folder, device, dtype, spread)
-    return model, fitting(tok, model, folder)
+    return quantised(model, base), fitting(tok, model, folder)
 
 
-def load_ready(name, device, dtype):
+def quantised(model, base):
+    """The model, its matrices in 8 or 4 bits if base says so."""
+    if base:
+        from posttrain.quantised import quantise
+
+        quantise(model, base)
+    return model
+
+
+def load_adapter(folder, device, dtype, base):
+    """(model, Tokenizer) of a folder that PEFT or posttrain/ has written, on the base model that it names."""
+    from posttrain import lora
+
+    _, name = lora.read_settings(folder)
+    model, tok, start = load_base(name, folder, device, dtype, base)
+    lora.load(model, folder, start)
+    return model, tok
+
+
+def load_adapters_of_run(config, path, device, dtype, base):
+    """The same from the checkpoint `path` of a run of posttrain/, whose settings are config."""
+    from posttrain import lora
+
+    settings = lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
+    model, tok, start = load_base(config["init_from"], path, device, dtype, base)
+    if start[:16] != config["start_hash"]:
+        raise ValueError(f"{path} was trained on other weights than those of {config['init_from']} today")
+    lora.adapt(model, settings)
+    checkpoint.load(path, model)
+    if "<|assistant_end|>" in tok.special:
+        tok.eos = tok.id_of("<|assistant_end|>")
+    return model, tok
+
+
+def load_base(name, adapter, device, dtype, base):
+    """The model that adapters were trained on, its tokenizer, and the hash of its weights before they are quantised."""
+    if not name:
+        raise ValueError(f"{adapter} does not say which model it belongs to: write its folder or hub name as "
+                         "base_model_name_or_path into adapter_config.json")
+    try:
+        model, tok = load_any(name, device, dtype)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{adapter} is an adapter of {name}: {e}") from None
+    start = checkpoint.fingerprint(model)
+    return quantised(model, base), tok, start
+
+
+
+
+def load_ready(name, device, dtype, base=""):
     """
     (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
 
-    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token.
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base: as
+    in load_any.
     """
     device = pick_device(device)
     if dtype == "auto":
         wanted = torch.bfloat16 if device == "cuda" else None
     else:
         wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted)
+    model, tok = load_any(name, device, wanted, base=base)
     return model.eval(), tok
 
 
@@ -698,6 +762,16 @@ def fitting(tok, model, folder):
     return tok
 
 
+def merge_adapters(model):
+    """Adapters, if there are any, become part of the matrices in `dtype`; says what its rounding has left of them."""
+    from posttrain import lora
+
+    if not lora.adapted(model):
+        return
+    kept = lora.merge(model, getattr(torch, dtype))
+    print(f"merged: {kept:.1%} of the adapters' update survives the rounding to {dtype}")
+
+
 def main():
     if not load:
         raise ValueError("say what to read: --load=out/laptop, a Hugging Face folder or a hub name; "
@@ -706,6 +780,8 @@ def main():
         written_before(save)  # refuses a folder before a large model is read
     model, tokenizer = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
+    if save and merge:
+        merge_adapters(model)
     if save:
         save_hf(model, save, tokenizer, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")

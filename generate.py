@@ -262,7 +262,8 @@ def lay_out_for_decoding(model):
     """
     embedding = model.model.embed_tokens.weight  # rows of it are looked up
     for module in model.modules():
-        if not isinstance(module, Linear) or module.weight is embedding:
+        dense = isinstance(module, Linear) and "weight" in module._parameters
+        if not dense or module.weight is embedding:
             continue
         weight = module.weight
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32

@@ -24,6 +24,7 @@ top_p = 0.95                 # keep the likeliest tokens up to this probability;
 seed = 28                    # of the sampling
 device = "auto"              # cuda | mps | cpu
 dtype = "auto"               # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
+base = ""                    # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 compile = False              # compile the decoding step: half a minute, then about twice as fast; not for --chat
 chat = False                 # a conversation in Apertus' chat format (posttrain/talk.py)
 system = ""                  # its system message; "" = the published one
@@ -33,7 +34,7 @@ tools = ""                   # a JSON list of tools the model may call: [{"name"
 
 def load():
     """The model, laid out for the way in which it will generate, and its tokenizer."""
-    model, tok = convert.load_ready(init_from, device, dtype)
+    model, tok = convert.load_ready(init_from, device, dtype, base)
     # Compiled code wants matrices by rows.
     if chat or not compile:
         lay_out_for_decoding(model)

@@ -36,6 +36,18 @@ from engine.files import NO_LOCKS, flush, lock_file, make_folder, sha256, write_
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
+def fingerprint(model):
+    """Which weights these are, on whatever device: sha256 over the first 64 values of every tensor, in fp32."""
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        # A sharded tensor is gathered, one at a time.
+        p = p.full_tensor() if hasattr(p, "full_tensor") else p
+        first = p.detach().flatten()[:64].float()
+        digest.update(name.encode())
+        digest.update(first.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def everyone(value, group):
     """The values of all ranks, in order of rank; [value] for one process. Every rank of the group must call it."""
     if not group:
@@ -54,8 +66,12 @@ def is_first(group):
 
 
 def tensors_of(model, optimizer):
-    """Everything that training changes, as one flat dict: {"model/NAME": weight, "exp_avg/NAME": state, ...}."""
-    names = {p: name for name, p in model.named_parameters()}
+    """
+    Everything that training changes, as one flat dict: {"model/NAME": weight, "exp_avg/NAME": state, ...}.
+
+    The frozen base of adapters is not in it: it is where the run found it.
+    """
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for p, name in names.items()}
     for p, state in optimizer.state.items():
         for kind, value in state.items():
@@ -294,7 +310,7 @@ def load(path, model, optimizer=None):
         saved = reader.read_metadata().state_dict_metadata
     except Exception as e:  # of any kind: a foreign file in a folder with our manifest
         raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
-    params = dict(model.named_parameters())
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for name, p in params.items()}
     want = {key: tuple(t.shape) for key, t in tensors.items()}
     have = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model/")}

@@ -293,6 +293,8 @@ def recompute_activations(model, mode):
     if mode == "none":
         return
     wide = model.config.ffn_width
+    # The rank of adapters (posttrain/lora.py): their second product is as large as the matrix's, and cheap.
+    rank = max((p.shape[0] for name, p in model.named_parameters() if name.endswith("lora_A.weight")), default=0)
     aten = torch.ops.aten
     attention = {
         aten._scaled_dot_product_flash_attention.default,
@@ -303,7 +305,10 @@ def recompute_activations(model, mode):
         torch.ops.higher_order.flex_attention}
 
     def policy(ctx, op, *args, **kwargs):
-        narrow = op is aten.mm.default and wide not in (args[0].shape[-1], args[1].shape[-1])
+        narrow = False
+        if op is aten.mm.default:
+            inner, outer = args[0].shape[-1], args[1].shape[-1]
+            narrow = wide not in (inner, outer) and inner > rank
         keep = narrow or op in attention
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 

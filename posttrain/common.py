@@ -24,6 +24,8 @@ from data import permute
 from engine import checkpoint, runs
 from engine.hardware import pick_device
 from engine.parallel import Ranks, shard, square_norm
+from posttrain import lora
+from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
@@ -31,18 +33,29 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 # by the hash of their content, references by their own settings.json.
 FREE = {
     "out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack",
-    "rank_every", "checkpoint_every", "keep_checkpoints",
+    "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
 }
+# Settings of adapters, which decide nothing where all weights are trained.
+OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
 
 
 # -----------------------------------------------------------------------------
 # the start model
 
 
-def start_model(name, device, dtype, ranks=None):
-    """
-    The start model with fp32 weights and activations in dtype, and its tokenizer.
+def adapters_of(config):
+    """What --lora_r and its like ask for, under PEFT's names (posttrain/lora.py); None: all weights are trained."""
+    if not config.get("lora_r"):
+        return None
+    return lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
 
+
+def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, seed=28):
+    """
+    The start model, with activations in dtype, and its tokenizer. model.start says which weights these are, as a hash.
+
+    base: what the weights are held in: fp32, or if adapters are trained beside them bf16, int8 or nf4
+    (posttrain/quantised.py). adapters: as adapters_of returns them; seed: of their initial values.
     With sharded ranks (fsdp, hsdp) each rank reads its own shards from the files, and none ever holds the whole model
     (70B: 282 GB). ValueError if model and tokenizer do not belong together, or if the tokenizer cannot write a chat.
     """
@@ -54,13 +67,29 @@ def start_model(name, device, dtype, ranks=None):
         register_fsdp_forward_method(model, "hidden")
 
     sharded = ranks and ranks.sharded
-    model, tok = convert.load_any(name, device, torch.float32, spread if sharded else None)
+    if base not in DTYPES:
+        raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
+    if base != "fp32" and not adapters:
+        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
+                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
+    if sharded and adapters:
+        raise ValueError(f"parallel={ranks.mode} shards what is trained, and adapters are small: --parallel=ddp")
+    model, tok = convert.load_any(name, device, DTYPES[base], spread if sharded else None)
     needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
     missing = [token for token in needed if token not in tok.special]
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
     model.dtype = dtype
+    model.start = checkpoint.fingerprint(model)
+    if base in ("int8", "nf4"):
+        quantise(model, base)
+    if adapters:
+        lora.adapt(model, adapters, seed)
     return model, tok
+
+
+# What a base is loaded in; None: as its file has it, before its matrices are quantised.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
 
 def window(max_length, model):
@@ -137,7 +166,8 @@ def collect(model, ranks, clip):
     A sum is the gradient of the step, since each loss was divided by the count of the whole step. FSDP has summed its
     shards already. A rank that had no micro-batch adds zeros.
     """
-    for p in model.parameters():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if ranks.size > 1 and not ranks.sharded:
@@ -146,7 +176,7 @@ def collect(model, ranks, clip):
     norm = math.sqrt(square)
     scale = min(1.0, clip / (norm + 1e-6))
     if scale < 1:
-        for p in model.parameters():
+        for p in trained:
             p.grad.mul_(scale)
     return norm
 
@@ -220,15 +250,16 @@ def save_if_due(config, done, last, model, opt, ranks):
         checkpoint.save(folder, done, model, opt, dict(config=config), config["keep_checkpoints"], ranks.files)
 
 
-def end(out, model, tok, done, steps, ranks):
+def end(config, model, tok, done, steps, ranks):
     """After the loop: the model for transformers, or how a stopped run goes on."""
+    out = config["out"]
     if not ranks.first:
         return
     runs.forget_stop(out)
     if done < steps:
         print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
     else:
-        export(out, model, tok, ranks)
+        export(config, model, tok, ranks)
 
 
 def describe_run(out, config, model, tok):
@@ -238,8 +269,18 @@ def describe_run(out, config, model, tok):
     checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(content, indent=1))
 
 
-def export(out, model, tok, ranks):
-    """The model in out/hf, for transformers. Shards are read back from the last checkpoint, whole, by one process."""
+def export(config, model, tok, ranks):
+    """
+    Adapters in out/adapter, for PEFT, or the model in out/hf, for transformers.
+
+    Shards are read back from the last checkpoint, whole, by one process.
+    """
+    out = config["out"]
+    if adapters := adapters_of(config):
+        lora.save(model, adapters, f"{out}/adapter", config["init_from"], model.start)
+        print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for PEFT: {out}/adapter; "
+              f"as one model: python convert.py --load={out} --save={out}/hf --merge")
+        return
     tok.eos = tok.special["<|assistant_end|>"]      # the text of a chat model ends where its turn does
     model = convert.load_run(out)[0] if ranks.sharded else model
     convert.save_hf(model, os.path.join(out, "hf"), tok)
@@ -256,7 +297,8 @@ def go_on(out, model, opt, config, ranks):
     if not found:
         return 0
     path, manifest = found
-    compared = {name: value for name, value in config.items() if name not in FREE}
+    free = FREE if config["lora_r"] or manifest["config"].get("lora_r") else FREE | OF_ADAPTERS
+    compared = {name: value for name, value in config.items() if name not in free}
     runs.refuse_another(path, manifest["config"], compared)
     checkpoint.load(path, model, opt)
     return manifest["step"]

@@ -148,20 +148,19 @@ def off(model):
 
 
 @torch.no_grad()
-def merge(model):
+def merge(model, dtype=torch.float32):
     """
-    Replace each adapted matrix by W + (B A) s, computed in fp32 and kept in W's dtype. Changes the model.
+    Replace each adapted matrix by W + (B A) s, computed in fp32 and kept in dtype. Changes the model.
 
     Returns the share of the update that the rounding into that dtype has left: 1 in fp32; of an update a thousandth as
-    large as W, bf16 keeps half. It is the norm of the projection of what changed on what should have changed.
+    large as W, bf16 keeps half. It is what the change has in common with the wanted one, projected on it.
     """
     kept = wanted = 0.0
     for name, layer in adapted(model).items():
         update = (layer.lora_B.weight @ layer.lora_A.weight) * layer.scale         # (out, in)
-        weight = layer.frozen()
-        before = weight.float()
-        after = (before + update).to(weight.dtype)
-        kept += ((after.float() - before) * update).sum().item()
+        before = layer.frozen().to(update.dtype)
+        after = (before + update).to(dtype)
+        kept += ((after.to(update.dtype) - before) * update).sum().item()
         wanted += update.square().sum().item()
         dense = Linear(layer.in_features, layer.out_features)
         dense.weight = nn.Parameter(after)
@@ -240,17 +239,22 @@ def read_settings(folder):
 
 
 @torch.no_grad()
-def load(model, folder):
+def load(model, folder, base_hash=""):
     """
     Put the adapter of a folder on its base model: what adapt() does, with the file's values. Returns the settings.
 
+    base_hash: the fingerprint of that model, if it is known; a file that names another one was not trained on it.
     ValueError names a tensor that is missing, too many or of another shape; the model is of no use then.
     """
-    settings, _ = read_settings(folder)
+    settings, base = read_settings(folder)
     adapt(model, settings)
     path = os.path.join(folder, "adapter_model.safetensors")
     own = {PREFIX + name: p for name, p in model.named_parameters() if ".lora_" in name}
     with safe_open(path, "pt") as file:
+        trained_on = (file.metadata() or {}).get("base", "")
+        if base_hash and trained_on not in ("", base_hash):
+            raise ValueError(f"{path} was trained on other weights than those of {base} today: their hashes are "
+                             f"{trained_on[:16]} and {base_hash[:16]}")
         names = set(file.keys())
         for name in sorted(names ^ own.keys()):
             state = "lacks" if name in own else "holds, and this model has no,"

@@ -24,9 +24,9 @@ g = log pi / pi_ref and l = log pi:
 With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Apertus: beta 5, clamped to at most 0.1).
 
 First n completions per prompt are sampled from the start model and scored once, and their log-probs under it are
-stored, so that no second model is held. Then comes a plain loop. All is cached in out/<run>/references: kill it
-anywhere, --resume goes on. After SIGTERM, SIGUSR2, or a file named `stop` in the run folder, all ranks save at the end
-of the step and leave.
+stored, so that no second model is held; beside adapters (--lora_r) it is the same model with the adapters off. Then
+comes a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on. After SIGTERM, SIGUSR2,
+or a file named `stop` in the run folder, all ranks save at the end of the step and leave.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float
@@ -56,18 +56,18 @@ from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
 from engine import checkpoint, runs
 from engine.hardware import pick_dtype
-from engine.parallel import drop_gathered, gradients, orderly_exit, stop_signals
+from engine.parallel import drop_gathered, gradients, orderly_exit, recompute_activations, stop_signals
 from generate import generate
-from posttrain import collapse
+from posttrain import collapse, lora
 from posttrain.common import (
-    begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, column, fingerprint, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
+    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -83,6 +83,13 @@ dtype = "auto"                  # float32 | bfloat16, of activations; weights, s
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; to sample, each rank loads the whole model
 seed = 28
 date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
+# what is trained (posttrain/lora.py)
+lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
+lora_alpha = 32.0               # their update counts alpha / r
+lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
+base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
+recompute = "none"              # activations that backward computes again: none | selective | full
 # references and pairs
 n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
 use_references = True           # train on the references too (off-policy data), not only on "completions" (offline)
@@ -160,7 +167,7 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
     made_from = dict(
-        start=fingerprint(model),
+        start=model.start,
         tokenizer=tok.hash,
         data=digest(rows),
         prompts=digest(prompts),
@@ -190,14 +197,16 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     pools, q_refs = zip(*found)
 
     # log-probs of what may be trained on. They do not depend on the rewards, so that runs with others can share them.
+    # Beside adapters nothing is stored, see reference_of.
     def finished(c):
         return c["ids"][-1] == end and sum(map(len, c["text"])) <= longest
 
     able = [list(filter(finished, pool)) for pool in pools]
     kept = list(itertools.chain(*able))
-    texts = [c["text"] for c in kept]
-    for c, value in zip(kept, reference_logp(model, texts, cache, ranks)):
-        c["ref_logp"] = value
+    if not lora_r:
+        texts = [c["text"] for c in kept]
+        for c, value in zip(kept, reference_logp(model, texts, cache, ranks)):
+            c["ref_logp"] = value
 
     candidates = []
     for pool in able:
@@ -368,7 +377,9 @@ def main():
 
 
 def align(ranks, device):
-    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks)
+    adapters = adapters_of(globals())
+    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
+    recompute_activations(model, recompute)
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)
     score = load_reward(rewards, device) if rewards else None
@@ -404,13 +415,16 @@ def align(ranks, device):
         data_hash=digest(rows)[:16],
         rewards_hash=version,
         tokenizer_hash=tok.hash[:16],
+        start_hash=model.start[:16],
     )
     start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
     with stop_signals() as signals:
         for step in (bar := progress(start, steps, ranks)):
             batch = [couples[k] for k in items(step, batch_size, n, epochs, seed)]
-            known = known_of(batch, q_refs)
+            # Adapters have their reference at hand: the base below them.
+            ref = reference_of(model, batch, ranks) if adapters else stored(batch)
+            known = known_of(batch, q_refs, ref)
 
             # Forward and backward.
             logp = forward_backward(model, batch, known, ranks)             # (pairs, 2), of all ranks
@@ -438,7 +452,7 @@ def align(ranks, device):
             save_if_due(config, done, done == steps or stopping, model, opt, ranks)
             if stopping:
                 break
-    end(out, model, tok, done, steps, ranks)
+    end(config, model, tok, done, steps, ranks)
 
 
 def strength():
@@ -447,18 +461,35 @@ def strength():
     return beta or usual, beta_max if length_norm else 0.0
 
 
-def known_of(batch, q_refs):
+def each(name, batch):
+    """A number of every completion of a step's pairs, (pairs, 2), the better one first."""
+    values = [c[name] for c in completions_of(batch)]
+    return torch.tensor(values).view(-1, 2)
+
+
+def stored(batch):
+    """log pi_ref of a step's pairs, (pairs, 2), as it was computed before the first step."""
+    return each("ref_logp", batch)
+
+
+@torch.no_grad()
+def reference_of(model, batch, ranks):
+    """The same from a model with adapters, while they are off."""
+    ref = torch.zeros(len(batch), 2)
+    with lora.off(model):
+        for part, _ in slices(len(batch), micro_batch, ranks):
+            texts = [c["text"] for c in completions_of(batch[part])]
+            ref[part] = sequence_logp(model, texts).view(-1, 2).cpu()
+    return torch.tensor(ranks.add(*ref.flatten())).view_as(ref)
+
+
+def known_of(batch, q_refs, ref):
     """
     What the loss knows of a step's pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
 
     ref, reward, q, length, beta and log_z as posttrain/losses.py wants them; tokens: the completions' lengths.
     """
-    def each(name):
-        values = [c[name] for c in completions_of(batch)]
-        return torch.tensor(values).view(-1, 2)
-
-    ref = each("ref_logp")
-    tokens = each("length")
+    tokens = each("length", batch)
     length = tokens if length_norm else torch.ones_like(tokens)
     b = effective_beta(ref, length, *strength())
     log_z = beta_log_z(b, transform)
@@ -467,8 +498,8 @@ def known_of(batch, q_refs):
         log_z = discrete_beta_log_z(own[:, None], b)
     return SimpleNamespace(
         ref=ref,
-        reward=each("reward"),
-        q=TRANSFORMS[transform](each("q"), n_refs - bool(loo)),
+        reward=each("reward", batch),
+        q=TRANSFORMS[transform](each("q", batch), n_refs - bool(loo)),
         tokens=tokens,
         length=length,
         beta=b,

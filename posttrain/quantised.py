@@ -4,9 +4,10 @@ A frozen base in 8 or 4 bits, for LoRA (posttrain/lora.py) and for decoding: a q
     int8    q = round(w / s),  s = max |w| / 127 of each row                        8.01 bits a weight
     nf4     w / max |w| of each 64 weights, rounded to the nearest of 16 values     4.13 bits a weight
 
-The 16 values of NF4 (QLoRA, arXiv 2305.14314) are quantiles of a normal distribution, 8 above zero, 7 below and an exact
-zero, so that normally distributed weights use each of them equally often. The maxima are themselves quantised: their
-mean is taken off, and 8 bits each remain, with one fp32 scale for 256 of them. bitsandbytes decodes these bits to the same weights.
+The 16 values of NF4 (QLoRA, arXiv 2305.14314) are quantiles of a normal distribution, 8 above zero, 7 below and an
+exact zero, so that normally distributed weights use each of them equally often. The maxima are themselves quantised:
+their mean is taken off, and 8 bits each remain, with one fp32 scale for 256 of them. bitsandbytes decodes these bits to
+the same weights.
 
     relative error of W x        bf16    int8    nf4
     Gaussian weights             .002    .009    .09
@@ -210,4 +211,5 @@ def quantise(model, base):
         if isinstance(module, Linear) and not isinstance(module, Quantised):
             parent, _, leaf = name.rpartition(".")
             setattr(model.model.layers.get_submodule(parent), leaf, Quantised(module.weight, base))
+            model.in_bits += module.weight.numel()
     return model

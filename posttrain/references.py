@@ -35,18 +35,6 @@ from tokenizer import IN_TEXT, read_json
 # the folder
 
 
-def fingerprint(model):
-    """Which weights these are, on whatever device: sha256 over the first 64 values of every tensor, in fp32."""
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        # A sharded tensor is gathered, one at a time.
-        p = p.full_tensor() if hasattr(p, "full_tensor") else p
-        first = p.detach().flatten()[:64].float()
-        digest.update(name.encode())
-        digest.update(first.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def same_or_refuse(path, made_from, ranks):
     """
     References made for one start model, data set and seed are not for another: ValueError names the difference.

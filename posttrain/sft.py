@@ -49,10 +49,10 @@ from configurator import run, settings
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.hardware import can_compile, pick_dtype
-from engine.parallel import gradients, orderly_exit, stop_signals
+from engine.parallel import gradients, orderly_exit, recompute_activations, stop_signals
 from posttrain import collapse
 from posttrain.common import (
-    begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
 
 # -----------------------------------------------------------------------------
@@ -68,6 +68,13 @@ parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; 8B w
 compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" without a system message; fixed, so that a run can be repeated
+# what is trained (posttrain/lora.py)
+lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
+lora_alpha = 32.0               # their update counts alpha / r
+lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
+base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
+recompute = "none"              # activations that backward computes again: none | selective | full
 # layout
 max_length = 0                  # tokens; 0 = the model's window. What is longer is dropped and counted, never cut
 pack = False                    # False: one conversation per row, padded, as Apertus; True: several, apart in attention
@@ -273,7 +280,9 @@ def main():
 
 
 def tune(ranks, device):
-    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks)
+    adapters = adapters_of(globals())
+    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
+    recompute_activations(model, recompute)
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
     conversations, bad, learnt, sha = tokenized(folder, tok, data, longest, date, ranks)
@@ -293,6 +302,7 @@ def tune(ranks, device):
         max_length=longest,
         data_hash=sha[:16],
         tokenizer_hash=tok.hash[:16],
+        start_hash=model.start[:16],
     )
     start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
@@ -327,7 +337,7 @@ def tune(ranks, device):
             save_if_due(config, done, done == steps or stopping, model, opt, ranks)
             if stopping:
                 break
-    end(out, model, tok, done, steps, ranks)
+    end(config, model, tok, done, steps, ranks)
 
 
 def forward_backward(model, rows, n_tokens, pad, ranks, device):

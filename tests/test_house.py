@@ -64,6 +64,7 @@ MAY = {
 # Single modules that one module may use all the same.
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}
 LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert", "sample")}
+LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
 LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")}
 
 

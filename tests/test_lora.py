@@ -7,6 +7,7 @@ tests/golden/lora: a tiny ApertusForCausalLM and three adapters, made by peft 0.
 import json
 import math
 import os
+import re
 import shutil
 
 import numpy as np
@@ -15,9 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import convert
-from conftest import ROOT
-from model import Linear
-from posttrain import lora
+import tokenizer
+from conftest import ROOT, script
+from engine import plot
+from engine.parallel import Ranks
+from model import Apertus, ApertusConfig, Linear
+from posttrain import common, lora, qrpo
+from posttrain.references import sequence_logp
 
 GOLDEN = os.path.join(ROOT, "tests", "golden", "lora")
 VALUES = np.load(os.path.join(GOLDEN, "io.npz"))
@@ -103,7 +108,7 @@ def test_the_merged_matrix_is_pefts_bit_for_bit(case):
 def test_a_merge_in_fp64_gives_the_adapters_logits():
     model = with_adapter("all")[0].double()
     before = logits(model)
-    lora.merge(model)
+    lora.merge(model, torch.float64)
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-12)
 
 
@@ -120,7 +125,7 @@ def test_bf16_keeps_the_share_of_an_update_that_its_rounding_allows(relative, su
     size = (layer.lora_B.weight @ layer.lora_A.weight).norm() / layer.weight.norm()
     layer.scale = relative / size.item()
     layer.weight.data = layer.weight.data.bfloat16()
-    assert lora.merge(holder) == pytest.approx(survives, abs=0.02)
+    assert lora.merge(holder, torch.bfloat16) == pytest.approx(survives, abs=0.02)
 
 
 # -----------------------------------------------------------------------------
@@ -259,3 +264,192 @@ def test_an_adapter_of_another_model_is_refused_by_its_first_tensor(tmp_path, ch
     save_file(tensors, path)
     with pytest.raises(ValueError, match=complaint):
         lora.load(base(), str(folder))
+
+
+# -----------------------------------------------------------------------------
+# runs of SFT and QRPO, as a user starts them
+
+TINY = dict(block_size=512, vocab_size=320, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=128, init_std=0.1)
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A model as a Hugging Face folder, conversations, prompts and a reward."""
+    root = tmp_path_factory.mktemp("lora")
+    convert.save_hf(Apertus(ApertusConfig(**TINY)), str(root / "model"), tokenizer.load("byte"))
+    asked = [dict(role="user", content=f"say {i % 6}") for i in range(24)]
+    said = [dict(role="assistant", content="ab"[i % 2] * (1 + i % 5)) for i in range(24)]
+    write_rows(root / "chats.jsonl", [dict(messages=list(pair)) for pair in zip(asked, said)])
+    # The model is not trained, and seldom ends: what is learnt from are given completions.
+    write_rows(root / "prompts.jsonl", [dict(messages=[q], completions=["a", "ab", "cd e"]) for q in asked[:6]])
+    (root / "reward.py").write_text("def reward(prompt, completion):\n    return sum(map(ord, completion)) % 97\n")
+    return root
+
+
+def arguments(start, out):
+    """The command line of a run of SFT with adapters: 12 steps."""
+    return [
+        f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", "--batch_size=4",
+        "--micro_batch=2", "--epochs=2", "--lr=1e-2", "--dtype=float32", "--rank_every=4", "--checkpoint_every=4",
+        "--lora_r=4", "--lora_alpha=8",
+    ]
+
+
+def tune(start, out, *args):
+    return script("posttrain.sft", *arguments(start, out), *args)
+
+
+@pytest.fixture(scope="module")
+def tuned(start):
+    done = tune(start, start / "tuned")
+    assert done.returncode == 0, done.stderr
+    return start / "tuned"
+
+
+def losses(out):
+    return [entry["loss"] for entry in plot.read_log(str(out))]
+
+
+def answers(name, **how):
+    model, _ = convert.load_any(str(name), **how)
+    with torch.no_grad():
+        return model(IDX)[0]
+
+
+def test_a_run_learns_and_its_folder_holds_adapters_alone(start, tuned):
+    log = losses(tuned)
+    assert len(log) == 12 and sum(log[-3:]) < 0.9 * sum(log[:3])
+    assert set(os.listdir(tuned)) >= {"adapter", "ckpt", "config.json"} and not os.path.exists(tuned / "hf")
+    newest = sorted(os.listdir(tuned / "ckpt"))[-1]
+    held = set()
+    for file in (tuned / "ckpt" / newest).glob("*.safetensors"):
+        held |= load_file(file).keys()
+    assert held and all(".lora_" in name for name in held)
+
+
+def test_run_adapter_and_merged_model_are_one(start, tuned, tmp_path):
+    """Within the rounding of fp32: the sum W x + s B A x, or of the matrices before the product."""
+    want = answers(tuned)
+    assert torch.equal(answers(tuned / "adapter"), want)
+    assert not torch.allclose(answers(start / "model"), want, atol=1e-2)
+    done = script("convert.py", f"--load={tuned}", f"--save={tmp_path / 'hf'}", "--merge")
+    assert done.returncode == 0 and "100.0% of the adapters' update survives" in done.stdout, done.stderr
+    torch.testing.assert_close(answers(tmp_path / "hf"), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_merge_into_bf16_says_what_survives(tuned, tmp_path):
+    done = script("convert.py", f"--load={tuned / 'adapter'}", f"--save={tmp_path}", "--merge", "--dtype=bfloat16")
+    share = float(re.search(r"merged: ([\d.]+)% of the adapters' update", done.stdout)[1])
+    assert done.returncode == 0 and 50 < share < 101
+    assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_an_export_of_adapters_wants_to_be_told_to_merge(tuned, tmp_path):
+    done = script("convert.py", f"--load={tuned}", f"--save={tmp_path / 'hf'}")
+    assert done.returncode == 2 and "--merge adds the adapters" in done.stderr
+
+
+def test_peft_reads_the_adapter_of_a_run(start, tuned):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    published = transformers.AutoModelForCausalLM.from_pretrained(start / "model", dtype=torch.float32).eval()
+    with torch.no_grad():
+        theirs = peft.PeftModel.from_pretrained(published, tuned / "adapter")(IDX).logits
+    torch.testing.assert_close(theirs, answers(tuned), rtol=0, atol=1e-4)
+
+
+def test_stopped_and_resumed_a_run_ends_in_the_same_bits(start, tuned, tmp_path):
+    shutil.copytree(tuned, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    shutil.rmtree(sorted((tmp_path / "run" / "ckpt").iterdir())[-1])
+    done = tune(start, tmp_path / "run", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(answers(tmp_path / "run"), answers(tuned)) and losses(tmp_path / "run") == losses(tuned)
+
+
+def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path):
+    args = (*arguments(start, tmp_path / "two"), "--parallel=ddp")
+    codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
+    assert codes == [0, 0], text
+    assert losses(tmp_path / "two") == pytest.approx(losses(tuned), rel=1e-5)
+    torch.testing.assert_close(answers(tmp_path / "two"), answers(tuned), rtol=1e-4, atol=1e-4)
+
+
+def test_sharding_what_is_small_is_refused(start, tmp_path):
+    with pytest.raises(ValueError, match="adapters are small: --parallel=ddp"):
+        common.start_model(str(start / "model"), "cpu", torch.float32, Ranks("fsdp"), adapters=dict(r=4))
+
+
+@pytest.mark.parametrize("changed", ["--lora_r=2", "--lora_alpha=4", "--lora_on=q_proj", "--lora_rs=True"])
+def test_a_run_does_not_go_on_with_other_adapters(start, tuned, changed):
+    done = tune(start, tuned, "--resume", changed)
+    assert done.returncode == 2 and changed[2:].split("=")[0] in done.stderr
+
+
+@pytest.mark.parametrize("base", ["int8", "nf4", "bf16"])
+def test_a_run_on_a_small_base_learns_too(start, tuned, tmp_path, base):
+    done = tune(start, tmp_path / "run", f"--base={base}", "--recompute=full")
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=0.1)
+
+
+def test_recomputing_changes_no_bit(start, tuned, tmp_path):
+    for mode in ("full", "selective"):
+        done = tune(start, tmp_path / mode, f"--recompute={mode}")
+        assert done.returncode == 0 and losses(tmp_path / mode) == losses(tuned), done.stderr
+
+
+def test_a_quantised_base_is_not_trained(start, tmp_path):
+    done = tune(start, tmp_path / "run", "--lora_r=0", "--base=nf4")
+    assert done.returncode == 2 and "--lora_r=16 trains adapters beside frozen weights in nf4" in done.stderr
+
+
+def test_an_adapter_whose_base_has_changed_is_refused(start, tuned, tmp_path):
+    other = Apertus(ApertusConfig(**TINY), seed=29)
+    convert.save_hf(other, str(tmp_path / "model"), tokenizer.load("byte"))
+    shutil.copytree(tuned / "adapter", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(path.read_text()), "base_model_name_or_path": str(tmp_path / "model")}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="was trained on other weights than those of"):
+        convert.load_any(str(tmp_path / "adapter"))
+    path.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match="is an adapter of .*gone"):
+        convert.load_any(str(tmp_path / "adapter"))
+
+
+def align(start, out, *args):
+    return script(
+        "posttrain.qrpo", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}",
+        f"--rewards={start / 'reward.py'}", f"--out={out}", "--n_refs=4", "--max_new_tokens=12", "--batch_size=4",
+        "--micro_batch=2", "--lr=1e-2", "--epochs=3", "--pairs_per_prompt=0", "--dtype=float32",
+        "--optimizer=adamw", *args,
+    )
+
+
+def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, tmp_path):
+    """At step 0 policy and reference are one, whichever way its log-probs came: the loss of the full run."""
+    done = align(start, tmp_path / "lora", "--lora_r=4", f"--references={tmp_path / 'shared'}")
+    assert done.returncode == 0, done.stderr
+    assert not [name for name in os.listdir(tmp_path / "shared") if name.startswith("logp")]
+    full = align(start, tmp_path / "full", f"--references={tmp_path / 'shared'}")
+    assert full.returncode == 0, full.stderr
+    ours, stored = losses(tmp_path / "lora"), losses(tmp_path / "full")
+    assert ours[0] == pytest.approx(stored[0], rel=1e-5) and ours[-1] != ours[0]
+    assert os.path.exists(tmp_path / "lora" / "adapter" / "adapter_config.json")
+
+
+def test_the_reference_below_trained_adapters_is_the_start_models(start, tuned, monkeypatch):
+    """Bit for bit, in the same micro-batches."""
+    model, _ = convert.load_any(str(tuned))
+    plain, _ = convert.load_any(str(start / "model"))
+    texts = [([1, 70, 71], [72, 73]), ([1, 80], [90, 91, 92])]
+    batch = [(0, dict(text=texts[0]), dict(text=texts[1]))]
+    monkeypatch.setattr(qrpo, "micro_batch", 2)
+    found = qrpo.reference_of(model, batch, Ranks("none"))
+    with torch.no_grad():
+        assert torch.equal(found, sequence_logp(plain, texts).view(1, 2))
+        assert not torch.equal(found, sequence_logp(model, texts).view(1, 2))

@@ -249,11 +249,11 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
 
 def test_a_start_model_is_known_by_every_one_of_its_weights():
     model = Apertus(ApertusConfig(**TINY))
-    seen = {references.fingerprint(model)}
+    seen = {checkpoint.fingerprint(model)}
     for name, p in model.named_parameters():
         with torch.no_grad():
             p.view(-1)[0] += 1
-        seen.add(references.fingerprint(model))
+        seen.add(checkpoint.fingerprint(model))
     assert len(seen) == 1 + len(list(model.parameters()))
 
 

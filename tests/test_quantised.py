@@ -18,9 +18,12 @@ from posttrain.quantised import (
     CODE, Quantised, eight_bit_code, int8_dense, nf4_dense, of_8_bits, quantise, to_8_bits, to_int8, to_nf4,
 )
 
-# bitsandbytes 0.50.2, quantize_4bit(w, blocksize=64, quant_type="nf4") of w (200, 128), without and with double quantisation
+# bitsandbytes 0.50.2, quantize_4bit(w, blocksize=64, quant_type="nf4") of w (200, 128), without and with double
+# quantisation.
 BITSANDBYTES = np.load(os.path.join(ROOT, "tests", "golden", "nf4.npz"))
-CONFIG = ApertusConfig(block_size=32, vocab_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=128, init_std=0.1)
+CONFIG = ApertusConfig(
+    block_size=32, vocab_size=128, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=128, init_std=0.1,
+)
 
 
 def golden(name):
