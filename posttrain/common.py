@@ -52,7 +52,7 @@ def adapters_of(config):
 
 def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, seed=28):
     """
-    The start model, with activations in dtype, and its tokenizer. model.start says which weights these are, as a hash.
+    The start model, with activations in dtype, and its tokenizer. model.start says which weights lie below adapters.
 
     base: what the weights are held in: fp32, or if adapters are trained beside them bf16, int8 or nf4
     (posttrain/quantised.py). adapters: as adapters_of returns them; seed: of their initial values.
@@ -80,7 +80,7 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
     model.dtype = dtype
-    model.start = checkpoint.fingerprint(model)
+    model.start = checkpoint.fingerprint(model) if adapters else ""
     if base in ("int8", "nf4"):
         quantise(model, base)
     if adapters:

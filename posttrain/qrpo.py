@@ -167,7 +167,7 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
     made_from = dict(
-        start=model.start,
+        start=model.start or checkpoint.fingerprint(model),
         tokenizer=tok.hash,
         data=digest(rows),
         prompts=digest(prompts),

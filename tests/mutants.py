@@ -62,6 +62,7 @@ ALSO = {
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "kit": ["test_ablate", "test_memorize", "test_qrpo"],
     "losses": ["test_qrpo"],
+    "quantised": ["test_lora"],
     "model": ["test_speed"],
     "parallel": ["test_train", "test_step"],
     "peers": ["test_bench"],

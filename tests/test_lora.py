@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -379,8 +380,9 @@ def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path):
 
 
 def test_sharding_what_is_small_is_refused(start, tmp_path):
+    ranks = SimpleNamespace(mode="fsdp", sharded=True)
     with pytest.raises(ValueError, match="adapters are small: --parallel=ddp"):
-        common.start_model(str(start / "model"), "cpu", torch.float32, Ranks("fsdp"), adapters=dict(r=4))
+        common.start_model(str(start / "model"), "cpu", torch.float32, ranks, adapters=dict(r=4))
 
 
 @pytest.mark.parametrize("changed", ["--lora_r=2", "--lora_alpha=4", "--lora_on=q_proj", "--lora_rs=True"])

@@ -105,7 +105,7 @@ def small(command, root):
         "engine.plot": f"--out={root}/plot.png",
         "studies.explain": f"--out={root}",
         "tools.plan": f"configs/tiny.py --vocab_size=320 --gpus=2 --picture={root}/plan.png",
-        "posttrain.sft": f"{model} --out={root}/sft {tuning}",
+        "posttrain.sft": f"{model} --out={root}/{abs(hash(command))} {tuning}",
         "posttrain.qrpo": f"{model} --out={root}/qrpo --n_refs=2 --max_new_tokens=8 {tuning}",
         "studies.ablate": f"--report --out={root}/results/ablations",
         "evaluate.py": f"{model} --limit=2 --out={root}/evaluate",
