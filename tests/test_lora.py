@@ -180,6 +180,16 @@ def test_a_rank_or_a_matrix_that_cannot_be_is_refused_by_name(r, on, complaint):
         lora.adapt(base(), lora.settings_of(r, 8, on))
 
 
+@pytest.mark.parametrize("excluded", [["v_proj"], "model.layers.*.v_proj", ["model.layers.0.self_attn.v_proj"]])
+def test_the_same_matrices_are_left_out_as_by_peft(excluded):
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    settings = dict(r=2, lora_alpha=2, target_modules=["q_proj", "v_proj"], exclude_modules=excluded)
+    published = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(GOLDEN, "base"))
+    names = peft.get_peft_model(published, peft.LoraConfig(**settings)).state_dict()
+    theirs = {name.split(".lora_A.")[0].removeprefix(lora.PREFIX) for name in names if ".lora_A." in name}
+    assert set(lora.adapted(lora.adapt(base(), settings))) == theirs
+
+
 # -----------------------------------------------------------------------------
 # files
 
