@@ -9,7 +9,6 @@ A repository is read as safetensors and JSON, and nothing in it is run. A config
 does not do is refused by name, and so is a tokenizer that would give other ids than transformers does.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -217,6 +216,24 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
         model = Apertus(config)
     if spread:
         spread(model)
+    for name, p, file in stored(folder, model):
+        if hasattr(p, "to_local"):
+            fill_shard(p, file.get_slice(name))
+        else:
+            owner, _, leaf = name.rpartition(".")
+            tensor = file.get_tensor(name).to(device=device, dtype=dtype)
+            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
+    if config.tie_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def stored(folder, model):
+    """
+    Where the values of each parameter lie: yields (name, parameter, the open safetensors file that holds it).
+
+    ValueError: missing, extra or misshapen tensors; the missing ones are told last.
+    """
     empty = dict(model.named_parameters())
     for name, file in tensor_files(folder).items():
         owner, _, leaf = name.rpartition(".")
@@ -225,24 +242,16 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
             if not math.isclose(value, CONSTANTS[leaf], rel_tol=0.02):  # fp16 rounds -1e-6 to -1.013e-6
                 raise ValueError(f"{folder}: {name} is {value}, and model.py has {CONSTANTS[leaf]}")
             continue
-        if name == "lm_head.weight" and config.tie_embeddings:
+        if name == "lm_head.weight" and model.config.tie_embeddings:
             continue
-        rows = file.get_slice(name)
-        shape = rows.get_shape()
+        shape = file.get_slice(name).get_shape()
         p = empty.pop(name, None)
         want = "no such tensor" if p is None else list(p.shape)
         if shape != want:
             raise ValueError(f"{folder}: tensor {name} {shape} is not what config.json describes: {want}")
-        if hasattr(p, "to_local"):
-            fill_shard(p, rows)
-        else:
-            tensor = file.get_tensor(name).to(device=device, dtype=dtype)
-            setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
+        yield name, p, file
     if empty:
         raise ValueError(f"{folder}: {len(empty)} tensors are missing, {next(iter(empty))} among them")
-    if config.tie_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model
 
 
 @torch.no_grad()
@@ -640,10 +649,9 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     path, manifest = found
     if config.get("lora_r"):
         return load_adapters_of_run(config, path, device, dtype, base)
-    names = [field.name for field in dataclasses.fields(ApertusConfig)]
     guided = False
     with torch.device("meta" if spread else device):
-        model = Apertus(ApertusConfig(**{name: config[name] for name in names if name in config}))
+        model = Apertus(ApertusConfig.of(config))
         if manifest["config"].get("self_guided"):
             from studies import structured
 
@@ -729,6 +737,44 @@ def load_base(name, adapter, device, dtype, base):
     return quantised(model, base), tok, start
 
 
+
+
+def start_of(name):
+    """
+    What train.py --init_from needs to know of a model before it reads its weights: (ApertusConfig, Tokenizer, path).
+
+    path: of a checkpoint or of a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
+    """
+    adapters = ValueError(f"{name} holds adapters: make one model of them first, "
+                          f"python convert.py --load={name} --save=FOLDER --merge")
+    if os.path.isdir(f"{name}/ckpt"):
+        config = read_json(f"{name}/config.json")
+        found = checkpoint.newest_intact(f"{name}/ckpt")
+        if not found:
+            raise ValueError(f"{name} has no checkpoint yet")
+        if config.get("lora_r"):
+            raise adapters
+        return ApertusConfig.of(config), tokenizers.load_for(name), found[0]
+    if os.path.isfile(f"{name}/adapter_config.json"):
+        raise adapters
+    folder = local(name)
+    config_file = f"{folder}/config.json"
+    if not os.path.isfile(config_file):
+        raise ValueError(f"{folder} is no model: it has no config.json and no checkpoints")
+    return config_from_hf(read_json(config_file)), tokenizer_from_hf(folder), folder
+
+
+@torch.no_grad()
+def fill(model, path):
+    """Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows."""
+    if os.path.isfile(f"{path}/manifest.json"):
+        checkpoint.load(path, model)
+        return
+    for name, p, file in stored(path, model):
+        if hasattr(p, "to_local"):
+            fill_shard(p, file.get_slice(name))
+        else:
+            p.copy_(file.get_tensor(name))
 
 
 def load_ready(name, device, dtype, base=""):

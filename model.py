@@ -71,6 +71,12 @@ class ApertusConfig:
             fits = max(divisors, default=1)
             raise ValueError(f"{big}={a} is not divisible by {small}={b}: try {small}={fits}")
 
+    @classmethod
+    def of(cls, settings):
+        """The shape among the settings of a run, as its script or its config.json has them (a dict)."""
+        names = cls.__dataclass_fields__
+        return cls(**{name: settings[name] for name in names if name in settings})
+
     @property
     def head_dim(self):
         return self.n_embd // self.n_head

@@ -79,6 +79,21 @@ BYTES = [bytes([b]) for b in range(256)]
 # vocabularies
 
 
+def first_difference(a, b):
+    """The first id of which two Tokenizers have different tokens: (id, a's, b's), None where one has none; or None."""
+    def token_of(tok):
+        pieces = dict(zip(tok.ids, tok.pieces))
+        control = {i: name for name, i in tok.special.items()}
+        return pieces | control
+
+    mine = token_of(a)
+    yours = token_of(b)
+    for i in sorted(mine.keys() | yours.keys()):
+        if mine.get(i) != yours.get(i):
+            return i, mine.get(i), yours.get(i)
+    return None
+
+
 class Tokenizer:
     """
     One vocabulary. Its attributes:

@@ -24,6 +24,8 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -45,6 +47,7 @@ from schedule import cosine, samples_at, steps_in, wsd
 # the run
 out = "out/run"                 # its folder
 data = "data/stdlib"            # what prepare.py wrote
+init_from = ""                  # begin with the weights of a run folder, a Hugging Face folder or a hub name
 resume = False                  # go on from the folder's newest intact checkpoint, or start if there is none
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
@@ -154,6 +157,7 @@ class Run:
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
+    begin: object = None            # of --init_from: its tok, and fill(model)
 
 
 # -----------------------------------------------------------------------------
@@ -190,7 +194,7 @@ def open_data():
         train = TokenDataset(data, "train", block_size, seed, *goldfish)
     val = TokenDataset(data, "val", block_size, seed)
     found = train.meta["vocab_size"]
-    if vocab_size and vocab_size != found:
+    if vocab_size and vocab_size != found and not init_from:
         raise ValueError(f"{data} was made by a tokenizer of {found} ids ({train.meta['tokenizer']}) and the model has "
                          f"vocab_size={vocab_size}: prepare the data with --tokenizer=apertus, or set vocab_size=0")
     return train, val
@@ -201,6 +205,7 @@ def set_up():
     All that a run needs but its folder and the other ranks; nothing is written yet. ValueError:
     what cannot work.
     """
+    begin = take_shape() if init_from else None
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
     work_dtype = pick_dtype(dtype, where)
@@ -209,14 +214,49 @@ def set_up():
     rows = ranks.micro_batch(batch_size, micro_batch)
     tok = tokenizer.load_for(data)
     meta = train.meta
+    if begin:
+        check_vocabulary(tok, begin.tok)
     config = settings(globals())
-    config.update(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
-    shape = ApertusConfig(**{field.name: config[field.name] for field in dataclasses.fields(ApertusConfig)})
+    ids = vocab_size if begin else meta["vocab_size"]
+    config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    shape = ApertusConfig.of(config)
     guides = None
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
         guides = Guides(config, shape)
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin)
+
+
+def take_shape():
+    """
+    Of --init_from: the settings of the model become those of the start model, but for its window and RoPE where the
+    user says otherwise. Returns the start: its tok, and fill(model), which gives a model its weights. ValueError:
+    another shape is asked for.
+    """
+    import convert      # here, since other runs need not wait for it
+
+    theirs, tok, path = convert.start_of(init_from)
+    asked = globals().get("_asked", set())
+    for name, value in vars(theirs).items():
+        ours = globals()[name]
+        free = name == "block_size" or name.startswith("rope_")
+        if name not in asked or ours == value or name == "vocab_size" and not ours:
+            globals()[name] = value
+        elif not free:
+            raise ValueError(f"{name}={ours!r}, but {init_from} has {value!r}: leave it out, the start decides it")
+    if block_size > theirs.block_size:
+        print(f"warning: windows of {block_size} tokens, and {init_from} has seen {theirs.block_size} at once: "
+              "its RoPE may need another rope_theta")
+    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path))
+
+
+def check_vocabulary(tok, start):
+    """ValueError, naming the first id, if the data were made with other ids than those of the start model."""
+    found = tokenizer.first_difference(tok, start)
+    if found:
+        i, ours, theirs = found
+        raise ValueError(f"{data} was made with another vocabulary than that of {init_from}: id {i} is {ours!r} there "
+                         f"and {theirs!r} in the model (None: no such id); prepare the data with the model's tokenizer")
 
 
 def build(run):
@@ -412,6 +452,13 @@ def validate(run, model, windows, step, tokens, began, log):
     return nats, bpb
 
 
+def validate_start(run, model, began, log):
+    """The curve of a run that goes on from another model begins with what that one knows."""
+    model.eval()
+    validate(run, model, eval_windows, 0, 0, began, log)
+    model.train()
+
+
 def finish(run, model, steps, began, log):
     """
     After the last save: the last validation, and summary.json, by which a run is known to be
@@ -523,6 +570,9 @@ def pretrain(run, stop):
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
+    fresh = run.begin and not start     # --init_from, and no checkpoint of this run yet
+    if fresh:
+        run.begin.fill(model)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
@@ -548,6 +598,8 @@ def pretrain(run, stop):
     flops = model.flops_per_token(block_size)
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
+    if fresh and eval_every:
+        validate_start(run, model, began, log)
     if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:

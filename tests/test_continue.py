@@ -1,0 +1,164 @@
+"""
+train.py --init_from: a run that begins with the weights of another model, against evaluate.py's loss of that model,
+against the run that was never stopped, and on two ranks against one.
+"""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+import convert
+import tokenizer
+from conftest import ROOT, script
+from data import TokenDataset
+from engine import plot
+from model import Apertus, ApertusConfig
+from posttrain import lora
+
+SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64)
+RUN = ["--total_samples=64", "--warmup_samples=8", "--decay_samples=16", "--batch_size=8", "--micro_batch=4",
+       "--lr=1e-3", "--lr_floor=1e-4", "--dtype=float32", "--sample_every=0", "--eval_every=4", "--eval_windows=8",
+       "--checkpoint_every=2", "--keep_checkpoints=9", "--compile=False"]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """Data, a run of train.py on it, and the same model as a Hugging Face folder."""
+    root = tmp_path_factory.mktemp("continue")
+    files = [os.path.join(ROOT, name) for name in ("model.py", "data.py", "train.py")]
+    assert script("prepare.py", *files, f"--out={root / 'data'}", "--tokenizer=byte").returncode == 0
+    shape = [f"--{name}={value}" for name, value in SHAPE.items()]
+    done = script("train.py", f"--data={root / 'data'}", f"--out={root / 'start'}", "--block_size=64", *shape, *RUN)
+    assert done.returncode == 0, done.stderr
+    assert script("convert.py", f"--load={root / 'start'}", f"--save={root / 'hf'}").returncode == 0
+    return root
+
+
+def go_on(lab, out, *args, start="start"):
+    """A run that begins where another ended; it is told nothing of the model's shape."""
+    return script(
+        "train.py", f"--data={lab / 'data'}", f"--init_from={lab / start}", f"--out={out}", "--seed=29", *RUN, *args,
+    )
+
+
+@pytest.fixture(scope="module")
+def continued(lab):
+    done = go_on(lab, lab / "continued")
+    assert done.returncode == 0, done.stderr
+    return lab / "continued"
+
+
+def log(out):
+    return plot.read_log(str(out))
+
+
+def validation(out):
+    return [entry["val_loss"] for entry in log(out) if "val_loss" in entry]
+
+
+def weights(out):
+    return dict(convert.load_run(str(out))[0].named_parameters())
+
+
+def same(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def refused(done, *says):
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in says), done.stderr
+
+
+def test_the_curve_begins_with_the_loss_of_the_start_model(lab, continued):
+    """Before the first step, on the same validation windows as evaluate.py."""
+    model = convert.load_run(str(lab / "start"))[0]
+    idx, targets, keep, doc = TokenDataset(str(lab / "data"), "val", 64, 29).batch(0, 8)
+    with torch.no_grad():
+        _, nll = model(idx, targets, keep, doc, per_token=True)
+    first = log(continued)[0]
+    assert first["step"] == first["tokens"] == 0
+    assert first["val_loss"] == pytest.approx(((nll * keep).sum() / keep.sum()).item(), rel=1e-6)
+    assert validation(continued)[-1] < first["val_loss"]
+
+
+def test_optimizer_schedule_and_order_are_new(lab, continued):
+    steps = [entry for entry in log(continued) if "loss" in entry]
+    assert [entry["step"] for entry in steps] == list(range(8)) and steps[0]["lr"] == 0
+    assert not same(weights(continued), weights(lab / "start"))
+
+
+def test_a_hugging_face_folder_starts_the_same_run(lab, continued, tmp_path):
+    assert go_on(lab, tmp_path / "run", start="hf").returncode == 0
+    assert same(weights(tmp_path / "run"), weights(continued))
+
+
+def test_stopped_and_resumed_it_ends_in_the_same_bits(lab, continued, tmp_path):
+    shutil.copytree(continued, tmp_path / "run")
+    os.remove(tmp_path / "run" / "summary.json")
+    for step in ("step-00000006", "step-00000008"):
+        shutil.rmtree(tmp_path / "run" / "ckpt" / step)
+    done = go_on(lab, tmp_path / "run", "--resume")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+    assert same(weights(tmp_path / "run"), weights(continued))
+    assert validation(tmp_path / "run") == validation(continued)
+
+
+@pytest.mark.parametrize("ranks, parallel", [(2, "ddp"), (2, "fsdp")])
+def test_two_processes_begin_and_end_as_one(launch, lab, continued, tmp_path, ranks, parallel):
+    args = [f"--data={lab / 'data'}", f"--init_from={lab / 'hf'}", f"--out={tmp_path / 'run'}", "--seed=29", *RUN]
+    codes, text = launch(ranks, *args, f"--parallel={parallel}", script="train", logs=tmp_path / "log")
+    assert codes == [0] * ranks, text[-2000:]
+    assert validation(tmp_path / "run") == pytest.approx(validation(continued), abs=2e-5)
+
+
+def test_window_and_rope_may_change_and_nothing_else_of_the_shape(lab, tmp_path):
+    done = go_on(lab, tmp_path / "short", "--block_size=32", "--rope_theta=1e6")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    assert config["block_size"] == 32 and config["rope_theta"] == 1e6 and config["n_embd"] == 32
+    done = go_on(lab, tmp_path / "long", "--block_size=128")
+    assert done.returncode == 0 and "has seen 64 at once" in done.stdout
+    refused(go_on(lab, tmp_path / "other", "--n_embd=64"), "n_embd=64", "has 32")
+    assert not os.path.exists(tmp_path / "other")
+
+
+def test_data_of_another_vocabulary_are_refused_by_their_first_id(lab, tmp_path):
+    """The same number of ids is not enough: here two of them have changed places."""
+    shutil.copytree(lab / "hf", tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer.json"
+    saved = json.loads(path.read_text())
+    vocab = saved["model"]["vocab"]
+    ids = {i: piece for piece, i in vocab.items()}
+    vocab[ids[100]], vocab[ids[101]] = 101, 100
+    path.write_text(json.dumps(saved))
+    done = script(
+        "train.py", f"--data={lab / 'data'}", f"--init_from={tmp_path / 'hf'}", f"--out={tmp_path / 'run'}", *RUN,
+    )
+    refused(done, "id 100", "another vocabulary")
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_the_first_difference_of_two_vocabularies():
+    byte, other = tokenizer.load("byte"), tokenizer.load("byte")
+    assert tokenizer.first_difference(byte, other) is None
+    names = list(byte.special)
+    names[5] = "<other>"
+    assert tokenizer.first_difference(byte, tokenizer.Tokenizer("x", byte.pieces, names)) == (
+        5, list(byte.special)[5], "<other>")
+    fewer = tokenizer.Tokenizer("x", byte.pieces[:-1], list(byte.special))
+    assert tokenizer.first_difference(fewer, byte) == (319, None, byte.pieces[-1])
+
+
+@pytest.mark.parametrize("name, says", [("nowhere", "is neither a folder here"), ("data", "no config.json")])
+def test_a_start_that_is_no_model_is_told_in_one_line(lab, tmp_path, name, says):
+    refused(go_on(lab, tmp_path / "run", start=name), says)
+
+
+def test_adapters_are_no_start(lab, tmp_path):
+    model = lora.adapt(Apertus(ApertusConfig(**SHAPE, vocab_size=320)), lora.settings_of(2, 2, "all"))
+    lora.save(model, lora.settings_of(2, 2, "all"), str(tmp_path / "adapter"), "base", "")
+    done = script("train.py", f"--data={lab / 'data'}", f"--init_from={tmp_path / 'adapter'}", *RUN)
+    refused(done, "holds adapters", "--merge")
