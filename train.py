@@ -580,8 +580,7 @@ def pretrain(run, stop):
     # A step across the border belongs to the next stage.
     if run.train.stop is not None:
         end = min(end, steps_until(run.train.stop))
-    # If no step is left, the run was killed between its last checkpoint and its summary, or it
-    # is finished.
+    # If no step is left, the run was killed before it had written its summary, or is finished.
     last = start >= end
     if last and has_summary(samples_before(start) * block_size):
         raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or "
