@@ -28,7 +28,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import csv
-import dataclasses
 import glob
 import math
 import os
@@ -135,9 +134,8 @@ def read_run(folder, arm, lr, seed):
         raise ValueError(f"{folder}: log.jsonl does not end with a validation: "
                          "delete the folder and run the study again")
     config = read_json(f"{folder}/config.json")
-    shape = {f.name: config[f.name] for f in dataclasses.fields(ApertusConfig) if f.name in config}
     with torch.device("meta"):
-        model = Apertus(ApertusConfig(**shape))
+        model = Apertus(ApertusConfig.of(config))
     end = validations[-1]
     # One batch says little about the training loss: the mean of the last twentieth does.
     last_steps = steps[-max(1, len(steps) // 20) :]

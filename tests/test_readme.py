@@ -85,6 +85,8 @@ def small_training(command, root):
     args = [*TINY, f"--data={root}/data", f"--out={root}/{out}"]
     if "8b.py" in command:
         args += ["--vocab_size=0", "--batch_ramp_at=0"]
+    if "continue" in command:
+        args += [f"--init_from={root}/run", "--alpha_warmup=0"]
     if "--resume" in command:
         args += ["--total_samples=40"]
     if "--ffn" in command:

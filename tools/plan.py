@@ -296,9 +296,7 @@ def main():
             f"batch_size={batch_size} cannot be split over {gpus} GPUs: {nearest_divisors(batch_size, gpus)} can. "
             "For more GPUs than samples (70B: the batch doubles at batch_ramp_at) say --batch_size, or split the model "
             "by tensor and pipeline parallelism, as torchtitan does")
-    own = {field.name: globals()[field.name] for field in dataclasses.fields(ApertusConfig)}
-    own["vocab_size"] = vocab_size or 131072
-    config = ApertusConfig(**own)
+    config = ApertusConfig.of({**globals(), "vocab_size": vocab_size or 131072})
     with torch.device("meta"):
         model = Apertus(config)
     room, most = spec.memory * (1 - reserve), batch_size // gpus
