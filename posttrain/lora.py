@@ -31,7 +31,7 @@ import re
 import torch
 import torch.nn as nn
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_bytes
 
 from engine.files import write_flushed
 from model import Linear, generator_of
@@ -207,9 +207,8 @@ def save(model, settings, folder, base, base_hash):
             weight = getattr(layer, part).weight.detach()
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             tensors[f"{PREFIX}{name}.{part}.weight"] = weight.float().cpu().contiguous()
-    path = os.path.join(folder, "adapter_model.safetensors")
-    save_file(tensors, path + ".tmp", metadata={"format": "pt", "base": base_hash})
-    os.replace(path + ".tmp", path)
+    content = safetensors_bytes(tensors, metadata={"format": "pt", "base": base_hash})
+    write_flushed(os.path.join(folder, "adapter_model.safetensors"), content)
     config = {**USUAL, **settings, "base_model_name_or_path": base}
     write_flushed(os.path.join(folder, "adapter_config.json"), json.dumps(config, indent=1))
 
