@@ -392,6 +392,14 @@ def say(tok, monkeypatch):
     return say
 
 
+@pytest.mark.parametrize("stops, answer", [
+    ([";", ","], "one"), ([",", ";"], "one"), (["three"], "one, two; "), (["", ";"], "one, two"), ([], "one, two; three"),
+])
+def test_an_answer_ends_before_the_earliest_of_its_stops_whatever_their_order(model, say, tok, stops, answer):
+    say("one, two; three")
+    assert evaluate.continue_texts(model, tok, ["a"], stops, 40) == [answer]
+
+
 def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok, monkeypatch):
     answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
     rows = [dict(question="?", answer=answer) for answer in answers]

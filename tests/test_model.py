@@ -83,6 +83,37 @@ def test_chunked_loss_has_the_gradients_of_the_full_one_in_fp64(name, monkeypatc
         torch.testing.assert_close(p.grad, full[n], rtol=1e-9, atol=1e-12)
 
 
+def test_a_frozen_head_has_no_gradient_built_for_it():
+    """Of the 8B it would take 2 GB. What the loss keeps for its backward pass are the two gradients."""
+    model, io = golden("hf_tiny_a")
+    _, loss = model(io["idx"], io["targets"])
+    assert [t.shape for t in loss.grad_fn.saved_tensors] == [(io["idx"].numel(), 64), model.lm_head.weight.shape]
+    model.lm_head.requires_grad_(False)
+    _, loss = model(io["idx"], io["targets"])
+    of_h, of_head = loss.grad_fn.saved_tensors
+    assert of_h is not None and of_head is None
+
+
+@pytest.mark.parametrize("V, device, rows", [
+    (131_072, "cuda", 512), (131_072, "cpu", 512),         # 268 MB in fp32
+    (2**14, "cpu", 256), (2048, "cpu", 2048),              # 16 MB
+    (2048, "cuda", 2**15), (100, "cpu", 2**15), (2**20, "cpu", 128),
+])
+def test_the_logits_held_at_a_time_take_as_much_as_the_page_says(V, device, rows):
+    assert model_file.chunk_rows(V, device) == rows
+
+
+def test_compiled_attention_in_bf16_stays_causal_and_inside_documents():
+    """By its formula, which torch.compile fuses for short windows: against fp32, to bf16's digits."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 24, 16, generator=generator) for heads in (4, 2, 2))
+    doc = torch.tensor([[0] * 10 + [1] * 14, [0] * 3 + [1] * 21])
+    want = model_file.causal_attention(q, k, v, doc)
+    half = (x.bfloat16() for x in (q, k, v))
+    found = torch.compile(model_file.causal_attention)(*half, doc)
+    torch.testing.assert_close(found.float(), want, rtol=0, atol=0.03)
+
+
 # Heads, kv heads, head dim, layers, ffn, theta, first position.
 @pytest.mark.parametrize("H, K, D, L, ffn, theta, past", [
     (5, 1, 16, 2, 70, 5e5, 0),                             # an odd number of heads, multi-query
@@ -430,3 +461,15 @@ def test_flops_are_the_published_ones():
         seventy = Apertus(ApertusConfig(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008))
     assert eight.flops_per_token(4096) == pytest.approx(48.3e9, rel=2e-3)
     assert seventy.flops_per_token(4096) == pytest.approx(433.3e9, rel=2e-3)
+
+
+def test_frozen_matrices_cost_four_flops_per_token_instead_of_six():
+    """2 forward and 2 for the gradient of what went in; none for their own. Attention costs as much as before."""
+    model = Apertus(ApertusConfig(block_size=8, vocab_size=96, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24))
+    matrices = 2 * (16 * 16 * 2 + 16 * 8 * 2 + 16 * 24 * 2) + 96 * 16
+    attention = 6 * 2 * 2 * 8 * 8
+    assert model.flops_per_token(8) == 6 * matrices + attention
+    model.requires_grad_(False)
+    assert model.flops_per_token(8) == 4 * matrices + attention
+    model.lm_head.requires_grad_(True)
+    assert model.flops_per_token(8) == 4 * matrices + 2 * 96 * 16 + attention

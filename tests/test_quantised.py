@@ -156,6 +156,8 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
     gone = {name for name, _ in model.named_parameters()} - kept.keys()
     assert gone == {name for name, p in model.named_parameters() if "layers" in name and p.ndim == 2}
     assert all(torch.equal(p, dict(model.named_parameters())[name]) for name, p in kept.items())
+    assert small.num_params() == model.num_params()
+    assert small.flops_per_token(32) == model.requires_grad_(False).flops_per_token(32)
     idx = torch.arange(32)[None]
     assert relative(small(idx)[0], model(idx)[0]) < (0.03 if base == "int8" else 0.3)
 
