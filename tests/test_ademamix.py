@@ -207,6 +207,13 @@ def test_a_slow_average_survives_bf16():  # 1 - 0.9999^20,000 = 0.8647; rounded 
     assert abs(nearest[0] - 0.0312) < 1e-3
 
 
+def test_the_command_prints_the_average_beside_its_closed_form(capsys):  # 1 - 0.99^100 = 0.6340
+    module.print_rounding(steps=100, w=0.01)
+    said = capsys.readouterr().out
+    assert "slow average of 100 gradients of 1 (exact 0.6340): fp32 0.6340," in said
+    assert float(said.split("stochastic")[1]) == pytest.approx(0.634, abs=0.002)
+
+
 def test_shards_move_like_whole_tensors_and_go_through_a_distributed_checkpoint(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

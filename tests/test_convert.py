@@ -45,15 +45,29 @@ def test_transformers_reads_our_export_and_gives_our_logits_and_ids(tmp_path, ti
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == [tok.bos, *tok.encode(text)]
 
 
-def test_out_and_in_again_is_bit_exact(tmp_path):
-    model = Apertus(CONFIG)
+@pytest.mark.parametrize("tied", [False, True])
+def test_out_and_in_again_is_bit_exact(tmp_path, tied):
+    config = replace(CONFIG, tie_embeddings=tied)
+    model = Apertus(config)
     convert.save_hf(model, str(tmp_path), tokenizer.load("byte"), shard_bytes=30_000)
     shards = [file for file in os.listdir(tmp_path) if file.endswith(".safetensors")]
     assert len(shards) > 2
     back, tok = convert.load_any(str(tmp_path))
-    assert back.config == CONFIG
+    assert back.config == config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+    assert torch.equal(model(torch.arange(9)[None])[0], back(torch.arange(9)[None])[0])
     assert tok.hash == tokenizer.load("byte").hash
+
+
+@pytest.mark.parametrize("most, sizes", [
+    (12, [[3], [2, 1], [4]]),       # in order, each file as full as it may be: 12 bytes are 3 numbers
+    (11, [[3], [2], [1], [4]]),     # a tensor that is larger than a file may be has its own
+    (39, [[3, 2, 1], [4]]),
+    (40, [[3, 2, 1, 4]])])
+def test_a_file_of_weights_is_no_larger_than_asked(most, sizes):
+    tensors = [(str(n), torch.zeros(n)) for n in (3, 2, 1, 4)]
+    files = convert.in_files(iter(tensors), most)
+    assert [[len(tensor) for tensor in shard.values()] for shard in files.values()] == sizes
 
 
 def test_in_and_out_again_is_the_published_file(tmp_path):
@@ -98,6 +112,8 @@ def test_a_config_that_asks_for_something_else_is_refused_by_name(tmp_path, chan
 
 def test_stray_keys_of_the_released_config_are_accepted(tmp_path):
     stray = dict(qk_norm=True, post_norm=False, mlp_bias=False, torch_dtype="bfloat16", use_cache=True)
+    # What transformers 4 wrote into every config, and nanotron's converter into some.
+    stray.update(pruned_heads={}, pretraining_tp=1, partial_rotary_factor=1.0)
     convert.load_hf(edited(tmp_path, **stray))
 
 
@@ -227,6 +243,18 @@ def test_killed_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(tm
         step += 1
     assert [s for i, s in enumerate(seen) if s != seen[i - 1]] == ["old", "none", "new"]
     assert seen.count("none") > 5
+
+
+def test_a_first_export_that_was_killed_can_be_made_again(tmp_path, monkeypatch):
+    """What it left behind counts as ours at every moment."""
+    step, done = 0, False
+    while not done:
+        folder = str(tmp_path / str(step))
+        done = export_until(monkeypatch, step, Apertus(SMALL), folder, shard_bytes=12_000)
+        convert.save_hf(Apertus(SMALL), folder)
+        assert {convert.LIST, *LAYOUT} == set(os.listdir(folder))
+        step += 1
+    assert step > 10
 
 
 def test_a_full_disk_leaves_the_old_export_whole(tmp_path, monkeypatch):

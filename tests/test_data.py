@@ -14,7 +14,7 @@ import torch
 
 import tokenizer
 from conftest import ROOT, script
-from data import StagedDataset, TokenDataset, begun, permute
+from data import Shard, StagedDataset, TokenDataset, begun, permute
 from goldfish import goldfish_mask
 
 
@@ -389,6 +389,24 @@ def test_later_stages_need_no_data_yet(mixed):
 def test_a_mixture_that_cannot_be_says_why(mixed, make, says):
     with pytest.raises(ValueError, match=says):
         make(mixed)
+
+
+def test_the_command_counts_the_documents_of_the_window_that_it_shows(folder):
+    """One window of all tokens has all documents."""
+    whole = TokenDataset(folder, "train", 16).n_tokens - 1
+    done = script("data.py", folder, f"--block_size={whole}")
+    assert done.returncode == 0, done.stderr
+    says, text = done.stdout.split(":\n\n")
+    documents = text.count("Document ")
+    assert documents > 100 and says.splitlines()[-1].endswith(f"has {documents} documents")
+
+
+def test_the_shards_are_mapped_for_reading_alone(folder):
+    """A slip in a caller cannot change the data on the disk, and a folder without write permission can be read."""
+    with open(os.path.join(folder, "meta.json"), encoding="utf-8") as f:
+        entry = json.load(f)["sources"]["data"]["train"]["shards"][0]
+    tokens = Shard(folder, entry).load()
+    assert not tokens.flags.writeable and tokens.mode == "r"
 
 
 def test_joined_folders_have_the_sources_of_all_and_copy_nothing(mixed, folder, tmp_path):

@@ -17,7 +17,7 @@ import convert
 import tokenizer
 from tokenizer import IN_TEXT, SMALL, load, train_bpe
 from chat import chat_pieces
-from convert import hf_files
+from convert import hf_files, tokenizer_from_hf
 from studies.fairness import fairness, gini
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -317,6 +317,33 @@ def test_transformers_chats_as_published_with_our_files(hf_apertus, case):
     assert hf_apertus.encode(text, add_special_tokens=False) == case["ids"]
 
 
+def as_published(hf_apertus, messages, **options):
+    text = hf_apertus.apply_chat_template(messages, tokenize=False, **options)
+    return re.sub(r"Current date: \d{4}-\d\d-\d\d", "Current date: 2026-01-31", text)
+
+
+def test_thoughts_open_and_close_anew_within_a_turn_as_published(apertus, hf_apertus):
+    kinds = "thoughts response thoughts thoughts response response".split()
+    blocks = [{"type": kind, "text": f"{kind} {n}. "} for n, kind in enumerate(kinds)]
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": {"blocks": blocks}}]
+    text, _ = apertus.chat(messages, date="2026-01-31")
+    assert text == as_published(hf_apertus, messages)
+    assert text.count("<|inner_prefix|>") == text.count("<|inner_suffix|>") == 2
+
+
+def test_the_longest_type_of_an_item_is_the_published_one(apertus, hf_apertus):
+    types = {}
+    for length in (50, 51):
+        item = {"type": ["string", "x" * (length - len("string | "))]}
+        spec = {"type": "array", "items": item, "description": "d"}
+        tool = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": spec}}}
+        tools, messages = [{"type": "function", "function": tool}], [{"role": "user", "content": "x"}]
+        text, _ = apertus.chat(messages, tools=tools, date="2026-01-31")
+        assert text == as_published(hf_apertus, messages, tools=tools)
+        types[length] = "any[]" in text
+    assert types == {50: False, 51: True}
+
+
 def test_transformers_makes_our_ids_of_the_whole_vocabulary(apertus, hf_apertus):
     assert len(hf_apertus) == 131072 and hf_apertus.eos_token_id == 68
     for text in [*texts(), *(text[:1000] for text in udhr()[::5])]:
@@ -462,6 +489,24 @@ def test_a_tokenizer_config_that_names_other_tokens_is_refused(hf_folder, change
     _, edit = hf_folder
     with pytest.raises(ValueError, match=says):
         convert.tokenizer_from_hf(edit(change, "tokenizer_config.json"))
+
+
+def test_merges_stand_in_the_order_of_the_converter_of_transformers(monkeypatch):
+    """By the union's rank, then by the first part's, which need not be in the order of lengths: abc before ab here."""
+    theirs = pytest.importorskip("transformers.convert_slow_tokenizer").TikTokenConverter
+    pieces = ["a", "b", "c", "d", "bc", "abc", "ab", "cd", "abcd"]
+    ranks = {s.encode(): i for i, s in enumerate(pieces)}
+    monkeypatch.setattr(theirs, "load_tiktoken_bpe", lambda self, file: ranks)
+    _, want = theirs("no file").extract_vocab_merges_from_model("no file")
+    assert convert.merges_of(pieces) == want
+    assert want[-2:] == [("abc", "d"), ("ab", "cd")]
+
+
+def test_without_a_tokenizer_config_the_ends_are_apertus_own(hf_folder):
+    folder = hf_folder[0]
+    os.remove(folder / "tokenizer_config.json")
+    tok = tokenizer_from_hf(str(folder))
+    assert [tok.id_of(s) for s in ("<s>", "</s>", "<pad>")] == [tok.bos, tok.eos, tok.pad] == [1, 2, 3]
 
 
 def test_merges_may_be_written_as_pairs_or_as_words(hf_folder):
