@@ -433,6 +433,16 @@ def test_an_adapter_whose_base_has_changed_is_refused(start, tuned, tmp_path):
         convert.load_any(str(tmp_path / "adapter"))
 
 
+def test_a_run_of_adapters_whose_base_has_changed_is_refused(start, tuned, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run)
+    convert.save_hf(Apertus(ApertusConfig(**TINY), seed=29), str(tmp_path / "model"), tokenizer.load("byte"))
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "init_from": str(tmp_path / "model")}))
+    with pytest.raises(ValueError, match="was trained on other weights than those of .*model today"):
+        convert.load_any(str(run))
+
+
 def align(start, out, *args):
     return script(
         "posttrain.qrpo", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}",
