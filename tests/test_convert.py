@@ -112,7 +112,7 @@ def test_a_config_that_asks_for_something_else_is_refused_by_name(tmp_path, chan
 
 def test_stray_keys_of_the_released_config_are_accepted(tmp_path):
     stray = dict(qk_norm=True, post_norm=False, mlp_bias=False, torch_dtype="bfloat16", use_cache=True)
-    # What transformers 4 wrote into every config, and nanotron's converter into some.
+    # Other configurations of transformers have these keys; with these values they ask for nothing.
     stray.update(pruned_heads={}, pretraining_tp=1, partial_rotary_factor=1.0)
     convert.load_hf(edited(tmp_path, **stray))
 
