@@ -48,6 +48,17 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
         ids += [END] * (ids[-1] != END)
 
 
+def test_a_seed_repeats_its_samples_and_another_one_draws_others(folder):
+    def said(*args):
+        done = script("sample.py", f"--init_from={folder}", "--max_new_tokens=20", "--device=cpu", *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for how in ("--num_samples=1", "--num_samples=2"):
+        first = said("--seed=1", how)
+        assert first == said("--seed=1", how) and first != said("--seed=2", how)
+
+
 def speak(monkeypatch, text):
     """Let the model say these ids, whatever its logits are."""
     new = iter(text)

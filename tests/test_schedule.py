@@ -4,7 +4,7 @@ import json, os
 import pytest
 import torch
 from conftest import ROOT
-from schedule import batch_size, cosine, samples_at, steps_in, wsd
+from schedule import batch_size, cosine, print_milestones, samples_at, steps_in, wsd
 
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=3_662_109_375, decay=403_905_806)
 RAMP_8B, RAMP_70B = dict(start=1024, ramp_at=1_718_272_000), dict(start=2048, ramp_at=1_072_164_864)
@@ -47,6 +47,22 @@ def test_published_milestones():  # report Table F.7 counts iterations from 1, w
     assert steps_in(APERTUS_8B["warmup"], **RAMP_8B) == 4000 and steps_in(APERTUS_8B["warmup"], **RAMP_70B) == 2000
     assert steps_in(TOTAL - APERTUS_8B["decay"], **RAMP_8B) + 1 == 2_429_920               # stage 5 of the 8B
     assert [batch_size(s, **RAMP_8B) for s in (0, 1_718_271_999, 1_718_272_000, TOTAL)] == [1024, 1024, 2048, 2048]
+
+
+def test_the_command_prints_every_corner_of_the_published_curves(capsys):
+    """Steps and batches as above; 15.0T tokens, the decay from 13.35T on; half of it later 1 - sqrt(1/2) are left."""
+    print_milestones("8B", APERTUS_8B["peak"], **RAMP_8B)
+    rows = [line.split() for line in capsys.readouterr().out.strip().splitlines()[1:]]
+    assert [row[0] for row in rows] == ["begin", "warm", "ramp", "decay", "half", "end"]
+    steps = {row[0]: int(row[1].replace(",", "")) for row in rows}
+    assert steps == dict(begin=0, warm=4000, ramp=1_678_000, decay=2_429_919, half=steps["half"], end=2_627_139)
+    assert abs(2 * steps["half"] - steps["decay"] - steps["end"]) <= 1
+    tokens = {row[0]: row[3] for row in rows}
+    assert (tokens["begin"], tokens["ramp"], tokens["decay"], tokens["end"]) == (
+        "0.000T", "7.038T", "13.346T", "15.000T")
+    assert [row[4] for row in rows] == ["1024", "1024", "2048", "2048", "2048", "2048"]
+    half = 1.1e-5 + 9.9e-5 * (1 - 0.5 ** 0.5)
+    assert [float(row[5]) for row in rows] == pytest.approx([0, 1.1e-4, 1.1e-4, 1.1e-4, half, 1.1e-5], rel=1e-4)
 
 
 @pytest.mark.parametrize("start, ramp_at", [(8, None), (8, 0), (8, 64), (8, 67), (1, 5)])
