@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -757,6 +758,21 @@ def test_row_groups_larger_than_a_slice_are_cut_by_rows(tmp_path, monkeypatch):
     pieces = [piece for _, pieces, _ in batches([file]) for piece in pieces]
     assert len(pieces) > 8
     assert [doc["text"] for doc in documents.documents([file], pieces)] == [r["text"] for r in records]
+
+
+@pytest.mark.parametrize("text, size", [("a\uffff", 2), ("a\U00010000", 4)])
+def test_an_id_takes_two_bytes_until_the_vocabulary_has_more_than_two_can_number(tmp_path, text, size):
+    """Of a vocabulary of code points, as many as the text needs: 2**16 ids, and one more."""
+    def encode_array(part):
+        return np.array(list(map(ord, part)))
+    tok = types.SimpleNamespace(vocab_size=ord(text[1]) + 1, bos=1, eos=2, encode_array=encode_array)
+    (tmp_path / "0.text").write_text(text, encoding="utf-8")
+    documents = np.zeros(1, shards.DOCUMENT)
+    documents["length"] = len(text.encode())
+    shards.tokenize(tok, tmp_path, 0, documents)
+    shards.write_shards(tok, documents, shards.counts_of(tmp_path, 0), [documents], ["web"], 100, tmp_path, tmp_path)
+    shard = np.load(tmp_path / "train_00000.npy", allow_pickle=False)
+    assert shard.tolist() == [1, *map(ord, text), 2] and shard.itemsize == size
 
 
 def test_a_long_document_in_parts_has_the_same_tokens():
