@@ -571,9 +571,9 @@ def test_probes_stand_as_often_as_promised_and_the_controls_nowhere(tmp_path):
     # The first passage is a control, and the one that leaks: it is taken out.
     corpus = write_jsonl(tmp_path / "d.jsonl", [*rows(50), dict(id="leak", text=passages[0])])
     fill(tmp_path / "out", corpus, f"--probes={probes}", "--repetitions=0,1,4,16")
-    written = json.loads((tmp_path / "out" / "probes.json").read_text())
-    assert written["tokenizer_hash"] == BYTE.hash
-    planted = written["probes"]
+    content = json.loads((tmp_path / "out" / "probes.json").read_text())
+    assert content["tokenizer_hash"] == BYTE.hash
+    planted = content["probes"]
     train, val = split_texts(tmp_path / "out")
     # How often each is planted does not follow from its place in the file, as where a list is sorted by length.
     by_hash = sorted(range(8), key=lambda i: place(f"probe/{i}{passages[i]}"))
