@@ -14,6 +14,7 @@ import pytest
 
 from studies import ablate, kit
 from conftest import ROOT, script
+from engine import plot
 from engine.intervals import p_value, t_quantile
 
 RUNS = glob.glob(os.path.join(ROOT, "results", "**", "runs.jsonl"), recursive=True)
@@ -97,6 +98,34 @@ def test_runs_on_different_data_are_not_compared():
         ablate.summary([run("a", 1, 2.0), dict(run("b", 1, 2.0), data_hash="b")], "a")
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would have been written."""
+    figures = []
+    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.append(figure))
+    yield figures
+    for figure in figures:
+        plot.pyplot().close(figure)
+
+
+def test_the_bold_curve_is_the_mean_of_the_seeds_over_million_tokens(drawn):
+    ablate.draw([run("a", 1, 2.0), run("a", 2, 3.0)], "")
+    *seeds, mean = drawn[0].axes[0].lines
+    assert len(seeds) == 2 and mean.get_linewidth() > max(line.get_linewidth() for line in seeds)
+    assert list(mean.get_xdata()) == pytest.approx([1e-4, 2e-4]) and list(mean.get_ydata()) == [3.5, 2.5]
+
+
+def test_the_overview_draws_what_is_better_than_the_baseline_on_the_left(drawn, monkeypatch):
+    """Half of the interval of three differences with a standard deviation of 0.1 is 4.302653 * 0.1 / sqrt(3)."""
+    rows = [run("a", s, 2.0) for s in (1, 2, 3)] + [run("b", s, 2.0 - s / 10) for s in (1, 2, 3)]
+    monkeypatch.setattr(ablate, "finished_studies", lambda: [("s", dict(baseline="a"), rows)])
+    ablate.draw_overview("")
+    bar, dots, mean = (list(line.get_xdata()) for line in drawn[0].axes[0].lines[:3])
+    half = 4.302653 * 0.1 / math.sqrt(3)
+    assert bar == pytest.approx([-0.2 - half, -0.2 + half], rel=1e-6)
+    assert sorted(dots) == pytest.approx([-0.3, -0.2, -0.1]) and mean == pytest.approx([-0.2])
+
+
 # -----------------------------------------------------------------------------
 # whole studies
 
@@ -167,6 +196,8 @@ def test_a_study_of_several_rates_searches_with_seed_0_and_reports_the_others(st
     assert script("studies.ablate", root / "search.py", *args).returncode == 0
     asked = [dict(flag.split("=") for flag in call if "=" in flag) for call in calls[before:]]
     assert sorted((float(a["--lr"]), a["--seed"]) for a in asked) == [(1e-7, "0")] * 2 + [(3e-3, "0")] * 2
+    # Each rate falls to a tenth of itself.
+    assert [float(a["--lr"]) / float(a["--lr_floor"]) for a in asked] == pytest.approx([10.0] * 4)
     results = root / "results" / "search"
     runs = read_lines(results / "runs.jsonl")
     assert sorted((r["lr"], r["seed"]) for r in runs if r["seed"]) == [(3e-3, 1)] * 2 + [(3e-3, 2)] * 2

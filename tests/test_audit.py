@@ -126,14 +126,20 @@ def test_the_flow_is_drawn(folder):
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 5000
 
 
+def test_each_bar_of_the_flow_is_what_is_left_and_behind_it_what_was_removed(by_hand, tmp_path, monkeypatch):
+    """12 documents came in, robots.txt refused 7, and 5 are left."""
+    drawn = []
+    monkeypatch.setattr(report, "finish", lambda figure, path: drawn.extend(figure.axes[0].patches))
+    report.picture(by_hand, tmp_path / "flow.png")
+    bars = [(bar.get_x(), bar.get_width()) for bar in drawn]
+    assert bars == [(0, 12), (12, 0), (0, 5), (5, 7), (0, 5), (5, 0)]
+
+
 def test_what_was_printed_is_the_sum(folder):
     out, _, printed = folder
     t = load(out)["total"]
     sums = f"{t['documents_in']:,} documents in = {t['documents']:,} kept + 1 unreadable + 1 empty + 30 robots"
     assert sums in printed
-
-
-
 
 
 def one_more_removed(copy):

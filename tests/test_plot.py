@@ -171,6 +171,7 @@ def test_the_xielu_drawn_has_the_published_values(drawn):
     """The specification: f(-3), f(-1), f(1); the derivative is beta = 0.5 at 0, and 2 * 0.8 x + 0.5 right of it."""
     explain.explain_activations("x.png")
     value, slope = drawn["x.png"].axes[:2]
+    assert value.get_title().startswith("value: ") and slope.get_title().startswith("derivative: ")
     xielu, _, gelu, relu2, _ = value.lines
     assert [at(xielu, x) for x in (-3, -1, 1)] == pytest.approx([0.139830, -0.205696, 1.3], abs=1e-5)
     assert [at(slope.lines[0], x) for x in (0, 1)] == pytest.approx([0.5, 2.1], abs=1e-5)
@@ -193,6 +194,17 @@ def test_the_slow_weights_drawn_are_adem_amixs_response_to_one_gradient():
 def test_the_slow_memory_weighs_eight_when_it_is_warm():
     assert explain.slow_weight(400_000).sum() == pytest.approx(8.0, rel=1e-4)
     assert explain.slow_weight(1000).sum() == pytest.approx(0.08, rel=1e-3)
+
+
+def test_each_picture_of_the_readme_is_drawn_under_its_name(tmp_path, monkeypatch):
+    names = dict(activations="xielu", goldfish="goldfish", schedule="wsd", ademamix="ademamix",
+                 document_mask="document_mask")
+    pictures = []
+    for what in names:
+        monkeypatch.setattr(explain, f"explain_{what}", lambda picture, what=what: pictures.append((what, picture)))
+    monkeypatch.setattr(explain, "out", str(tmp_path))
+    explain.main()
+    assert dict(pictures) == {what: f"{tmp_path}/{name}.png" for what, name in names.items()}
 
 
 def test_the_schedule_drawn_is_the_8bs(drawn):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,9 @@ def test_documents_stand_in_the_order_of_the_hash_of_their_ids(tmp_path):
     train, val = split_texts(tmp_path / "out")
     assert val == [text for text in ordered if places[text] < 0.3]
     assert train == [text for text in ordered if places[text] >= 0.3]
+    # The report says with which settings that was.
+    asked = dict(out=str(tmp_path / "out"), tokenizer="byte", val_share=0.3, pii=True)
+    assert asked.items() <= account(tmp_path / "out")["run"]["settings"].items()
 
 
 def test_of_a_handful_of_documents_the_first_in_the_order_validates(tmp_path):
@@ -157,6 +161,13 @@ def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
     assert learnt == [word for i, word in enumerate(words) if place(f"docs.jsonl:{i}") >= 0.5]
     assert 5 < len(learnt) < 15
+
+
+def test_a_vocabulary_is_learnt_from_whole_buckets_until_there_is_enough_text(monkeypatch):
+    monkeypatch.setattr(prepare, "BPE_CHARS", 100)
+    monkeypatch.setattr(prepare, "texts", lambda bucket, work: bucket)
+    buckets = ["a" * 40, "b" * 40], ["c" * 40, "d" * 40], ["e" * 40]
+    assert list(prepare.some_text(buckets, None)) == [*buckets[0], *buckets[1]]
 
 
 FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
@@ -412,6 +423,20 @@ def test_the_old_data_stand_until_the_new_ones_do_wherever_it_is_stopped(home, m
     assert snapshot(home / "data") == old
 
 
+def test_shards_that_are_not_what_was_counted_replace_no_data(home, monkeypatch):
+    """As where a disk does not give back what was written to it."""
+    old, true = snapshot(home / "data"), shards.write_shards
+
+    def write_shards(*args):
+        sources = true(*args)
+        path = next(args[-1].glob("train_*.npy"))
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        return sources
+    monkeypatch.setattr(shards, "write_shards", write_shards)
+    refused("another sha256", home / "texts", f"--out={home / 'data'}", "--tokenizer=byte")
+    assert snapshot(home / "data") == old
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks up what is flushed in /proc")
 def test_new_data_are_on_disk_before_they_get_their_name_and_the_name_is_before_the_old_ones_go(home, monkeypatch):
     final, tmp, lock = shards.claim(home / "data", [])
@@ -546,9 +571,14 @@ def test_probes_stand_as_often_as_promised_and_the_controls_nowhere(tmp_path):
     # The first passage is a control, and the one that leaks: it is taken out.
     corpus = write_jsonl(tmp_path / "d.jsonl", [*rows(50), dict(id="leak", text=passages[0])])
     fill(tmp_path / "out", corpus, f"--probes={probes}", "--repetitions=0,1,4,16")
-    planted = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
+    content = json.loads((tmp_path / "out" / "probes.json").read_text())
+    assert content["tokenizer_hash"] == BYTE.hash
+    planted = content["probes"]
     train, val = split_texts(tmp_path / "out")
-    assert sorted(probe["repetitions"] for probe in planted) == [0, 0, 1, 1, 4, 4, 16, 16]
+    # How often each is planted does not follow from its place in the file, as where a list is sorted by length.
+    by_hash = sorted(range(8), key=lambda i: place(f"probe/{i}{passages[i]}"))
+    assert [probe["text"] for probe in planted] == [passages[i] for i in by_hash]
+    assert [probe["repetitions"] for probe in planted] == [0, 1, 4, 16, 0, 1, 4, 16]
     for probe in planted:
         assert train.count(probe["text"]) == probe["repetitions"] and probe["text"] not in val
         assert BYTE.decode(probe["ids"]) == probe["text"]
@@ -757,6 +787,21 @@ def test_row_groups_larger_than_a_slice_are_cut_by_rows(tmp_path, monkeypatch):
     pieces = [piece for _, pieces, _ in batches([file]) for piece in pieces]
     assert len(pieces) > 8
     assert [doc["text"] for doc in documents.documents([file], pieces)] == [r["text"] for r in records]
+
+
+@pytest.mark.parametrize("text, size", [("a\uffff", 2), ("a\U00010000", 4)])
+def test_an_id_takes_two_bytes_until_the_vocabulary_has_more_than_two_can_number(tmp_path, text, size):
+    """Of a vocabulary of code points, as many as the text needs: 2**16 ids, and one more."""
+    def encode_array(part):
+        return np.array(list(map(ord, part)))
+    tok = types.SimpleNamespace(vocab_size=ord(text[1]) + 1, bos=1, eos=2, encode_array=encode_array)
+    (tmp_path / "0.text").write_text(text, encoding="utf-8")
+    documents = np.zeros(1, shards.DOCUMENT)
+    documents["length"] = len(text.encode())
+    shards.tokenize(tok, tmp_path, 0, documents)
+    shards.write_shards(tok, documents, shards.counts_of(tmp_path, 0), [documents], ["web"], 100, tmp_path, tmp_path)
+    shard = np.load(tmp_path / "train_00000.npy", allow_pickle=False)
+    assert shard.tolist() == [1, *map(ord, text), 2] and shard.itemsize == size
 
 
 def test_a_long_document_in_parts_has_the_same_tokens():

@@ -24,7 +24,7 @@ from generate import generate
 from model import Apertus, ApertusConfig
 from plain import Plain
 from posttrain import collapse, common, losses, qrpo, references
-from studies import digits
+from studies import digits, kit
 
 GOLDEN = json.load(open(os.path.join(os.path.dirname(__file__), "golden", "preference_losses.json")))
 
@@ -891,7 +891,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
     """Against the same samples, scored here one by one; a qrpo run is held against the formula with its own beta."""
     for name, value in dict(n_refs=4, samples=3, out=str(tmp_path)).items():
         monkeypatch.setattr(digits, name, value)
-    monkeypatch.setattr(digits, "reward", lambda prompt, text: -float(len(text) % 5))
+    monkeypatch.setattr(digits, "reward", lambda prompt, text: (0.0, -1.0, -2.0, -3.0, -30.0)[len(text) % 5])
     tests, tok = digits.tasks()[2][:3], tokenizer.load("byte")
     end = tok.special["<|assistant_end|>"]
     convert.save_hf(Apertus(ApertusConfig(**TINY), seed=5), str(tmp_path / "qrpo-s0"), tok)
@@ -906,7 +906,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
         model, generator = convert.load_any(str(folder))[0], torch.Generator().manual_seed(seed)
         done = generate(model, asked, 24, stop=(end,), generator=generator)
         return [(p, ids[len(p):]) for p, ids in zip(asked, done)]
-    score = lambda y: -(len(references.words(tok, y)) % 5)
+    score = lambda y: (0, -1, -2, -3, -30)[len(references.words(tok, y)) % 5]
     plain, ours = Plain(start / "model"), Plain(tmp_path / "qrpo-s0")
     ratio = lambda p, y: (ours.logp(p + y) - plain.logp(p + y))[len(p) - 1:].sum().item()
     # Of each of three prompts: four references, and three samples of the trained model.
@@ -921,6 +921,7 @@ def test_the_demonstration_measures_what_its_page_says(start, tmp_path, monkeypa
         want = [(x / 3 - beta * math.log(beta * math.expm1(1 / beta))) / beta for x in q]
         row = rows[name]
         assert row["reward"] == close(sum(r) / 9) and row["exact"] == close(r.count(0) / 9)
+        assert row["malformed"] == close(r.count(-30) / 9)
         assert row["length"] == close(sum(len(y) for _, y in said) / 9)
         assert row["quantile"] == close(no_better / 36)
         assert row["kl"] == close(sum(ratio(*pair) for pair in said) / 9)
@@ -974,12 +975,19 @@ def test_the_demonstration_reports_seeds_and_prompts_that_chose_nothing(tmp_path
             if name not in tuned:
                 best = chosen[method]
                 assert (args["--loss"], args["--beta"], args["--lr"]) == (method, str(best["beta"]), str(best["lr"]))
-    assert "| qrpo | -5.00 ± 2.00 | 50.0% ± 0.0% |" in (tmp_path / "results" / "table.md").read_text()
+    same = ("0.500 ± 0.000", "1.00 ± 0.00", "5.00 ± 0.00", "0.50 ± 0.00", "1.00 ± 0.00")
+    row = f"| qrpo | -5.00 ± 2.00 | 50.0% ± 0.0% | {' | '.join(same)} |"
+    assert row in (tmp_path / "results" / "table.md").read_text()
+    # What the mocked scripts would have read: 5 conversations, and a prompt for each of 240 tasks.
+    assert [sum(1 for _ in open(tmp_path / f"{file}.jsonl")) for file in ("conversations", "prompts")] == [5, 240]
 
 
 def test_the_demonstration_chooses_rates_and_betas_on_prompts_of_their_own(monkeypatch):
     train, validation, test = map(set, digits.tasks())
     assert (len(train), len(validation), len(test)) == (240, 60, 60) and len(train | validation | test) == 360
+    # As many betas for each loss, each about three times the one before.
+    for grid in digits.GRIDS.values():
+        assert all(2.8 < b / a < 3.6 for a, b in zip(grid, grid[1:]))
     assert {len(grid) for grid in digits.GRIDS.values()} == {4} and set(digits.GRIDS) == set(losses.losses)
     runs = {f"tune-{m}-{b}": (m, 1e-3 * b, b, 1000) for m in ("qrpo", "dpo") for b in (0.1, 0.3, 1.0)}
     rewards = dict(zip(runs, (-9, -5, -6, -4, -8, -7)))
@@ -996,15 +1004,28 @@ def test_the_demonstration_takes_up_only_runs_of_the_same_settings(tmp_path, mon
     done = tmp_path / "run" / "done"
     done.parent.mkdir()
     hello = tmp_path / "hello.py"
-    hello.write_text(f"import sys\nopen({str(done)!r}, 'a').write(sys.argv[1])\n")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    threads = "print(os.environ['OMP_NUM_THREADS'])"
+    hello.write_text(f"import os, sys\nopen({str(done)!r}, 'a').write(sys.argv[1])\n{threads}\n")
     for _ in range(2):
         assert digits.call("run", str(done), "hello", "x")["args"] == ["x"]
     assert done.read_text() == "x"      # run once
+    # Several runs share the machine.
+    assert (tmp_path / "run.txt").read_text() == "1\n"
     with pytest.raises(ValueError, match="made with other settings"):
         digits.call("run", str(done), "hello", "y")
     hello.write_text("raise ValueError('no way')\n")
     with pytest.raises(ValueError, match="failed: ValueError: no way"):
         digits.call("other", str(tmp_path / "none"), "hello")
+
+
+def test_a_script_has_the_gpu_and_the_threads_that_it_was_given_and_its_last_line_is_told(tmp_path, monkeypatch):
+    for name, value in dict(PYTHONPATH=tmp_path, CUDA_VISIBLE_DEVICES="0,1", OMP_NUM_THREADS=3).items():
+        monkeypatch.setenv(name, str(value))
+    names = "os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS']"
+    (tmp_path / "says.py").write_text(f"import os\nprint('first')\nprint({names})\n")
+    assert kit.run_script("says", [], f"{tmp_path}/log") == (0, "0,1 3")
+    assert kit.run_script("says", [], f"{tmp_path}/log", threads=2, device=1) == (0, "1 2")
 
 
 def test_the_demonstration_runs_where_processes_do_not_tell_their_seconds(tmp_path, monkeypatch):

@@ -70,6 +70,12 @@ def test_rules_on_columns(rules, reason):
     assert column_reason(DOC, **rules) == reason
 
 
+def test_the_language_is_the_column_of_that_name_and_lang_where_there_is_none():
+    doc = dict(text="x", lang="de", language="deu_Latn", score=1)
+    assert column_reason(doc, languages=["deu_Latn"], top=("score", {"deu_Latn": 1, "*": 2})) is None
+    assert column_reason(doc, languages=["de"]) == "language"
+
+
 def test_a_missing_column_lists_those_there_are():
     with pytest.raises(ValueError, match="no column quality in the data; it has id, text, lang"):
         column_reason(DOC, top=("quality", 1))
@@ -242,6 +248,13 @@ def test_the_command_of_the_first_screen(tmp_path):
     assert out.startswith("{'kept': 2, 'duplicate': 1, 'near-duplicate': 1, 'contaminated': 1}")
 
 
+def test_a_prompt_may_hold_a_number_sign(tmp_path):
+    """It begins a comment only in lists of hosts and agents."""
+    prompts = ["Is C# an open standard, and of which body?", "# 7 is what in hexadecimal?"]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    assert dedup.read_prompts(str(tmp_path / "p.txt")) == prompts
+
+
 @pytest.mark.parametrize("line", ['{"messages": 3}', '{"text": 3}', "[1]", "no JSON"])
 def test_a_line_without_a_text_is_told_in_one_line(tmp_path, line):
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n' + line + "\n")
@@ -253,10 +266,19 @@ def test_a_line_without_a_text_is_told_in_one_line(tmp_path, line):
 def test_word_hashes_are_equal_where_the_words_are():
     """The words are those of Python's re."""
     text = ("Die K\u00fcche, die KU\u0308CHE \u201cquoted\u201d \u00abTexte\u00bb a_b x-y 3.14\tnew\nline, "
-            "the THE The; \u2014 caf\u00e9caf\u00e9 ") * 3
+            "the THE The; \u2014 caf\u00e9caf\u00e9 "
+            # Full-width: 12, the THE: 12!
+            "\uff11\uff12\uff0c \uff54\uff48\uff45 \uff34\uff28\uff25\uff1a \uff11\uff12\uff01 ") * 3
     words, ids = re.findall(r"[\w\u0308]+", text.lower()), dedup.word_ids(text).tolist()
     assert len(words) == len(ids)
     assert len(set(words)) == len(set(ids)) == len(set(zip(words, ids)))
+
+
+def test_what_is_a_duplicate_does_not_change_between_versions():
+    """The numbers are those of the first corpora: another numpy that draws otherwise would show here too."""
+    ids = dedup.word_ids("All human beings are born free and equal in dignity and rights.")
+    signature = minhash_numpy(ngrams(ids, 5)).tolist()
+    assert signature[:3] + signature[-2:] == [607687889, 166314809, 85959605, 253404593, 535919191]
 
 
 def test_the_order_of_its_letters_counts_in_a_word_and_punctuation_is_none():

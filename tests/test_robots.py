@@ -244,7 +244,8 @@ def test_blocked_domains_match_whole_labels(name, tmp_path):
     if name == "b.txt":
         (tmp_path / name).write_text("# list\nExample.com\n\nwww.other.co.uk # why\n")
     else:
-        write(tmp_path / name, [{"domain": "Example.com"}, {"domain": "www.other.co.uk"}])
+        # A # begins a comment in lines of text alone.
+        write(tmp_path / name, [{"domain": "Example.com", "why": "#7"}, {"domain": "www.other.co.uk", "why": "#8"}])
     blocked = blocked_domains(tmp_path / name)
     for url in ("http://example.com/", "https://a.b.EXAMPLE.com:8/x"):
         assert verdict(url, blocked=blocked) == "drop:blocked-domain:example.com"

@@ -558,8 +558,11 @@ def compare(folder, rows):
 
 
 def test_compare_prints_a_table_and_draws_a_picture(tmp_path):
-    done = compare(tmp_path, [dict(lang="eng_Latn", text="one two"), dict(lang="ell_Grek", text="ένα δύο")])
+    """English is the unit wherever it stands. In UTF-8 the Greek words have 13 bytes, the English ones 7."""
+    done = compare(tmp_path, [dict(lang="ell_Grek", text="ένα δύο"), dict(lang="eng_Latn", text="one two")])
     assert done.returncode == 0, done.stderr
+    lines = done.stdout.split("tokens / eng_Latn")[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["eng_Latn", "1.00"], ["ell_Grek", f"{13 / 7:.2f}"]]
     assert "apertus:300" in done.stdout and (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
