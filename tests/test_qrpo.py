@@ -803,6 +803,12 @@ def test_only_one_process_reads_what_references_are_made_from(tmp_path):
         references.same_or_refuse(str(path), dict(start="abc", seed=1), Ranks())
 
 
+def test_runs_that_share_references_do_not_write_into_each_others_half_files(tmp_path):
+    (tmp_path / "settings.json.tmp").write_text("half of another's")
+    references.same_or_refuse(str(tmp_path / "settings.json"), dict(start="abc"), Ranks())
+    assert (tmp_path / "settings.json.tmp").read_text() == "half of another's"
+
+
 def test_ranks_make_a_share_of_the_references_each_and_read_all(tmp_path):
     """Where ranks wait for one another, the other one of two has its turn."""
     made = {0: [], 1: []}
