@@ -169,7 +169,7 @@ class Saver:
     row. One save at a time: the next waits for the last.
     """
 
-    def __init__(self, folder, keep=2, group=None, patience=3):
+    def __init__(self, folder, keep, group=None, patience=3):
         check_keep(keep)
         self.folder = folder
         self.keep = keep

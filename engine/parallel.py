@@ -296,6 +296,8 @@ def recompute_activations(model, mode):
     # The rank of adapters (posttrain/lora.py): their second product is as large as the matrix's, and cheap.
     rank = max((p.shape[0] for name, p in model.named_parameters() if name.endswith("lora_A.weight")), default=0)
     aten = torch.ops.aten
+    # Which dimension of the second factor its result has: oneDNN (engine/hardware.py) takes a weight as it is.
+    products = {aten.mm.default: 1, torch.ops.apertus.linear.default: 0}
     attention = {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -306,8 +308,8 @@ def recompute_activations(model, mode):
 
     def policy(ctx, op, *args, **kwargs):
         narrow = False
-        if op is aten.mm.default:
-            inner, outer = args[0].shape[-1], args[1].shape[-1]
+        if op in products:
+            inner, outer = args[0].shape[-1], args[1].shape[products[op]]
             narrow = wide not in (inner, outer) and inner > rank
         keep = narrow or op in attention
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

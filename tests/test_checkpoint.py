@@ -4,13 +4,19 @@ does it to whole runs.
 """
 import errno
 import fcntl
+import hashlib
 import os
+import runpy
+import struct
 import sys
 import threading
 import types
+import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from engine import checkpoint
@@ -49,7 +55,7 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(tmp_path, monk
     model, go = linear(), threading.Event()
     optimizer, write = optimizer_of(model), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(10), write(*args))[1])
-    saver, before = checkpoint.Saver(str(tmp_path)), model.weight.detach().clone()
+    saver, before = checkpoint.Saver(str(tmp_path), 2), model.weight.detach().clone()
     saver.save(1, model, optimizer, {})
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()                                       # in place, before a byte is on disk
@@ -67,7 +73,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
             raise OSError(28, "No space left on device")
         return true(*args, **kwargs)
     monkeypatch.setattr(dcp, "save", save)
-    saver = checkpoint.Saver(str(tmp_path), patience=3)
+    saver = checkpoint.Saver(str(tmp_path), 2, patience=3)
     saver.save(1, model, optimizer, {})
     saver.save(2, model, optimizer, {})
     saver.wait()
@@ -86,7 +92,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
 
 def test_the_last_save_must_be_on_disk(tmp_path, monkeypatch):
     model = linear()
-    saver = checkpoint.Saver(str(tmp_path), patience=99)
+    saver = checkpoint.Saver(str(tmp_path), 2, patience=99)
     monkeypatch.setattr(dcp, "save", fails_with(errno.ENOSPC))
     saver.save(1, model, optimizer_of(model), {})
     with pytest.raises(OSError, match="checkpoint of step 1 was not written"):
@@ -114,9 +120,11 @@ def test_a_file_that_the_manifest_does_not_name_is_not_read(tmp_path):
 
 def test_nothing_intact_stops_unless_a_restart_is_allowed(tmp_path):
     model = linear()
-    path = checkpoint.save(str(tmp_path), 1, model, optimizer_of(model), {})
-    os.remove(os.path.join(path, "manifest.json"))
-    with pytest.raises(ValueError, match="--allow_restart"):
+    optimizer = optimizer_of(model)
+    for step in (1, 2):
+        path = checkpoint.save(str(tmp_path), step, model, optimizer, {})
+        os.remove(os.path.join(path, "manifest.json"))
+    with pytest.raises(ValueError, match="is intact .2 damaged.*--allow_restart"):
         checkpoint.newest_intact(tmp_path)
     assert checkpoint.newest_intact(tmp_path, allow_restart=True) is None
     assert checkpoint.newest_intact(tmp_path / "nowhere") is None
@@ -169,6 +177,74 @@ def test_so_many_of_the_newest_stay_and_zero_keeps_all(tmp_path, keep, stay):
 
 
 # -----------------------------------------------------------------------------
+# what a checkpoint says, and to whom
+
+
+def test_a_fingerprint_is_the_sha256_of_names_and_first_values():
+    """Adapters carry it for years, so that how it is made is held here, by hand."""
+    model = linear()
+    first = model.weight.detach().flatten().tolist(), model.bias.tolist()
+    text = b"weight" + struct.pack("<35f", *first[0]) + b"bias" + struct.pack("<5f", *first[1])
+    assert checkpoint.fingerprint(model) == hashlib.sha256(text).hexdigest()
+
+
+def test_a_seal_is_the_same_for_the_same_settings_in_any_order():
+    """A checkpoint is sealed again to be checked, by whatever version wrote it: the text is held by hand."""
+    want = """{
+ "manifest": {
+  "files": {},
+  "step": 1
+ },
+ "sha256": "%s"
+}""" % hashlib.sha256(b'{"files": {}, "step": 1}').hexdigest()
+    assert checkpoint.sealed(dict(step=1, files={})) == checkpoint.sealed(dict(files={}, step=1)) == want
+
+
+@pytest.mark.parametrize("saved, wanted", [(True, False), (False, True)])
+def test_a_parameter_that_only_one_side_has_is_named(tmp_path, saved, wanted):
+    model, other = torch.nn.Linear(7, 5, bias=saved), torch.nn.Linear(7, 5, bias=wanted)
+    path = checkpoint.save(str(tmp_path), 1, model, optimizer_of(model), {})
+    says = {True: r"bias is \(5,\) there and None here", False: r"bias is None there and \(5,\) here"}
+    with pytest.raises(ValueError, match=says[saved]):
+        checkpoint.load(path, other)
+
+
+def test_only_the_warning_of_torch_about_one_process_is_silenced():
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        runpy.run_path(checkpoint.__file__)
+        warnings.warn("torch.distributed is disabled, unavailable or uninitialized")
+        warnings.warn("something that a user should know")
+    assert [str(w.message) for w in seen] == ["something that a user should know"]
+
+
+@pytest.fixture
+def group():
+    """A gloo group for files beside the default one, of one process: what Ranks.join makes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.new_group(backend="gloo", timeout=timedelta(seconds=10))
+    dist.destroy_process_group()
+
+
+def test_a_save_speaks_in_the_group_for_files_and_rank_0_tells_of_damage(tmp_path, monkeypatch, capsys, group):
+    """Messages of the thread that saves, in the group of the step, would mix with those of the step."""
+    spoken, true = [], dcp.save
+
+    def save(*args, **kwargs):
+        spoken.append(kwargs.get("process_group"))
+        return true(*args, **kwargs)
+    monkeypatch.setattr(dcp, "save", save)
+    model = linear()
+    optimizer = optimizer_of(model)
+    for step in (1, 2):
+        checkpoint.save(str(tmp_path), step, model, optimizer, {}, group=group)
+    assert len(spoken) == 2 and all(found is group for found in spoken)
+    os.truncate(tmp_path / "step-00000002" / "manifest.json", 3)
+    assert checkpoint.newest_intact(str(tmp_path), group)[1]["step"] == 1
+    assert "passed over" in capsys.readouterr().out
+
+
+# -----------------------------------------------------------------------------
 # where a state lies
 
 
@@ -194,6 +270,13 @@ def test_an_optimizer_of_ours_keeps_its_step_on_the_cpu():
     optimizer = AdEMAMix([dict(params=[param])])
     assert checkpoint.empty_state(optimizer, param, (), torch.float32).device.type == "cpu"
     assert checkpoint.empty_state(optimizer, param, (3, 2), torch.bfloat16).device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_step_keeps_the_kind_of_number_that_it_was_saved_as(dtype):
+    """torch counts in fp64 where that is the default: fp32 would stop counting at 2^24."""
+    param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
+    assert checkpoint.empty_state(AdEMAMix([dict(params=[param])]), param, (), dtype).dtype == dtype
 
 
 # -----------------------------------------------------------------------------

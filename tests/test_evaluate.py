@@ -422,6 +422,12 @@ def test_what_comes_after_the_end_and_control_tokens_are_no_words(model, say, to
     assert evaluate.continue_texts(model, tok, ["?"], [], 20) == ["ab"]
 
 
+@pytest.mark.parametrize("stops", [[".", "!"], ["!", "."], ["x", "!", ".", "?"]])
+def test_an_answer_ends_at_the_stop_that_comes_first_in_it_wherever_it_is_listed(model, say, tok, stops):
+    say("one. two! three")
+    assert evaluate.continue_texts(model, tok, ["Say it"], stops, 20) == ["one"]
+
+
 @pytest.mark.parametrize("answer", [None, 4, -1, "E", "no choice", True, [0]])
 def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
     rows = [quiz("?", ["a", "b"], 0), quiz("?", ["a", "b", "c", "d"], answer)]

@@ -17,6 +17,17 @@ def numbers(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+@pytest.mark.parametrize("cuda, mps, first, names", [
+    (True, True, "cuda", "cuda, mps, cpu"), (True, False, "cuda", "cuda, cpu"), (False, True, "mps", "mps, cpu"),
+    (False, False, "cpu", "cpu")])
+def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, cuda, mps, first, names):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert hardware.pick_device("auto") == first and hardware.pick_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match=f"device='tpu:1' is not here: there is {names}$"):
+        hardware.pick_device("tpu:1")
+
+
 @onednn
 @pytest.mark.parametrize("rows, n_in, n_out", [
     ((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])

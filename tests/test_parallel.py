@@ -12,10 +12,14 @@ import platform
 import random
 import resource
 import shutil
+import signal
 import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import hardware, parallel
 from engine.hardware import can_compile
@@ -238,6 +242,35 @@ def test_recomputing_stores_less(mode, at_most):
     assert kept[mode] < at_most * kept["none"]
 
 
+class Work(TorchDispatchMode):
+    """Counts what is expensive: products by the shape of what is multiplied with, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten.mm.default, torch.ops.apertus.linear.default):
+            self.done[tuple(sorted(args[1].shape))] += 1
+        self.done["attention"] += "attention" in str(op)
+        return op(*args, **(kwargs or {}))
+
+
+def test_selective_computes_only_wide_products_again_and_full_all_of_a_block():
+    """By hand, for a block 16 wide with two heads, one of them for keys, and a feed-forward 24 wide."""
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    idx, again = torch.arange(8).view(1, 8), {}
+    for mode in ("none", "selective", "full"):
+        model = Apertus(config)
+        parallel.recompute_activations(model, mode)
+        with Work() as work:
+            model(idx, idx)[1].backward()
+        again[mode] = work.done - again.get("none", Counter())
+    q_and_out, k_and_v, up_and_down = (16, 16), (8, 16), (16, 24)
+    assert set(again["selective"]) == {up_and_down}
+    assert set(again["full"]) == {q_and_out, k_and_v, up_and_down, "attention"}
+
+
 # How many processes a launcher says there are (0: there is none), the flags, and the words of the refusal.
 REFUSED = [
     (0, ["--parallel=fsdp"], "wants a launcher: torchrun --nproc_per_node=2"),
@@ -279,8 +312,72 @@ def test_srun_says_who_a_process_is(monkeypatch):
 
 
 def test_one_process_ignores_slurm(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_PROCID", "0"), monkeypatch.setenv("SLURM_NTASKS", "8")
     assert (parallel.Ranks().size, parallel.Ranks().launched) == (1, False)
+    monkeypatch.setenv("SLURM_NTASKS", "1")                # sbatch sets it for a script that is started without srun
+    assert parallel.launched() is None
+
+
+@pytest.mark.parametrize("n, near, says", [(12, 5, "4 or 6"), (12, 4, "4"), (4, 9, "4"), (7, 2, "1 or 7")])
+def test_the_divisors_below_and_above_are_proposed(n, near, says):
+    assert parallel.nearest_divisors(n, near) == says
+
+
+def test_signals_are_noted_between_steps_and_mean_what_they_did_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    with parallel.stop_signals() as caught:
+        signal.raise_signal(signal.SIGTERM)
+        assert caught == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.fixture
+def one_shard(monkeypatch):
+    """one_shard(dtype): a model spread by FSDP2 over this one process, and its ranks."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    ranks = parallel.Ranks("none", exact=True)
+    ranks.join("cpu", 10)
+
+    def spread(dtype):
+        with torch.device("meta"):
+            model = Apertus(config, 5)
+        model.dtype = dtype
+        return parallel.spread(model, ranks, "cpu", 5)
+    yield spread
+    ranks.leave()
+
+
+def test_exact_mode_asks_cublas_for_the_workspace_that_makes_it_deterministic(one_shard):
+    """:4096:8 and :16:8 are the two that NVIDIA's documentation names; torch refuses to multiply without one."""
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_fsdp_reduces_after_each_micro_batch_unless_exact_and_between_nodes_once(one_shard, monkeypatch, exact):
+    """A rank that kept whole gradients until the last one would need 282 GB at 70B."""
+    net, idx, between_nodes = one_shard(torch.float32), torch.arange(16).view(2, 8), []
+    monkeypatch.setattr(type(net), "set_requires_all_reduce", lambda net, on: between_nodes.append(on))
+    reduced = []
+    for last in (False, True):
+        with parallel.gradients(net, SimpleNamespace(sharded=True, exact=exact), last):
+            net(idx, idx)[1].backward()
+        reduced.append(all(p.grad is not None for p in net.parameters()))
+    assert reduced == [not exact, True] and between_nodes == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_travel_in_the_dtype_of_the_activations(one_shard, dtype):
+    """In bf16 they are half as many bytes to send and to hold as the fp32 that is trained."""
+    net, idx, gathered = one_shard(dtype), torch.arange(16).view(2, 8), set()
+    block = net.model.layers[0]
+    block.register_forward_pre_hook(lambda *_: gathered.update(p.dtype for p in block.parameters()))
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    net(idx, idx)
+    assert gathered == {dtype}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc's malloc")

@@ -643,6 +643,9 @@ ANSWERED = dict(messages=[USER], completions=["a", "b"])
     (dict(messages=[]), [], "no messages (first in line 1)"),
     (ASKED, ["--loss=ppo"], "there is qrpo, dpo, rebel, simpo"),
     (ASKED, ["--n_refs=1"], "at least 2 with loo=1"),
+    (ASKED, ["--ties=some"], "there is ties=le and discrete, pairs=random and best"),
+    (ASKED, ["--pairs=some"], "there is ties=le and discrete, pairs=random and best"),
+    (ASKED, ["--transform=some", "--init_from=nowhere"], "transform='some': there is identity, "),
     (ASKED, ["--max_length=257"], "max_length=257 is beyond the window of the start model, 256 tokens"),
     (ASKED, ["--rewards=nowhere.py"], "there is no file nowhere.py"),
     (ASKED, ["--max_length=10"], "nothing to learn from"),
@@ -796,6 +799,38 @@ def test_only_one_process_reads_what_references_are_made_from(tmp_path):
     assert json.loads(path.read_text()) == dict(start="abc")
     with pytest.raises(ValueError, match="references of other settings: start 'abc' -> 'other'"):
         references.same_or_refuse(str(path), dict(start="other"), Ranks())
+    with pytest.raises(ValueError, match="references of other settings: seed None -> 1"):    # of an older version
+        references.same_or_refuse(str(path), dict(start="abc", seed=1), Ranks())
+
+
+def test_runs_that_share_references_do_not_write_into_each_others_half_files(tmp_path):
+    (tmp_path / "settings.json.tmp").write_text("half of another's")
+    references.same_or_refuse(str(tmp_path / "settings.json"), dict(start="abc"), Ranks())
+    assert (tmp_path / "settings.json.tmp").read_text() == "half of another's"
+
+
+def test_ranks_make_a_share_of_the_references_each_and_read_all(tmp_path):
+    """Where ranks wait for one another, the other one of two has its turn."""
+    made = {0: [], 1: []}
+
+    def entries(rank, wait):
+        def compute(k, part):
+            made[rank] += part
+            return [2 * x for x in part]
+        ranks = SimpleNamespace(rank=rank, size=2, first=rank == 0, files=None, add=wait)
+        return references.cached(str(tmp_path), ranks, "doubles", list(range(9)), 2, compute)
+
+    class Waits(Exception):
+        pass
+
+    def wait(_):
+        raise Waits
+    for rank in (0, 1):
+        with pytest.raises(Waits):
+            entries(rank, wait)
+    assert made == {0: [0, 1, 4, 5, 8], 1: [2, 3, 6, 7]}
+    assert entries(0, lambda _: None) == entries(1, lambda _: None) == [2 * x for x in range(9)]
+    assert sum(map(len, made.values())) == 9
 
 
 def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, monkeypatch):
@@ -827,6 +862,8 @@ def test_references_of_another_start_model_or_tokenizer_are_refused(aligned, sta
     other = f"--init_from={tmp_path / 'other'}"
     last = refused(start, tmp_path / "run", other, f"--references={aligned / 'references'}")
     assert "references of other settings" in last and "tokenizer" in last
+    last = refused(start, tmp_path / "run1", "--max_length=200", f"--references={aligned / 'references'}")
+    assert "references of other settings: max_length 256 -> 200" in last
     # A model with the tokenizer of another one.
     shutil.copytree(start / "model", tmp_path / "mixed")
     shutil.copy(tmp_path / "other" / "tokenizer.json", tmp_path / "mixed")
@@ -835,6 +872,17 @@ def test_references_of_another_start_model_or_tokenizer_are_refused(aligned, sta
 
 def test_a_run_is_not_gone_on_with_by_another_beta(aligned, start):
     assert "is of another run: beta 0.0 -> 0.3" in refused(start, aligned, "--resume", "--epochs=2", "--beta=0.3")
+
+
+def test_the_warning_of_ties_asks_for_as_much_as_by_hand(monkeypatch):
+    """
+    Half pass, so that quantiles are 1/2 and 1. With b = beta / |y| = 5 / 10 the targets ask for
+    (e^(1/2b) + e^(1/b)) / 2 of Z = b (e^(1/b) - 1).
+    """
+    monkeypatch.setattr(qrpo, "beta_max", 0.0)
+    [line] = qrpo.warn_of_ties([torch.tensor([0.0, 0.0, 1.0, 1.0])], 10.0)
+    mass = (math.e + math.e**2) / 2 / (0.5 * (math.e**2 - 1))
+    assert line.startswith("warning: 33% of reference pairs tie") and f"for {mass:.2f} times the probability" in line
 
 
 def test_pass_or_fail_is_warned_about(start, tmp_path):

@@ -133,6 +133,18 @@ def test_an_answer_cut_by_its_length_is_closed_and_a_full_conversation_says_so(c
     assert out.startswith("x" * 50 + "\n") and "/reset begins another" in out
 
 
+def test_the_model_reads_an_answer_that_was_cut_as_one_that_has_ended(monkeypatch, converse):
+    """As the template writes it: <|assistant_end|> stands before the next <|user_start|>."""
+    seen, real = [], talk.reply
+
+    def reply(model, cache, ids, *rest):
+        seen.append([*ids])
+        return real(model, cache, ids, *rest)
+    monkeypatch.setattr(talk, "reply", reply)
+    converse(["x" * 2000], ["a", "b"], max_new_tokens=5)
+    assert seen[1][len(seen[0]):][:7] == ids_of("xxxxx", "@assistant_end", "@user_start")
+
+
 def test_compiled_it_says_the_same(monkeypatch, folder):
     """By a backend that generates no code, since Inductor takes 15 s."""
     step = torch.compile(generate_file.next_logits, fullgraph=True, backend="aot_eager")

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import types
 
 import pytest
 import torch
@@ -250,6 +251,7 @@ def test_it_learns_and_watches_the_first_and_the_last_step(tuned):
 def test_it_leaves_both_kinds_of_folder(tuned):
     ours, theirs = weights(tuned), dict(convert.load_hf(str(tuned / "hf")).named_parameters())
     assert all(torch.equal(ours[n], theirs[n]) for n in ours) and tokenizer.load_for(str(tuned)).name == "byte"
+    assert os.listdir(tuned / "tokens")                    # beside them, and not where the script was started
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "ademamix"])
@@ -545,6 +547,19 @@ def test_what_cannot_work_is_told_in_one_line(start, tmp_path, row, args, says):
     done = tune(start, tmp_path / "run", broken(tmp_path, row), *args)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2 and last.startswith("sft.py: ") and says in last, done.stderr
+
+
+def test_a_conversation_may_be_as_long_as_the_window():
+    model = types.SimpleNamespace(config=types.SimpleNamespace(block_size=512))
+    assert [common.window(n, model) for n in (0, 511, 512)] == [512, 511, 512]
+
+
+def test_what_is_frozen_gets_no_gradient_which_would_be_as_large_as_the_model():
+    model = torch.nn.Linear(3, 2)
+    model.weight.requires_grad_(False)
+    model.bias.grad = torch.tensor([3.0, 4.0])
+    assert common.collect(model, Ranks(), 1.0) == 5.0      # 3, 4, 5: the norm before clipping
+    assert model.weight.grad is None and model.bias.grad.tolist() == pytest.approx([0.6, 0.8])
 
 
 @pytest.mark.parametrize("loss, norm", [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.inf)])
