@@ -79,6 +79,9 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
     missing = [token for token in needed if token not in tok.special]
     if missing:
         raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
+    if lora.adapted(model):
+        raise ValueError(f"{name} holds adapters: make one model of them first, "
+                         f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
     model.start = checkpoint.fingerprint(model) if adapters else ""
     if base in ("int8", "nf4"):

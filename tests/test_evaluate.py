@@ -393,7 +393,8 @@ def say(tok, monkeypatch):
 
 
 @pytest.mark.parametrize("stops, answer", [
-    ([";", ","], "one"), ([",", ";"], "one"), (["three"], "one, two; "), (["", ";"], "one, two"), ([], "one, two; three"),
+    ([";", ","], "one"), ([",", ";"], "one"),
+    (["three"], "one, two; "), (["", ";"], "one, two"), ([], "one, two; three"),
 ])
 def test_an_answer_ends_before_the_earliest_of_its_stops_whatever_their_order(model, say, tok, stops, answer):
     say("one, two; three")

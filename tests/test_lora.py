@@ -419,6 +419,14 @@ def test_a_quantised_base_is_not_trained(start, tmp_path):
     assert done.returncode == 2 and "--lora_r=16 trains adapters beside frozen weights in nf4" in done.stderr
 
 
+@pytest.mark.parametrize("more", [[], ["--lora_r=0"]])
+def test_adapters_are_no_start_for_another_run(start, tuned, tmp_path, more):
+    """A second adapter would take the place of the first one, and full fine-tuning would train the adapter alone."""
+    for folder in (tuned, tuned / "adapter"):
+        done = tune(start, tmp_path / "run", f"--init_from={folder}", *more)
+        assert done.returncode == 2 and "holds adapters" in done.stderr and "--merge" in done.stderr, done.stderr
+
+
 def test_an_adapter_whose_base_has_changed_is_refused(start, tuned, tmp_path):
     other = Apertus(ApertusConfig(**TINY), seed=29)
     convert.save_hf(other, str(tmp_path / "model"), tokenizer.load("byte"))
