@@ -2,7 +2,9 @@
 tools/bench.py: every mode at tiny size reaches agreement and writes what it promises; its arithmetic against brute
 force. No timings.
 """
+import itertools
 import json
+import math
 import os
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from tools import bench
 from tools import peers
 from conftest import script
+from generate import generate
 from model import Apertus, ApertusConfig
 
 
@@ -60,6 +63,9 @@ def test_every_mode_agrees_with_its_peers_and_leaves_a_record(tmp_path, mode, ot
     assert {"command", "cpu", "torch", "transformers", "commit", "load", "threads", "clock"} <= record.keys()
     assert all(len(row["seconds"]) == record["rounds"] for row in rows.values() if "seconds" in row)
     assert os.path.exists(tmp_path / f"{mode}-tiny-float32.png") and "| ours" in done.stdout
+    assert "no compiler found for cpu" in done.stdout
+    if mode == "tokenize":
+        assert record["facts"]["tokens"] > record["facts"]["bytes"] / 20        # all of the text, not none of it
 
 
 def test_structured_forms_are_timed_against_dense_at_the_published_shares_of_its_parameters(tmp_path):
@@ -102,6 +108,107 @@ def test_who_computes_something_else_does_not_race(tiny, monkeypatch):
     monkeypatch.setattr(bench, "contestant", wrong)
     with pytest.raises(ValueError, match="loss of the first batch: hf has .* they do not compute the same"):
         bench.train()
+
+
+def test_a_nan_agrees_with_nothing():
+    bench.agree("loss", dict(ours=2.0, hf=2.0001), 1e-3)
+    with pytest.raises(ValueError, match="hf has nan"):
+        bench.agree("loss", dict(ours=2.0, hf=math.nan), 1e-3)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_auto_is_the_gpu_where_there_is_one(tiny, monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    for asked, found in (("auto", "cuda" if there else "cpu"), ("cpu", "cpu")):
+        monkeypatch.setattr(bench, "device", asked)
+        bench.resolve_settings()
+        assert bench.device == found
+
+
+def test_a_timed_step_begins_without_the_gradients_of_the_last(tiny):
+    config, _, _ = bench.shape()
+    model, loss = bench.contestant("ours", bench.new_model(config))
+    bench.train_step(model, loss, bench.make_batches())(0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_documents_of_the_synthetic_shard_stand_between_their_borders(tmp_path):
+    """Each </s>, 2, is followed by <s>, 1, and a document has 800 tokens in the mean (here within 10 %)."""
+    stream = np.load(bench.synthetic_shard(str(tmp_path), 1_000_000, 5000))
+    ends = np.flatnonzero(stream == 2)
+    followed = stream[ends + 1] == 1
+    # Two ends in a row leave one without its beginning.
+    assert followed.mean() > 0.99
+    assert len(stream) / len(ends) == pytest.approx(800, rel=0.1)
+
+
+def test_every_page_has_the_rules_of_its_host(tmp_path):
+    bench.write_pages(str(tmp_path), 2_000_000)
+    rows = {name: [json.loads(line) for line in open(tmp_path / f"{name}.jsonl", encoding="utf-8")]
+            for name in ("pages", "robots")}
+    hosts = {row["url"].split("/")[2] for row in rows["pages"]}
+    assert hosts == {row["domain"] for row in rows["robots"]}
+
+
+def test_ours_decodes_compiled_and_ours_eager_does_not(tiny, monkeypatch):
+    """generate() runs without a compiler here; what it was asked for is written down."""
+    asked = []
+
+    def spied(*args, compile=False, **how):
+        asked.append(compile)
+        return generate(*args, **how)
+    monkeypatch.setattr(bench, "generate", spied)
+    monkeypatch.setattr(bench, "compiles", lambda: True)
+    monkeypatch.setattr(bench, "tokens", 4)
+    monkeypatch.setattr(bench, "impls", "ours eager")
+    bench.decode()
+    assert sorted(set(asked)) == [False, True]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_hugging_face_decodes_as_many_tokens_as_we_do(tiny, sign):
+    """Also where the likeliest token is </s>, 2, which it is here for one of both signs of the state."""
+    config, _, _ = bench.shape()
+    ours = bench.new_model(config)
+    with torch.no_grad():
+        ours.lm_head.weight.zero_()
+        ours.lm_head.weight[2, 0] = sign
+    theirs = peers.hugging_face(ours)
+    found = theirs.generate(torch.full((1, 4), 5), max_new_tokens=8, do_sample=False)
+    assert found.shape == (1, 12)
+
+
+def test_seconds_of_decoding_are_those_of_one_copy(tiny, monkeypatch):
+    """By a clock that ticks once a reading, the pass over n copies takes one tick."""
+    monkeypatch.setattr(bench, "now", itertools.count(100).__next__)
+    rows, _ = bench.ffn()
+    for name, row in rows.items():
+        if name.startswith("decoding"):
+            assert set(row["seconds"]) == {1 / 100}
+
+
+def test_a_cold_start_has_the_layers_of_its_name(tiny, monkeypatch):
+    started = []
+
+    def started_with(*args):
+        started.append(args)
+        return 1.0
+    monkeypatch.setattr(bench, "compiles", lambda: True)
+    monkeypatch.setattr(bench, "first_step", started_with)
+    monkeypatch.setattr(bench, "clock", "auto")
+    rows, facts = bench.cold()
+    named = {int(name.split(", ")[1].split()[0]) if ", " in name else facts["layers"] for name in rows}
+    assert named == {int(args[2].removeprefix("--n_layer=")) for args in started}
+
+
+def test_a_cold_start_takes_the_threads_it_was_told(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "import os, sys\nprint('threads', os.environ['OMP_NUM_THREADS'], file=sys.stderr)\nsys.exit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    for asked, found in ((3, "3"), (0, str(os.cpu_count()))):
+        monkeypatch.setattr(bench, "threads", asked)
+        with pytest.raises(ValueError, match=f"threads {found}"):
+            bench.first_step()
 
 
 def small_nanogpt(C=24, L=2, V=50, T=16):

@@ -107,6 +107,8 @@ def test_the_named_control_tokens_stand_where_apertus_has_them(apertus):
 def test_placeholders_and_latex_are_single_ids_and_nothing_else_is(apertus):
     assert apertus.encode("<iban-pii><email-pii><ip-pii>") == [36, 37, 38]
     assert apertus.encode(r"\begin{\end{\text{\boxed{") == [14, 15, 16, 17]
+    others = [name for name, i in apertus.special.items() if i not in (14, 15, 16, 17, 36, 37, 38)]
+    assert len(others) == 993 and min(apertus.encode("".join(others))) >= 1000
     assert min(apertus.encode(CONTROL)) >= 1000
     assert apertus.decode(apertus.encode(CONTROL)) == CONTROL
 
@@ -194,6 +196,18 @@ def test_a_vocabulary_file_reads_back_by_either_name_and_training_repeats(traine
     assert again.hash == trained.hash and os.listdir(tmp_path) == ["again.json"]
 
 
+def test_the_smallest_vocabulary_has_every_byte_and_the_control_tokens(tmp_path):
+    pytest.importorskip("rustbpe")
+    path = str(tmp_path / "small.json")
+    assert train_bpe(["no pair is worth an id"], 256 + 64, path).vocab_size == 320
+    with pytest.raises(ValueError, match="319 is too small"):
+        train_bpe(["x"], 319, path)
+
+
+def test_a_vocabulary_that_has_a_name_is_kept_by_its_name(tmp_path):
+    assert tokenizer.keep_for(load("byte"), str(tmp_path)) == "byte" and os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("text", [
     "", "[]", '{"pattern": "."}', '{"pattern": ".", "pieces": ["!"]}', '{"pattern": ".", "pieces": ["YQ=="]}'])
 def test_a_file_that_is_no_vocabulary_says_so(tmp_path, text):
@@ -266,6 +280,14 @@ def test_a_closed_turn_is_learned_and_the_prompt_is_not(small):
     for t in small:
         ids, said = t.chat_ids(chat_pieces(turns, add_generation_prompt=True))
         assert t.decode([i for i, s in zip(ids, said) if s]) == "b<|assistant_end|>"
+
+
+def test_a_token_belongs_to_the_side_where_it_begins(apertus):
+    """Neighbouring texts are encoded as one, so that a token may lie across their border."""
+    ids, said = apertus.chat_ids([("Hello wor", False, False), ("ld again", False, True)])
+    assert ids == apertus.encode("Hello world again")
+    shown = [apertus.decode([i]) for i in ids]
+    assert list(zip(shown, said)) == [("Hello", False), (" world", False), (" again", True)]
 
 
 @pytest.mark.parametrize("messages", [

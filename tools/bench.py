@@ -513,7 +513,7 @@ def optim():
         if name == "per-tensor loop":
             return loop_ademamix(params, **how)
         if name == "AdamW fused":
-            return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, fused=True).step
+            return torch.optim.AdamW(params, weight_decay=0.1, fused=True).step
         return AdEMAMix(params, **how, compile=name == "ours" and compiles()).step
 
     config, _, _ = shape()
