@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ def test_mfu_is_the_share_of_the_peak_of_all_gpus(monkeypatch):
     """Two H100 of 989 TFLOP/s, 48.3 GFLOPs a token: 16,380 tokens per second are 40 % of what they could do."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 40 * 2**30)
-    run = SimpleNamespace(device="cuda:1", ranks=SimpleNamespace(size=2))
+    run = types.SimpleNamespace(device="cuda:1", ranks=types.SimpleNamespace(size=2))
     assert train.on_gpu(run, 48.3e9, 16_380) == pytest.approx(dict(mfu=0.4, memory_gib=40), rel=1e-3)
 
 
