@@ -27,6 +27,7 @@ from model import Linear
 
 BLOCK = 64      # weights that share a scale in NF4
 GROUP = 256     # scales that share a scale
+SLAB = 2**16    # blocks that are decoded at once
 ROWS = 8        # up to so many rows of activations, a CPU's packed int8 product beats that of the dense matrix
 
 
@@ -44,7 +45,12 @@ def to_int8(w):
 
 def int8_dense(q, scale, dtype):
     """What to_int8 has kept of w, (N, K) in dtype."""
-    return (q * scale[:, None]).to(dtype)
+    w = torch.empty(q.shape, dtype=dtype, device=q.device)
+    # A slab at a time: each product is fp32 before it is rounded to dtype, and all of them need not be there at once.
+    rows = max(1, SLAB * BLOCK // q.shape[1])
+    for out, q, scale in zip(w.split(rows), q.split(rows), scale.split(rows)):
+        out.copy_(q * scale[:, None])
+    return w
 
 
 # -----------------------------------------------------------------------------
@@ -91,12 +97,15 @@ def eight_bit_code():
     return torch.tensor(sorted(values))
 
 
+MAXIMA_CODE = eight_bit_code()
+
+
 def to_8_bits(maxima):
     """maxima (n,) -> q (n,) uint8, a scale fp32 for each 256 of them, and the mean () that was taken off first."""
     mean = maxima.mean()
     groups = F.pad(maxima - mean, (0, -len(maxima) % GROUP)).view(-1, GROUP)
     scale = groups.abs().amax(1)
-    code = eight_bit_code().to(maxima.device)
+    code = MAXIMA_CODE.to(maxima.device)
     share = groups / scale.clamp(min=1e-30)[:, None]
     q = torch.bucketize(share, (code[1:] + code[:-1]) / 2).to(torch.uint8)
     return q.view(-1)[:len(maxima)].clone(), scale, mean
@@ -105,15 +114,20 @@ def to_8_bits(maxima):
 def of_8_bits(q, scale, mean):
     """What to_8_bits has kept of the maxima, (n,) fp32."""
     group = torch.arange(len(q), device=q.device) // GROUP
-    code = eight_bit_code().to(q.device)
+    code = MAXIMA_CODE.to(q.device)
     return code[q.int()] * scale[group] + mean
 
 
 def nf4_dense(packed, maxima, shape, dtype):
     """What to_nf4 has kept of w, of this shape (N, K) in dtype."""
-    index = torch.stack((packed >> 4, packed & 15), 1)                 # (N K / 2, 2)
-    values = CODE.to(packed.device)[index.view(-1, BLOCK).int()]
-    return (values * maxima[:, None]).view(shape).to(dtype)
+    blocks = torch.empty(len(maxima), BLOCK, dtype=dtype, device=packed.device)
+    code = CODE.to(packed.device)
+    # As in int8: the indices and values of the largest matrix of the 8B would take 1.1 GB beside it.
+    for out, packed, maxima in zip(blocks.split(SLAB), packed.split(SLAB * BLOCK // 2), maxima.split(SLAB)):
+        index = torch.stack((packed >> 4, packed & 15), 1)             # (slab * BLOCK / 2, 2)
+        values = code[index.view(-1, BLOCK).int()]
+        out.copy_(values * maxima[:, None])
+    return blocks.view(shape)
 
 
 # -----------------------------------------------------------------------------

@@ -67,6 +67,7 @@ ALSO = {
     "model": ["test_speed", "test_lora", "test_quantised"],
     "parallel": ["test_train", "test_step", "test_lora"],
     "peers": ["test_bench"],
+    "tracing": ["test_plan"],
     "pii": ["test_robots"],
     "readers": ["test_prepare"],
     "qrpo": ["test_lora"],

@@ -59,7 +59,7 @@ MAY = {
     "corpus": {"engine"},
     "posttrain": {"", "engine"},
     "studies": {"", "engine", "corpus", "posttrain"},
-    "tools": {"", "engine", "studies"},
+    "tools": {"", "engine", "posttrain", "studies"},
 }
 # Single modules that one module may use all the same.
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}

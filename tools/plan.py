@@ -1,26 +1,21 @@
 """
-Does it fit, and how long does it take? A run on thousands of GPUs, planned on a laptop without any.
+Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine-tuning on one, planned without any.
 
     memory     of a GPU: weights, gradients and three states (20 bytes per parameter / shards) + two gathered blocks
-               + activations
+               + activations. Beside adapters, a frozen weight takes 2 bytes in bf16, 1 in int8, half a byte in NF4
     compute    of a micro-batch: FLOPs per token * tokens / (peak * MFU)
     links      a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes per
                parameter, whatever its size
     so         tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many
                tokens there may be
 
-The memory is not a formula. The real model is sharded by the real engine/parallel.py, and one real forward and
-backward pass runs under FakeTensor (shapes without data) and a fake process group of any size, while torch's
-FSDPMemTracker keeps the books. tests/test_plan.py holds it against measured memory. What is assumed:
-
-- Layers are alike, so 3 and 4 of them are traced and the rest follows on the line.
-- Attention counts one document per window; xIELU and norms count as torch.compile fuses them.
-- A GPU has its own links alone. NCCL's rings let the GPUs of a node share theirs: where nccl-tests measures more,
-  --net_gbs of that is closer.
+The memory is not a formula: tools/tracing.py runs the real model without data. A GPU has its own links alone. NCCL's
+rings let the GPUs of a node share theirs: where nccl-tests measures more, --net_gbs of that is closer.
 
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
-$ python -m tools.plan configs/8b.py --gpus=8 --gpu=h200 --mfu=0.5
+$ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
+$ python -m tools.plan --cards          # README's table of what can be fine-tuned on which card
 """
 
 import sys
@@ -29,212 +24,60 @@ if __name__ == "__main__" and not __package__:
     print("plan.py: start it from the project's root, python -m tools.plan", file=sys.stderr)
     sys.exit(2)
 
-import collections
-import contextlib
 import dataclasses
 import math
 import os
-import warnings
-from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
+import convert
 import train
-from ademamix import AdEMAMix, param_groups
-from configurator import run, settings
+from configurator import config_file, read_config, run, settings
 from engine.hardware import GPUS
-from engine.parallel import nearest_divisors, recompute_activations, shard
+from engine.parallel import nearest_divisors
 from engine.plot import finish, pyplot
-from model import XIELU, Apertus, ApertusConfig, RMSNorm, chunk_rows
+from model import ApertusConfig, chunk_rows
+from posttrain import lora, qrpo, sft
+from posttrain.common import adapters_of
+from tools.tracing import KINDS, on_one, planner, shapes_of, sharded
 
-# A plan is of a run: it has all settings of train.py (python train.py --help), and these.
-globals().update(settings(vars(train)))
+# A plan is of a run: it has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
+globals().update(settings(vars(qrpo)) | settings(vars(sft)) | settings(vars(train)))
 gpus = 8                   # how many
-gpu = "h100"               # a100 | h100 | h200 | gh200 | b200
+gpu = "h100"               # a100 | h100 | h200 | gh200 | b200 | l40s | 4090; the last two alone
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.30 - 0.34)
 reserve = 0.08             # share of the memory that CUDA, NCCL and fragments take
 node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
 picture = "out/plan.png"   # where it is drawn; "" = nowhere
+cards = False              # print the table of what can be fine-tuned on which card, and stop
 
-# What FSDPMemTracker calls the kinds of memory that the table shows.
-KINDS = {
-    "weights": ("Sharded Param",),
-    "gradients": ("Sharded Grad",),
-    "states": ("OptState",),
-    "gathered": ("Unsharded Param", "All Gather"),
-    "reducing": ("Unsharded Grad", "Reduce Scatter"),
-    "activations": ("Activation",),
-    "temporary": ("Temp", "Inputs", "Buffer")}
+# The published models, whose shapes are those of these configs: a plan needs no network.
+PUBLISHED = {"swiss-ai/Apertus-8B-": "8b", "swiss-ai/Apertus-70B-": "70b"}
 
 
 # -----------------------------------------------------------------------------
-# one micro-batch, traced without data
+# what is planned
 
 
-class StoresItsInput(torch.autograd.Function):
-    """
-    An elementwise layer as torch.compile's partitioner leaves it: backward needs the input only.
-
-    Shapes matter here, values do not.
-    """
-
-    @staticmethod
-    def forward(ctx, x, *weights):
-        ctx.save_for_backward(x, *weights)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
+def published(name):
+    """The ApertusConfig of configs/NAME.py, with Apertus' vocabulary."""
+    defaults = settings(vars(train))
+    return ApertusConfig.of(defaults | read_config(config_file(name)) | dict(vocab_size=131072))
 
 
-@contextlib.contextmanager
-def fused_layers():
-    """Within it xIELU and the norms store their input alone."""
-    def xielu(self, x):
-        return StoresItsInput.apply(x, self.alpha_p, self.alpha_n)
-
-    def norm(self, x):
-        return StoresItsInput.apply(x, self.weight)
-
-    with mock.patch.object(XIELU, "forward", xielu), mock.patch.object(RMSNorm, "forward", norm):
-        yield
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes by collective: the output of an all-gather, the input of a reduce-scatter, an all-reduce once."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Three of five calls ask for the device. They are answered here, which makes a trace much faster.
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device
-        if "c10d" in func.namespace:
-            leaves = torch.utils._pytree.tree_leaves(args)
-            sizes = [x.nbytes for x in leaves if isinstance(x, torch.Tensor)]
-            name = func._overloadpacket.__name__.strip("_")
-            self.bytes[name] += max(sizes, default=0)
-        return func(*args, **(kwargs or {}))
-
-
-def trace(config, ranks, shards, rows, mode, dtype=torch.bfloat16, fused=True):
-    """
-    One micro-batch of `rows` windows on rank 0 of `ranks`, of which `shards` share one copy of the weights.
-
-    mode: of recomputation. Nothing is real but the shapes. At least two layers. Returns {where: {kind: bytes at its
-    peak}}, where = forward as a whole, and the embedding, the first and the last two blocks, backward too; and
-    {collective: bytes}.
-    """
-    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    try:
-        if shards < ranks:
-            mesh = init_device_mesh("cpu", (ranks // shards, shards), mesh_dim_names=("copies", "shards"))
-        else:
-            mesh = init_device_mesh("cpu", (ranks,))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(warnings.catch_warnings(action="ignore"))
-            if fused:
-                stack.enter_context(fused_layers())
-            with torch.device("meta"):
-                model = Apertus(config)
-            model.dtype = dtype
-            recompute_activations(model, mode)
-            shard(model, mesh, dtype)
-            model.to_empty(device="cpu")
-            optimizer = AdEMAMix(param_groups(model), compile=False)
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    optimizer._new_state(p, group)
-                    p.grad = torch.zeros_like(p)           # of the micro-batches before
-            idx = torch.zeros(rows, config.block_size, dtype=torch.long)
-            tracker, traffic = FSDPMemTracker(model, optimizer), Traffic()
-            tracker.track_inputs((idx,))
-            with tracker, traffic:
-                model(idx, idx, n_tokens=1)[1].backward()
-    finally:
-        dist.destroy_process_group()
-    blocks = model.model.layers
-    modules = dict(
-        forward=model,
-        embedding=model.model.embed_tokens,
-        first=blocks[0],
-        next=blocks[-2],
-        last=blocks[-1])
-    peaks = {}
-    for where, module in modules.items():
-        kinds = peak_in(tracker, module, where == "forward")
-        if kinds:
-            peaks[where] = kinds
-    return peaks, traffic.bytes
-
-
-def peak_in(tracker, module, forward_only):
-    """{kind: bytes} when most memory was taken while a module ran; None if the tracker has not seen it run."""
-    if module not in tracker.memory_tracking:
-        return None
-    states = ("PEAK_FW",) if forward_only else ("PEAK_FW", "PEAK_BW")
-    snapshots = [
-        next(iter(by_device.values()))
-        for state, found in tracker.memory_tracking[module].snapshots.items() if state.name in states
-        for by_device in found]
-    if not snapshots:
-        return None
-    most = max(snapshots, key=lambda snapshot: snapshot["Total"])
-    kind_of = {name: kind for kind, names in KINDS.items() for name in names}
-    kinds = dict.fromkeys(KINDS, 0)
-    for name, size in most.items():
-        name = getattr(name, "value", name)                                 # an enum's, or "Total"
-        if name in kind_of:
-            kinds[kind_of[name]] += size
-    return kinds
-
-
-def planner(config, ranks, shards, mode):
-    """
-    peak(rows) -> {kind: bytes} at the peak, and {collective: bytes}, from 3 and 4 layers with 1 and 2 windows each.
-
-    What stands in memory while one block runs is a + b layers + c rows + d layers rows. Which block's is the peak
-    depends on both, so each keeps its own plane.
-    """
-    few, more = min(3, config.n_layer), min(4, config.n_layer)
-    traced = {}
-    for n in {few, more}:
-        shallow = dataclasses.replace(config, n_layer=n)
-        for rows in (1, 2):
-            traced[n, rows] = trace(shallow, ranks, shards, rows, mode)
-
-    def in_depth(get):
-        """get(layers) at config.n_layer, on the line through the traced depths."""
-        per_layer = get(more) - get(few)
-        return get(more) + per_layer * (config.n_layer - more)
-
-    def at(where, kind, rows):
-        one, two = (in_depth(lambda n: traced[n, r][0][where][kind]) for r in (1, 2))
-        return one + (two - one) * (rows - 1)
-
-    places, collectives = traced[few, 1]
-
-    def peak(rows):
-        peaks = [
-            {kind: at(where, kind, rows) for kind in KINDS}
-            for where in places]
-        return max(peaks, key=lambda kinds: sum(kinds.values()))
-
-    traffic = {name: in_depth(lambda n: traced[n, 1][1][name]) for name in collectives}
-    return peak, traffic
+def shape():
+    """The ApertusConfig of the run: of --init_from if there is a start model, its window as long as is trained."""
+    if not init_from:
+        return ApertusConfig.of({**globals(), "vocab_size": vocab_size or 131072})
+    found = [name for prefix, name in PUBLISHED.items() if init_from.startswith(prefix)]
+    start = published(found[0]) if found else convert.start_of(init_from)[0]
+    window = start.block_size
+    if "block_size" in globals().get("_asked", ()):
+        window = block_size
+    return dataclasses.replace(start, block_size=max_length or window)
 
 
 # -----------------------------------------------------------------------------
@@ -247,23 +90,27 @@ def seconds_of(traffic, shards, node, inside, between):
 
     node: GPUs of a node; inside, between: GB/s per GPU. The all-reduce between copies, once per step, is not in it.
     """
+    if shards == 1:
+        return 0.0
     speed = (inside if shards <= node else between) * 1e9
     size = sum(traffic.get(name, 0) for name in ("allgather_base", "reduce_scatter_base"))
     return size * (shards - 1) / shards / speed
 
 
-def recompute_cost(config, mode):
+def recompute_cost(config, mode, frozen=False):
     """
     FLOPs of a step with recomputation as a multiple of those without.
 
-    full runs the forward pass of each block again, selective its matrix `up`.
+    full runs the forward pass of each block again, selective its matrix `up`. A step is three forward passes, or two if
+    the weights are frozen.
     """
+    passes = 2 if frozen else 3
     again = {
         "none": 0.0,
         "selective": config.n_embd * config.ffn_width,
         "full": per_block(config)}
     forward = per_block(config) * config.n_layer + config.n_embd * config.vocab_size
-    return 1 + again[mode] * config.n_layer / (3 * forward)
+    return 1 + again[mode] * config.n_layer / (passes * forward)
 
 
 def per_block(config):
@@ -281,14 +128,23 @@ def gb(size):
 
 
 def main():
-    kinds_of_gpu = [name for name, spec in GPUS.items() if spec.node_gbs]
-    if gpu not in kinds_of_gpu:
-        raise ValueError(f"gpu={gpu!r}: there is {', '.join(kinds_of_gpu)}")
-    if gpus < 2 or not 0 < mfu <= 1 or not 0 <= reserve < 1:
+    if cards:
+        print(*table_of_cards(), sep="\n")
+        return
+    spec = GPUS.get(gpu)
+    if not spec or gpus > 1 and not spec.node_gbs:
+        there = [name for name, one in GPUS.items() if gpus == 1 or one.node_gbs]
+        raise ValueError(f"gpu={gpu!r}: there is {', '.join(there)}")
+    if gpus < 1 or not 0 < mfu <= 1 or not 0 <= reserve < 1:
         raise ValueError(
-            f"gpus={gpus} mfu={mfu} reserve={reserve}: want at least 2 GPUs, 0 < mfu <= 1 and 0 <= reserve < 1")
-    spec = GPUS[gpu]
+            f"gpus={gpus} mfu={mfu} reserve={reserve}: want at least 1 GPU, 0 < mfu <= 1 and 0 <= reserve < 1")
+    adapters = adapters_of(globals())
+    if base != "fp32" and not adapters:
+        raise ValueError(f"base={base}: weights that are trained are held in fp32; say --lora_r=16 as well")
+    # Whole models on each GPU, or shards of one.
+    whole = gpus == 1 or parallel == "ddp" or bool(adapters)
     shards = (hsdp_shard or spec.per_node) if parallel == "hsdp" else gpus
+    shards = 1 if whole else shards
     if gpus % shards:
         raise ValueError(f"hsdp_shard={shards} does not divide gpus={gpus}: try {nearest_divisors(gpus, shards)}")
     if batch_size % gpus:
@@ -296,23 +152,29 @@ def main():
             f"batch_size={batch_size} cannot be split over {gpus} GPUs: {nearest_divisors(batch_size, gpus)} can. "
             "For more GPUs than samples (70B: the batch doubles at batch_ramp_at) say --batch_size, or split the model "
             "by tensor and pipeline parallelism, as torchtitan does")
-    config = ApertusConfig.of({**globals(), "vocab_size": vocab_size or 131072})
-    with torch.device("meta"):
-        model = Apertus(config)
+    config = shape()
+    model = shapes_of(config, adapters, base)
     room, most = spec.memory * (1 - reserve), batch_size // gpus
-    how = "fsdp" if shards == gpus else f"hsdp, {gpus // shards} copies,"
-    print(f"{model.num_params() / 1e9:.2f}B parameters, {batch_size} x {block_size} tokens per step, on {gpus} x {gpu} "
-          f"({spec.memory / 1e9:.0f} GB, {reserve:.0%} kept free), {how} over {shards}")
+    how = "whole" if whole else "fsdp over" if shards == gpus else f"hsdp, {gpus // shards} copies, over"
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    beside = f", {trained / 1e6:.1f}M of them adapters beside a base in {base}" if adapters else ""
+    print(f"{model.num_params() / 1e9:.2f}B parameters{beside}; {batch_size} x {config.block_size} tokens per step, on "
+          f"{gpus} x {gpu} ({spec.memory / 1e9:.0f} GB, {reserve:.0%} kept free), {how}{'' if whole else f' {shards}'}")
 
     found = {}
     for mode in tqdm(("none", "selective", "full"), desc="tracing", leave=False):
-        peak, traffic = planner(config, gpus, shards, mode)
+        if whole:
+            peak, traffic = planner(config, on_one, mode, adapters, base)
+        else:
+            peak, traffic = planner(config, sharded, mode, gpus, shards)
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         rows = max((n for n in divisors if sum(peak(n).values()) <= room), default=0)
         found[mode] = rows, peak(rows or 1), traffic
     print_memory(found, room, config)
-    best = print_speed(found, shards, spec, config, model.flops_per_token(block_size))
-    for line in advice(model.num_params(), found, best, shards, spec.per_node, most, room):
+    best = print_speed(found, shards, spec, config, model.flops_per_token(config.block_size), bool(adapters))
+    lines = advice_for_one(config, found, best, room) if whole else advice(
+        model.num_params(), found, best, shards, spec.per_node, most, room)
+    for line in lines:
         print(line)
     if picture:
         draw(found, room, spec.memory, picture)
@@ -321,48 +183,99 @@ def main():
 
 def print_memory(found, room, config):
     """The table of memory. found: {mode of recomputation: (windows that fit, {kind: bytes}, traffic)}."""
+    kinds_seen = [kind for kind in KINDS if any(kinds[kind] for _, kinds, _ in found.values())]
     print("\nGB on each GPU at the moment of the peak, with the largest micro-batch that fits\n")
-    heads = "".join(f"{kind:>12}" for kind in KINDS)
+    heads = "".join(f"{kind:>12}" for kind in kinds_seen)
     print(f"{'recompute':12}{'micro':>6}{heads}{'total':>9}  of {gb(room)}")
     for mode, (rows, kinds, _) in found.items():
-        sizes = "".join(f"{gb(size):>12}" for size in kinds.values())
+        sizes = "".join(f"{gb(kinds[kind]):>12}" for kind in kinds_seen)
         fits = "fits" if rows else "does NOT fit"
         print(f"{mode:12}{rows or 1:6}{sizes}{gb(sum(kinds.values())):>9}  {fits}")
     chunk = chunk_rows(config.vocab_size, "cuda") * config.vocab_size * 4
     print(f"\nlogits: a chunk of {gb(chunk)} GB (in the peak if it is there), where all of them would be "
-          f"{gb(block_size * config.vocab_size * 4)} GB a window")
+          f"{gb(config.block_size * config.vocab_size * 4)} GB a window")
 
 
-def print_speed(found, shards, spec, config, flops):
+def print_speed(found, shards, spec, config, flops, frozen):
     """
-    The table of times. spec: the GPU; flops: FLOPs per token.
+    The table of times. spec: the GPU; flops: FLOPs per token; frozen: only adapters are trained.
 
     Returns what advice() wants of the fastest mode that fits, or None: (mode, tokens per second, windows, whether the
     links are slower than compute, the tokens per GPU from which on they are not, and those between nodes).
     """
     inside, between = node_gbs or spec.node_gbs, net_gbs or spec.net_gbs
-    print(f"\nper micro-batch and GPU, at {mfu:.0%} MFU, {inside:.0f} GB/s inside a node and {between:.0f} between\n")
+    links_are = f", {inside:.0f} GB/s inside a node and {between:.0f} between" if shards > 1 else ""
+    print(f"\nper micro-batch and GPU, at {mfu:.0%} MFU{links_are}\n")
     print(f"{'recompute':12}{'tokens':>8}{'compute':>10}{'traffic':>10}{'links':>9}    {'bound by':10}"
-          f"{'tok/s/GPU':>10}{'tok/s':>12}{'days':>9}{'MFU':>7}")
+          f"{'tok/s/GPU':>10}{'tok/s':>12}{'MFU':>7}{'days':>9}")
     best = None
-    run_tokens = total_samples * block_size
+    # The length of a fine-tuning is that of its conversations, which a plan does not read.
+    run_tokens = 0 if max_length else total_samples * config.block_size
     for mode, (rows, kinds, traffic) in found.items():
-        tokens = (rows or 1) * block_size
-        computed = spec.flops * mfu / (flops * recompute_cost(config, mode))                # tokens per second
+        tokens = (rows or 1) * config.block_size
+        computed = spec.flops * mfu / (flops * recompute_cost(config, mode, frozen))        # tokens per second
         compute = tokens / computed
         links = seconds_of(traffic, shards, spec.per_node, inside, between)
         speed = gpus * tokens / max(compute, links)
+        days = f"{run_tokens / speed / 86400:9,.1f}" if run_tokens else f"{'-':>9}"
         print(f"{mode:12}{tokens:8,}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    "
               f"{'links' if links > compute else 'compute':10}{speed / gpus:10,.0f}{speed:12,.0f}"
-              f"{run_tokens / speed / 86400:9,.1f}{flops * speed / gpus / spec.flops:7.1%}"
-              f"{'' if rows else '   (if it fitted)'}")
+              f"{flops * speed / gpus / spec.flops:7.1%}{days}{'' if rows else '   (if it fitted)'}")
         if rows and (best is None or speed > best[1]):
             across = seconds_of(traffic, shards, 0, inside, between)
             best = mode, speed, rows, links > compute, links * computed, across * computed
-    masked = 6 * config.n_layer * config.n_head * config.head_dim * block_size
-    print(f"\n{run_tokens / 1e12:.2f}T tokens are {flops * run_tokens:.3g} FLOPs, "
-          f"{(flops + masked) * run_tokens:.3g} as the report counts (the pairs that the causal mask hides included)")
+    if run_tokens:
+        masked = 6 * config.n_layer * config.n_head * config.head_dim * config.block_size
+        print(f"\n{run_tokens / 1e12:.2f}T tokens are {flops * run_tokens:.3g} FLOPs, "
+              f"{(flops + masked) * run_tokens:.3g} as the report counts (the pairs that the causal mask hides "
+              "included)")
     return best
+
+
+def advice_for_one(config, found, best, room):
+    """Yield a line: what to set, or what would fit where nothing does. best: of print_speed(); room: bytes of a GPU."""
+    if best:
+        mode, _, rows, *_ = best
+        yield f"-> --recompute={mode} --micro_batch={rows}"
+        return
+    takes = min(sum(kinds.values()) for _, kinds, _ in found.values())
+    what = "take a larger GPU, or shard the model over several"
+    # Adapters are for a model that is trained already.
+    for holding in ("bf16", "int8", "nf4") if init_from else ():
+        peak, _ = planner(config, on_one, "full", lora.settings_of(16, 32, "all"), holding)
+        needs = sum(peak(1).values())
+        if needs <= room:
+            what = f"--lora_r=16 --base={holding} --recompute=full --micro_batch=1 takes {gb(needs)}"
+            break
+    yield f"-> does not fit: it takes {gb(takes)} GB, and there are {gb(room)}: {what}"
+
+
+CARDS = (16, 24, 40, 80, 141)           # GB of the usual cards
+
+
+def table_of_cards():
+    """
+    The lines of README's table: what one GPU needs to fine-tune the published models, and which card has it.
+
+    One window of 4,096 tokens, recompute=full. `reserve` of a card is kept free.
+    """
+    yield "| fine-tuning on one GPU | weights, gradients, states | at the peak | card |"
+    yield "|---|---|---|---|"
+    adapters = lora.settings_of(16, 32, "all")
+    for name in ("8b", "70b"):
+        config = dataclasses.replace(published(name), block_size=4096)
+        for what, trained, holding in (
+            ("all weights", None, "fp32"),
+            ("LoRA, r 16, base in bf16", adapters, "bf16"),
+            ("... in int8", adapters, "int8"),
+            ("... in NF4", adapters, "nf4"),
+        ):
+            peak, _ = planner(config, on_one, "full", trained, holding)
+            kinds = peak(1)
+            held = kinds["weights"] + kinds["gradients"] + kinds["states"]
+            most = sum(kinds.values())
+            enough = [f"{card} GB" for card in CARDS if most <= card * 1e9 * (1 - reserve)]
+            yield f"| {name.upper()}, {what} | {gb(held)} GB | {gb(most)} GB | {[*enough, 'more than one'][0]} |"
 
 
 def advice(parameters, found, best, shards, node, most, room):
@@ -406,7 +319,8 @@ def draw(found, room, memory, path):
     figure, axis = pyplot().subplots(figsize=(9, 2.6), layout="constrained")
     names = [f"{mode}, micro-batch {rows or 1}" for mode, (rows, _, _) in found.items()]
     left = np.zeros(len(names))
-    for kind in KINDS:
+    seen = [kind for kind in KINDS if any(kinds[kind] for _, kinds, _ in found.values())]
+    for kind in seen:
         sizes = np.array([kinds[kind] for _, kinds, _ in found.values()]) / 1e9
         axis.barh(names, sizes, left=left, label=kind)
         left += sizes
@@ -417,7 +331,7 @@ def draw(found, room, memory, path):
     axis.legend(
         fontsize=8,
         frameon=False,
-        ncols=len(KINDS),
+        ncols=len(seen),
         loc="lower center",
         bbox_to_anchor=(0.5, 1))
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -19,10 +19,10 @@ published = ("arXiv 2406.16450, 1.3B, 25.5B tokens, one run: perplexity 12.46 de
              "13.55, 13.74, 13.81 at 32 %. "
              "Its smallest gain from self-guided training: width 768, 4 layers, rank 128, 3,000 steps.")
 reading = (
-    "In so short a run (0.31M tokens) fewer parameters cost nothing: low rank is 0.044 +- 0.016 and 0.052 +- 0.008 bits "
-    "per byte ahead of dense at 63 % and 32 %, BlockShuffle at 32 % 0.037 +- 0.014, each in five seeds of five; "
-    "BlockShuffle at 63 % and BlockDense at 32 % are not told apart from dense after Holm, BlockDense at 63 % is 0.012 "
-    "behind. The published order at 25.5B tokens is the other way round, all behind dense: who learns faster at first "
-    "says nothing of who is better later. Self-guided training takes part of what low rank and BlockShuffle gain "
-    "(0.027 and 0.009 to 0.012 worse than the same form without it, five of five) and changes nothing for BlockDense: "
-    "its gain, published for thousands of steps, is not seen in 300.")
+    "In so short a run (0.31M tokens) fewer parameters cost nothing: low rank is 0.044 +- 0.016 and 0.052 +- "
+    "0.008 bits per byte ahead of dense at 63 % and 32 %, BlockShuffle at 32 % 0.037 +- 0.014, each in five seeds "
+    "of five; BlockShuffle at 63 % and BlockDense at 32 % are not told apart from dense after Holm, BlockDense at "
+    "63 % is 0.012 behind. The published order at 25.5B tokens is the other way round, all behind dense: who "
+    "learns faster at first says nothing of who is better later. Self-guided training takes part of what low rank "
+    "and BlockShuffle gain (0.027 and 0.009 to 0.012 worse than the same form without it, five of five) and "
+    "changes nothing for BlockDense: its gain, published for thousands of steps, is not seen in 300.")
