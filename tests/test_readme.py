@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from conftest import ROOT, script
@@ -56,6 +58,8 @@ def write_files(root):
     write_rows(root / "robots.jsonl", robots)
     write_rows(root / "conversations.jsonl", chats)
     write_rows(root / "prompts.jsonl", prompts)
+    asked = [dict(instruction=f"{i}?", input="", output="yes") for i in range(4)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(asked), root / "alpaca.parquet")
     reward = "def reward(prompt, completion):\n    return float(len(completion))\n"
     (root / "reward.py").write_text(reward, encoding="utf-8")
 
@@ -176,6 +180,8 @@ def replacements(place):
     for setting in settings.split():
         name, file = setting.split("=")
         found["--" + setting] = f"--{name}={place}/{file}"
+    mixture = "--data={'conversations.jsonl': 2, 'alpaca.parquet': 1}"
+    found[mixture] = mixture.replace("{'", f"{{'{place}/").replace(", '", f", '{place}/")
     return found
 
 
