@@ -301,14 +301,15 @@ def conversation(row):
     if "messages" in row:
         messages = row["messages"]
     elif "conversations" in row:
-        messages = with_system(row, map(of_sharegpt, row["conversations"]))
+        messages = list(map(of_sharegpt, row["conversations"]))
     elif FORMS[2] <= row.keys():
         prompt = alpaca_prompt(row["instruction"], row.get("input"))
-        messages = with_system(row, question_and_answer(prompt, row["output"]))
+        messages = question_and_answer(prompt, row["output"])
     else:
         prompt, answer = row["prompt"], row["completion"]
-        both = [*prompt, *answer] if isinstance(prompt, list) else question_and_answer(prompt, answer)
-        messages = with_system(row, both)
+        messages = [*prompt, *answer] if isinstance(prompt, list) else question_and_answer(prompt, answer)
+    if row.get("system") and [message.get("role") for message in messages[:1]] != ["system"]:
+        messages = [dict(role="system", content=row["system"]), *messages]
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools or "null")
@@ -317,13 +318,7 @@ def conversation(row):
 
 def question_and_answer(prompt, answer):
     """Two texts as the two messages of a conversation."""
-    return dict(role="user", content=prompt), dict(role="assistant", content=answer)
-
-
-def with_system(row, messages):
-    """The messages, behind the text that a row has under `system`, if it has one."""
-    system = row.get("system")
-    return [*([dict(role="system", content=system)] if system else []), *messages]
+    return [dict(role="user", content=prompt), dict(role="assistant", content=answer)]
 
 
 def of_sharegpt(turn):

@@ -17,7 +17,7 @@ A row of the data has one of these forms, recognised by its keys. What does not 
     conversations                [{from, value}], ShareGPT: system, human, gpt, function_call, observation
     instruction, output, input   Alpaca; its published prompt becomes the user's words
     prompt, completion           two texts, or two lists of messages
-    beside them                  tools (a list, or one as JSON), thinking, license; system, where no messages hold it
+    beside them                  system (a text), tools (a list, or one as JSON), thinking, license
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
 curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM, SIGUSR2, or a

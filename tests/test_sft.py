@@ -369,6 +369,8 @@ def mixture_of(tmp_path):
 
 def test_a_run_on_a_mixture_is_resumed_to_the_same_bits_and_says_what_of_it_is_seen_how_often(start, tmp_path):
     data = mixture_of(tmp_path)
+    shown = tune(start, tmp_path / "whole", data, "--show")
+    assert shown.stdout.count("are learnt (green)") == 6, shown.stderr
     done = tune(start, tmp_path / "whole", data, "--checkpoint_every=2")
     assert done.returncode == 0, done.stderr
     # 36 conversations: 24 of the six, 12 of the three.
