@@ -861,7 +861,7 @@ def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, mon
     found, bad = qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))
     want = tok.chat(asked, add_generation_prompt=True, date="2025-09-02")[1]
     assert [(line, ids) for line, _, ids in found] == [(1, want), (5, want)]
-    assert bad == {"completions that are not a list of texts": (2, 2), chat.ODD: (1, 3)}
+    assert bad == {"completions that are not a list of texts": (2, "line 2"), chat.ODD: (1, "line 3")}
     monkeypatch.setattr(qrpo, "date", "2026-01-31")
     want = tok.chat(asked, add_generation_prompt=True, date="2026-01-31")[1]
     assert qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))[0][0][2] == want
