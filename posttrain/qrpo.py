@@ -244,7 +244,8 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
         shortest = min(map(len, each))
         room = min(max_new_tokens, longest - shortest)
         # At a call of tools too, where the model would make up the output. What has not ended is left out.
-        stop = [tok.special[name] for name in ("<|assistant_end|>", "<|tools_suffix|>") if name in tok.special]
+        names = ("<|assistant_end|>", "<|tools_suffix|>")
+        stop = [tok.special[name] for name in names if name in tok.special]
         # Temperature 1 and no cut: this is pi_ref itself.
         done = generate(whole(), each, max(1, room), stop, generator=generator)
         new = [full[len(prompt):] for full, prompt in zip(done, each)]
