@@ -1,5 +1,5 @@
 """
-Chats: conversations in .jsonl files, checked, and written in Apertus' format.
+Chats: conversations as people's data have them, checked, and written in Apertus' format.
 
     <s> <|system_start|> who you are, the date <|system_end|>
     <|developer_start|> Deliberation: disabled, Tool Capabilities: disabled <|developer_end|>
@@ -13,8 +13,9 @@ never becomes one. posttrain/sft.py trains on the pieces marked as said by the a
 them into ids. Source: the published template (swiss-ai/apertus_format, chat_template.jinja), whose text this is
 wherever that accepts the messages.
 
-Post-training reads conversations from .jsonl files, {"messages": [{"role", "content"}, ...]} per line. A line that is
-no conversation ends the run with its number; a conversation that cannot be learnt from is left out and counted.
+Post-training reads rows of {"messages": [{"role", "content"}, ...]}, and SFT those of other forms too, which
+posttrain/sft.py lists. A line that is no JSON object ends the run with its number; a conversation that cannot be learnt
+from is left out and counted.
 
 $ python sample.py --init_from=out/sft --chat             # a conversation in this format
 """
@@ -218,6 +219,15 @@ def ts_type(spec):
     return "object" if kind == "object" else scalars.get(kind, "any")
 
 
+def ends(tok):
+    """
+    The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
+    model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
+    """
+    names = ("</s>", "<|assistant_end|>", "<|tools_suffix|>")
+    return {tok.eos, *(tok.special[name] for name in names if name in tok.special)}
+
+
 # -----------------------------------------------------------------------------
 # .jsonl files
 
@@ -263,6 +273,73 @@ def read_rows(path, fits=is_conversation, want=CONVERSATION):
     if not rows:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+# -----------------------------------------------------------------------------
+# other forms of a row (posttrain/sft.py lists them)
+
+# The keys by which a row is recognised; the first of these that it has all of.
+FORMS = {"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"}
+SPEAKERS = dict(
+    system="system",
+    human="user",
+    user="user",
+    gpt="assistant",
+    assistant="assistant",
+    observation="tool",
+    tool="tool",
+)
+
+
+def has_form(row):
+    """Whether a row has all keys of one of FORMS."""
+    return any(keys <= row.keys() for keys in FORMS)
+
+
+def conversation(row):
+    """A row of one of FORMS as {"messages", "tools", …}. What its keys hold may not fit: then one of ODD_CONTENT."""
+    if "messages" in row:
+        messages = row["messages"]
+    elif "conversations" in row:
+        messages = list(map(of_sharegpt, row["conversations"]))
+    elif FORMS[2] <= row.keys():
+        prompt = alpaca_prompt(row["instruction"], row.get("input"))
+        messages = question_and_answer(prompt, row["output"])
+    else:
+        prompt, answer = row["prompt"], row["completion"]
+        messages = [*prompt, *answer] if isinstance(prompt, list) else question_and_answer(prompt, answer)
+    if row.get("system") and [message.get("role") for message in messages[:1]] != ["system"]:
+        messages = [dict(role="system", content=row["system"]), *messages]
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        tools = json.loads(tools or "null")
+    return {**row, "messages": messages, "tools": tools}
+
+
+def question_and_answer(prompt, answer):
+    """Two texts as the two messages of a conversation."""
+    return [dict(role="user", content=prompt), dict(role="assistant", content=answer)]
+
+
+def of_sharegpt(turn):
+    """{"from", "value"} as a message. The value of a function_call is {"name", "arguments"} as JSON."""
+    if "from" not in turn:
+        return turn
+    if turn["from"] == "function_call":
+        call = dict(function=json.loads(turn["value"]))
+        return dict(role="assistant", content="", tool_calls=[call])
+    return dict(role=SPEAKERS[turn["from"]], content=turn["value"])
+
+
+def alpaca_prompt(instruction, context):
+    """What Alpaca's model is asked. Source: PROMPT_DICT of tatsu-lab/stanford_alpaca, train.py."""
+    if context:
+        given = ", paired with an input that provides further context"
+        context = "\n\n### Input:\n" + context
+    else:
+        given = context = ""
+    return (f"Below is an instruction that describes a task{given}. Write a response that appropriately completes the "
+            f"request.\n\n### Instruction:\n" + instruction + context + "\n\n### Response:")
 
 
 # -----------------------------------------------------------------------------
@@ -315,8 +392,11 @@ def fault(messages):
 
 
 def learnable(tok, row, max_length, date=None):
-    """A conversation -> (ids, said) as render() gives them, or why it cannot be learnt from (str)."""
+    """A row of any form -> (ids, said) as render() gives them, or why it cannot be learnt from (str)."""
     try:
+        if not has_form(row):
+            return "no known form of a conversation"
+        row = conversation(row)
         messages = list(map(normal, row["messages"]))
         if why := fault(messages):
             return why
@@ -362,17 +442,17 @@ def render(tok, row, date=None):
     return tok.chat_ids(pieces)
 
 
-def count(bad, why, line, times=1):
-    """Add to {reason: (count, first line)}."""
-    had, first = bad.get(why, (0, line))
-    bad[why] = had + times, min(first, line)
+def count(bad, why, place, times=1):
+    """Add to {reason: (count, first place)}. place: as in "line 3"; the first one that is counted stays."""
+    had, first = bad.get(why, (0, place))
+    bad[why] = had + times, first
 
 
 def left_out(bad, kept, what):
-    """What was left out and why, in one line. bad: {reason: (count, first line)}; what: the items' name, plural."""
+    """What was left out and why, in one line. bad: {reason: (count, first place)}; what: the items' name, plural."""
     n = sum(times for times, _ in bad.values())
     reasons = []
-    for why, (times, line) in bad.items():
-        reasons.append(f"{times} {why} (first in line {line})")
+    for why, (times, place) in bad.items():
+        reasons.append(f"{times} {why} (first in {place})")
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
     return f"{head}: {'; '.join(reasons)}"

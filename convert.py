@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+import chat
 import tokenizer as tokenizers
 from configurator import ROOT, checked, run
 from engine import checkpoint
@@ -321,6 +322,10 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     ends = {}
     if tokenizer:
         ends = dict(bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad)
+    generation = ends
+    # A chat model stops at the end of its turn, and at that of a call of tools.
+    if tokenizer and tokenizer.eos == tokenizer.special.get("<|assistant_end|>"):
+        generation = dict(ends, eos_token_id=sorted(chat.ends(tokenizer)))
     buffers = [
         (f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value))
         for i in range(model.config.n_layer)
@@ -330,7 +335,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     tensors = ((name, p.detach().to("cpu", torch_dtype).contiguous()) for name, p in both)
     files = in_files(tensors, shard_bytes)
 
-    jsons = {"config.json": hf | ends, "generation_config.json": ends}
+    jsons = {"config.json": hf | ends, "generation_config.json": generation}
     if len(files) > 1:
         weight_map = {name: file for file, shard in files.items() for name in shard}
         total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())

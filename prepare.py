@@ -46,12 +46,12 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
 from corpus.quality import TOXICITY, TopShare
-from corpus.readers import batches, check, find, id_hash, rows_of
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish
 from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
 from engine.files import sha256, write_flushed
+from engine.readers import batches, check, find, id_hash, rows_of
 
 paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; none: the stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
@@ -104,7 +104,7 @@ CODE = [
     "tokenizer.py",
     "corpus/sift.py",
     "corpus/shards.py",
-    "corpus/readers.py",
+    "engine/readers.py",
     "corpus/quality.py",
     "corpus/dedup.py",
     "corpus/robots.py",

@@ -11,6 +11,7 @@ import sys
 import torch
 
 import convert
+from chat import ends
 from generate import generate, lay_out_for_decoding, stream
 from goldfish import read
 
@@ -72,8 +73,7 @@ def main():
 
     text = prompt_text()
     prompt = [tok.bos, *tok.encode(text)]
-    # A chat model's eos ends its turn; </s> ends a document in any case.
-    stop = {tok.eos, tok.special.get("</s>", tok.eos)}
+    stop = ends(tok)
     if num_samples > 1:
         for ids in generate(model, [prompt] * num_samples, max_new_tokens, stop=stop, compile=compile, **how):
             print(tok.decode([i for i in ids[1:] if i not in stop]))

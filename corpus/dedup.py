@@ -29,7 +29,7 @@ from hashlib import blake2b
 import numpy as np
 from tqdm import tqdm
 
-from corpus.readers import rows_of
+from engine.readers import rows_of
 
 try:
     from rensa import RMinHash

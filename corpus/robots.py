@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote
 
 from tqdm import tqdm
 
-from corpus.readers import rows_of
+from engine.readers import rows_of
 
 paths = []             # URLs
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet

@@ -23,9 +23,9 @@ from corpus.audit import add
 from corpus.dedup import pieces, signatures, text_key, words
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import column_reason
-from corpus.readers import documents, id_hash
 from corpus.robots import host_key, verdict
 from corpus.shards import DOCUMENT, long_parts
+from engine.readers import documents, id_hash
 
 # Kinds of personal data: email, ip, iban.
 KINDS = tuple(TAGS)

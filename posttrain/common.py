@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 import convert
 import tokenizer
-from chat import numbered_rows
-from data import permute
+from data import by_epoch
 from engine import checkpoint, runs
 from engine.hardware import pick_device
 from engine.parallel import Ranks, shard, square_norm
@@ -29,11 +28,11 @@ from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
-# A resumed run may change these settings, because they change no number but by rounding. data and rewards are compared
-# by the hash of their content, references by their own settings.json.
+# A resumed run may change these settings, because they change no number but by rounding. data, with the rules that some
+# of it is left out by, and rewards are compared by the hash of their content, references by their own settings.json.
 FREE = {
-    "out", "data", "rewards", "references", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack",
-    "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
+    "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
+    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
@@ -116,8 +115,7 @@ def items(step, batch_size, n, epochs, seed):
     """
     position = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
     epoch, i = np.divmod(position, n)
-    shuffled = [permute(i[epoch == e], n, seed, int(e)) for e in np.unique(epoch)]
-    return np.concatenate(shuffled)
+    return by_epoch(epoch, i, n, seed)
 
 
 def linear(step, steps, warmup):
@@ -200,14 +198,15 @@ def update(opt, step, rate, loss, norm):
 
 
 @contextlib.contextmanager
-def joined(config):
+def joined(config, look):
     """
     Around a run: claim its folder and meet the other ranks. Yields (ranks, the device of this rank).
 
-    config: all settings. What can be seen to be wrong at once is a ValueError before anything is written.
+    config: all settings. What can be seen to be wrong at once is a ValueError before anything is written; look(data)
+    raises it for data whose first row is no conversation.
     """
     checkpoint.check_keep(config["keep_checkpoints"])
-    next(numbered_rows(config["data"]), None)       # refuses a file whose first line is no conversation
+    look(config["data"])
     ranks = Ranks(config["parallel"])
     device = ranks.place(pick_device(config["device"]))
     with runs.claim(config["out"], config["resume"], ranks):

@@ -132,7 +132,7 @@ keep_checkpoints = 2            # of the newest; 0 = all
 
 
 def prompts_of(tok, path):
-    """[(line, row, ids)] of the prompts that can be used, and {reason: (count, first line)} of the others."""
+    """[(line, row, ids)] of the prompts that can be used, and {reason: (count, first place)} of the others."""
     asked, bad = [], {}
     for line, row in numbered_rows(path):
         found = prompt_ids(tok, row, date)
@@ -141,7 +141,7 @@ def prompts_of(tok, path):
         if not is_list or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
-            count(bad, found, line)
+            count(bad, found, f"line {line}")
         else:
             asked.append((line, row, found))
     if not asked:
@@ -243,7 +243,9 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
         # What is longer than the room would be dropped.
         shortest = min(map(len, each))
         room = min(max_new_tokens, longest - shortest)
-        stop = (tok.special["<|assistant_end|>"],)
+        # At a call of tools too, where the model would make up the output. What has not ended is left out.
+        names = ("<|assistant_end|>", "<|tools_suffix|>")
+        stop = [tok.special[name] for name in names if name in tok.special]
         # Temperature 1 and no cut: this is pi_ref itself.
         done = generate(whole(), each, max(1, room), stop, generator=generator)
         new = [full[len(prompt):] for full, prompt in zip(done, each)]
@@ -372,7 +374,7 @@ def main():
     if n_refs < 1 + bool(loo and use_references):
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
     beta_log_z(1.0, transform)      # ValueError for another transform
-    with joined(settings(globals())) as (ranks, device):
+    with joined(settings(globals()), lambda path: next(numbered_rows(path), None)) as (ranks, device):
         align(ranks, device)
 
 

@@ -11,12 +11,21 @@ text as it is never learns to stop there; it is added here.
     <s><|system_start|>…<|developer_end|><|user_start|>2+2?<|user_end|><|assistant_start|>4<|assistant_end|>
                                                                                           ^^^^^^^^^^^^^^^^^^ loss
 
+A row of the data has one of these forms, recognised by its keys. What does not fit is left out and counted by kind.
+
+    messages                     [{role, content}]: text, OpenAI's text parts, Apertus' blocks; tool_calls, role tool
+    conversations                [{from, value}], ShareGPT: system, human, gpt, function_call, observation
+    instruction, output, input   Alpaca; its published prompt becomes the user's words
+    prompt, completion           two texts, or two lists of messages
+    beside them                  system (a text), tools (a list, or one as JSON), thinking, license
+
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
-curve. The conversations become ids once, in out/<run>/tokens, four bytes a token, which all ranks map. After SIGTERM,
-SIGUSR2, or a file named `stop` in the run folder, all ranks save at the end of the step and leave; --resume goes on.
+curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM, SIGUSR2, or a
+file named `stop` in the run folder, all ranks save at the end of the step and leave; --resume goes on.
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first ones, token by token, the learnt in green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
+$ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}"   # two of three are of the first
 $ python -m posttrain.sft configs/sft_8b.py --data=mixture.jsonl --resume
 $ torchrun --nproc_per_node=8 -m posttrain.sft configs/sft_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
@@ -27,10 +36,7 @@ if __name__ == "__main__" and not __package__:
     print("sft.py: start it from the project's root, python -m posttrain.sft", file=sys.stderr)
     sys.exit(2)
 
-import functools
-import hashlib
 import itertools
-import json
 import math
 import os
 import time
@@ -38,28 +44,27 @@ import time
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-
-import chat
 import convert
 import tokenizer
 from ademamix import build_optimizer
-from chat import count, learnable, left_out, numbered_rows, parsed
+from chat import learnable
 from configurator import run, settings
-from engine import checkpoint, runs
-from engine.files import write_flushed
+from engine import runs
 from engine.hardware import can_compile, pick_dtype
 from engine.parallel import gradients, orderly_exit, recompute_activations, stop_signals
 from posttrain import collapse
 from posttrain.common import (
-    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
+from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
 out = "out/sft"                 # its folder
 init_from = "out/laptop"        # the start model: run folder, Hugging Face folder or hub name
-data = "conversations.jsonl"    # per line {"messages": [{"role", "content"}, ...]} and, if any, "tools", "thinking"
+data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME, or {such: weight, ...}
+keep_licenses = ""              # only rows whose column `license` is one of these, with commas between
+decontaminate = ""              # evaluation prompts, as in prepare.py: a conversation that holds one is left out
 show = False                    # print the first conversations token by token, what is learnt in green, and stop
 resume = False                  # go on from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
@@ -95,134 +100,6 @@ rank_every = 100                # steps between diagnoses of collapse (posttrain
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
-
-
-# -----------------------------------------------------------------------------
-# conversations on disk: made into ids once, four bytes a token, and mapped by every rank
-
-SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
-PART = 2**26                    # bytes of text that become one file
-
-
-class Conversations:
-    """
-    conversations[k] -> (ids, said), two arrays (T,), int64 and bool. parts: what tokenize() has written for each file.
-
-    Ranks share the pages of the files; what each of them holds itself is 8 bytes a conversation.
-    """
-
-    def __init__(self, parts):
-        lengths = [part["lengths"] for part in parts]
-        self.files = [part["file"] for part in parts]
-        # Tokens before each file, and before each conversation.
-        self.borders = np.cumsum([0, *map(sum, lengths)])
-        self.starts = np.cumsum([0, *itertools.chain(*lengths)])
-        self.tokens = int(self.starts[-1])
-
-    def __len__(self):
-        return len(self.starts) - 1
-
-    def __getitem__(self, k):
-        begin, end = self.starts[k:k + 2]
-        file = np.searchsorted(self.borders, begin, "right") - 1
-        before = self.borders[file]
-        tokens = mapped(self.files[file])[begin - before:end - before]
-        ids = tokens & ~SAID
-        return ids.astype(np.int64), tokens >= SAID
-
-
-@functools.lru_cache(64)        # files open at a time
-def mapped(file):
-    return np.memmap(file, "<u4", "r")
-
-
-def tokenized(folder, tok, path, max_length, date, ranks):
-    """
-    The conversations of a .jsonl file that can be learnt from, as Conversations; {reason: (count, first line)} of the
-    others; how many tokens are learnt; the file's sha256.
-
-    Each rank takes its share of the file. For PART bytes of text it leaves folder/KEY-N.ids, and when that is whole
-    KEY-N.json; KEY is a hash of all that decides an id. A killed run therefore keeps what is done, and nothing stale is
-    read. ValueError: a line that is no conversation, or nothing to learn from.
-    """
-    sha = checkpoint.sha256(path) if ranks.first else ""
-    sha = checkpoint.everyone(sha, ranks.files)[0]
-    # The files that decide the format, and which turns are learnt, are part of the key.
-    code = [checkpoint.sha256(file) for file in (__file__, chat.__file__, tokenizer.__file__)]
-    decisive = repr((sha, tok.hash, max_length, date, code))
-    key = hashlib.sha256(decisive.encode()).hexdigest()[:16]
-    os.makedirs(folder, exist_ok=True)
-    size = os.path.getsize(path)
-    starts = range(0, size, PART)
-    names = [os.path.join(folder, f"{key}-{n:05d}") for n in range(len(starts))]
-    with tqdm(
-        total=size // ranks.size,
-        desc="tokenizing",
-        unit="B",
-        unit_scale=True,
-        delay=2,
-        leave=False,
-        disable=not ranks.first,
-    ) as bar:
-        for n in range(ranks.rank, len(names), ranks.size):
-            if not os.path.exists(names[n] + ".json"):
-                tokenize(names[n], tok, path, starts[n], max_length, date, bar)
-    ranks.add(0)        # Barrier: no rank reads before every rank has written.
-    parts, bad, lines, learnt = [], {}, 0, 0
-    for name in names:
-        part = tokenizer.read_json(name + ".json")
-        for why, (times, line) in part["bad"].items():
-            count(bad, why, lines + line, times)
-        lines += part["lines"]
-        learnt += part["learnt"]
-        parts.append(dict(part, file=name + ".ids"))
-    conversations = Conversations(parts)
-    if not len(conversations):
-        raise ValueError(f"{path}: {left_out(bad, 0, 'conversations')}" if bad else f"{path} is empty")
-    return conversations, bad, learnt, sha
-
-
-def tokenize(name, tok, path, start, max_length, date, bar):
-    """
-    Write name.ids, then name.json: the conversations in the lines that begin in PART bytes of a file, from `start` on.
-
-    bar: progress in bytes. ValueError names a line that is no conversation.
-    """
-    tokens = [np.zeros(0, np.uint32)]
-    lengths, bad, lines = [], {}, 0
-    with open(path, "rb") as f:
-        if start:
-            # The line that has begun before `start` belongs to the part before. It may end exactly there.
-            f.seek(start - 1)
-            f.readline()
-        while f.tell() < start + PART and (line := f.readline()):
-            lines += 1
-            bar.update(len(line))
-            if not line.strip():
-                continue
-            row = parsed(line)
-            if row is None:
-                # Reading the file from its beginning raises with the number that the line has in the whole file.
-                for _ in numbered_rows(path):
-                    pass
-            found = learnable(tok, row, max_length, date)
-            if isinstance(found, str):
-                count(bad, found, lines)
-            else:
-                ids, said = np.array(found, np.uint32)
-                tokens.append(ids | SAID * said)
-                lengths.append(len(ids))
-    tokens = np.concatenate(tokens)
-    learnt = int((tokens >= SAID).sum())
-    stored = tokens.astype("<u4").tobytes()
-    write_flushed(name + ".ids", stored, shared=True)
-    part = dict(
-        lengths=lengths,
-        learnt=learnt,
-        bad=bad,
-        lines=lines,
-    )
-    write_flushed(name + ".json", json.dumps(part), shared=True)
 
 
 # -----------------------------------------------------------------------------
@@ -275,7 +152,7 @@ def tensors(rows, pad, device="cpu"):
 def main():
     if show:
         return show_conversations()
-    with joined(settings(globals())) as (ranks, device):
+    with joined(settings(globals()), look) as (ranks, device):
         tune(ranks, device)
 
 
@@ -285,7 +162,8 @@ def tune(ranks, device):
     recompute_activations(model, recompute)
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
-    conversations, bad, learnt, sha = tokenized(folder, tok, data, longest, date, ranks)
+    conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)
+    weights = weights_of(data)
     if compile and can_compile(torch.device(device)):
         model.compile_blocks()
     n = len(conversations)
@@ -295,8 +173,7 @@ def tune(ranks, device):
         model, optimizer, lr, betas, alpha, eps, weight_decay,
         alpha_warmup=steps, beta3_warmup=steps,
     )
-    notes = [left_out(bad, n, "conversations")] if bad else []
-    notes.append(f"{conversations.tokens:,} tokens, {learnt:,} of them learnt")
+    notes = described(conversations, bad, weights, epochs)
     config = dict(
         settings(globals()),
         max_length=longest,
@@ -309,7 +186,8 @@ def tune(ranks, device):
     with stop_signals() as signals:
         for step in (bar := progress(start, steps, ranks)):
             began = time.perf_counter()
-            batch = [conversations[k] for k in items(step, batch_size, n, epochs, seed)]
+            numbers = chosen(step, batch_size, conversations.sizes, weights.values(), epochs, seed)
+            batch = [conversations[k] for k in numbers]
             rows = rows_of(batch, pack, longest)
             n_tokens = int(sum(said.sum() for _, said in batch))        # learnt, in the whole step
 
@@ -363,15 +241,16 @@ def forward_backward(model, rows, n_tokens, pad, ranks, device):
 
 
 def show_conversations():
-    """--show: the first three conversations, token by token, or why one of them would be left out."""
+    """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
     if os.path.isdir(os.path.join(init_from, "ckpt")):
         tok = tokenizer.load_for(init_from)
     else:
         tok = convert.tokenizer_from_hf(convert.local(init_from))
-    for n, row in itertools.islice(numbered_rows(data), 3):
+    rows = itertools.chain(*(first_rows(source, 3) for source in weights_of(data)))
+    for place, row in rows:
         found = learnable(tok, row, math.inf, date)
         if isinstance(found, str):
-            print(f"line {n} is left out: {found}")
+            print(f"{place} is left out: {found}")
             continue
         ids, said = found
         print("·".join(coloured(tok, i, learnt) for i, learnt in zip(ids, said)))

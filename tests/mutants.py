@@ -47,11 +47,12 @@ ROOT = os.path.dirname(HERE)
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
-    "chat": ["test_tokenizer", "test_sample", "test_sft"],
+    "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
     "checkpoint": ["test_train", "test_lora"],
     "collapse": ["test_qrpo"],
     "common": ["test_sft", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],
+    "conversations": ["test_sft"],
     "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue"],
     "dedup": ["test_quality", "test_prepare"],
     "digits": ["test_qrpo", "test_readme"],
@@ -69,7 +70,7 @@ ALSO = {
     "peers": ["test_bench"],
     "tracing": ["test_plan"],
     "pii": ["test_robots"],
-    "readers": ["test_prepare"],
+    "readers": ["test_prepare", "test_conversations"],
     "qrpo": ["test_lora"],
     "references": ["test_qrpo", "test_sft"],
     "runs": ["test_train", "test_sft", "test_checkpoint"],

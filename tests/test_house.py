@@ -65,6 +65,8 @@ MAY = {
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}
 LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert", "sample")}
 LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
+# Which conversations may be trained on is decided by the rules for documents.
+LEAVE |= {("posttrain.conversations", f"corpus.{name}") for name in ("dedup", "quality")}
 LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")}
 
 

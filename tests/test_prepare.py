@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from corpus import readers as documents
+from engine import readers as documents
 from corpus import sift as pipeline
 import prepare
 from corpus import shards
@@ -24,7 +24,7 @@ import tokenizer
 from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
-from corpus.readers import batches, check, find
+from engine.readers import batches, check, find
 from engine.files import sha256
 
 BYTE = tokenizer.load("byte")
@@ -200,7 +200,7 @@ def corpus(tmp_path_factory):
 
 # Batches of 20 kB and buckets of 30 kB instead of 4 and 16 MB.
 SMALL_BATCHES = """
-from corpus import readers
+from engine import readers
 readers.BATCH = 20_000
 import prepare
 from configurator import run
@@ -287,7 +287,8 @@ def goes_on(tmp_path, monkeypatch, capsys):
         prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data"))
         return "going on" in capsys.readouterr().out
     goes_on.code = tmp_path / "code"
-    shutil.copytree(os.path.join(ROOT, "corpus"), goes_on.code / "corpus")
+    for name in ("corpus", "engine"):
+        shutil.copytree(os.path.join(ROOT, name), goes_on.code / name)
     for name in ("prepare.py", "tokenizer.py"):
         shutil.copy(os.path.join(ROOT, name), goes_on.code)
     (tmp_path / "a.txt").write_text("text")
@@ -298,8 +299,9 @@ def goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(goes_on, monkeypatch):
-    corpus = ("sift", "shards", "readers", "quality", "dedup", "robots", "pii", "audit")
-    for name in ("prepare.py", "tokenizer.py", *(f"corpus/{name}.py" for name in corpus)):
+    corpus = ("sift", "shards", "quality", "dedup", "robots", "pii", "audit")
+    rooms = ("engine/readers.py", *(f"corpus/{name}.py" for name in corpus))
+    for name in ("prepare.py", "tokenizer.py", *rooms):
         with open(goes_on.code / name, "a") as f:
             f.write("# changed")
         assert (goes_on(), goes_on()) == (False, True)
@@ -843,7 +845,7 @@ class Hub:
 
     def glob(self, path):
         root = path[:path.index("@c0ffee/") + 8]
-        return [root + os.path.relpath(file, self.folder) for file in glob.glob(self.local(path))]
+        return [root + os.path.relpath(file, self.folder) for file in glob.glob(self.local(path), recursive=True)]
 
     def info(self, path):
         file = self.local(path)
@@ -894,7 +896,7 @@ def test_an_interrupted_download_says_so_and_loses_nothing(fake_hub, tmp_path, m
 
 
 @pytest.mark.parametrize("path, says", [
-    ("hf://datasets/org/name", "want hf://datasets"),
+    ("hf://datasets/org", "want hf://datasets"),
     ("hf://models/org/name/x.parquet", "want hf://datasets"),
     ("hf://datasets/org/name/no/*.parquet", "no file on the hub matches")])
 def test_a_hub_path_that_is_none_says_what_it_wants(fake_hub, tmp_path, path, says):

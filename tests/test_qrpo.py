@@ -1,4 +1,5 @@
 """posttrain/qrpo.py against published numbers, closed forms and an enumerable policy; then as users run it."""
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 import ademamix
 import chat
 import convert
+import generate as generate_file
 import tokenizer
 from configurator import configure
 from conftest import ROOT, script
@@ -564,6 +566,22 @@ def test_candidates_are_finished_completions_with_their_quantile_among_the_other
     assert max(len(y) for ids in sampled for y in ids) == 8
 
 
+def test_a_reference_ends_where_it_calls_a_tool_whose_output_it_would_make_up(tmp_path, monkeypatch):
+    """It has no end of turn then, and what has none is left out."""
+    tok = tokenizer.load("byte")
+    shape = dict(block_size=64, vocab_size=320, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=16)
+    calls, end = [tok.special[f"<|{name}|>"] for name in ("tools_suffix", "assistant_end")]
+    said = iter([calls, 200, end])
+    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(said)]))
+    monkeypatch.setattr(qrpo, "n_refs", 1)
+    asked = [(1, dict(messages=[]), [1, 100])]
+    drawn = qrpo.sample(
+        Apertus(ApertusConfig(**shape)), tok, asked, lambda row, text: 0.0, 64,
+        functools.partial(references.cached, str(tmp_path), Ranks()), Ranks(), "cpu",
+    )
+    assert drawn == [[[calls]]] and next(said) == 200
+
+
 def test_every_batch_of_samples_and_every_seed_draws_anew(small, tmp_path, monkeypatch):
     """The same prompt four times, one in a file."""
     model, tok = small
@@ -843,7 +861,7 @@ def test_prompts_are_of_a_fixed_day_and_openai_content_is_its_text(tmp_path, mon
     found, bad = qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))
     want = tok.chat(asked, add_generation_prompt=True, date="2025-09-02")[1]
     assert [(line, ids) for line, _, ids in found] == [(1, want), (5, want)]
-    assert bad == {"completions that are not a list of texts": (2, 2), chat.ODD: (1, 3)}
+    assert bad == {"completions that are not a list of texts": (2, "line 2"), chat.ODD: (1, "line 3")}
     monkeypatch.setattr(qrpo, "date", "2026-01-31")
     want = tok.chat(asked, add_generation_prompt=True, date="2026-01-31")[1]
     assert qrpo.prompts_of(tok, str(tmp_path / "data.jsonl"))[0][0][2] == want

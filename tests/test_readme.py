@@ -13,6 +13,8 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from conftest import ROOT, script
@@ -56,6 +58,9 @@ def write_files(root):
     write_rows(root / "robots.jsonl", robots)
     write_rows(root / "conversations.jsonl", chats)
     write_rows(root / "prompts.jsonl", prompts)
+    turns = [[("system", "s"), ("human", f"{i}?"), ("gpt", "yes")] for i in range(4)]
+    rows = [dict(conversations=[{"from": who, "value": text} for who, text in three]) for three in turns]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "sharegpt.parquet")
     reward = "def reward(prompt, completion):\n    return float(len(completion))\n"
     (root / "reward.py").write_text(reward, encoding="utf-8")
 
@@ -176,6 +181,8 @@ def replacements(place):
     for setting in settings.split():
         name, file = setting.split("=")
         found["--" + setting] = f"--{name}={place}/{file}"
+    mixture = "--data={'conversations.jsonl': 2, 'sharegpt.parquet': 1}"
+    found[mixture] = mixture.replace("{'", f"{{'{place}/").replace(", '", f", '{place}/")
     return found
 
 

@@ -118,6 +118,23 @@ def test_saved_conversations_render_to_the_ids_that_were_said(monkeypatch, conve
     assert [i for i, mine in zip(ids, said) if mine] == ids_of(*told, "@assistant_end")
 
 
+def test_a_call_of_a_tool_ends_the_turn_where_no_output_is_given_and_none_is_made_up(converse, tmp_path):
+    said = ["@tools_prefix", "[]", "@tools_suffix", "Next.", "@assistant_end"]
+    out = converse(said, ["Weather?", "", "and?", f"/save {tmp_path / 's'}"])
+    assert out.startswith("[calls []]\n\nNext.\n")
+    saved = json.loads((tmp_path / "s").read_text())["messages"]
+    assert [message["role"] for message in saved] == ["user", "assistant"] * 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_text_stops_at_the_end_of_a_call_of_a_tool(folder, monkeypatch, number):
+    """The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]."""
+    new = iter(ids_of("@tools_prefix", "[]", "@tools_suffix", "made up"))
+    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)] * number))
+    done = script("sample.py", f"--init_from={folder}", f"--num_samples={number}", "--device=cpu")
+    assert done.returncode == 0 and "[]" in done.stdout and "made up" not in done.stdout
+
+
 def test_reset_and_system_begin_anew(converse, tmp_path):
     said = ["one", "@assistant_end", "two", "@assistant_end", "three", "@assistant_end"]
     lines = ["a", "/reset", "b", "/system be brief", "c", f"/save {tmp_path / 's'}", "/what"]

@@ -338,6 +338,8 @@ def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(tune
     opt = ademamix.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12, 12)
     free = {"out", "data", "show", "resume", "device", "parallel", "compile", "micro_batch", "pack", "rank_every",
             "checkpoint_every", "keep_checkpoints", "recompute"}
+    # data_hash has in it what these leave out.
+    free |= {"keep_licenses", "decontaminate"}
     # Where all weights are trained, what adapters would be like.
     free |= {"lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
     compared = config.keys() - free
@@ -357,6 +359,34 @@ def test_packing_and_accumulation_do_not_change_the_run(tuned, start, tmp_path):
         assert logged_losses(tmp_path / str(k)) == pytest.approx(logged_losses(tuned), abs=2e-5)
 
 
+def mixture_of(tmp_path):
+    """A file of ShareGPT's form and one of Alpaca's, with weights, as --data names them."""
+    turns = [[{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "yes"}] for i in range(6)]
+    write_rows(tmp_path / "a.jsonl", [dict(conversations=both) for both in turns])
+    write_rows(tmp_path / "b.jsonl", [dict(instruction=f"{i}?", output="no") for i in range(3)])
+    return "--data=" + str({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 0.5})
+
+
+def test_a_run_on_a_mixture_is_resumed_to_the_same_bits_and_says_what_of_it_is_seen_how_often(start, tmp_path):
+    data = mixture_of(tmp_path)
+    shown = tune(start, tmp_path / "whole", data, "--show")
+    assert shown.stdout.count("are learnt (green)") == 6, shown.stderr
+    done = tune(start, tmp_path / "whole", data, "--checkpoint_every=2")
+    assert done.returncode == 0, done.stderr
+    # 36 conversations: 24 of the six, 12 of the three.
+    assert f"{tmp_path / 'a.jsonl'}: 6 conversations, 66.7% of the run, each seen 4.00 times" in done.stdout
+    assert f"{tmp_path / 'b.jsonl'}: 3 conversations, 33.3% of the run, each seen 4.00 times" in done.stdout
+    assert [len(log(tmp_path / "whole")), "9 conversations, 6 steps" in done.stdout] == [6, True]
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    for step in ("step-00000004", "step-00000006"):
+        shutil.rmtree(tmp_path / "run" / "ckpt" / step)
+    done = tune(start, tmp_path / "run", data, "--checkpoint_every=2", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert same_bits(tmp_path / "whole", tmp_path / "run")
+    done = tune(start, tmp_path / "run", data.replace("0.5", "0.6"), "--checkpoint_every=2", "--resume")
+    assert done.returncode == 2 and "is of another run: data_hash" in done.stderr
+
+
 def test_a_run_folder_starts_a_run_and_a_trained_vocabulary_goes_along(tuned, start, tmp_path):
     assert tune(start, tmp_path / "again", f"--init_from={tuned}", "--optimizer=adamw").returncode == 0
     # It goes on from where that one ended.
@@ -365,93 +395,6 @@ def test_a_run_folder_starts_a_run_and_a_trained_vocabulary_goes_along(tuned, st
     convert.save_hf(Apertus(ApertusConfig(**{**TINY, "vocab_size": own.vocab_size})), str(tmp_path / "own"), own)
     assert tune(start, tmp_path / "third", f"--init_from={tmp_path / 'own'}", "--epochs=1").returncode == 0
     assert tokenizer.load_for(str(tmp_path / "third")).pieces == own.pieces
-
-
-# -----------------------------------------------------------------------------
-# conversations on disk
-
-
-def rows_like(n):
-    """n conversations of different lengths, every second one with a system message."""
-    pairs = [(user(f"{i}?" * (1 + i % 5)), assistant("é" * (1 + i % 7))) for i in range(n)]
-    return [chat_row(*[SYSTEM] * (i % 2), *pair) for i, pair in enumerate(pairs)]
-
-
-def tokenized(tmp_path, folder, tok=TOK, longest=512, date="2025-01-01"):
-    """What posttrain/sft.py makes of chats.jsonl on one rank."""
-    return sft.tokenized(str(tmp_path / folder), tok, tmp_path / "chats.jsonl", longest, date, Ranks())
-
-
-def test_conversations_on_disk_are_what_render_gives_whatever_the_parts(tmp_path, monkeypatch):
-    """Four bytes a token; parts of 300 bytes, so that conversations begin before, at and behind their borders."""
-    rows = rows_like(40)
-    rows[7] = rows[31] = chat_row(user("?"))
-    write_rows(tmp_path / "chats.jsonl", rows, between="\n\n")
-    want = [chat.render(TOK, row, "2025-01-01") for row in rows if len(row["messages"]) > 1]
-    for part in (300, len(json.dumps(rows[0])) + 2, 2**26):
-        monkeypatch.setattr(sft, "PART", part)
-        found, bad, learnt, _ = tokenized(tmp_path, str(part))
-        assert bad == {"no assistant turn": (2, 15)} and len(found) == 38
-        assert [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(38))] == want
-        assert found.tokens == sum(len(ids) for ids, _ in want) and learnt == sum(sum(said) for _, said in want)
-        sizes = [f.stat().st_size for f in (tmp_path / str(part)).glob("*.ids")]
-        assert sum(sizes) == 4 * found.tokens and (len(sizes) > 10) == (part < 2**20)
-
-
-def test_half_a_part_is_made_again_a_whole_one_is_not_and_a_stale_one_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "PART", 2000)
-    write_rows(tmp_path / "chats.jsonl", rows_like(40))
-
-    def ids(**how):
-        found = tokenized(tmp_path, "tokens", **how)[0]
-        return [found[k][0].tolist() for k in range(len(found))]
-
-    whole, made = ids(), []
-    first, *others = sorted((tmp_path / "tokens").glob("*.ids"))
-    # Killed between the two files.
-    os.remove(first.with_suffix(".json"))
-    first.write_bytes(b"half")
-    sft.mapped.cache_clear()
-    tokenize = sft.tokenize
-    monkeypatch.setattr(sft, "tokenize", lambda name, *args: (made.append(name), tokenize(name, *args)))
-    assert ids() == whole and made == [str(first.with_suffix(""))] and len(others) > 1
-    assert ids(date="2026-01-01") != whole
-    assert ids(tok=tokenizer.load("apertus:300")) != whole
-    assert ids(longest=75) == [conversation for conversation in whole if len(conversation) <= 75]
-    write_rows(tmp_path / "chats.jsonl", rows_like(2)[1:])
-    assert ids() == [chat.render(TOK, rows_like(2)[1], "2025-01-01")[0]]
-
-
-def test_a_line_that_is_none_is_named_wherever_it_stands(tmp_path, monkeypatch):
-    monkeypatch.setattr(sft, "PART", 500)
-    (tmp_path / "chats.jsonl").write_text("\n".join([*map(json.dumps, rows_like(20)), "", "[1, 2]"]))
-    with pytest.raises(ValueError, match=r"chats.jsonl, line 22: want a JSON object with .*, got '\[1, 2\]'"):
-        tokenized(tmp_path, "tokens", date=None)
-
-
-PARTS = """
-import sys
-import tokenizer
-from posttrain import sft
-from engine.parallel import Ranks, orderly_exit
-sft.PART = 300
-with orderly_exit():
-    ranks = Ranks("ddp")
-    ranks.join("cpu", 60)
-    found, *_ = sft.tokenized(sys.argv[2], tokenizer.load("byte"), sys.argv[1], 512, "2025-01-01", ranks)
-    print(f"rank {ranks.rank}", [found[k][0].tolist() for k in range(len(found))], flush=True)
-    ranks.leave()
-"""
-
-
-def test_two_processes_tokenize_a_share_each_and_both_read_all_of_it(launch, tmp_path):
-    write_rows(tmp_path / "chats.jsonl", rows_like(12))
-    program = tmp_path / "parts.py"
-    program.write_text(PARTS)
-    codes, text = launch(2, tmp_path / "chats.jsonl", tmp_path / "tokens", script=program, logs=tmp_path / "log")
-    assert codes == [0, 0], text[-2000:]
-    want = [chat.render(TOK, row, "2025-01-01")[0] for row in rows_like(12)]
-    assert f"rank 0 {want}\n" in text and f"rank 1 {want}\n" in text
 
 
 # -----------------------------------------------------------------------------
@@ -483,7 +426,7 @@ def test_what_cannot_be_learnt_from_is_left_out_counted_and_named(start, tmp_pat
     data = broken(tmp_path, GOOD, dict(messages=messages), dict(messages=messages), GOOD)
     done = tune(start, tmp_path / "run", data, "--max_length=300", "--epochs=1")
     assert done.returncode == 0, done.stderr
-    told = rf"left out 2 of 4 conversations: .*{re.escape(why)}.*\(first in line 2\)"
+    told = rf"left out 2 of 4 conversations: .*{re.escape(why)}.*\(first in line 2 of data.jsonl\)"
     assert re.search(told, done.stdout), done.stdout
     done = tune(start, tmp_path / "run2", broken(tmp_path, dict(messages=messages)), "--max_length=300")
     assert done.returncode == 2 and why in done.stderr
@@ -527,7 +470,8 @@ def test_what_is_left_out_is_told_in_one_line_by_kind(start, tmp_path):
     ]
     data = broken(tmp_path, GOOD, *odd)
     done = tune(start, tmp_path / "run", data)
-    line = f"left out 5 of 6 conversations: 4 {chat.ODD} (first in line 2); 1 no assistant turn (first in line 3)\n"
+    places = [f"(first in line {n} of data.jsonl)" for n in (2, 3)]
+    line = f"left out 5 of 6 conversations: 4 {chat.ODD} {places[0]}; 1 no assistant turn {places[1]}\n"
     assert done.returncode == 0 and line in done.stdout, done.stderr
 
 
@@ -683,9 +627,11 @@ def test_the_export_chats_in_transformers_with_the_same_greedy_tokens(tuned):
     encoded = tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = encoded["input_ids"]
     assert ids[0].tolist() == TOK.chat(messages, add_generation_prompt=True)[1]
-    end = TOK.special["<|assistant_end|>"]
-    ours = generate(convert.load_run(str(tuned))[0], ids, 30, temperature=0, stop=(end,))
-    assert theirs.generation_config.eos_token_id == end and math.isfinite(theirs.generation_config.eos_token_id)
+    end, called = TOK.special["<|assistant_end|>"], TOK.special["<|tools_suffix|>"]
+    ours = generate(convert.load_run(str(tuned))[0], ids, 30, temperature=0, stop=chat.ends(TOK))
+    assert tok.eos_token_id == theirs.config.eos_token_id == end
+    # As the published file, [2, 68, 72]: it ends a turn, and stops where a tool has to answer.
+    assert theirs.generation_config.eos_token_id == [2, end, called]
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours.tolist()
 
 

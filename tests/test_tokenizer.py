@@ -339,6 +339,33 @@ def test_transformers_chats_as_published_with_our_files(hf_apertus, case):
     assert hf_apertus.encode(text, add_special_tokens=False) == case["ids"]
 
 
+CALL = dict(type="function", function=dict(name="f", arguments={"x": 1}))
+TWO_TURNS = [
+    dict(role="user", content="go"),
+    dict(role="assistant", content="I look.", tool_calls=[CALL]),
+    dict(role="tool", content="SUNNY"),
+    dict(role="tool", content="DRY"),
+    dict(role="assistant", content="Fine weather."),
+    dict(role="user", content="thanks"),
+    dict(role="assistant", content="Bye."),
+]
+
+
+@pytest.mark.parametrize("case", [*golden(), dict(messages=TWO_TURNS, options={})])
+def test_transformers_assistant_mask_of_our_template_is_what_we_train_on(hf_apertus, apertus, case):
+    """What TRL's assistant_only_loss goes by, tools and thoughts included; the template does not end the last turn."""
+    options = case["options"]
+    thinking = options.get("enable_thinking", False)
+    pieces = chat_pieces(case["messages"], options.get("tools"), thinking, options.get("add_generation_prompt", False))
+    ids, said = apertus.chat_ids(pieces)
+    theirs = hf_apertus.apply_chat_template(
+        case["messages"], return_dict=True, return_assistant_tokens_mask=True, **options,
+    )
+    assert theirs["input_ids"] == ids and theirs["assistant_masks"] == list(map(int, said))
+    learnt = hf_apertus.decode([i for i, mine in zip(ids, theirs["assistant_masks"]) if mine])
+    assert not any(output in learnt for output in ("SUNNY", "DRY", '"12 C"'))
+
+
 def as_published(hf_apertus, messages, **options):
     text = hf_apertus.apply_chat_template(messages, tokenize=False, **options)
     return re.sub(r"Current date: \d{4}-\d\d-\d\d", "Current date: 2026-01-31", text)

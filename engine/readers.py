@@ -1,10 +1,12 @@
 """
-Files to documents: what the command line names -> batches of raw rows -> {"id", "text", url, language, license, ...}.
+Files to rows: what the command line names -> batches of raw rows -> documents, or the rows as they are.
 
     .txt .md .py           a document a file                    id = its path below what was named
     .jsonl (.gz, .zst)     a document a line, field "text"      id = file:id, or file:number of the line
     .parquet               a document a row, column "text"      the same; read row group by row group
     hf://datasets/...      parquet on the hub, streamed the same way, nothing else is downloaded
+
+prepare.py makes documents of them, {"id", "text", url, language, license, ...}; posttrain/sft.py conversations.
 
 The main process cuts files into batches of about 4 MB of whole lines, so that neither a long file nor a long list of
 files is ever in memory; worker processes parse them. What cannot be read (bytes that are no UTF-8, lines that are no
@@ -46,9 +48,10 @@ def id_hash(doc_id):
 # what the command line names
 
 
-def find(paths):
+def find(paths, endings=ENDINGS):
     """
-    [(name, path)] of all files that the command line names: files, folders, globs, hf://.
+    [(name, path)] of all files that the command line names: files, folders, globs, hf://. endings: what is taken of a
+    folder.
 
     A name is relative to what the user named, so that moving a folder changes no id. Where two files would share one,
     the later gets the folder that the user named in front. ValueError: nothing matches, or even then two share a name.
@@ -65,7 +68,7 @@ def find(paths):
         if not matches:
             raise ValueError(f"no such file, folder or pattern: {path!r}")
         for match in matches:
-            root, inside = files_of(match)
+            root, inside = files_of(match, endings)
             for file in inside:
                 name = os.path.relpath(file, root).replace(os.sep, "/")
                 if files.get(name, file) != file:
@@ -77,12 +80,12 @@ def find(paths):
     return list(files.items())
 
 
-def files_of(path):
+def files_of(path, endings):
     """(the folder that names are relative to, the files): of a folder those that can be read, at any depth."""
     if not os.path.isdir(path):
         return os.path.dirname(path), [path]
     inside = sorted(glob.glob(os.path.join(path, "**", "*"), recursive=True))
-    return path, [file for file in inside if file.endswith(ENDINGS) and os.path.isfile(file)]
+    return path, [file for file in inside if file.endswith(endings) and os.path.isfile(file)]
 
 
 def check(name, path, text_field="text"):
@@ -90,8 +93,8 @@ def check(name, path, text_field="text"):
     Read a file once from end to end: {"name", "path", "bytes", "sha256", "problem"}, problem None if it can be used.
 
     Compressed files are unpacked to their end, since a torn one shows only there, and half a file must not be used.
-    "unpacked" is then their size in bytes. ValueError if a parquet file has no text column; OSError if the hub cannot
-    be reached.
+    "unpacked" is then their size in bytes. ValueError if a parquet file has no text column (text_field "": none is
+    wanted); OSError if the hub cannot be reached.
     """
     file = dict(name=name, path=path, bytes=0, sha256=None, problem=None)
     if path.startswith("hf://"):
@@ -113,7 +116,7 @@ def check(name, path, text_field="text"):
                     file["unpacked"] = f.tell()
     except (OSError, EOFError, zlib.error, ValueError):
         file["problem"] = "unreadable"
-    if parquet:
+    if parquet and text_field:
         want_column(parquet, path, text_field)
     return file
 
@@ -199,9 +202,9 @@ def present(where, columns, names):
 # files to batches: a batch is a list of pieces (number of the file, first row, raw bytes or rows of a row group)
 
 
-def batches(files):
+def batches(files, most=None):
     """
-    Yield (number, pieces, bytes of input so far).
+    Yield (number, pieces, bytes of input so far). most: bytes of a batch, BATCH if None.
 
     Which rows form a batch depends on the files alone, so that a run that was killed finds its batches again.
     """
@@ -211,7 +214,7 @@ def batches(files):
         if file["problem"]:
             continue
         for piece, n in pieces_of(i, file):
-            if pieces and size + n > BATCH:
+            if pieces and size + n > (most or BATCH):
                 seen += size
                 yield number, pieces, seen
                 number += 1
@@ -342,19 +345,21 @@ def writable(text):
 
 def parquet_documents(name, path, first, rows, text_field, columns):
     """Documents of rows = (row group, begin, end) of a parquet file; one broken document if they cannot be read."""
-    group = rows[0]
     wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
     try:
-        if path.startswith("hf://"):
-            # Where the network fails half-way, all rows are read once more, so that none is yielded twice.
-            records = hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), *rows, wanted)))
-        else:
-            records = parquet_rows(open_parquet(path), *rows, wanted)
-        for row, record in enumerate(records, first):
+        for row, record in enumerate(parquet_records(path, rows, wanted), first):
             yield document(name, row, record, text_field, "a row without text")
     # What pyarrow says of damaged contents is a ValueError.
     except ValueError:
-        yield broken(name, f"{name}:row group {group}", "unreadable")
+        yield broken(name, f"{name}:row group {rows[0]}", "unreadable")
+
+
+def parquet_records(path, rows, wanted):
+    """The wanted columns of rows = (row group, begin, end) of a parquet file, here or on the hub, as dicts."""
+    if path.startswith("hf://"):
+        # Where the network fails half-way, all rows are read once more, so that none is yielded twice.
+        return hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), *rows, wanted)))
+    return parquet_rows(open_parquet(path), *rows, wanted)
 
 
 def parquet_rows(parquet, group, begin, end, wanted):
@@ -428,13 +433,21 @@ def hub_parquet(fs, path):
 
 
 def hub_files(path):
-    """hf://datasets/OWNER/NAME[@revision]/GLOB -> {name: path at the revision of now}. Only parquet."""
-    parts = path.removeprefix("hf://").split("/", 3)
-    if len(parts) < 4 or parts[0] != "datasets" or not path.endswith(".parquet"):
+    """
+    hf://datasets/OWNER/NAME[@revision][/FOLDER | /GLOB.parquet] -> {name: path at the revision of now}. Only parquet.
+
+    Of a whole data set those files are taken that have "train" in their name, if there are any: the others are tests.
+    """
+    parts = path.removeprefix("hf://").rstrip("/").split("/", 3)
+    if len(parts) < 3 or parts[0] != "datasets":
         raise ValueError(
-            f"{path!r}: want hf://datasets/OWNER/NAME/FILES.parquet, where FILES may be a pattern like data/*/train/*"
+            f"{path!r}: want hf://datasets/OWNER/NAME, and behind it /FOLDER or /FILES.parquet, where FILES may be a "
+            "pattern like data/*/train/*"
         )
-    _, owner, name, pattern = parts
+    _, owner, name, *inside = parts
+    pattern = "".join(inside)
+    if not pattern.endswith(".parquet"):
+        pattern = "/".join([*inside, "**/*.parquet"])
     # One commit for the whole run, so that a push to the repository in between mixes nothing.
     name, _, revision = name.partition("@")
     if not revision:
@@ -442,9 +455,11 @@ def hub_files(path):
     root = f"datasets/{owner}/{name}@{revision}/"
     found = hub_try(path, lambda fs: fs.glob(root + pattern))
     if not found:
-        raise ValueError(f"no file on the hub matches {path!r}")
-    inside = sorted(file.split("/", 3)[3] for file in found)
-    return {f"{owner}/{name}/{file}": f"hf://{root}{file}" for file in inside}
+        raise ValueError(f"no file on the hub matches {path!r} ({pattern}); only parquet is read there")
+    files = sorted(file.split("/", 3)[3] for file in found)
+    if not inside:
+        files = [file for file in files if "train" in file] or files
+    return {f"{owner}/{name}/{file}": f"hf://{root}{file}" for file in files}
 
 
 def hub_info(file, text_field):
@@ -452,6 +467,7 @@ def hub_info(file, text_field):
     path = file["path"]
     info = hub_try(path, lambda fs: fs.info(path.removeprefix("hf://")))
     parquet = open_parquet(path)
-    want_column(parquet, path, text_field)
+    if text_field:
+        want_column(parquet, path, text_field)
     lfs = info.get("lfs") or {}
     return dict(file, bytes=info["size"], sha256=lfs.get("sha256"), groups=row_groups(parquet))
