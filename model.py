@@ -431,7 +431,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,)
     fp32 without gradient. rows: of a chunk. chunk_loss: the function above, or the same
-    compiled.
+    compiled; with that of engine/distill.py, weights and nll have a column for each term.
     """
 
     @staticmethod
@@ -629,6 +629,7 @@ class Apertus(nn.Module):
         n_tokens=None,
         per_token=False,
         cache=None,
+        teacher=None,
     ):
         """
         idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache
@@ -639,7 +640,8 @@ class Apertus(nn.Module):
         have. doc (B, T): document ids for attention. n_tokens: divide by this, the kept
         tokens of the whole step, instead of by those of this batch; then gradients of
         several batches and ranks add up. per_token: return, not their mean, but the
-        negative log-likelihoods (B, T) in nats, fp32, without gradient.
+        negative log-likelihoods (B, T) in nats, fp32, without gradient. teacher: learn from it as
+        well (engine/distill.py), and return its two terms in place of None.
         """
         x = self.hidden(idx, doc, cache)
         head = self.lm_head.weight
@@ -658,14 +660,10 @@ class Apertus(nn.Module):
         weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
         labels = targets.clamp(min=0)
         rows = chunk_rows(self.config.vocab_size, x.device)
-        loss, nll = ChunkedCrossEntropy.apply(
-            x.flatten(0, 1),
-            head,
-            labels.flatten(),
-            weights.flatten(),
-            rows,
-            self.chunk_loss,
-        )
+        flat = x.flatten(0, 1), head, labels.flatten(), weights.flatten(), rows
+        if teacher is not None:
+            return teacher.loss(ChunkedCrossEntropy.apply, idx, doc, *flat)
+        loss, nll = ChunkedCrossEntropy.apply(*flat, self.chunk_loss)
         if per_token:
             return None, nll.view(targets.shape)
         return None, loss

@@ -36,6 +36,7 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun
 from engine import checkpoint, plot, runs
+from engine.distill import Teacher
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
@@ -90,6 +91,8 @@ goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
 goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k)
 goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
+teacher = ""                    # a run folder, Hugging Face folder or hub name to learn from (engine/distill.py)
+distill = 0.9                   # share of KL(teacher || model) in the loss, the rest is cross-entropy; the Minis': 0.9
 loss_average = "step"           # step: over all kept tokens | micro: mean of micro-batch means, as Apertus (Megatron)
 # the schedule, counted in samples (windows)
 total_samples = 3_662_109_375   # 15T tokens of 4096
@@ -158,6 +161,7 @@ class Run:
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
     begin: object = None            # of --init_from: its tok, and fill(model)
+    teacher: Teacher = None         # of --teacher
 
 
 # -----------------------------------------------------------------------------
@@ -176,6 +180,10 @@ def check_settings():
         steps = steps_until(total_samples)
         raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
                          f"total_samples={total_samples} ({steps:,} steps): say {lengths(total_samples)}")
+    if not 0 <= distill <= 1:
+        raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
+    if distill and not teacher and "distill" in globals().get("_asked", ()):
+        raise ValueError(f"distill={distill} wants a model to learn from: --teacher=RUN or a Hugging Face model")
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
@@ -215,7 +223,7 @@ def set_up():
     tok = tokenizer.load_for(data)
     meta = train.meta
     if begin:
-        check_vocabulary(tok, begin.tok)
+        check_vocabulary(tok, begin.tok, init_from)
     config = settings(globals())
     ids = vocab_size if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
@@ -224,7 +232,10 @@ def set_up():
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
         guides = Guides(config, shape)
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin)
+    run = Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin)
+    if teacher and distill:
+        take_teacher(run)
+    return run
 
 
 def take_shape():
@@ -250,12 +261,33 @@ def take_shape():
     return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path))
 
 
-def check_vocabulary(tok, start):
-    """ValueError, naming the first id, if the data were made with other ids than those of the start model."""
-    found = tokenizer.first_difference(tok, start)
+def take_teacher(run):
+    """
+    Load the model that --teacher names; each rank holds it whole. A hash of its weights becomes a setting of the run.
+
+    ValueError: no model, another vocabulary, a shorter window.
+    """
+    import convert
+
+    model, theirs = convert.load_any(teacher, run.device)
+    check_vocabulary(run.tok, theirs, teacher)
+    shape = model.config
+    if shape.block_size < block_size or shape.vocab_size < run.shape.vocab_size:
+        raise ValueError(f"{teacher} has windows of {shape.block_size} tokens and {shape.vocab_size} ids, and the run "
+                         f"{block_size} and {run.shape.vocab_size}: a teacher wants at least as many")
+    shape.doc_mask = doc_mask           # the teacher sees what the student sees
+    # Of the weights as they are stored: another dtype is not another teacher.
+    run.config["teacher_hash"] = checkpoint.fingerprint(model)[:16]
+    compiled = compile and can_compile(torch.device(run.device))
+    run.teacher = Teacher(model.to(run.dtype), distill, run.shape.vocab_size, compiled)
+
+
+def check_vocabulary(tok, other, name):
+    """ValueError, naming the first id, if the data were made with other ids than those of the model of this name."""
+    found = tokenizer.first_difference(tok, other)
     if found:
         i, ours, theirs = found
-        raise ValueError(f"{data} was made with another vocabulary than that of {init_from}: id {i} is {ours!r} there "
+        raise ValueError(f"{data} was made with another vocabulary than that of {name}: id {i} is {ours!r} there "
                          f"and {theirs!r} in the model (None: no such id); prepare the data with the model's tokenizer")
 
 
@@ -313,6 +345,7 @@ def what_decides(config, samples):
     """
     names = [field.name for field in dataclasses.fields(ApertusConfig)]
     names += ["self_guided", "guide_saving", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    names += ["teacher_hash", "distill"] if config.get("teacher_hash") else ["teacher_hash"]
     same = {name: config.get(name) for name in names}
     same["data_hash"] = begun(config.get("data_hash", ""), samples)
     same["staged"] = bool(config.get("stage"))
@@ -413,6 +446,9 @@ def introduce(run, model, end):
     print(f"{model.num_params():,} parameters on {device} in {str(run.dtype)[6:]}, "
           f"{steps:,} steps of {batch_size} x {block_size} tokens; "
           f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
+    if run.teacher:
+        print(f"{distill:.0%} of the loss is what {teacher} thinks of the next token: "
+              f"{run.teacher.model.num_params():,} parameters, whole on each rank")
 
 
 def on_gpu(run, flops, speed):
@@ -504,7 +540,7 @@ def batches(run, step):
 def forward_backward(net, run, batch, n_tokens, step):
     """
     The gradients of this rank's part of a step, micro-batch by micro-batch. Returns its part of
-    the loss, 0-d.
+    the loss, 0-d, and of the terms of distillation, (2,), none without a teacher.
 
     batch: idx, targets, keep, doc, each (samples, T), on the CPU. net: the model, or the
     wrapper that is called in training. n_tokens: the kept tokens of the whole step, over all
@@ -513,6 +549,7 @@ def forward_backward(net, run, batch, n_tokens, step):
     """
     sum_dtype = torch.float64 if exact else torch.float32
     loss = torch.zeros((), device=run.device, dtype=sum_dtype)
+    terms = loss.new_zeros(2 if run.teacher else 0)
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         if run.guides:
@@ -524,10 +561,12 @@ def forward_backward(net, run, batch, n_tokens, step):
         idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
         # Ranks exchange gradients once, behind the last micro-batch.
         with gradients(net, run.ranks, last=i + 1 == len(micro)):
-            _, part = net(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
+            parts, part = net(idx, targets, keep, doc, n_tokens=max(divide_by, 1), teacher=run.teacher)
             part.backward()
         loss += part.detach()
-    return loss
+        if run.teacher:
+            terms += parts
+    return loss, terms
 
 
 def update(model, opt, rate, norm):
@@ -607,11 +646,10 @@ def pretrain(run, stop):
         keep = batch[2]
         n_tokens, n_all = ranks.add(keep.sum(), keep.numel())  # of the whole step
 
-        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank
-        # was asked to stop.
-        loss = forward_backward(net, run, batch, n_tokens, step)
+        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank was asked to stop.
+        loss, terms = forward_backward(net, run, batch, n_tokens, step)
         asked = runs.asked_to_stop(out, stop, ranks)
-        loss, square, stopping = ranks.add(loss, square_norm(model, ranks), asked)
+        loss, square, stopping, *terms = ranks.add(loss, square_norm(model, ranks), asked, *terms)
         norm = math.sqrt(square)
         finite = math.isfinite(loss + norm)
         if not finite and skipped >= skip_nonfinite:
@@ -632,11 +670,12 @@ def pretrain(run, stop):
         last = done == end
         tokens = samples_before(done) * block_size
         speed = n_all / (time.perf_counter() - step_began)
-        bar.set_postfix_str(f"loss {loss:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
-        # JSON has no nan.
+        # With a teacher "loss" is its term of cross-entropy: a number that can be compared with other runs'.
+        said = dict(zip(("loss", "kl"), terms or [loss]))
+        bar.set_postfix_str(f"loss {said['loss']:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         if not finite:
-            loss = norm = None
-        log(step=step, tokens=tokens, loss=loss, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
+            norm, said = None, dict.fromkeys(said)             # JSON has no nan
+        log(step=step, tokens=tokens, **said, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
             **on_gpu(run, flops, speed), skipped=skipped)
         # Validation and samples are without guides; nothing else depends on the mode.
         model.eval()

@@ -79,7 +79,7 @@ ALSO = {
     "sift": ["test_prepare"],
     "talk": ["test_sample"],
     "tokenizer": ["test_published", "test_continue"],
-    "train": ["test_step", "test_continue", "test_parallel"],
+    "train": ["test_step", "test_continue", "test_distill", "test_parallel"],
 }
 
 

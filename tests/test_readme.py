@@ -173,6 +173,7 @@ def replacements(place):
         "out/laptop": run,
         "out/swiglu": run,
         "out/adamw": run,
+        "--teacher=out/laptop": f"--teacher={run}",
         "--nproc_per_node=8": "--nproc_per_node=2",
     }
     for name in ("my_texts/", "pages.jsonl"):

@@ -1,0 +1,124 @@
+"""
+Distillation: a student learns what a larger model thinks of the next token, and not only which token came.
+
+    loss = (1 - a) CE + a KL(p || q)                                 means over the kept tokens; a: --distill
+    d loss / d logits = (1 - a) (q - onehot(label)) + a (q - p)      p: the teacher's distribution, q: the student's
+
+A label is one of 131,072 ids; p also says what else could have stood there, and how likely it was. So Apertus' Minis
+learnt from the 8B: 0.5B to 4B parameters, 1.7T tokens, a = 0.9 (arXiv 2605.29128). Their p was stored beforehand.
+Here the teacher runs beside its student, which costs a forward pass of the teacher in each step, and no disk.
+
+Two tensors of logits, 2.1 GB each for one window of 4,096, never exist. Only the teacher's hidden states are whole: its
+logits are formed for one chunk of rows at a time, beside the student's, in the loop that model.py has for its own loss.
+Three tensors of a chunk's size live at once, where the plain loss has one. On several ranks each holds the teacher
+whole, in the dtype of the activations (16 GB for the 8B in bf16), whether the student is sharded or not.
+
+$ python train.py configs/laptop.py --n_layer=2 --teacher=out/laptop --distill=0.9 --out=out/student
+"""
+
+import torch
+
+from engine.hardware import at_least_fp32, linear
+
+# Shapes: B batch, T time, N = B*T positions, V vocabulary, C width of the student, D width of the teacher.
+
+
+def log_probabilities(h, w):
+    """log softmax(h w.T): h (rows, C), w (V, C) -> (rows, V), at least fp32."""
+    z = at_least_fp32(linear(h, w))
+    return z.sub_(z.logsumexp(-1, keepdim=True))
+
+
+def chunk_loss(h, w, targets, weights, train):
+    """
+    One chunk of rows, as model.chunk_loss has it, of two terms: -log q(label) and KL(p || q), both in nats.
+
+    h (rows, C), w (V, C). targets: rows of Labels. weights (rows, 2), of each term. Returns the terms (rows, 2), and if
+    train, the gradient of their weighted sum by the logits (rows, V).
+    """
+    labels, known, head = targets
+    labels = labels[:, None]
+    log_q = log_probabilities(h, w)
+    log_p = log_probabilities(known, head)
+    p = log_p.exp()
+    ce = -log_q.gather(1, labels)[:, 0]                    # (rows,)
+    log_ratio = log_p.sub_(log_q)
+    kl = log_ratio.mul_(p).sum(-1)                         # (rows,)
+    terms = torch.stack((ce, kl), dim=1)
+    if not train:
+        return terms, None
+    of_ce, of_kl = weights.split(1, dim=1)                 # (rows, 1) each
+    q = log_q.exp_()
+    # The difference comes first: where the student knows what the teacher knows it is exactly 0.
+    p_minus_q = p.sub_(q)
+    dz = q.mul_(of_ce)
+    dz = dz.scatter_add_(1, labels, -of_ce)
+    dz = dz.addcmul_(p_minus_q, of_kl, value=-1)
+    return terms, dz.to(h.dtype)
+
+
+class Labels:
+    """
+    The labels (N,), and beside them the teacher's hidden states (N, D) and its head (V, D). Rows of it are taken as
+    rows of a tensor are, so that the loop over chunks in model.py need not know of teachers.
+    """
+
+    def __init__(self, labels, known, head):
+        self.labels = labels
+        self.known = known
+        self.head = head
+
+    def __getitem__(self, rows):
+        return self.labels[rows], self.known[rows], self.head
+
+
+class Teacher:
+    """
+    A model to learn from. It is frozen, and sees what the student sees: the same windows, documents and masks.
+
+    model: an Apertus of any width and depth, on the device and in the dtype of the run. share: of KL in the loss, 0 to
+    1. vocab_size: the student's; rows of the teacher's head behind it only pad it to a round number, and are no tokens.
+    """
+
+    def __init__(self, model, share, vocab_size, compiled):
+        self.model = model.eval().requires_grad_(False)
+        self.head = model.lm_head.weight[:vocab_size]      # (V, D)
+        self.share = share
+        self.chunk_loss = chunk_loss
+        if compiled:
+            # The blocks of both models are the same code. When it meets a second width, torch.compile would make a
+            # slower graph for all widths of it.
+            model.compile_blocks(dynamic=False)
+            self.chunk_loss = torch.compile(chunk_loss)
+
+    def loss(
+        self,
+        chunked,
+        idx,
+        doc,
+        h,
+        head,
+        labels,
+        weights,
+        rows,
+    ):
+        """
+        idx, doc (B, T): what the student has read; chunked: ChunkedCrossEntropy.apply, and its other arguments.
+
+        Returns the two terms, cross-entropy and KL, each summed with the weights, (2,) without gradient; and the loss.
+        """
+        with torch.no_grad():
+            known = self.model.hidden(idx, doc)            # (B, T, D)
+        known = known.flatten(0, 1)
+        shares = weights.new_tensor([1 - self.share, self.share])
+        weights = weights[:, None]                         # (N, 1)
+        loss, terms = chunked(
+            h,
+            head,
+            Labels(labels, known, self.head),
+            weights * shares,
+            rows,
+            self.chunk_loss,
+        )
+        sums = (weights * terms).sum(0)
+        return sums, loss
