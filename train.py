@@ -114,6 +114,7 @@ grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is cl
 eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
+old = ""                        # with init_from: text like the start's, validated on beside (posttrain/forgetting.py)
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -158,6 +159,7 @@ class Run:
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
     begin: object = None            # of --init_from: its tok, and fill(model)
+    old: object = None              # of --old: what the start model knows, and may forget
 
 
 # -----------------------------------------------------------------------------
@@ -224,7 +226,13 @@ def set_up():
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
         guides = Guides(config, shape)
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin)
+    kept = None
+    if old:
+        from posttrain.forgetting import Old
+        if not begin:
+            raise ValueError(f"old={old} is what a start model may forget: name one with --init_from")
+        kept = Old(old, begin.tok, block_size, eval_windows, out)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept)
 
 
 def take_shape():
@@ -443,12 +451,13 @@ def not_a_number(step, loss, norm, skipped):
 def validate(run, model, windows, step, tokens, began, log):
     """
     Log the loss over the first `windows` of the validation split, and return it: nats per
-    token, bits per byte.
+    token, bits per byte. With --old also that of the old text, always over the same windows.
     """
     nats = evaluate(run, model, windows)
     bpb = run.val.bits_per_byte(nats)
     seconds = round(time.perf_counter() - began, 1)
-    log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds)
+    seen = run.old.measure(model, run.ranks) if run.old else {}
+    log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds, **seen)
     return nats, bpb
 
 
@@ -470,6 +479,9 @@ def finish(run, model, steps, began, log):
     seconds = time.perf_counter() - began
     if run.ranks.first:
         summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
+        if run.old:
+            summary |= run.old.summary()
+            print(run.old.line(out))
         checkpoint.write_flushed(f"{out}/summary.json", json.dumps(summary, indent=1))
         print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
 
@@ -597,8 +609,10 @@ def pretrain(run, stop):
     flops = model.flops_per_token(block_size)
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
-    if fresh and eval_every:
+    if fresh and (eval_every or run.old):
         validate_start(run, model, began, log)
+    if run.old:
+        run.old.remember(start, first)
     if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:
