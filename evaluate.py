@@ -6,10 +6,10 @@ How good is a model: bits per byte of text by language or source, multiple choic
 
 Bits per byte compare models with different tokenizers, which nats per token do not. A score says nothing without its n,
 its chance level and its interval, so these are printed beside it. Intervals are 95 %: Wilson's for shares, and for bits
-per byte Student's t of the ratio estimator, whose sample are the documents. --against=BASE adds what the model has above
-another one, document by document, and such a difference is known far better than either score. A text that is longer
+per byte Student's t of the ratio estimator, whose sample are the documents. --against=BASE adds what the model has
+above another one, document by document: such a difference is known far better than either score. A text that is longer
 than the window is scored in windows that overlap by half, so that every token after the first window has at least half
-a window of context. Source: the report evaluates base models by log-likelihood too (arXiv 2509.14233, sec. 5, table 22).
+a window of context. Source: the report evaluates base models by log-likelihood too (arXiv 2509.14233, sec. 5).
 
 $ python evaluate.py --init_from=out/laptop                                # validation documents the run has never seen
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts; bars by language

@@ -461,11 +461,14 @@ def validate(run, model, windows, step, tokens, began, log):
     return nats, bpb
 
 
-def validate_start(run, model, began, log):
+def validate_start(run, model, start, began, log):
     """The curve of a run that goes on from another model begins with what that one knows."""
-    model.eval()
-    validate(run, model, eval_windows, 0, 0, began, log)
-    model.train()
+    if not start and (eval_every or run.old):
+        model.eval()
+        validate(run, model, eval_windows, 0, 0, began, log)
+        model.train()
+    if run.old:
+        run.old.remember(start, run.ranks.first)
 
 
 def finish(run, model, steps, began, log):
@@ -582,8 +585,7 @@ def pretrain(run, stop):
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
-    fresh = run.begin and not start     # --init_from, and no checkpoint of this run yet
-    if fresh:
+    if run.begin and not start:     # --init_from, and no checkpoint of this run yet
         run.begin.fill(model)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
@@ -609,10 +611,8 @@ def pretrain(run, stop):
     flops = model.flops_per_token(block_size)
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
-    if fresh and (eval_every or run.old):
-        validate_start(run, model, began, log)
-    if run.old:
-        run.old.remember(start, first)
+    if run.begin:
+        validate_start(run, model, start, began, log)
     if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:

@@ -5,8 +5,9 @@ Pictures of runs, from their log.jsonl: loss, bits per byte, gradient norm, lear
     thin line    every step; of a long run the mean of neighbouring steps, since a picture has no more columns
     band         least and largest of those neighbours, so that a spike of one step among thousands is still seen
 
-train.py draws loss.png of its own run at the end, as SFT and QRPO do, over steps. What a log never has gets no panel. Runs are drawn together only where their numbers can be compared: on
-the same data, or, if only the tokenizers differ, in bits per byte.
+train.py draws loss.png of its own run at the end, as SFT and QRPO do, over steps. What no log has gets no panel. Runs
+are drawn together only where their numbers can be compared: on the same data, or, if only the tokenizers differ, in
+bits per byte.
 
 $ python -m engine.plot out/a out/b --out=compare.png
 """

@@ -1,10 +1,10 @@
 """
 What fine-tuning forgets: bits per byte of old text before, on the way and after, beside what the run has gained.
 
-    lost    = sum_i (bits of document i after - before)  /  their bytes       old text, paired by document, 95 % interval
-    gained  = the run's own loss, its end against its beginning               in one epoch of SFT a held-out loss
-    KL      = mean over old tokens of sum_v p(v) log(p(v) / base(v))          with adapters: their base lies below them
-    change  = |dW| / |W|, by kind of matrix                                   the same
+    lost    = sum over documents of their bits, after - before  /  bytes       paired by document, 95 % interval
+    gained  = the run's own loss, its end against its beginning                in one epoch of SFT a held-out loss
+    KL      = mean over old tokens of sum_v p(v) log(p(v) / base(v))           with adapters: the base lies below them
+    change  = |dW| / |W|, by kind of matrix                                    the same
 
 The loss of the new data says nothing of this. Of 46 LoRA runs on Apertus-8B those with the lowest loss, at a rate of
 1e-3, gave hardly an answer any more that could be read on another test (github.com/davmels/peft_apertus); at 1e-5 they
@@ -43,17 +43,19 @@ class Old:
     """
     Old text in windows, and what the start model knew of it, in bits for each document.
 
-    path: a data folder (its validation documents), a .txt file, or .jsonl with "text". tok, T: the model's tokenizer and
-    window. most: windows at most; 0 = all of the text, as evaluate.py has it. out: the run folder. ValueError if there
-    is no text.
+    path: a data folder (its validation documents), a .txt file, or .jsonl with "text". tok, T: the model's tokenizer
+    and window. most: windows at most; 0 = all of the text, as evaluate.py has it. out: the run folder. ValueError if
+    there is no text.
     """
 
     def __init__(self, path, tok, T, most, out):
         self.path = path
         self.file = f"{out}/old.json"
+        self.kl = None
+        letters = LETTERS * T * most or None
         rows = []
         for n, text in enumerate(texts(path, tok, most)):
-            ids = evaluate.text_ids(tok, text[:LETTERS * T * most or None])
+            ids = evaluate.text_ids(tok, text[:letters])
             for turn, window in enumerate(evaluate.windows_of(ids, T)):
                 rows.append((turn, n, window))
         # By their turn, so that every document has a part.
@@ -61,14 +63,16 @@ class Old:
         _, owner, windows = zip(*rows[:most or None])
         self.windows = list(windows)
         self.owner = np.array(owner)
+        self.tokens = sum(len(ids) - first for ids, first in windows)
         self.sizes = self.per_document(size_of(window, tok) for window in windows)
         content = json.dumps(self.windows)
         self.hash = hashlib.sha256(content.encode()).hexdigest()[:16]
-        self.size = max(1, evaluate.batch_tokens // (T + 1))        # windows at once
+        # Windows at once.
+        self.size = max(1, evaluate.batch_tokens // (T + 1))
 
     def per_document(self, numbers):
         """Numbers of the windows, added up for each document."""
-        return np.bincount(self.owner, list(numbers), minlength=self.owner.max() + 1)
+        return np.bincount(self.owner, list(numbers))
 
     @torch.no_grad()
     def measure(self, model, ranks):
@@ -80,28 +84,41 @@ class Old:
         """
         device = model.lm_head.weight.device
         adapted = bool(lora.adapted(model))
-        batches = [self.windows[i:i + self.size] for i in range(0, len(self.windows), self.size)]
-        nats = np.zeros(len(self.windows))
+        count = len(self.windows)
+        bits = np.zeros(count)
         kl = 0.0
-        rounds = -(-len(batches) // ranks.size)
+        # The first window of each of this rank's batches.
+        mine = range(ranks.rank * self.size, count, ranks.size * self.size)
+        rounds = -(-count // (ranks.size * self.size))
+        bar = tqdm(
+            range(rounds),
+            "old text",
+            unit="batch",
+            delay=2,
+            leave=False,
+            disable=not ranks.first)
         # Eager, because these windows have shapes that training has not compiled.
         with torch.compiler.set_stance("force_eager"):
-            for k in tqdm(range(rounds), "old text", unit="batch", delay=2, leave=False, disable=not ranks.first):
-                n = k * ranks.size + ranks.rank
-                mine = n < len(batches)
-                idx, targets = evaluate.laid_out(batches[n if mine else 0], device)
+            for k in bar:
+                begin = mine[k] if k < len(mine) else 0
+                batch = self.windows[begin:begin + self.size]
+                idx, targets = evaluate.laid_out(batch, device)
                 _, nll = model(idx, targets, per_token=True)                # (B, T)
-                if mine:
-                    of_tokens = (nll * (targets >= 0)).cpu().double()
-                    begin = n * self.size
-                    nats[begin:begin + len(idx)] = of_tokens.sum(1)
-                    kl += divergence(model, idx, targets) if adapted else 0.0
+                if k == len(mine):
+                    break
+                scored = targets >= 0
+                nats = (nll * scored).cpu().double().sum(1)
+                bits[begin:begin + len(batch)] = nats / math.log(2)
+                if adapted:
+                    kl += divergence(model, idx, scored)
         drop_gathered(model)
-        *bits, kl = ranks.add(*self.per_document(nats / math.log(2)), kl)
+        *bits, kl = ranks.add(*self.per_document(bits), kl)
         self.bits = np.array(bits)
-        self.kl = kl / sum(len(ids) - first for ids, first in self.windows)
-        entry = dict(old_bpb=self.bits.sum() / self.sizes.sum())
-        return entry | dict(old_kl=self.kl) if adapted else entry
+        found = dict(old_bpb=self.bits.sum() / self.sizes.sum())
+        if adapted:
+            self.kl = kl / self.tokens
+            found["old_kl"] = self.kl
+        return found
 
     def remember(self, start, first):
         """
@@ -112,8 +129,12 @@ class Old:
         """
         if not start:
             self.before = self.bits
+            found = dict(
+                old=self.path,
+                hash=self.hash,
+                bits=self.bits.tolist(),
+                bytes=self.sizes.tolist())
             if first:
-                found = dict(old=self.path, hash=self.hash, bits=self.bits.tolist(), bytes=self.sizes.tolist())
                 write_flushed(self.file, json.dumps(found))
             return
         if not os.path.exists(self.file):
@@ -137,18 +158,20 @@ class Old:
             old_after=self.bits.sum() / total,
             old_lost=lost,
             old_plus_minus=None if math.isnan(half) else half,
-            old_kl=self.kl or None)
+            old_kl=self.kl)
 
     def line(self, out):
         """What the run in `out` has gained and lost, in one line."""
         name, first, last = gained(out)
-        lost = self.summary()
-        half = lost["old_plus_minus"]
-        half = "" if half is None else f" ± {half:.3f}"
-        kl = f", KL to the base {self.kl:.3f} nats/token" if self.kl else ""
-        return (f"{out}: gained {name} {first:.3f} -> {last:.3f} ({last - first:+.3f}); lost {lost['old_before']:.3f} "
-                f"-> {lost['old_after']:.3f} bits/byte of {self.path} ({lost['old_lost']:+.3f}{half}, "
-                f"{len(self.sizes)} documents{kl})")
+        found = self.summary()
+        how = f"{found['old_lost']:+.3f}"
+        if found["old_plus_minus"] is not None:
+            how += f" ± {found['old_plus_minus']:.3f}"
+        how += f", {len(self.sizes)} documents"
+        if self.kl is not None:
+            how += f", KL to the base {self.kl:.3f} nats/token"
+        return (f"{out}: gained {name} {first:.3f} -> {last:.3f} ({last - first:+.3f}); "
+                f"lost {found['old_before']:.3f} -> {found['old_after']:.3f} bits/byte of {self.path} ({how})")
 
 
 def due(old, every, done, steps):
@@ -160,36 +183,38 @@ def size_of(window, tok):
     """The bytes that the scored ids of a window stand for; the end of a document stands for none."""
     ids, first = window
     end = evaluate.end_of_text(tok)
-    return len(tok.decode_bytes([i for i in ids[first:] if i != end]))
+    words = [i for i in ids[first:] if i != end]
+    return len(tok.decode_bytes(words))
 
 
 def texts(path, tok, most):
     """The texts at `path`, or `most` of them, evenly spaced. ValueError if there are none."""
     if os.path.isdir(path):
-        found = [text for _, text in evaluate.validation_documents(path, tok, most)]
+        documents = evaluate.validation_documents(path, tok, most)
     else:
-        found = [text for _, text in evaluate.contents(path)[0]]
-        found = found[::-(-len(found) // most) if most and found else 1]
-    found = [text for text in found if text.strip()]
+        documents, _ = evaluate.contents(path)
+        every = -(-len(documents) // most) if most else 1
+        documents = documents[::every or 1]
+    found = [text for _, text in documents if text.strip()]
     if not found:
         raise ValueError(f'old={path}: no text there: want a data folder of prepare.py, .txt, or .jsonl with "text"')
     return found
 
 
-def divergence(model, idx, targets):
+def divergence(model, idx, scored):
     """
-    KL(model || its base) in nats, summed over the positions that are scored; its adapters are off for a moment.
+    KL(model || its base) in nats, summed over the positions that are scored; the adapters are off for a moment.
 
-    idx, targets (B, T) as evaluate.laid_out gives them. Two logits of a chunk of positions exist at a time.
+    idx, scored (B, T). Two logits of a chunk of positions exist at a time.
     """
-    where = targets >= 0
-    h = model.hidden(idx)[where]                            # (N, C)
+    h = model.hidden(idx)[scored]                           # (N, C)
     with lora.off(model):
-        below = model.hidden(idx)[where]                    # (N, C)
+        below = model.hidden(idx)[scored]                   # (N, C)
     rows = chunk_rows(model.config.vocab_size, h.device)
     total = 0.0
     for part, base in zip(h.split(rows), below.split(rows)):
-        p, q = (model.lm_head(x).float().log_softmax(-1) for x in (part, base))     # (rows, V)
+        p = model.lm_head(part).float().log_softmax(-1)     # (rows, V)
+        q = model.lm_head(base).float().log_softmax(-1)
         total += (p.exp() * (p - q)).sum().item()
     return total
 
@@ -203,12 +228,16 @@ def change(model):
     """
     squares = {}
     for name, layer in lora.adapted(model).items():
-        a, b = layer.lora_A.weight, layer.lora_B.weight                     # (r, in), (out, r)
-        update = (b.T @ b * (a @ a.T)).sum() * layer.scale**2
+        a = layer.lora_A.weight                             # (r, in)
+        b = layer.lora_B.weight                             # (out, r)
+        update = ((b.T @ b) * (a @ a.T)).sum()
         whole = layer.frozen().float().square().sum()
         kind = name.rpartition(".")[2]
-        squares[kind] = squares.get(kind, 0) + torch.stack([update, whole])
-    return {kind: math.sqrt(update / whole) for kind, (update, whole) in squares.items()}
+        both = torch.stack([update * layer.scale**2, whole])
+        squares[kind] = squares.get(kind, 0) + both
+    return {
+        kind: math.sqrt(update / whole)
+        for kind, (update, whole) in squares.items()}
 
 
 def gained(out):
@@ -227,16 +256,20 @@ def gained(out):
         return "val_bpb", values["val_bpb"][0], values["val_bpb"][-1]
     loss = values["loss"]
     tenth = max(1, len(loss) // 10)
-    return "loss", statistics.fmean(loss[:tenth]), statistics.fmean(loss[-tenth:])
+    first = statistics.fmean(loss[:tenth])
+    last = statistics.fmean(loss[-tenth:])
+    return "loss", first, last
 
 
 def conclude(out, steps, model, old):
     """summary.json of SFT and QRPO, and the one line that says what was gained and lost. old: an Old, or None."""
     _, first, last = gained(out)
     summary = dict(steps=steps, loss_first=first, loss_last=last)
-    if adapters := change(model):
+    adapters = change(model)
+    if adapters:
         summary["change"] = adapters
-        print("|dW| / |W|: " + ", ".join(f"{kind} {ratio:.3g}" for kind, ratio in adapters.items()))
+        ratios = [f"{kind} {ratio:.3g}" for kind, ratio in adapters.items()]
+        print(f"|dW| / |W|: {', '.join(ratios)}")
     if old:
         summary |= old.summary()
         print(old.line(out))

@@ -318,8 +318,9 @@ def test_more_ranks_than_batches_run_along_and_add_nothing(lab):
         ranks.add = lambda *numbers: (parts.append(numbers), numbers)[1]
         text.measure(model, ranks)
     total = np.sum(parts, 0)
-    assert total[:-1].sum() / text.sizes.sum() == pytest.approx(want["old_bpb"], rel=1e-12)
-    assert total[-1] / sum(len(ids) - first for ids, first in text.windows) == pytest.approx(want["old_kl"], rel=1e-12)
+    *bits, kl = total
+    assert sum(bits) / text.sizes.sum() == pytest.approx(want["old_bpb"], rel=1e-12)
+    assert kl / text.tokens == pytest.approx(want["old_kl"], rel=1e-12)
 
 
 def test_qrpo_measures_too_and_ends_in_the_same_bits(lab, tmp_path):
@@ -437,3 +438,97 @@ def test_the_picture_of_a_run_has_a_panel_for_each_curve_over_steps(watched, unw
     [curve] = forgotten.lines
     assert curve.get_xdata().tolist() == [0, 1, 3, 5] and forgotten.get_xlabel() == "step"
     assert curve.get_ydata().tolist() == [value for _, value, _ in measured(watched[0])]
+
+
+# -----------------------------------------------------------------------------
+# the study: learning rate x rank
+
+
+@pytest.fixture
+def study(lab, tmp_path, monkeypatch):
+    """studies/forget.py on a text of two kinds of lines. Its runs are real ones, in this process; (command, runs)."""
+    from studies import kit
+    calls = []
+
+    def run_script(name, args, log, threads=None, device=None):
+        calls.append(args)
+        done = script(name, *args)
+        return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+    monkeypatch.setattr(kit, "run_script", run_script)
+    lines = [f"Line {i} of a new text, and no more.\n" for i in range(60)]
+    (tmp_path / "new.txt").write_text("\n".join(lines))
+
+    def study(*args, text=True):
+        where = [f"--start={lab / 'model'}", f"--data={lab / 'old.jsonl'}", f"--runs={tmp_path / 'runs'}",
+                 f"--out={tmp_path / 'results'}", "--jobs=1", "--characters=60", "--conversations=8", "--held_out=4"]
+        grid = ["--ranks=(0, 2)", "--lrs=(1e-3, 1e-2)", "--seeds=1", "--batch_size=4", "--old_windows=3"]
+        return script("studies.forget", *[tmp_path / "new.txt"] * text, *where, *grid, *args, pictures=True)
+
+    return study, calls, tmp_path
+
+
+def test_the_study_sets_what_was_gained_beside_what_was_lost_and_does_nothing_twice(lab, study):
+    run, calls, root = study
+    done = run()
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (root / "results" / "rows.jsonl").read_text().splitlines()]
+    assert [(row["rank"], row["lr"]) for row in rows] == [(0, 1e-3), (0, 1e-2), (2, 1e-3), (2, 1e-2)]
+    assert len(calls) == 4 and all(row["steps"] == 2 for row in rows)
+    table = (root / "results" / "table.md").read_text()
+    last = rows[-1]
+    assert f"| LoRA 2 | 16 | 0.01 | {last['gained']:.3f} | {last['lost']:.3f} | {last['change']:.3f} |" in table
+    assert f"| full |  | 0.001 | {rows[0]['gained']:.3f} |" in table
+
+    # One of the runs by hand: the answers in fp64, and the distance of its dense matrices from the start's.
+    [folder] = [arg[6:] for arg in calls[1] if arg.startswith("--out=")]
+    models = [convert.load_any(name, "cpu", torch.float64)[0] for name in (str(lab / "model"), folder)]
+    from studies import forget
+    forget.characters, forget.conversations, forget.held_out = 60, 8, 4
+    learnt, held = forget.split(str(root / "new.txt"))
+    assert len(learnt) == 8 and len(held) == 4 and not any(row in learnt for row in held)
+    bits, size = np.zeros(2), 0
+    for row in held:
+        ids, said = TOK.chat(row["messages"])[1], row["messages"][-1]["content"]
+        ids = ids if ids[-1] == TOK.special["<|assistant_end|>"] else [*ids, TOK.special["<|assistant_end|>"]]
+        n = len(TOK.encode(said)) + 1
+        size += len(said.encode())
+        for k, model in enumerate(models):
+            with torch.no_grad():
+                logp = model(torch.tensor([ids[:-1]]))[0][0].log_softmax(-1)
+            bits[k] -= logp.gather(1, torch.tensor(ids[1:])[:, None])[-n:].sum().item() / math.log(2)
+    assert rows[1]["gained"] == pytest.approx((bits[0] - bits[1]) / size, rel=1e-4)
+    matrices = [torch.cat([p.flatten() for n, p in m.named_parameters() if "_proj" in n]) for m in models]
+    want = (matrices[1] - matrices[0]).norm() / matrices[0].norm()
+    assert rows[1]["change"] == pytest.approx(want.item(), rel=1e-4)
+
+    before = (root / "results" / "rows.jsonl").read_text()
+    assert run().returncode == 0 and len(calls) == 4
+    assert run("--report", text=False).returncode == 0 and (root / "results" / "table.md").read_text() == table
+    assert (root / "results" / "rows.jsonl").read_text() == before
+    assert (root / "results" / "forget.png").stat().st_size > 10_000
+
+
+def test_a_run_that_diverges_stands_in_the_table_and_another_error_stops_the_study(study):
+    run, calls, root = study
+    done = run("--lrs=(1e-3, 1e30)", "--ranks=(0,)", "--batch_size=2")
+    assert done.returncode == 0, done.stderr
+    assert "| full |  | 1e+30 |  |  |  |  | diverged |" in (root / "results" / "table.md").read_text()
+    assert run("--lrs=(1e-3, 1e30)", "--ranks=(0,)", "--batch_size=2").returncode == 0 and len(calls) == 2
+    refused(run("--ranks=(99,)"), "lora_r=99 is larger than")
+
+
+@pytest.mark.parametrize("args, says", [
+    ([], "name the new text"),
+    (["--report"], "run studies.forget first"),
+])
+def test_the_study_says_what_it_lacks(study, args, says):
+    run, calls, _ = study
+    refused(run(*args, text=False), says)
+    assert calls == []
+
+
+def test_a_text_that_is_too_short_is_told(study):
+    run, calls, _ = study
+    refused(run("--conversations=99"), "gives 30 conversations", "99 + 4")
+    assert calls == []
