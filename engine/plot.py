@@ -183,6 +183,8 @@ def curves(folders, picture, panels=PANELS, x_axis="tokens"):
         columns,
         figsize=(max(5 * columns, 7), 6),
         squeeze=False)
+    for axis in axes.flat[len(panels):]:
+        axis.remove()
     for axis, (key, title) in zip(axes.flat, panels):
         label = "million tokens" if x_axis == "tokens" else x_axis
         axis.set(title=title, xlabel="minutes" if key == "minutes" else label)
