@@ -167,7 +167,8 @@ class Old:
         how = f"{found['old_lost']:+.3f}"
         if found["old_plus_minus"] is not None:
             how += f" ± {found['old_plus_minus']:.3f}"
-        how += f", {len(self.sizes)} documents"
+        n = len(self.sizes)
+        how += f", {n} document{'s' * (n > 1)}"
         if self.kl is not None:
             how += f", KL to the base {self.kl:.3f} nats/token"
         return (f"{out}: gained {name} {first:.3f} -> {last:.3f} ({last - first:+.3f}); "

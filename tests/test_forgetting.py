@@ -422,7 +422,7 @@ def test_one_document_has_no_interval_and_the_summary_stays_json(lab, tmp_path):
     text.remember(0, True)
     assert text.summary()["old_plus_minus"] is None
     write_rows(tmp_path / "log.jsonl", [dict(step=0, loss=1.0)])
-    assert "(+0.000, 1 documents)" in text.line(str(tmp_path)) and math.isfinite(text.summary()["old_lost"])
+    assert "(+0.000, 1 document)" in text.line(str(tmp_path)) and math.isfinite(text.summary()["old_lost"])
 
 
 def test_the_picture_of_a_run_has_a_panel_for_each_curve_over_steps(watched, unwatched, tmp_path, monkeypatch):
