@@ -6,12 +6,14 @@ How good is a model: bits per byte of text by language or source, multiple choic
 
 Bits per byte compare models with different tokenizers, which nats per token do not. A score says nothing without its n,
 its chance level and its interval, so these are printed beside it. Intervals are 95 %: Wilson's for shares, and for bits
-per byte Student's t of the ratio estimator, whose sample are the documents. A text that is longer than the window is
-scored in windows that overlap by half, so that every token after the first window has at least half a window of
-context. Source: the report evaluates base models by log-likelihood too (arXiv 2509.14233, sec. 5, table 22).
+per byte Student's t of the ratio estimator, whose sample are the documents. --against=BASE adds what the model has
+above another one, document by document: such a difference is known far better than either score. A text that is longer
+than the window is scored in windows that overlap by half, so that every token after the first window has at least half
+a window of context. Source: the report evaluates base models by log-likelihood too (arXiv 2509.14233, sec. 5).
 
 $ python evaluate.py --init_from=out/laptop                                # validation documents the run has never seen
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts; bars by language
+$ python evaluate.py --init_from=out/sft --against=out/laptop data/stdlib  # what fine-tuning has forgotten
 $ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tasks: rows of question, choices, answer
 $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval
 """
@@ -39,6 +41,7 @@ from model import chunk_rows
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                           # nothing = the validation documents of the run's own data
 init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
+against = ""              # another model: differences to it, paired by document
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
 shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
 limit = 0                 # documents or questions of each file at most; 0 = all
@@ -90,13 +93,7 @@ def token_scores(model, windows):
         size = max(1, batch_tokens // len(left[0][0]))
         batch = left[:size]
         left = left[size:]
-        # A target of -1 is not scored: that of a token before `first`, or of padding.
-        inputs = [torch.tensor(ids[:-1]) for ids, _ in batch]
-        targets = [
-            torch.tensor([-1] * (first - 1) + ids[first:])
-            for ids, first in batch]
-        idx = pad_sequence(inputs, True).to(device)        # (B, T)
-        targets = pad_sequence(targets, True, -1).to(device)
+        idx, targets = laid_out(batch, device)
         scored = targets >= 0                              # (B, T)
         h = model.hidden(idx)[scored]                      # (N, C), window by window
         y = targets[scored]                                # (N,)
@@ -108,6 +105,19 @@ def token_scores(model, windows):
     bar.close()
     # Back from the order of lengths to that of the windows.
     return [found[i] for i in np.argsort(order)]
+
+
+def laid_out(windows, device):
+    """
+    Windows (ids, first) as a batch: idx and targets, each (B, T), padded on the right.
+
+    A target of -1 is not scored: that of a token before `first`, or of padding.
+    """
+    inputs = [torch.tensor(ids[:-1]) for ids, _ in windows]
+    targets = [
+        torch.tensor([-1] * (first - 1) + ids[first:])
+        for ids, first in windows]
+    return pad_sequence(inputs, True).to(device), pad_sequence(targets, True, -1).to(device)
 
 
 def windows_of(ids, T):
@@ -150,24 +160,43 @@ def pair(tok, context, continuation, T):
 # bits per byte
 
 
-def validation_documents(folder, tok):
-    """(source, text) of each validation document of a data folder, read back from its shards."""
+def validation_documents(folder, tok, most=0):
+    """
+    (source, text) of each validation document of a data folder, or of `most` of them, evenly spaced. They are read back
+    from its shards.
+    """
     validation = TokenDataset(folder, "val", 1)
     if validation.meta["tokenizer_hash"] != tok.hash:
         print(f"{folder} was made with another vocabulary than the model's: its text is decoded and encoded again")
         tok = tokenizers.load_for(folder)
+    sources = validation.meta["sources"]
+    total = sum(splits["val"]["documents"] for splits in sources.values())
+    every = -(-total // most) if most else 1
     # The sources follow one another in the stream, and every document begins with BOS.
-    end = 0
-    for source, splits in validation.meta["sources"].items():
+    seen = end = 0
+    for source, splits in sources.items():
         begin = end
         end += splits["val"]["tokens"]
         ids = validation.tokens(begin, end)
         begins = np.flatnonzero(ids == tok.bos)
         for document in np.split(ids, begins)[1:]:
+            seen += 1
+            if (seen - 1) % every:
+                continue
             words = [
                 i for i in document.tolist()
-                if i not in (tok.bos, tok.eos)]
+                if i not in (validation.bos, validation.eos)]
             yield source, tok.decode(words)
+
+
+def text_ids(tok, text):
+    """A document's ids between BOS and the end of a text."""
+    return [tok.bos, *tok.encode(text), end_of_text(tok)]
+
+
+def end_of_text(tok):
+    """</s>, also for a chat model, whose tok.eos ends a turn."""
+    return tok.special.get("</s>", tok.eos)
 
 
 def ratio(bits, sizes):
@@ -186,22 +215,32 @@ def ratio(bits, sizes):
     return r, t_quantile(n - 1) * error
 
 
-def text_scores(model, tok, documents):
-    """
-    documents: list of (group, text). Returns a list of dicts, "all" first and then a dict for each group: documents,
-    bytes, tokens, bits_per_byte and plus_minus, half of its 95 % interval.
-    """
+def document_bits(model, tok, documents):
+    """Bits and scored tokens of each of the documents, (group, text) each: two arrays (n,)."""
     # Of each window: itself, and the number of its document.
     windows = []
     owner = []
     for n, (_, text) in enumerate(documents):
-        ids = [tok.bos, *tok.encode(text), tok.eos]
+        ids = text_ids(tok, text)
         for window in windows_of(ids, model.config.block_size):
             windows.append(window)
             owner.append(n)
     scores = token_scores(model, windows)
     bits = np.bincount(owner, [nll.sum() / math.log(2) for nll, _ in scores])
     tokens = np.bincount(owner, [len(nll) for nll, _ in scores])
+    return bits, tokens
+
+
+def text_scores(model, tok, documents, base=None):
+    """
+    documents: list of (group, text). Returns a list of dicts, "all" first and then a dict for each group: documents,
+    bytes, tokens, bits_per_byte and plus_minus, half of its 95 % interval.
+
+    base: another model and its tokenizer; then also above and above_plus_minus, what the model has above it: the mean
+    over bytes of the differences of the documents.
+    """
+    bits, tokens = document_bits(model, tok, documents)
+    base_bits = document_bits(*base, documents)[0] if base else None
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = [group for group, _ in documents]
     rows = []
@@ -215,6 +254,10 @@ def text_scores(model, tok, documents):
             tokens=int(tokens[here].sum()),
             bits_per_byte=r,
             plus_minus=plus_minus))
+        if base:
+            difference = bits - base_bits
+            above, half = ratio(difference[here], sizes[here])
+            rows[-1].update(above=above, above_plus_minus=half)
     return rows
 
 
@@ -505,10 +548,13 @@ def table_md(results):
     """The content of evaluation.json (dict) as Markdown."""
     lines = [f"# {results['model']}", ""]
     if results["texts"]:
-        lines += ["| text | documents | bytes | bytes/token | bits/byte (95 %) |", "|---|---|---|---|---|"]
+        paired = "above" in results["texts"][0]
+        more = f" above {results['against']} (95 %) |" if paired else ""
+        lines += [f"| text | documents | bytes | bytes/token | bits/byte (95 %) |{more}", "|---" * (5 + paired) + "|"]
         for r in results["texts"]:
+            more = f" {r['above']:+.3f} ± {r['above_plus_minus']:.3f} |" if paired else ""
             lines.append(f"| {r['group']} | {r['documents']:,} | {r['bytes']:,} | {r['bytes'] / r['tokens']:.2f} | "
-                         f"{r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |")
+                         f"{r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |{more}")
         lines.append("")
     if results["tasks"]:
         lines += ["| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|"]
@@ -542,21 +588,27 @@ def draw_bars(rows, picture, title):
 # the script
 
 
+def contents(path, most=0):
+    """The documents of a .txt or .jsonl file, a list of (group, text), and the rows of its tasks; `most` rows of it."""
+    name = os.path.basename(path)
+    if not path.endswith(".jsonl"):
+        return [(name, read(path))], []
+    want = '"text", or with "question" and "answer"'
+    rows = read_rows(path, lambda row: {"text", "question"} & row.keys(), want)[:most or None]
+    documents = [
+        (str(row.get(by, name)), row["text"])
+        for row in rows
+        if row.get("text", "").strip()]
+    return documents, [row for row in rows if "text" not in row]
+
+
 def measured(path, model, tok):
     """A path of the command line -> its documents, a list of (group, text), and a list of the results of its tasks."""
     if os.path.isdir(path):
         return list(validation_documents(path, tok))[:limit or None], []
     name = os.path.basename(path)
-    if not path.endswith(".jsonl"):
-        return [(name, read(path))], []
-    want = '"text", or with "question" and "answer"'
-    rows = read_rows(path, lambda row: {"text", "question"} & row.keys(), want)[:limit or None]
-    documents = [
-        (str(row.get(by, name)), row["text"])
-        for row in rows
-        if row.get("text", "").strip()]
+    documents, questions = contents(path, limit)
     # Without choices, the answer has to be said.
-    questions = [row for row in rows if "text" not in row]
     choices = [row for row in questions if "choices" in row]
     answers = [row for row in questions if "choices" not in row]
     tasks = []
@@ -584,11 +636,12 @@ def main():
         tasks += more_tasks
     if harness:
         tasks += run_harness(model, tok)
-    texts = text_scores(model, tok, documents) if documents else []
+    base = convert.load_ready(against, device, dtype) if against else None
+    texts = text_scores(model, tok, documents, base) if documents else []
 
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    results = dict(model=init_from, texts=texts, tasks=tasks)
+    results = dict(model=init_from, against=against, texts=texts, tasks=tasks)
     write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
     if len(texts) > 2:
         title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"

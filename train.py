@@ -117,6 +117,7 @@ grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is cl
 eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
+old = ""                        # with init_from: text like the start's, validated on beside (posttrain/forgetting.py)
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -161,6 +162,7 @@ class Run:
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
     begin: object = None            # of --init_from: its tok, and fill(model)
+    old: object = None              # of --old: what the start model knows, and may forget
     teacher: Teacher = None         # of --teacher
 
 
@@ -232,7 +234,13 @@ def set_up():
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
         guides = Guides(config, shape)
-    run = Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin)
+    kept = None
+    if old:
+        from posttrain.forgetting import Old
+        if not begin:
+            raise ValueError(f"old={old} is what a start model may forget: name one with --init_from")
+        kept = Old(old, begin.tok, block_size, eval_windows, out)
+    run = Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept)
     if teacher and distill:
         take_teacher(run)
     return run
@@ -479,20 +487,24 @@ def not_a_number(step, loss, norm, skipped):
 def validate(run, model, windows, step, tokens, began, log):
     """
     Log the loss over the first `windows` of the validation split, and return it: nats per
-    token, bits per byte.
+    token, bits per byte. With --old also that of the old text, always over the same windows.
     """
     nats = evaluate(run, model, windows)
     bpb = run.val.bits_per_byte(nats)
     seconds = round(time.perf_counter() - began, 1)
-    log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds)
+    seen = run.old.measure(model, run.ranks) if run.old else {}
+    log(step=step, tokens=tokens, val_loss=nats, val_bpb=bpb, seconds=seconds, **seen)
     return nats, bpb
 
 
-def validate_start(run, model, began, log):
+def validate_start(run, model, start, began, log):
     """The curve of a run that goes on from another model begins with what that one knows."""
-    model.eval()
-    validate(run, model, eval_windows, 0, 0, began, log)
-    model.train()
+    if not start and (eval_every or run.old):
+        model.eval()
+        validate(run, model, eval_windows, 0, 0, began, log)
+        model.train()
+    if run.old:
+        run.old.remember(start, run.ranks.first)
 
 
 def finish(run, model, steps, began, log):
@@ -506,6 +518,9 @@ def finish(run, model, steps, began, log):
     seconds = time.perf_counter() - began
     if run.ranks.first:
         summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
+        if run.old:
+            summary |= run.old.summary()
+            print(run.old.line(out))
         checkpoint.write_flushed(f"{out}/summary.json", json.dumps(summary, indent=1))
         print(f"{out}: {bpb:.3f} bits per byte of validation text after {seconds:.0f} s")
 
@@ -609,8 +624,7 @@ def pretrain(run, stop):
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
-    fresh = run.begin and not start     # --init_from, and no checkpoint of this run yet
-    if fresh:
+    if run.begin and not start:     # --init_from, and no checkpoint of this run yet
         run.begin.fill(model)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
@@ -636,8 +650,8 @@ def pretrain(run, stop):
     flops = model.flops_per_token(block_size)
     skipped, began = 0, time.perf_counter()
     bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
-    if fresh and eval_every:
-        validate_start(run, model, began, log)
+    if run.begin:
+        validate_start(run, model, start, began, log)
     if compile and can_compile(torch.device(run.device)):
         bar.set_postfix_str("compiling: half a minute, the first time")
     for step in bar:

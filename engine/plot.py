@@ -5,8 +5,9 @@ Pictures of runs, from their log.jsonl: loss, bits per byte, gradient norm, lear
     thin line    every step; of a long run the mean of neighbouring steps, since a picture has no more columns
     band         least and largest of those neighbours, so that a spike of one step among thousands is still seen
 
-train.py draws loss.png of its own run at the end. Runs are drawn together only where their numbers can be compared: on
-the same data, or, if only the tokenizers differ, in bits per byte.
+train.py draws loss.png of its own run at the end, as SFT and QRPO do, over steps. What no log has gets no panel. Runs
+are drawn together only where their numbers can be compared: on the same data, or, if only the tokenizers differ, in
+bits per byte.
 
 $ python -m engine.plot out/a out/b --out=compare.png
 """
@@ -32,6 +33,8 @@ out = "out/plot.png"   # the picture of runs
 PANELS = (
     ("loss", "training loss (nats/token)"),
     ("val_bpb", "validation (bits/byte)"),
+    ("old_bpb", "old text (bits/byte)"),
+    ("old_kl", "KL to the base on old text (nats/token)"),
     ("grad_norm", "gradient norm"),
     ("lr", "learning rate"),
 )
@@ -111,17 +114,17 @@ def finish(figure, picture):
 # runs
 
 
-def points(folder, keys):
+def points(folder, keys, x_axis="tokens"):
     """
     {key: (x, y)} of a run's log, arrays of float64, empty for a key that the log never has. The log is read once.
 
-    x is in million tokens, for "minutes" in minutes. ValueError if the log has no whole line.
+    x_axis: tokens, in millions, or step; "minutes" has its own. ValueError if the log has no whole line.
     """
     found = {key: (array("d"), array("d")) for key in keys}
     entry = None
     for entry in entries(folder):
         for key, (x, y) in found.items():
-            over, unit = "tokens", 1e6
+            over, unit = x_axis, 1e6 if x_axis == "tokens" else 1
             if key == "minutes":
                 key, over, unit = "val_bpb", "seconds", 60
             # A step whose loss was no number has null there.
@@ -156,9 +159,10 @@ def draw_run(axis, key, x, y, colour, name):
         axis.plot(x, y, colour, alpha=0.25, linewidth=0.7)
         width = max(1, len(y) // 50)
         y = running_mean(y, width)
-    marker = "." if key in ("val_bpb", "minutes") else None
+    measured = key in ("val_bpb", "old_bpb", "old_kl")
+    marker = "." if measured or key == "minutes" else None
     axis.plot(x, y, colour, linewidth=1.6, marker=marker, label=name)
-    if key == "val_bpb":
+    if measured:
         axis.annotate(
             f"{last:.3f}",
             (x[-1], last),
@@ -169,21 +173,26 @@ def draw_run(axis, key, x, y, colour, name):
             color=colour)
 
 
-def curves(folders, picture, panels=PANELS):
-    """Draw the `panels` of runs, pairs of a key of the log and a title, over tokens; one colour per run."""
+def curves(folders, picture, panels=PANELS, x_axis="tokens"):
+    """Draw the `panels` of runs, pairs of a key of the log and a title, over tokens or steps; one colour per run."""
+    runs = [points(folder, [key for key, _ in panels], x_axis) for folder in folders]
+    panels = [(key, title) for key, title in panels if any(found[key][0] for found in runs)]
     columns = (len(panels) + 1) // 2
     figure, axes = pyplot().subplots(
         min(2, len(panels)),
         columns,
         figsize=(max(5 * columns, 7), 6),
         squeeze=False)
+    for axis in axes.flat[len(panels):]:
+        axis.remove()
     for axis, (key, title) in zip(axes.flat, panels):
-        axis.set(title=title, xlabel="minutes" if key == "minutes" else "million tokens")
+        label = "million tokens" if x_axis == "tokens" else x_axis
+        axis.set(title=title, xlabel="minutes" if key == "minutes" else label)
         axis.grid(alpha=0.2)
-    for n, folder in enumerate(folders):
+    for n, (folder, found) in enumerate(zip(folders, runs)):
         name = os.path.basename(os.path.normpath(folder))
-        found = points(folder, [key for key, _ in panels])
-        for axis, (key, (x, y)) in zip(axes.flat, found.items()):
+        for axis, (key, _) in zip(axes.flat, panels):
+            x, y = found[key]
             if y:
                 draw_run(axis, key, x, y, f"C{n}", name)
     first = axes[0, 0]

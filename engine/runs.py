@@ -3,6 +3,7 @@ The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may writ
 
     config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need
     log.jsonl      one line per step; lines of steps that will be repeated after a kill are cut off
+    old.json       with --old: what the start model knew of old text (posttrain/forgetting.py)
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel releases it when that process ends, however it ends
     stop           `touch` it, and all ranks save after the step that they are in, and leave

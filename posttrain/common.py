@@ -20,10 +20,10 @@ from tqdm import tqdm
 import convert
 import tokenizer
 from data import by_epoch
-from engine import checkpoint, runs
+from engine import checkpoint, plot, runs
 from engine.hardware import pick_device
 from engine.parallel import Ranks, shard, square_norm
-from posttrain import lora
+from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
@@ -32,7 +32,8 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 # of it is left out by, and rewards are compared by the hash of their content, references by their own settings.json.
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
-    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
+    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute", "old",
+    "old_every", "old_windows",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
@@ -213,11 +214,17 @@ def joined(config, look):
         ranks.join(device, WAIT)
         yield ranks, device
         ranks.leave()
+        # The picture comes last, when no rank waits for this one any more.
+        if ranks.first:
+            picture = os.path.join(config["out"], "loss.png")
+            plot.curves([config["out"]], picture, [("loss", "loss"), *plot.PANELS[1:]], "step")
+            print(f"the curve: {picture}")
 
 
-def begin(config, model, tok, opt, notes, what, n, steps, ranks):
+def begin(config, model, tok, opt, notes, what, n, steps, ranks, old=None):
     """
-    Resume if the settings say so, describe the run in its folder, print the notes. Returns (steps done, the log).
+    Resume if the settings say so, describe the run in its folder, print the notes. Returns (steps done, the log), in
+    which what the start model knows of `old`, a forgetting.Old, comes first.
 
     config: all settings, with max_length resolved and hashes of what else decides a number. what, n: the items' name
     and number. ValueError if no step is left, or if the folder's run had other settings.
@@ -233,7 +240,12 @@ def begin(config, model, tok, opt, notes, what, n, steps, ranks):
         if warning := too_short(what, n, config["epochs"], config["batch_size"]):
             print(warning)
     model.train()
-    return start, runs.open_log(out, start, ranks)
+    log = runs.open_log(out, start, ranks)
+    if old and not start:
+        log(step=0, **old.measure(model, ranks))
+    if old:
+        old.remember(start, ranks.first)
+    return start, log
 
 
 def progress(start, steps, ranks):
@@ -252,8 +264,8 @@ def save_if_due(config, done, last, model, opt, ranks):
         checkpoint.save(folder, done, model, opt, dict(config=config), config["keep_checkpoints"], ranks.files)
 
 
-def end(config, model, tok, done, steps, ranks):
-    """After the loop: the model for transformers, or how a stopped run goes on."""
+def end(config, model, tok, done, steps, ranks, old=None):
+    """After the loop: the model for transformers and summary.json, or how a stopped run goes on."""
     out = config["out"]
     if not ranks.first:
         return
@@ -262,6 +274,7 @@ def end(config, model, tok, done, steps, ranks):
         print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
     else:
         export(config, model, tok, ranks)
+        forgetting.conclude(out, steps, model, old)
 
 
 def describe_run(out, config, model, tok):

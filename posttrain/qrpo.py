@@ -62,6 +62,7 @@ from posttrain import collapse, lora
 from posttrain.common import (
     adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
+from posttrain.forgetting import Old, due
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
@@ -121,6 +122,11 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
+# what is forgotten (posttrain/forgetting.py)
+old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
+old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
+old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+# what is saved
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
@@ -382,6 +388,7 @@ def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     recompute_activations(model, recompute)
+    kept = Old(old, tok, model.config.block_size, old_windows, out) if old else None
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)
     score = load_reward(rewards, device) if rewards else None
@@ -419,7 +426,7 @@ def align(ranks, device):
         tokenizer_hash=tok.hash[:16],
         start_hash=model.start[:16],
     )
-    start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks)
+    start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks, kept)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
     with stop_signals() as signals:
         for step in (bar := progress(start, steps, ranks)):
@@ -447,6 +454,8 @@ def align(ranks, device):
             if rank_every and (step % rank_every == 0 or done == steps):
                 texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
                 seen |= collapse.diagnose(model, *padded(texts, device))
+            if due(kept, old_every, done, steps):
+                seen |= kept.measure(model, ranks)
             log(step=step, loss=value, grad_norm=norm, lr=rate, **seen)
             bar.set_postfix_str(f"loss {value:.3f}", refresh=False)
 
@@ -454,7 +463,7 @@ def align(ranks, device):
             save_if_due(config, done, done == steps or stopping, model, opt, ranks)
             if stopping:
                 break
-    end(config, model, tok, done, steps, ranks)
+    end(config, model, tok, done, steps, ranks, kept)
 
 
 def strength():

@@ -57,6 +57,7 @@ from posttrain.common import (
     adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
+from posttrain.forgetting import Old, due
 
 # -----------------------------------------------------------------------------
 # the run
@@ -97,6 +98,11 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
+# what is forgotten (posttrain/forgetting.py)
+old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
+old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
+old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+# what is saved
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
@@ -160,6 +166,7 @@ def tune(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     recompute_activations(model, recompute)
+    kept = Old(old, tok, model.config.block_size, old_windows, out) if old else None
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
     conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)
@@ -181,7 +188,7 @@ def tune(ranks, device):
         tokenizer_hash=tok.hash[:16],
         start_hash=model.start[:16],
     )
-    start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks)
+    start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks, kept)
     # A signal before this point ends the process at once: what is on disk by then is not done again.
     with stop_signals() as signals:
         for step in (bar := progress(start, steps, ranks)):
@@ -207,6 +214,8 @@ def tune(ranks, device):
                 some = rows[:4 * micro_batch]
                 idx, targets, doc = tensors(some, tok.pad, device)
                 seen = collapse.diagnose(model, idx, targets >= 0, doc if pack else None)
+            if due(kept, old_every, done, steps):
+                seen |= kept.measure(model, ranks)
             log(step=step, loss=loss, grad_norm=norm, lr=rate,
                 tokens=tokens, learnt=n_tokens, tok_s=round(speed), **seen)
             bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -215,7 +224,7 @@ def tune(ranks, device):
             save_if_due(config, done, done == steps or stopping, model, opt, ranks)
             if stopping:
                 break
-    end(config, model, tok, done, steps, ranks)
+    end(config, model, tok, done, steps, ranks, kept)
 
 
 def forward_backward(model, rows, n_tokens, pad, ranks, device):

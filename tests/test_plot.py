@@ -117,13 +117,13 @@ def test_the_running_mean_is_over_a_value_and_those_before_it():
 def test_the_number_beside_the_curve_is_the_last_validation(tmp_path, drawn):
     write_log(tmp_path, (dict(step=i, tokens=i, val_bpb=2 - i / 10_000) for i in range(5_001)))
     plot.curves([tmp_path], "v.png")
-    assert [t.get_text() for t in drawn["v.png"].axes[1].texts] == ["1.500"]
+    assert [t.get_text() for t in drawn["v.png"].axes[0].texts] == ["1.500"]
 
 
-def test_runs_are_compared_in_six_panels(tmp_path):
+def test_runs_are_compared_in_six_panels_and_two_more_where_old_text_was_measured(tmp_path):
     folders = [run(tmp_path / n) for n in "ab"]
     keys = [key for key, _ in plot.comparable(folders)]
-    assert keys == ["loss", "val_bpb", "grad_norm", "lr", "tok_s", "minutes"]
+    assert keys == ["loss", "val_bpb", "old_bpb", "old_kl", "grad_norm", "lr", "tok_s", "minutes"]
     picture = tmp_path / "new" / "c.png"
     assert script("engine.plot", *folders, f"--out={picture}").returncode == 0
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

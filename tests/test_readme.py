@@ -170,6 +170,7 @@ def replacements(place):
         "notes.md": os.path.join(ROOT, "README.md"),
         "book.jsonl.gz": f"{place}/my_texts/1.txt",
         "data/stdlib": f"{place}/data",
+        "--old=data/stdlib": f"--old={place}/data",
         "out/laptop": run,
         "out/swiglu": run,
         "out/adamw": run,
