@@ -157,7 +157,7 @@ class Run:
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
-    begin: object = None            # of --init_from: its tok, and fill(model)
+    begin: object = None            # of --init_from: its tok, fill(model), and new, the tokens that it lacks
 
 
 # -----------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def set_up():
     tok = tokenizer.load_for(data)
     meta = train.meta
     if begin:
-        check_vocabulary(tok, begin.tok)
+        begin.new = check_vocabulary(tok, begin.tok)
     config = settings(globals())
-    ids = vocab_size if begin else meta["vocab_size"]
+    ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig.of(config)
     guides = None
@@ -230,7 +230,7 @@ def set_up():
 def take_shape():
     """
     Of --init_from: the settings of the model become those of the start model, but for its window and RoPE where the
-    user says otherwise. Returns the start: its tok, and fill(model), which gives a model its weights. ValueError:
+    user says otherwise. Returns the start: its tok, and fill(model, new=), which gives a model its weights. ValueError:
     another shape is asked for.
     """
     import convert      # here, since other runs need not wait for it
@@ -247,16 +247,21 @@ def take_shape():
     if block_size > theirs.block_size:
         print(f"warning: windows of {block_size} tokens, and {init_from} has seen {theirs.block_size} at once: "
               "its RoPE may need another rope_theta")
-    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path))
+    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path, rows=theirs.vocab_size))
 
 
 def check_vocabulary(tok, start):
-    """ValueError, naming the first id, if the data were made with other ids than those of the start model."""
+    """
+    {id: the old ids that spelled it} of the tokens that the data have and the start model lacks: pieces behind all of
+    its own, which tokenizer.py --extend made. ValueError, naming the first id, if there is another difference.
+    """
     found = tokenizer.first_difference(tok, start)
-    if found:
+    behind = start.vocab_size
+    if found and (found[0] < behind or max(tok.special.values()) >= behind):
         i, ours, theirs = found
         raise ValueError(f"{data} was made with another vocabulary than that of {init_from}: id {i} is {ours!r} there "
                          f"and {theirs!r} in the model (None: no such id); prepare the data with the model's tokenizer")
+    return tokenizer.new_tokens(tok, start)
 
 
 def build(run):
@@ -281,6 +286,15 @@ def build(run):
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     return model, net, opt
+
+
+def begin_with(start, model, first):
+    """The weights of --init_from, and a line about the tokens that it lacks, if there are any."""
+    start.fill(model, new=start.new)
+    if start.new and first:
+        mean = sum(map(len, start.new.values())) / len(start.new)
+        print(f"{len(start.new):,} tokens are new, from id {min(start.new):,} on: each begins as the mean of the old "
+              f"ones that spelled it, {mean:.1f} on average")
 
 
 def resume_from(model, optimizer, run):
@@ -572,7 +586,7 @@ def pretrain(run, stop):
     start = resume_from(model, opt, run) if resume else 0
     fresh = run.begin and not start     # --init_from, and no checkpoint of this run yet
     if fresh:
-        run.begin.fill(model)
+        begin_with(run.begin, model, first)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
