@@ -52,7 +52,7 @@ ALSO = {
     "collapse": ["test_qrpo"],
     "common": ["test_sft", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],
-    "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue"],
+    "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue", "test_extend"],
     "dedup": ["test_quality", "test_prepare"],
     "digits": ["test_qrpo", "test_readme"],
     "explain": ["test_plot"],
@@ -76,8 +76,8 @@ ALSO = {
     "shards": ["test_prepare", "test_data"],
     "sift": ["test_prepare"],
     "talk": ["test_sample"],
-    "tokenizer": ["test_published", "test_continue"],
-    "train": ["test_step", "test_continue", "test_parallel"],
+    "tokenizer": ["test_published", "test_continue", "test_extend"],
+    "train": ["test_step", "test_continue", "test_extend", "test_parallel"],
 }
 
 
