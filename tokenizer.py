@@ -14,10 +14,10 @@ expression, start from single bytes, and keep joining the two neighbours whose u
 
 More tokens for a language that pays too many: --extend learns further pieces from your text and appends them to any of
 these. They rank behind all others, so BPE does what it always did and then goes on: every old id keeps its meaning, and
-a text without a new piece its ids. train.py --init_from starts the new rows of a model (convert.fill). Whether it pays
-is another question: of Apertus-8B after 2B tokens of Greek, .491 bits per character with the old vocabulary and .574
-with 17,920 pieces more that began like ours, for 35 % fewer tokens a word (eellak/greek-apertus). At laptop size:
-studies/extend.py.
+a text without a new piece its ids. train.py --init_from starts the new rows of a model as means (convert.fill). It may
+not pay: Apertus-8B had .491 bits per character after 2B tokens of Greek with its own vocabulary, and with 17,920 pieces
+more .531 (rows distilled) or .574 (means), for 35 % fewer tokens a word (eellak/greek-apertus). studies/extend.py
+measures it at laptop size.
 
 Only the three placeholders for personal data and four LaTeX pieces are recognised in text. `</s>` or `<|user_start|>`
 in a web page is text about tokens: it is spelled out, so that no document can end itself and no user can speak as the
@@ -417,7 +417,11 @@ def read_documents(files):
 
 
 def prepared_texts(folder):
-    """(source, text) of what prepare.py has put into a data folder to train on, a million tokens at a time."""
+    """
+    (source, text) of what prepare.py has put into a data folder to train on, a million tokens at a time.
+
+    With prepare.py --source_by=COLUMN the sources are languages, if that is what the column holds.
+    """
     tok = load_for(folder)
     control = list(tok.special.values())
     for source, splits in read_json(f"{folder}/meta.json")["sources"].items():
@@ -430,8 +434,8 @@ def prepared_texts(folder):
 
 def words_of(documents, tok):
     """
-    (words, apart) of (language, text) pairs: a Counter of what the regular expression cuts, and one part in twenty of
-    each language, which is not counted, as (language, text) pairs: unseen text to measure on, at most a megabyte each.
+    (words, apart) of (language, text) pairs: a Counter of what the regular expression cuts, and (language, text) pairs
+    of what is not counted, one part in twenty of each language: unseen text to measure on, at most a million characters.
     """
     names = map(re.escape, sorted(tok.in_text))
     in_text = re.compile("|".join(names) or "(?!)")

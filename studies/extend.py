@@ -11,9 +11,9 @@ text, not nats per token: a longer token costs more nats and says more. Windows 
 longer tokens also see more text at once, which is part of what one pays for. Seeds draw the order of the windows; the
 start, the text and the vocabulary are the same for all.
 
-What is known at scale: Apertus-8B after 2B tokens of Greek had .491 bits per character with the old vocabulary and .574
-with 17,920 more ids whose rows began in this way ("ReTok" in the bake-off of eellak/greek-apertus), at 1.74 instead of
-2.69 tokens a word. Ours says something of models and texts of this size alone.
+What is known at scale: after 2B tokens of Greek Apertus-8B had .491 bits per character with the old vocabulary. With
+17,920 more ids, at 1.74 instead of 2.69 tokens a word, it had .574 where their rows began as means ("ReTok", as we
+understand it), .531 at best (eellak/greek-apertus). Ours says something of models and texts of this size alone.
 
 $ python -m studies.extend shakespeare.txt              # trains the start on data/stdlib, then 5 seeds of each arm
 $ python -m studies.extend pages.jsonl --samples=5200   # about one epoch of 1.3M old tokens

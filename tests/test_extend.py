@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -342,6 +343,19 @@ def test_a_run_with_more_tokens_begins_with_these_rows_and_says_so(lab):
     assert "80 tokens are new, from id 320 on: each begins as the mean of the old ones" in said
     assert f"{mean:.1f} on average" in said
     assert json.loads((lab / "more" / "config.json").read_text())["vocab_size"] == 400
+
+
+def test_stopped_and_resumed_it_ends_in_the_same_bits(lab, tmp_path):
+    """The means are not taken again: the new rows come from the checkpoint, where a step has changed them."""
+    run = tmp_path / "run"
+    ok(go_on(lab, run, "--checkpoint_every=1", "--keep_checkpoints=9"))
+    os.remove(run / "summary.json")
+    shutil.rmtree(run / "ckpt" / "step-00000002")
+    done = go_on(lab, run, "--resume")
+    ok(done)
+    assert "resumed from" in done.stdout and "tokens are new" not in done.stdout
+    ours, theirs = (rows_of(convert.load_run(str(folder))[0]) for folder in (run, lab / "more"))
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("start", ["start", "hf"])
