@@ -426,7 +426,7 @@ def prepared_texts(folder):
     control = list(tok.special.values())
     for source, splits in read_json(f"{folder}/meta.json")["sources"].items():
         for shard in splits["train"]["shards"]:
-            ids = np.load(f"{folder}/{shard['file']}", mmap_mode="r")
+            ids = np.load(f"{folder}/{shard['file']}", mmap_mode="r", allow_pickle=False)
             for begin in range(0, len(ids), 1 << 20):
                 part = ids[begin:begin + (1 << 20)]
                 yield source, tok.decode(part[~np.isin(part, control)])
@@ -435,7 +435,7 @@ def prepared_texts(folder):
 def words_of(documents, tok):
     """
     (words, apart) of (language, text) pairs: a Counter of what the regular expression cuts, and (language, text) pairs
-    of what is not counted, one part in twenty of each language: unseen text to measure on, at most a million characters.
+    of what is not counted: one part in twenty of each language, a million characters at most, to measure on.
     """
     names = map(re.escape, sorted(tok.in_text))
     in_text = re.compile("|".join(names) or "(?!)")
