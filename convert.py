@@ -28,7 +28,7 @@ from model import HF_NAMES, XIELU, Apertus, ApertusConfig
 from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
-save = ""             # the folder to write as Hugging Face has it
+save = ""             # the folder to write as Hugging Face has it; FILE.json: the vocabulary alone, for prepare.py
 dtype = "float32"     # of the tensors written: float32 | bfloat16
 merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
 
@@ -229,13 +229,14 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
     return model
 
 
-def stored(folder, model):
+def stored(folder, model, instead=None):
     """
     Where the values of each parameter lie: yields (name, parameter, the open safetensors file that holds it).
 
-    ValueError: missing, extra or misshapen tensors; the missing ones are told last.
+    instead: {name: a tensor that takes the place of that parameter}. ValueError: missing, extra or misshapen tensors;
+    the missing ones are told last.
     """
-    empty = dict(model.named_parameters())
+    empty = dict(model.named_parameters()) | (instead or {})
     for name, file in tensor_files(folder).items():
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("act_fn") and leaf in CONSTANTS:
@@ -770,16 +771,38 @@ def start_of(name):
 
 
 @torch.no_grad()
-def fill(model, path):
-    """Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows."""
+def fill(model, path, rows, new):
+    """
+    Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows.
+
+    rows: the ids of the start. new: {id: the old ids that spelled it} of tokens that it lacks. Their rows of embedding
+    and head become the mean of the rows of the old ones; with any, each rank holds these two matrices whole for a
+    moment. Old rows keep their bits.
+    """
+    start = {}      # what the files have in place of these two, if they grow
+    for name, p in model.named_parameters():
+        if new and name in ("model.embed_tokens.weight", "lm_head.weight"):
+            start[name] = torch.empty(rows, p.shape[1], dtype=p.dtype)
     if os.path.isfile(f"{path}/manifest.json"):
-        checkpoint.load(path, model)
-        return
-    for name, p, file in stored(path, model):
-        if hasattr(p, "to_local"):
-            fill_shard(p, file.get_slice(name))
-        else:
-            p.copy_(file.get_tensor(name))
+        checkpoint.load(path, model, instead=start)
+    else:
+        for name, p, file in stored(path, model, start):
+            place(p, file.get_slice(name))
+    for name, old in start.items():
+        p = model.get_parameter(name)
+        grown = torch.zeros(p.shape, dtype=p.dtype)
+        grown[:rows] = old
+        for i, spelled in new.items():
+            grown[i] = old[spelled].mean(0)
+        place(p, grown)
+
+
+def place(p, rows):
+    """Copy rows, a tensor or a slice of a safetensors file, into a parameter, or into this rank's part of it."""
+    if hasattr(p, "to_local"):
+        fill_shard(p, rows)
+    else:
+        p.copy_(rows[:])
 
 
 def load_ready(name, device, dtype, base=""):
@@ -823,10 +846,22 @@ def merge_adapters(model):
     print(f"merged: {kept:.1%} of the adapters' update survives the rounding to {dtype}")
 
 
+def save_vocabulary():
+    """The vocabulary of a model as the file that prepare.py --tokenizer= and tokenizer.py --name= read."""
+    if os.path.exists(save):
+        raise ValueError(f"{save} is there already: choose another name")
+    _, tok, _ = start_of(load)
+    tokenizers.write_bpe(tok, save)
+    print(f"wrote {save}: {tok.vocab_size:,} ids; python prepare.py TEXTS --tokenizer={save}")
+
+
 def main():
     if not load:
         raise ValueError("say what to read: --load=out/laptop, a Hugging Face folder or a hub name; "
                          "and --save=FOLDER to write it")
+    if save.endswith(".json"):
+        save_vocabulary()
+        return
     if save:
         written_before(save)  # refuses a folder before a large model is read
     model, tokenizer = load_any(load)

@@ -31,11 +31,10 @@ import convert
 import tokenizer as tokenizers
 from chat import read_rows
 from data import TokenDataset
-from engine.files import read_json, write_flushed
+from engine.files import read_json, read_text, write_flushed
 from engine.intervals import t_quantile, wilson
 from engine.plot import finish, pyplot
 from generate import generate
-from goldfish import read
 from model import chunk_rows
 
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -592,7 +591,7 @@ def contents(path, most=0):
     """The documents of a .txt or .jsonl file, a list of (group, text), and the rows of its tasks; `most` rows of it."""
     name = os.path.basename(path)
     if not path.endswith(".jsonl"):
-        return [(name, read(path))], []
+        return [(name, read_text(path))], []
     want = '"text", or with "question" and "answer"'
     rows = read_rows(path, lambda row: {"text", "question"} & row.keys(), want)[:most or None]
     documents = [

@@ -43,6 +43,8 @@ import sysconfig
 import numpy as np
 import torch
 
+from engine.files import read_text
+
 # Letters: B batch, T time, c labels of context, h labels in a hashed window, 1/k the share to forget.
 
 tokenizer = "apertus"   # whose ids are hashed: apertus, apertus:K, byte, bpe:FILE (tokenizer.py)
@@ -176,17 +178,6 @@ def keep_by_mix(x, k, h):
 # The command: what both hashes do to a text
 
 
-def read(path):
-    """The text of a UTF-8 file. ValueError for other bytes, with the position of the first."""
-    try:
-        with open(path, encoding="utf-8", newline="") as f:
-            return f.read()
-    except UnicodeDecodeError as e:
-        raise ValueError(
-            f"{path}: byte {e.start} is not UTF-8; want a text file (iconv -t utf-8 converts)"
-        ) from None
-
-
 def print_rates(labels):
     """For three pairs of k and h: the share of `labels` (T,) that each hash drops, and of windows that it maps to 0."""
     print("  k    h     1/k     product: dropped   windows = 0        mix: dropped   windows = 0")
@@ -226,7 +217,7 @@ def main():
     files = paths or sorted(glob.glob(os.path.join(stdlib, "*.py")))
     stream = []  # as prepare.py writes it
     for path in files:
-        stream += [tok.bos, *tok.encode(read(path)), tok.eos]
+        stream += [tok.bos, *tok.encode(read_text(path)), tok.eos]
     labels = torch.tensor(stream)  # (T,)
     if len(labels) < h:
         raise ValueError(

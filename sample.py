@@ -12,8 +12,8 @@ import torch
 
 import convert
 from chat import ends
+from engine.files import read_text
 from generate import generate, lay_out_for_decoding, stream
-from goldfish import read
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the text to go on from; FILE:path reads it from a file
@@ -54,7 +54,7 @@ def load():
 def prompt_text():
     """The text to go on from: that of --start, or of the file that it names."""
     if start.startswith("FILE:"):
-        return read(start.removeprefix("FILE:"))
+        return read_text(start.removeprefix("FILE:"))
     return start
 
 

@@ -12,11 +12,19 @@ expression, start from single bytes, and keep joining the two neighbours whose u
                 prefix is a vocabulary too: nothing to train, nested in Apertus' own ids     vocab_size K + 64
     bpe:FILE    trained on your own text by train_bpe                                        vocab_size as you say
 
+More tokens for a language that pays too many: --extend learns further pieces from your text and appends them to any of
+these. They rank behind all others, so BPE does what it always did and then goes on: every old id keeps its meaning, and
+a text without a new piece its ids. train.py --init_from starts the new rows of a model as means (convert.fill). It may
+not pay: Apertus-8B had .491 bits per character after 2B tokens of Greek with its own vocabulary, and with 17,920 pieces
+more .531 (rows distilled) or .574 (means), for 35 % fewer tokens a word (eellak/greek-apertus). studies/extend.py
+measures it at laptop size.
+
 Only the three placeholders for personal data and four LaTeX pieces are recognised in text. `</s>` or `<|user_start|>`
 in a web page is text about tokens: it is spelled out, so that no document can end itself and no user can speak as the
 assistant. Source: Apertus report (arXiv 2509.14233) sec. 2.2; ids as in swiss-ai/Apertus-8B-2509's tokenizer.json.
 
 $ python tokenizer.py --name=apertus "Grüezi mitenand </s>"               # the pieces and their ids
+$ python tokenizer.py --extend=greek.txt --out=data/greek.json            # then prepare.py --tokenizer=data/greek.json
 $ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768    # what a language pays: table and picture
 """
 
@@ -24,21 +32,29 @@ import base64
 import codecs
 import functools
 import hashlib
+import heapq
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
+from collections import Counter, defaultdict
 
 import numpy as np
+import regex
 import tiktoken
+from tqdm import tqdm
 
-from chat import chat_pieces
+from chat import chat_pieces, read_rows
 from configurator import run
-from engine.files import read_json, write_flushed
+from engine.files import make_folder, read_json, read_text, write_flushed
 
-name = "apertus"                     # the vocabulary that shows its pieces of the texts on the command line
-paths = []                           # texts to show
+name = "apertus"                     # the vocabulary: one of the above, or the folder of data or of a run that has it
+extend = ""                          # learn more pieces from this: .txt, .jsonl of text and lang, or a data folder
+size = 0                             # ids of the extended vocabulary; 0 = an eighth more, to a multiple of 256
+out = "out/extended.json"            # where it goes
+paths = []                           # texts whose pieces are shown
 
 # How text is cut before bytes are joined, as Mistral-Nemo does: words with at most one leading mark, cut again where a
 # new capital starts; digits one by one; punctuation; line breaks.
@@ -92,6 +108,15 @@ def first_difference(a, b):
         if mine.get(i) != yours.get(i):
             return i, mine.get(i), yours.get(i)
     return None
+
+
+def new_tokens(tok, start):
+    """
+    {id: the ids that spell it in `start`} of the pieces that `tok` has behind the last id of `start`.
+
+    What is in front of them is not looked at: see first_difference.
+    """
+    return {i: start.spell(piece) for i, piece in zip(tok.ids, tok.pieces) if i >= start.vocab_size}
 
 
 class Tokenizer:
@@ -157,6 +182,10 @@ class Tokenizer:
             for part in without_long_runs(text):
                 ids += self._bpe.encode(part, **special)
             return np.array(ids, np.uint32)
+
+    def spell(self, word):
+        """The ids of bytes that the regular expression does not cut."""
+        return self._bpe._encode_single_piece(word)
 
     def decode_bytes(self, ids):
         """
@@ -240,7 +269,8 @@ class Tokenizer:
 
 def load(name):
     """
-    A vocabulary by name: 'byte', 'apertus', 'apertus:K' (256 <= K <= 130,072), 'bpe:FILE' or just FILE.json.
+    A vocabulary by name: 'byte', 'apertus', 'apertus:K' (256 <= K <= 130,072), 'bpe:FILE' or just FILE.json, or the
+    folder of data or of a run that has it.
 
     Returns a Tokenizer. ValueError: another name, K out of range, a file that is no vocabulary, mistral-common missing.
     """
@@ -256,6 +286,8 @@ def load(name):
     if kind == "bpe" or name.endswith(".json"):
         path = name.removeprefix("bpe:")
         return Tokenizer(f"bpe:{path}", **read_bpe(path))
+    if os.path.isdir(name):
+        return load_for(name)
     raise ValueError(f"tokenizer {name!r} does not exist: choose byte, apertus, apertus:K or bpe:FILE.json")
 
 
@@ -263,7 +295,10 @@ def load_for(folder):
     """The Tokenizer of a data folder (meta.json) or run folder (config.json); a trained one is its tokenizer.json."""
     for path in (f"{folder}/meta.json", f"{folder}/config.json"):
         if os.path.exists(path):
-            name = read_json(path)["tokenizer"]
+            name = read_json(path).get("tokenizer")
+            if not name:
+                raise ValueError(f"{folder} is a Hugging Face model: `python convert.py --load={folder} "
+                                 "--save=FILE.json` writes its vocabulary, to be named as FILE.json")
             if name.endswith(".json"):
                 name = os.path.join(folder, name)
             return load(name)
@@ -351,8 +386,197 @@ def train_bpe(texts, vocab_size, path):
     return load(f"bpe:{path}")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# more tokens: BPE goes on
+
+
+PART = 2000     # characters of text that are learnt from, or kept apart, as one
+
+
+def read_documents(files):
+    """
+    [(language, text)] of .jsonl files with text and lang, and of text files, whose names say their languages.
+
+    Empty texts are left out. ValueError, one line, for a row that is something else, or if nothing is left.
+    """
+    def fits(row):
+        return all(isinstance(row.get(key), str) for key in ("lang", "text"))
+
+    documents = []
+    for file in files:
+        if file.endswith(".jsonl"):
+            found = read_rows(file, fits, "the strings text and lang")
+            documents += [(row["lang"], row["text"]) for row in found]
+        else:
+            name, _ = os.path.splitext(os.path.basename(file))
+            documents.append((name, read_text(file)))
+    documents = [(lang, text) for lang, text in documents if text]
+    if not documents:
+        raise ValueError("no text in there: name .jsonl files with text and lang, or .txt files")
+    return documents
+
+
+def prepared_texts(folder):
+    """
+    (source, text) of what prepare.py has put into a data folder to train on, a million tokens at a time.
+
+    With prepare.py --source_by=COLUMN the sources are languages, if that is what the column holds.
+    """
+    tok = load_for(folder)
+    control = list(tok.special.values())
+    for source, splits in read_json(f"{folder}/meta.json")["sources"].items():
+        for shard in splits["train"]["shards"]:
+            ids = np.load(f"{folder}/{shard['file']}", mmap_mode="r", allow_pickle=False)
+            for begin in range(0, len(ids), 1 << 20):
+                part = ids[begin:begin + (1 << 20)]
+                yield source, tok.decode(part[~np.isin(part, control)])
+
+
+def words_of(documents, tok):
+    """
+    (words, apart) of (language, text) pairs: a Counter of what the regular expression cuts, and (language, text) pairs
+    of what is not counted: one part in twenty of each language, a million characters at most, to measure on.
+    """
+    names = map(re.escape, sorted(tok.in_text))
+    in_text = re.compile("|".join(names) or "(?!)")
+    words = Counter()
+    apart = []
+    seen = Counter()
+    for lang, text in documents:
+        for begin in range(0, len(text), PART):
+            part = text[begin:begin + PART]
+            number = seen[lang]
+            seen[lang] += 1
+            if number % 20 == 0 and number < 10_000:
+                apart.append((lang, part))
+                continue
+            for between in in_text.split(part):
+                words.update(regex.findall(PATTERN, between))
+    return words, apart
+
+
+def joined(pieces, union):
+    """The pieces of a word, where two neighbours that make `union` have become one, from the left."""
+    out = []
+    for piece in pieces:
+        if out and out[-1] + piece == union:
+            out[-1] = union
+        else:
+            out.append(piece)
+    return out
+
+
+def continue_bpe(tok, words, n):
+    """
+    What BPE learns next from words, {str: how often}, behind the pieces of tok: up to n byte strings, in their order,
+    as {piece: how often it was joined}.
+
+    Each is the most frequent union of two neighbours, whatever the two: that is how tiktoken and convert.merges_of join
+    them again. Of equally frequent ones it is the first in the order of bytes. A union that occurs once is not learnt.
+    """
+    control = (s.encode() for s in tok.special)
+    known = {*tok.pieces, *control}
+    piece_of = dict(zip(tok.ids, tok.pieces))
+    spelled = []
+    times = []
+    for word, n_times in words.items():
+        ids = tok.spell(word.encode(errors="replace"))
+        if len(ids) > 1:
+            spelled.append([piece_of[i] for i in ids])
+            times.append(n_times)
+    frequency = Counter()
+    where = defaultdict(set)        # union -> the numbers of words that had it
+
+    def count(number, sign):
+        unions = [a + b for a, b in itertools.pairwise(spelled[number])]
+        for union in unions:
+            frequency[union] += sign * times[number]
+            where[union].add(number)
+        return unions
+
+    for number in range(len(spelled)):
+        count(number, 1)
+    heap = [(-f, union) for union, f in frequency.items()]
+    heapq.heapify(heap)
+    more = {}
+    with tqdm(desc="joining", total=n, unit="piece", disable=None) as bar:
+        while heap and len(more) < n:
+            f, union = heapq.heappop(heap)
+            # What was pushed before the frequency changed is out of date; the newest entry is in the heap too.
+            if -f != frequency[union] or union in known:
+                continue
+            if -f < 2:
+                break
+            more[union] = -f
+            known.add(union)
+            bar.update()
+            changed = set()
+            for number in where.pop(union):
+                changed.update(count(number, -1))
+                spelled[number] = joined(spelled[number], union)
+                changed.update(count(number, 1))
+            for other in changed:
+                heapq.heappush(heap, (-frequency[other], other))
+    return more
+
+
+def extended(tok, more):
+    """The Tokenizer with byte strings appended to the pieces of `tok`, which all keep their ids."""
+    ids = [*tok.ids, *range(tok.vocab_size, tok.vocab_size + len(more))]
+    return Tokenizer(tok.name, [*tok.pieces, *more], tok.special, ids, tok.in_text, tok.ends())
+
+
+def print_bytes_per_token(before, after, documents):
+    """One line for each language of the (language, text) pairs, and one for all."""
+    sizes = Counter()
+    old = Counter()
+    new = Counter()
+    for lang, text in documents:
+        sizes[lang] += len(text.encode(errors="replace"))
+        old[lang] += len(before.encode(text))
+        new[lang] += len(after.encode(text))
+    for counter in (sizes, old, new):
+        counter["together"] = counter.total()
+    print(f"{'bytes per token':24} {'before':>8} {'after':>8}   fewer tokens")
+    for lang, n in sizes.items():
+        saved = 1 - new[lang] / old[lang]
+        print(f"{lang:24} {n / old[lang]:8.3f} {n / new[lang]:8.3f}   {saved:.1%}")
+
+
+def extend_by_text(tok):
+    """The settings' vocabulary with more pieces, written to `out`. ValueError before any work if it cannot be."""
+    eighth = tok.vocab_size // 8
+    wanted = size or math.ceil((tok.vocab_size + eighth) / 256) * 256
+    if wanted <= tok.vocab_size:
+        raise ValueError(f"size={wanted}, but {name} has {tok.vocab_size} ids already: want more, or 0")
+    if not out.endswith(".json") or os.path.exists(out):
+        raise ValueError(f"out={out!r}: want the name of a new file that ends in .json")
+    if os.path.isdir(extend):
+        documents = prepared_texts(extend)
+    else:
+        documents = read_documents([extend])
+    documents = tqdm(documents, "reading", unit="text", disable=None)
+    words, apart = words_of(documents, tok)
+    more = continue_bpe(tok, words, wanted - tok.vocab_size)
+    learnt = len(more)
+    if not size:
+        learnt -= (tok.vocab_size + learnt) % 256   # the text may have ended before the number was reached
+    if learnt < 1:
+        raise ValueError(f"{extend} has {len(more)} pieces to learn that {name} lacks: name more text, or a --size")
+    more = dict(itertools.islice(more.items(), learnt))
+    after = extended(tok, more)
+    make_folder(os.path.dirname(out) or ".")
+    write_bpe(after, out)
+    print_bytes_per_token(tok, after, apart)
+    print(f"{out}: {after.vocab_size:,} ids, {learnt:,} of them new, of which the rarest was joined "
+          f"{min(more.values())} times; python prepare.py TEXTS --tokenizer={out}")
+    return load(out)
+
+
 def main():
     t = load(name)
+    if extend:
+        t = extend_by_text(t)
     print(f"{t.name}: {t.vocab_size:,} ids, sha256 {t.hash[:16]}…")
     for text in paths:
         ids = t.encode(text)

@@ -161,7 +161,7 @@ class Run:
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
-    begin: object = None            # of --init_from: its tok, and fill(model)
+    begin: object = None            # of --init_from: its tok, fill(model), and new, the tokens that it lacks
     old: object = None              # of --old: what the start model knows, and may forget
     teacher: Teacher = None         # of --teacher
 
@@ -225,9 +225,9 @@ def set_up():
     tok = tokenizer.load_for(data)
     meta = train.meta
     if begin:
-        check_vocabulary(tok, begin.tok, init_from)
+        begin.new = check_vocabulary(tok, begin.tok, init_from, may_grow=True)
     config = settings(globals())
-    ids = vocab_size if begin else meta["vocab_size"]
+    ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig.of(config)
     guides = None
@@ -249,7 +249,7 @@ def set_up():
 def take_shape():
     """
     Of --init_from: the settings of the model become those of the start model, but for its window and RoPE where the
-    user says otherwise. Returns the start: its tok, and fill(model), which gives a model its weights. ValueError:
+    user says otherwise. Returns the start: its tok, and fill(model, new=), which gives a model its weights. ValueError:
     another shape is asked for.
     """
     import convert      # here, since other runs need not wait for it
@@ -266,7 +266,7 @@ def take_shape():
     if block_size > theirs.block_size:
         print(f"warning: windows of {block_size} tokens, and {init_from} has seen {theirs.block_size} at once: "
               "its RoPE may need another rope_theta")
-    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path))
+    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path, rows=theirs.vocab_size))
 
 
 def take_teacher(run):
@@ -290,13 +290,21 @@ def take_teacher(run):
     run.teacher = Teacher(model.to(run.dtype), distill, run.shape.vocab_size, compiled)
 
 
-def check_vocabulary(tok, other, name):
-    """ValueError, naming the first id, if the data were made with other ids than those of the model of this name."""
+def check_vocabulary(tok, other, name, may_grow=False):
+    """
+    ValueError, naming the first id, if the data were made with other ids than those of the model of this name.
+
+    may_grow: the data may have pieces behind all of its ids, which tokenizer.py --extend made. Returns them, as {id:
+    the old ids that spelled it}.
+    """
     found = tokenizer.first_difference(tok, other)
-    if found:
+    behind = other.vocab_size
+    grown = may_grow and found and found[0] >= behind > max(tok.special.values())
+    if found and not grown:
         i, ours, theirs = found
         raise ValueError(f"{data} was made with another vocabulary than that of {name}: id {i} is {ours!r} there "
                          f"and {theirs!r} in the model (None: no such id); prepare the data with the model's tokenizer")
+    return tokenizer.new_tokens(tok, other) if grown else {}
 
 
 def build(run):
@@ -321,6 +329,15 @@ def build(run):
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     return model, net, opt
+
+
+def begin_with(start, model, first):
+    """The weights of --init_from, and a line about the tokens that it lacks, if there are any."""
+    start.fill(model, new=start.new)
+    if start.new and first:
+        mean = sum(map(len, start.new.values())) / len(start.new)
+        print(f"{len(start.new):,} tokens are new, from id {min(start.new):,} on: each begins as the mean of the old "
+              f"ones that spelled it, {mean:.1f} on average")
 
 
 def resume_from(model, optimizer, run):
@@ -625,7 +642,7 @@ def pretrain(run, stop):
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
     if run.begin and not start:     # --init_from, and no checkpoint of this run yet
-        run.begin.fill(model)
+        begin_with(run.begin, model, first)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)

@@ -296,12 +296,12 @@ def read_manifest(path):
 
 
 @torch.no_grad()
-def load(path, model, optimizer=None):
+def load(path, model, optimizer=None, instead=None):
     """
     Fill model (and optimizer) from a verified checkpoint, whatever the number of processes that wrote it.
 
-    Each rank reads the shards that it holds, and nothing else. ValueError names the first parameter whose name or shape
-    is not the model's.
+    Each rank reads the shards that it holds, and nothing else. instead: {name: a tensor to be filled in place of that
+    parameter}. ValueError names the first parameter whose name or shape is not the model's.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -312,6 +312,7 @@ def load(path, model, optimizer=None):
         raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for name, p in params.items()}
+    tensors.update({f"model/{name}": t for name, t in (instead or {}).items()})
     want = {key: tuple(t.shape) for key, t in tensors.items()}
     have = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model/")}
     for key in sorted(have.keys() | want.keys()):

@@ -7,6 +7,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           tells later whether a bit has flipped
     read_json        the object in a JSON file, or one line that says that it is damaged
+    read_text        the text in a UTF-8 file, or one line that says where it is none
 
 It imports the standard library alone, so that a data worker or --help need not wait for torch.
 """
@@ -37,6 +38,15 @@ def read_json(path):
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
     return saved
+
+
+def read_text(path):
+    """The text of a UTF-8 file, with its own line ends. ValueError for other bytes, with the position of the first."""
+    try:
+        with open(path, encoding="utf-8", newline="") as f:
+            return f.read()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: byte {e.start} is not UTF-8; want a text file (iconv -t utf-8 converts)") from None
 
 
 def write_flushed(path, content, shared=False):

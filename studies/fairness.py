@@ -17,7 +17,6 @@ if __name__ == "__main__" and not __package__:
     print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
     sys.exit(2)
 
-import os
 from collections import Counter
 
 import numpy as np
@@ -25,9 +24,7 @@ from tqdm import tqdm
 
 from configurator import run
 from engine.plot import finish, pyplot
-from goldfish import read
-from chat import read_rows
-from tokenizer import load
+from tokenizer import load, read_documents
 
 names = "apertus"                    # vocabularies to compare, with commas between
 rows = 20                            # languages in the table, evenly from the cheapest to the dearest; 0 = all
@@ -66,29 +63,6 @@ def fairness(tokenizer, documents):
         gini_bytes=gini(tokens[lang] / sizes[lang] for lang in tokens),
         bytes_per_token=sizes.total() / tokens.total(),
         used=len(seen) / tokenizer.vocab_size)
-
-
-def read_documents(files):
-    """
-    [(language, text)] of .jsonl files with text and lang, and of text files, whose names say their languages.
-
-    Empty texts are left out. ValueError, one line, for a row that is something else, or if nothing is left.
-    """
-    def fits(row):
-        return all(isinstance(row.get(key), str) for key in ("lang", "text"))
-
-    documents = []
-    for file in files:
-        if file.endswith(".jsonl"):
-            found = read_rows(file, fits, "the strings text and lang")
-            documents += [(row["lang"], row["text"]) for row in found]
-        else:
-            name, _ = os.path.splitext(os.path.basename(file))
-            documents.append((name, read(file)))
-    documents = [(lang, text) for lang, text in documents if text]
-    if not documents:
-        raise ValueError("nothing to compare on: name .jsonl files with text and lang, or .txt files")
-    return documents
 
 
 def draw(costs, unit):

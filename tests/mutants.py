@@ -53,7 +53,7 @@ ALSO = {
     "common": ["test_sft", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],
     "conversations": ["test_sft"],
-    "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue"],
+    "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue", "test_extend"],
     "dedup": ["test_quality", "test_prepare"],
     "digits": ["test_qrpo", "test_readme"],
     "explain": ["test_plot"],
@@ -80,8 +80,8 @@ ALSO = {
     "shards": ["test_prepare", "test_data"],
     "sift": ["test_prepare"],
     "talk": ["test_sample"],
-    "tokenizer": ["test_published", "test_continue"],
-    "train": ["test_step", "test_continue", "test_distill", "test_parallel"],
+    "tokenizer": ["test_published", "test_continue", "test_extend"],
+    "train": ["test_step", "test_continue", "test_extend", "test_distill", "test_parallel"],
 }
 
 
