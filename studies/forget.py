@@ -37,7 +37,7 @@ import chat
 import convert
 import evaluate
 from engine import plot
-from goldfish import read
+from engine.files import read_text
 from posttrain import lora
 from studies import kit
 from tokenizer import read_json
@@ -82,7 +82,7 @@ def cut(text):
 
 def split(path):
     """The conversations that are learnt from, and those that are held out. ValueError if the text is too short."""
-    rows = cut(read(path))
+    rows = cut(read_text(path))
     if len(rows) < conversations + held_out:
         raise ValueError(f"{path} gives {len(rows)} conversations of {characters} characters, and {conversations} + "
                          f"{held_out} are asked for: lower --conversations, or take a longer text")
