@@ -23,6 +23,7 @@ from configurator import ROOT, checked, run
 from engine import checkpoint
 from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
+from engine.parallel import place
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
 from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 
@@ -218,7 +219,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
         spread(model)
     for name, p, file in stored(folder, model):
         if hasattr(p, "to_local"):
-            fill_shard(p, file.get_slice(name))
+            place(p, file.get_slice(name))
         else:
             owner, _, leaf = name.rpartition(".")
             tensor = file.get_tensor(name).to(device=device, dtype=dtype)
@@ -234,7 +235,7 @@ def stored(folder, model):
 
     ValueError: missing, extra or misshapen tensors; the missing ones are told last.
     """
-    empty = dict(model.named_parameters())
+    empty = checkpoint.base_of(model)
     for name, file in tensor_files(folder).items():
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("act_fn") and leaf in CONSTANTS:
@@ -252,20 +253,6 @@ def stored(folder, model):
         yield name, p, file
     if empty:
         raise ValueError(f"{folder}: {len(empty)} tensors are missing, {next(iter(empty))} among them")
-
-
-@torch.no_grad()
-def fill_shard(p, rows):
-    """
-    Read this rank's part of p, a DTensor that FSDP2 has cut along its first dimension. rows: a slice of a safetensors
-    file, of which no other row is read.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    if shape[0]:
-        first = offset[0]
-        p.to_local().copy_(rows[first:first + shape[0]])
 
 
 def tensor_files(folder):
@@ -660,7 +647,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
                 structured.add_guides(model)
     if spread:
         spread(model)
-    checkpoint.load(path, model)
+    checkpoint.load(path, model, base=True)
     if guided:
         structured.drop_guides(model)
     tok = fitting(tokenizers.load_for(folder), model, folder)
@@ -771,10 +758,7 @@ def fill(model, path):
         checkpoint.load(path, model)
         return
     for name, p, file in stored(path, model):
-        if hasattr(p, "to_local"):
-            fill_shard(p, file.get_slice(name))
-        else:
-            p.copy_(file.get_tensor(name))
+        place(p, file.get_slice(name))
 
 
 def load_ready(name, device, dtype, base=""):
