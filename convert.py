@@ -697,7 +697,7 @@ def load_adapter(folder, device, dtype, base):
 
 
 def load_adapters_of_run(config, path, device, dtype, base):
-    """The same from the checkpoint `path` of a run of posttrain/, whose settings are config."""
+    """The same from the checkpoint `path` of a run of posttrain/ or train.py, whose settings are config."""
     from posttrain import lora
 
     settings = lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
@@ -706,7 +706,8 @@ def load_adapters_of_run(config, path, device, dtype, base):
         raise ValueError(f"{path} was trained on other weights than those of {config['init_from']} today")
     lora.adapt(model, settings)
     checkpoint.load(path, model)
-    if "<|assistant_end|>" in tok.special:
+    model.config = ApertusConfig.of(config)     # train.py may have changed window and RoPE
+    if config.get("chat"):
         tok.eos = tok.id_of("<|assistant_end|>")
     return model, tok
 

@@ -217,7 +217,8 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     if compiled:
         model.compile_blocks()
     if ranks.mode == "ddp":
-        net = DistributedDataParallel(model)
+        # A quantised base keeps its bits in buffers, which never change: they are not sent with every forward pass.
+        net = DistributedDataParallel(model, broadcast_buffers=False)
         net.register_comm_hook(None, add_up)
         return net
     if ranks.sharded and next(model.parameters()).is_meta:

@@ -92,7 +92,8 @@ def load_start(name, device, dtype, ranks, base, adapters, seed):
         model, tok = convert.load_any(name, device, spread=spread)
     else:
         model, tok = convert.load_any(name, device, DTYPES[base])
-    if lora.adapted(model) and not hasattr(model, "reshard"):       # those that spread has put there lie in shards
+    # Those that spread has put there lie in shards, which can reshard.
+    if lora.adapted(model) and not hasattr(model, "reshard"):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
@@ -290,7 +291,7 @@ def export(config, model, tok, ranks):
     """
     Adapters in out/adapter, for PEFT, or the model in out/hf, for transformers.
 
-    Shards of adapters are gathered by all ranks; those of a model are read back from the last checkpoint, whole, by one.
+    All ranks gather shards of adapters; those of a model are read back from the last checkpoint, whole, by one.
     """
     out = config["out"]
     if adapters := adapters_of(config):

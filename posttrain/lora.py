@@ -9,7 +9,7 @@ have 39.8M numbers, 0.49 % of it: gradients and optimizer states take 0.8 GB and
 copy because nothing of it changes. Its gradient is not computed either, so a step costs 4 FLOPs per weight and token,
 and not 6.
 
-    adapt(model, settings, seed)     freeze the model and put adapters on its matrices
+    adapt(model, settings, seed)     freeze the model and put adapters on its matrices; draw(model, seed): their values
     off(model)                       a context without them: the base itself, the reference of posttrain/qrpo.py
     merge(model)                     W + s B A in their place: a dense model again
     save(...), load(...)             PEFT's two files, adapter_model.safetensors and adapter_config.json
@@ -18,6 +18,7 @@ Learning rates: AdEMAMix 5e-5, ten times that of full fine-tuning; what a rate m
 protect what the base knows, the learning rate does.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --lora_r=16
+$ python train.py configs/continue_8b.py --data=data/mine --lora_r=64 --base=bf16
 $ python sample.py --chat --init_from=out/sft/adapter
 $ python convert.py --merge out/sft/adapter out/merged
 """

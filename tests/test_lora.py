@@ -515,13 +515,16 @@ def test_a_run_of_adapters_whose_base_has_changed_is_refused(start, tuned, tmp_p
         convert.load_any(str(run))
 
 
+def alignment(start, out, *args):
+    return [
+        f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}",
+        f"--out={out}", "--n_refs=4", "--max_new_tokens=12", "--batch_size=4", "--micro_batch=2", "--lr=1e-2",
+        "--epochs=3", "--pairs_per_prompt=0", "--dtype=float32", "--optimizer=adamw", *args,
+    ]
+
+
 def align(start, out, *args):
-    return script(
-        "posttrain.qrpo", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}",
-        f"--rewards={start / 'reward.py'}", f"--out={out}", "--n_refs=4", "--max_new_tokens=12", "--batch_size=4",
-        "--micro_batch=2", "--lr=1e-2", "--epochs=3", "--pairs_per_prompt=0", "--dtype=float32",
-        "--optimizer=adamw", *args,
-    )
+    return script("posttrain.qrpo", *alignment(start, out, *args))
 
 
 def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, tmp_path):
@@ -534,6 +537,20 @@ def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, 
     ours, stored = losses(tmp_path / "lora"), losses(tmp_path / "full")
     assert ours[0] == pytest.approx(stored[0], rel=1e-5) and ours[-1] != ours[0]
     assert os.path.exists(tmp_path / "lora" / "adapter" / "adapter_config.json")
+
+
+def test_qrpo_in_shards_does_what_one_process_does(launch, start, tmp_path):
+    """One of the two ranks has no micro-batch, and runs along; the references are sampled from the base in bf16."""
+    args = "--lora_r=4", "--base=bf16", "--micro_batch=4", "--epochs=1"
+    done = align(start, tmp_path / "one", *args)
+    assert done.returncode == 0, done.stderr
+    args = alignment(start, tmp_path / "two", *args, "--parallel=fsdp", "--device=cpu")
+    codes, text = launch(2, *args, script="posttrain.qrpo", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for stage in ("samples", "rewards"):
+        [one], [two] = ((tmp_path / run / "references").glob(stage + "*") for run in ("one", "two"))
+        assert one.read_text() == two.read_text()
 
 
 def test_the_reference_below_trained_adapters_is_the_start_models(start, tuned, monkeypatch):
