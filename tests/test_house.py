@@ -65,7 +65,7 @@ MAY = {
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}
 LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert", "sample")}
 LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
-LEAVE |= {("train", f"posttrain.{name}") for name in ("common", "lora")}
+LEAVE |= {("train", f"posttrain.{name}") for name in ("common", "lora")} | {("tools.bench", "posttrain.lora")}
 LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")}
 
 
