@@ -174,7 +174,7 @@ ADAPTERS = ["--lora_r=4", "--lora_alpha=8", "--lr=1e-2", "--weight_decay=0.5"]
 
 @pytest.fixture(scope="module")
 def adapted(lab):
-    done = go_on(lab, lab / "adapted", *ADAPTERS, "--rope_theta=1e6")
+    done = go_on(lab, lab / "adapted", *ADAPTERS, "--rope_theta=50")
     assert done.returncode == 0, done.stderr
     return lab / "adapted"
 
@@ -200,7 +200,7 @@ def test_peft_computes_the_loss_that_the_run_ends_with(lab, adapted):
     """
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     config = transformers.AutoConfig.from_pretrained(lab / "hf")
-    config.rope_parameters["rope_theta"] = 1e6
+    config.rope_parameters["rope_theta"] = 50.0
     published = transformers.AutoModelForCausalLM.from_pretrained(lab / "hf", config=config, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(published.eval(), adapted / "adapter")
     data = TokenDataset(str(lab / "data"), "val", 64, 29)
@@ -246,7 +246,7 @@ def cut_back(out, new, *steps):
 
 def test_with_adapters_too_a_stopped_run_ends_in_the_same_bits(lab, adapted, tmp_path):
     cut_back(adapted, tmp_path / "run", "step-00000006", "step-00000008")
-    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=1e6", "--resume")
+    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=50", "--resume")
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
     assert same(weights(tmp_path / "run"), weights(adapted)) and validation(tmp_path / "run") == validation(adapted)
     one, two = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (adapted, tmp_path / "run"))
@@ -290,10 +290,10 @@ def test_what_adapters_cannot_do_is_told_in_one_line(lab, tmp_path, args, says):
 
 @pytest.mark.parametrize("args", [[], [*ADAPTERS, "--lora_alpha=4"], [*ADAPTERS, "--base=bf16"]])
 def test_a_run_goes_on_with_its_own_adapters_only(lab, adapted, args):
-    refused(go_on(lab, adapted, "--rope_theta=1e6", "--resume", "--total_samples=80", *args), "is of another run")
+    refused(go_on(lab, adapted, "--rope_theta=50", "--resume", "--total_samples=80", *args), "is of another run")
 
 
 def test_a_run_of_adapters_whose_start_has_changed_does_not_go_on(lab, adapted, tmp_path):
     shutil.copytree(adapted, tmp_path / "run")
-    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=1e6", "--resume", start="continued")
+    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=50", "--resume", start="continued")
     refused(done, "start_hash")

@@ -466,10 +466,13 @@ def test_a_run_does_not_go_on_with_other_adapters(start, tuned, changed):
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4", "bf16"])
-def test_a_run_on_a_small_base_learns_too(start, tuned, tmp_path, base):
+def test_a_run_on_a_small_base_learns_and_is_loaded_in_any_dtype(start, tuned, tmp_path, base):
+    """The start is known again by its values in bf16 and in fp32."""
     done = tune(start, tmp_path / "run", f"--base={base}", "--recompute=full")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=0.1)
+    found = answers(tmp_path / "run" / "adapter")
+    torch.testing.assert_close(answers(tmp_path / "run", dtype=torch.bfloat16), found, rtol=0.1, atol=0.3)
 
 
 def test_recomputing_changes_no_bit(start, tuned, tmp_path):
@@ -540,8 +543,14 @@ def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, 
 
 
 def test_qrpo_in_shards_does_what_one_process_does(launch, start, tmp_path):
-    """One of the two ranks has no micro-batch, and runs along; the references are sampled from the base in bf16."""
-    args = "--lora_r=4", "--base=bf16", "--micro_batch=4", "--epochs=1"
+    """
+    One of the two ranks has no micro-batch, and runs along. References are sampled from the base in bf16: the head is so
+    large here that in fp32 other ids would come.
+    """
+    sharp = Apertus(ApertusConfig(**TINY))
+    sharp.lm_head.weight.data.mul_(10)
+    convert.save_hf(sharp, str(tmp_path / "sharp"), tokenizer.load("byte"))
+    args = f"--init_from={tmp_path / 'sharp'}", "--lora_r=4", "--base=bf16", "--micro_batch=4", "--epochs=1"
     done = align(start, tmp_path / "one", *args)
     assert done.returncode == 0, done.stderr
     args = alignment(start, tmp_path / "two", *args, "--parallel=fsdp", "--device=cpu")
