@@ -24,6 +24,7 @@ from configurator import ROOT, checked, run
 from engine import checkpoint
 from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
+from engine.parallel import place
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
 from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
 
@@ -219,7 +220,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
         spread(model)
     for name, p, file in stored(folder, model):
         if hasattr(p, "to_local"):
-            fill_shard(p, file.get_slice(name))
+            place(p, file.get_slice(name))
         else:
             owner, _, leaf = name.rpartition(".")
             tensor = file.get_tensor(name).to(device=device, dtype=dtype)
@@ -236,7 +237,7 @@ def stored(folder, model, instead=None):
     instead: {name: a tensor that takes the place of that parameter}. ValueError: missing, extra or misshapen tensors;
     the missing ones are told last.
     """
-    empty = dict(model.named_parameters()) | (instead or {})
+    empty = checkpoint.base_of(model) | (instead or {})
     for name, file in tensor_files(folder).items():
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("act_fn") and leaf in CONSTANTS:
@@ -254,20 +255,6 @@ def stored(folder, model, instead=None):
         yield name, p, file
     if empty:
         raise ValueError(f"{folder}: {len(empty)} tensors are missing, {next(iter(empty))} among them")
-
-
-@torch.no_grad()
-def fill_shard(p, rows):
-    """
-    Read this rank's part of p, a DTensor that FSDP2 has cut along its first dimension. rows: a slice of a safetensors
-    file, of which no other row is read.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    if shape[0]:
-        first = offset[0]
-        p.to_local().copy_(rows[first:first + shape[0]])
 
 
 def tensor_files(folder):
@@ -666,7 +653,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
                 structured.add_guides(model)
     if spread:
         spread(model)
-    checkpoint.load(path, model)
+    checkpoint.load(path, model, base=True)
     if guided:
         structured.drop_guides(model)
     tok = fitting(tokenizers.load_for(folder), model, folder)
@@ -716,7 +703,7 @@ def load_adapter(folder, device, dtype, base):
 
 
 def load_adapters_of_run(config, path, device, dtype, base):
-    """The same from the checkpoint `path` of a run of posttrain/, whose settings are config."""
+    """The same from the checkpoint `path` of a run of posttrain/ or train.py, whose settings are config."""
     from posttrain import lora
 
     settings = lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
@@ -725,7 +712,8 @@ def load_adapters_of_run(config, path, device, dtype, base):
         raise ValueError(f"{path} was trained on other weights than those of {config['init_from']} today")
     lora.adapt(model, settings)
     checkpoint.load(path, model)
-    if "<|assistant_end|>" in tok.special:
+    model.config = ApertusConfig.of(config)     # train.py may have changed window and RoPE
+    if config.get("chat"):
         tok.eos = tok.id_of("<|assistant_end|>")
     return model, tok
 
@@ -795,14 +783,6 @@ def fill(model, path, rows, new):
         for i, spelled in new.items():
             grown[i] = old[spelled].mean(0)
         place(p, grown)
-
-
-def place(p, rows):
-    """Copy rows, a tensor or a slice of a safetensors file, into a parameter, or into this rank's part of it."""
-    if hasattr(p, "to_local"):
-        fill_shard(p, rows)
-    else:
-        p.copy_(rows[:])
 
 
 def load_ready(name, device, dtype, base=""):

@@ -7,6 +7,7 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
+$ python train.py configs/continue_8b.py --lora_r=64 --base=bf16    # from published weights, on one GPU
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
 A run is its folder (engine/runs.py). There is no random state in the loop: data, masks and
@@ -54,6 +55,12 @@ device = "auto"                 # cuda | mps | cpu; auto takes the first that is
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
+# what is trained, if not all: adapters beside the frozen weights of init_from (posttrain/lora.py)
+lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
+lora_alpha = 32.0               # their update counts alpha / r
+lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
+lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
+base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
 # the ranks (engine/parallel.py)
 parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
@@ -189,6 +196,11 @@ def check_settings():
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
+    if (lora_r or base != "fp32") and not (lora_r and init_from):
+        raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained beside the frozen weights of a model: "
+                         "name it with --init_from, and their rank, --lora_r=16")
+    if lora_r and self_guided:
+        raise ValueError(f"lora_r={lora_r} freezes what self_guided={self_guided} guides: leave one of them out")
     lr_at(0)
 
 
@@ -225,7 +237,7 @@ def set_up():
     tok = tokenizer.load_for(data)
     meta = train.meta
     if begin:
-        begin.new = check_vocabulary(tok, begin.tok, init_from, may_grow=True)
+        begin.new = check_vocabulary(tok, begin.tok, init_from, may_grow=not lora_r)
     config = settings(globals())
     ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
@@ -313,11 +325,14 @@ def build(run):
     and the optimizer.
     """
     ranks = run.ranks
-    with torch.device("meta" if ranks.sharded else run.device):
-        model = Apertus(run.shape, seed)
-        if run.guides:
-            run.guides.join(model)
-    model.dtype = run.dtype
+    if lora_r:
+        model = with_adapters(run)
+    else:
+        with torch.device("meta" if ranks.sharded else run.device):
+            model = Apertus(run.shape, seed)
+            if run.guides:
+                run.guides.join(model)
+        model.dtype = run.dtype
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never
@@ -338,6 +353,27 @@ def begin_with(start, model, first):
         mean = sum(map(len, start.new.values())) / len(start.new)
         print(f"{len(start.new):,} tokens are new, from id {min(start.new):,} on: each begins as the mean of the old "
               f"ones that spelled it, {mean:.1f} on average")
+
+
+def with_adapters(run):
+    """
+    The model of --init_from, its weights frozen, and adapters beside its matrices: all that is
+    trained and saved.
+    """
+    from posttrain.common import adapters_of, load_start
+
+    model, _ = load_start(init_from, run.device, run.dtype, run.ranks, base, adapters_of(run.config), seed)
+    model.config = run.shape            # the same, but for its window and RoPE
+    run.config["start_hash"] = model.start[:16]
+    return model
+
+
+def save_adapters(run, model):
+    """Files that PEFT reads. Each rank gives its shards, and the first one writes."""
+    from posttrain import lora
+    from posttrain.common import adapters_of
+
+    lora.save(model, adapters_of(run.config), f"{out}/adapter", init_from, model.start, run.ranks.first)
 
 
 def resume_from(model, optimizer, run):
@@ -371,7 +407,10 @@ def what_decides(config, samples):
     names = [field.name for field in dataclasses.fields(ApertusConfig)]
     names += ["self_guided", "guide_saving", "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
     names += ["teacher_hash", "distill"] if config.get("teacher_hash") else ["teacher_hash"]
+    if config.get("lora_r"):
+        names += ["lora_alpha", "lora_on", "lora_rs", "base", "start_hash"]
     same = {name: config.get(name) for name in names}
+    same["lora_r"] = config.get("lora_r", 0)
     same["data_hash"] = begun(config.get("data_hash", ""), samples)
     same["staged"] = bool(config.get("stage"))
     return same
@@ -533,6 +572,8 @@ def finish(run, model, steps, began, log):
     model.eval()
     nats, bpb = validate(run, model, last_eval_windows, steps - 1, tokens, began, log)
     seconds = time.perf_counter() - began
+    if lora_r:
+        save_adapters(run, model)
     if run.ranks.first:
         summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
         if run.old:
@@ -641,7 +682,8 @@ def pretrain(run, stop):
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
-    if run.begin and not start:     # --init_from, and no checkpoint of this run yet
+    # --init_from, and no checkpoint of this run yet. Beside adapters the weights are there already.
+    if run.begin and not start and not lora_r:
         begin_with(run.begin, model, first)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.

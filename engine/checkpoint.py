@@ -36,13 +36,21 @@ from engine.files import NO_LOCKS, flush, lock_file, make_folder, sha256, write_
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
+def base_of(model):
+    """{name: parameter} of a model without its adapters (posttrain/lora.py): what a file of the whole model holds."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+
+
 def fingerprint(model):
-    """Which weights these are, on whatever device: sha256 over the first 64 values of every tensor, in fp32."""
+    """
+    Which weights these are, on whatever device and in fp32 or bf16: sha256 over the first 64 values of every tensor,
+    rounded to bf16. Adapters are not part of it.
+    """
     digest = hashlib.sha256()
-    for name, p in model.named_parameters():
+    for name, p in base_of(model).items():
         # A sharded tensor is gathered, one at a time.
         p = p.full_tensor() if hasattr(p, "full_tensor") else p
-        first = p.detach().flatten()[:64].float()
+        first = p.detach().flatten()[:64].bfloat16().float()
         digest.update(name.encode())
         digest.update(first.cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -296,9 +304,10 @@ def read_manifest(path):
 
 
 @torch.no_grad()
-def load(path, model, optimizer=None, instead=None):
+def load(path, model, optimizer=None, base=False, instead=None):
     """
-    Fill model (and optimizer) from a verified checkpoint, whatever the number of processes that wrote it.
+    Fill what is trained of a model (and optimizer) from a verified checkpoint, whatever the number of processes that
+    wrote it. base: fill all but its adapters.
 
     Each rank reads the shards that it holds, and nothing else. instead: {name: a tensor to be filled in place of that
     parameter}. ValueError names the first parameter whose name or shape is not the model's.
@@ -310,7 +319,8 @@ def load(path, model, optimizer=None, instead=None):
         saved = reader.read_metadata().state_dict_metadata
     except Exception as e:  # of any kind: a foreign file in a folder with our manifest
         raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = base_of(model) if base else trained
     tensors = {f"model/{name}": p.detach() for name, p in params.items()}
     tensors.update({f"model/{name}": t for name, t in (instead or {}).items()})
     want = {key: tuple(t.shape) for key, t in tensors.items()}

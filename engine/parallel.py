@@ -97,6 +97,8 @@ class Ranks:
             raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
         self.mode = "fsdp" if exact and mode == "none" else mode
         self.exact = exact
+        # In which gradients are added.
+        self.sum_dtype = torch.float64 if exact else torch.float32
         self.first = self.rank == 0
         self.sharded = self.mode in ("fsdp", "hsdp")
         self.shard = (shard or node) if mode == "hsdp" else self.size
@@ -208,17 +210,19 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     or DDP's wrapper of it.
 
     With ranks.sharded the model comes on the meta device, and memory is allocated for this rank's shards only. Initial
-    weights depend on (seed, name) alone, so they are the same for every number of ranks.
+    weights depend on (seed, name) alone, so they are the same for every number of ranks. A model that comes in shards
+    with its weights (posttrain/common.py) keeps them.
     """
     recompute_activations(model, recompute)
     if compiled:
         model.compile_blocks()
     if ranks.mode == "ddp":
-        net = DistributedDataParallel(model)
+        # A quantised base keeps its bits in buffers, which never change: they are not sent with every forward pass.
+        net = DistributedDataParallel(model, broadcast_buffers=False)
         net.register_comm_hook(None, add_up)
         return net
-    if ranks.sharded:
-        shard(model, ranks.mesh, model.dtype, torch.float64 if ranks.exact else torch.float32)
+    if ranks.sharded and next(model.parameters()).is_meta:
+        shard(model, ranks.mesh, model.dtype, ranks.sum_dtype)
         model.to_empty(device=device)
         init_shards(model, seed)
     return model
@@ -230,6 +234,9 @@ def shard(model, mesh, dtype, reduce_dtype=torch.float32):
 
     dtype: of the weights that travel, if it is bfloat16; reduce_dtype: of the gradients. Gradients are added, not
     averaged: to take FSDP's mean and multiply by R would be exact for R = 2^n only.
+
+    Adapters and the frozen bf16 matrices beside them are gathered in one message, as bytes if their dtypes differ. Only
+    what is trained must be of one dtype, and only that is reduced.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # slow to import, seldom needed
 
@@ -264,18 +271,31 @@ def init_shards(model, seed):
     Apertus.init_weights for a model that no rank could hold: one parameter at a time is drawn whole on the CPU, cut,
     and forgotten.
     """
-    from torch.distributed.tensor import distribute_tensor
-
     def whole_parameters():
         for name, p in model.named_parameters():
             full = torch.empty(p.shape, dtype=p.dtype, device="cpu")
             yield name, full  # init_weights fills it before it asks for the next
-            # src_data_rank=None: every rank has drawn the same and cuts its own shard, so that nothing is sent.
-            mine = distribute_tensor(full.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-            p.to_local().copy_(mine.to_local())
+            place(p, full)
 
     stand_in = SimpleNamespace(config=model.config, initial=model.initial, named_parameters=whole_parameters)
     type(model).init_weights(stand_in, seed)
+
+
+@torch.no_grad()
+def place(p, rows):
+    """
+    Copy a whole tensor into a parameter, or this rank's rows into its shard of it. rows: the tensor, or a slice of a
+    safetensors file, of which no other row is read.
+    """
+    if not hasattr(p, "to_local"):
+        p.copy_(rows[:])
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if shape[0]:
+        first = offset[0]
+        p.to_local().copy_(rows[first:first + shape[0]])
 
 
 def recompute_activations(model, mode):

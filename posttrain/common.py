@@ -59,9 +59,22 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
     With sharded ranks (fsdp, hsdp) each rank reads its own shards from the files, and none ever holds the whole model
     (70B: 282 GB). ValueError if model and tokenizer do not belong together, or if the tokenizer cannot write a chat.
     """
+    model, tok = load_start(name, device, dtype, ranks, base, adapters, seed)
+    needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
+    missing = [token for token in needed if token not in tok.special]
+    if missing:
+        raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
+    return model, tok
+
+
+def load_start(name, device, dtype, ranks, base, adapters, seed):
+    """The same for text of any kind, without a chat."""
     def spread(model):
         # The model arrives on the meta device, without memory: only the shards of this rank are allocated.
-        shard(model, ranks.mesh, dtype)
+        model.to(DTYPES[base])
+        if adapters:
+            lora.adapt(model, adapters)
+        shard(model, ranks.mesh, dtype, ranks.sum_dtype)
         model.to_empty(device=device)
         from torch.distributed.fsdp import register_fsdp_forward_method
         register_fsdp_forward_method(model, "hidden")
@@ -72,21 +85,24 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
     if base != "fp32" and not adapters:
         raise ValueError(f"base={base}: weights that are trained are held in fp32; "
                          f"--lora_r=16 trains adapters beside frozen weights in {base}")
-    if sharded and adapters:
-        raise ValueError(f"parallel={ranks.mode} shards what is trained, and adapters are small: --parallel=ddp")
-    model, tok = convert.load_any(name, device, DTYPES[base], spread if sharded else None)
-    needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
-    missing = [token for token in needed if token not in tok.special]
-    if missing:
-        raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
-    if lora.adapted(model):
+    if sharded and base in ("int8", "nf4"):
+        raise ValueError(f"parallel={ranks.mode} shards weights, and {base} keeps bits beside their scales: "
+                         "--parallel=ddp holds them whole on each rank, or take --base=bf16")
+    if sharded:
+        model, tok = convert.load_any(name, device, spread=spread)
+    else:
+        model, tok = convert.load_any(name, device, DTYPES[base])
+    # Those that spread has put there lie in shards, which can reshard.
+    if lora.adapted(model) and not hasattr(model, "reshard"):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
     model.start = checkpoint.fingerprint(model) if adapters else ""
     if base in ("int8", "nf4"):
         quantise(model, base)
-    if adapters:
+    if adapters and sharded:
+        lora.draw(model, seed)
+    elif adapters:
         lora.adapt(model, adapters, seed)
     return model, tok
 
@@ -267,14 +283,13 @@ def save_if_due(config, done, last, model, opt, ranks):
 def end(config, model, tok, done, steps, ranks, old=None):
     """After the loop: the model for transformers and summary.json, or how a stopped run goes on."""
     out = config["out"]
-    if not ranks.first:
-        return
-    runs.forget_stop(out)
-    if done < steps:
-        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
-    else:
+    if ranks.first:
+        runs.forget_stop(out)
+    if done == steps:
         export(config, model, tok, ranks)
-        forgetting.conclude(out, steps, model, old)
+        forgetting.conclude(out, steps, model, old, ranks.first)
+    elif ranks.first:
+        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
 
 
 def describe_run(out, config, model, tok):
@@ -288,11 +303,14 @@ def export(config, model, tok, ranks):
     """
     Adapters in out/adapter, for PEFT, or the model in out/hf, for transformers.
 
-    Shards are read back from the last checkpoint, whole, by one process.
+    All ranks gather shards of adapters; those of a model are read back from the last checkpoint, whole, by one.
     """
     out = config["out"]
     if adapters := adapters_of(config):
-        lora.save(model, adapters, f"{out}/adapter", config["init_from"], model.start)
+        lora.save(model, adapters, f"{out}/adapter", config["init_from"], model.start, ranks.first)
+    if not ranks.first:
+        return
+    if adapters:
         print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for PEFT: {out}/adapter; "
               f"as one model: python convert.py --load={out} --save={out}/hf --merge")
         return

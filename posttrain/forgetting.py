@@ -234,11 +234,16 @@ def change(model):
         update = ((b.T @ b) * (a @ a.T)).sum()
         whole = layer.frozen().float().square().sum()
         kind = name.rpartition(".")[2]
-        both = torch.stack([update * layer.scale**2, whole])
+        both = np.array([number(update) * layer.scale**2, number(whole)])
         squares[kind] = squares.get(kind, 0) + both
     return {
         kind: math.sqrt(update / whole)
         for kind, (update, whole) in squares.items()}
+
+
+def number(x):
+    """A tensor of one value, which may be spread over ranks, as a number."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).item()
 
 
 def gained(out):
@@ -262,11 +267,17 @@ def gained(out):
     return "loss", first, last
 
 
-def conclude(out, steps, model, old):
-    """summary.json of SFT and QRPO, and the one line that says what was gained and lost. old: an Old, or None."""
+def conclude(out, steps, model, old, write=True):
+    """
+    summary.json of SFT and QRPO, and the one line that says what was gained and lost. old: an Old, or None.
+
+    All ranks call it, for the shards of adapters; one of them writes.
+    """
+    adapters = change(model)
+    if not write:
+        return
     _, first, last = gained(out)
     summary = dict(steps=steps, loss_first=first, loss_last=last)
-    adapters = change(model)
     if adapters:
         summary["change"] = adapters
         ratios = [f"{kind} {ratio:.3g}" for kind, ratio in adapters.items()]

@@ -9,7 +9,7 @@ have 39.8M numbers, 0.49 % of it: gradients and optimizer states take 0.8 GB and
 copy because nothing of it changes. Its gradient is not computed either, so a step costs 4 FLOPs per weight and token,
 and not 6.
 
-    adapt(model, settings, seed)     freeze the model and put adapters on its matrices
+    adapt(model, settings, seed)     freeze the model and put adapters on its matrices; draw(model, seed): their values
     off(model)                       a context without them: the base itself, the reference of posttrain/qrpo.py
     merge(model)                     W + s B A in their place: a dense model again
     save(...), load(...)             PEFT's two files, adapter_model.safetensors and adapter_config.json
@@ -18,6 +18,7 @@ Learning rates: AdEMAMix 5e-5, ten times that of full fine-tuning; what a rate m
 protect what the base knows, the learning rate does.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --lora_r=16
+$ python train.py configs/continue_8b.py --data=data/mine --lora_r=64 --base=bf16
 $ python sample.py --chat --init_from=out/sft/adapter
 $ python convert.py --merge out/sft/adapter out/merged
 """
@@ -34,6 +35,7 @@ from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from engine.files import write_flushed
+from engine.parallel import place
 from model import Linear, generator_of
 
 # All matrices of a block. PEFT's "all-linear" picks the same six.
@@ -95,8 +97,8 @@ def adapt(model, settings, seed=28):
     """
     Freeze a model, and give the matrices that settings name their adapters. Changes the model; returns it.
 
-    A is uniform in +-1/sqrt(in), as PEFT draws it, from a generator of its own for each (seed, name); B is zero.
-    ValueError: settings that hit no matrix, or a rank above the smaller side of one.
+    On the meta device the adapters have no values yet: call draw() when they have memory. ValueError: settings that hit
+    no matrix, or a rank above the smaller side of one.
     """
     r, alpha = settings["r"], settings["lora_alpha"]
     scale = alpha / (math.sqrt(r) if settings.get("use_rslora") else r)
@@ -110,13 +112,25 @@ def adapt(model, settings, seed=28):
                              "full fine-tuning has fewer numbers")
         device = next(iter(base.state_dict().values())).device
         layer = Adapted(base, r, scale).to(device)
-        bound = 1 / math.sqrt(base.in_features)
-        values = torch.rand(r, base.in_features, generator=generator_of(f"{name}.lora_A", seed))
-        layer.lora_A.weight.copy_((2 * values - 1) * bound)
-        layer.lora_B.weight.zero_()
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, layer)
+    draw(model, seed)
     return model
+
+
+@torch.no_grad()
+def draw(model, seed):
+    """
+    The initial values of adapters, also of sharded ones: A uniform in +-1/sqrt(in), as PEFT draws it, B zero.
+
+    Each A has a generator of its own for (seed, name), so that every number of ranks starts alike.
+    """
+    for name, layer in adapted(model).items():
+        A = layer.lora_A.weight
+        bound = 1 / math.sqrt(layer.in_features)
+        values = torch.rand(A.shape, generator=generator_of(f"{name}.lora_A", seed))
+        place(A, (2 * values - 1) * bound)
+        layer.lora_B.weight.zero_()
 
 
 def targeted(name, settings):
@@ -194,19 +208,22 @@ NOTHING = {
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva", "orthogonal")
 
 
-def save(model, settings, folder, base, base_hash):
+def save(model, settings, folder, base, base_hash, write=True):
     """
     Write the adapters of a model as PEFT does. base: where its frozen part came from; base_hash: its fingerprint.
 
-    Each file is whole or absent, and the configuration, which says that the folder is an adapter, comes last.
+    Each file is whole or absent, and the configuration, which says that the folder is an adapter, comes last. Shards
+    are gathered: every rank calls this, and one of them writes.
     """
-    os.makedirs(folder, exist_ok=True)
     tensors = {}
     for name, layer in adapted(model).items():
         for part in ("lora_A", "lora_B"):
             weight = getattr(layer, part).weight.detach()
             weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             tensors[f"{PREFIX}{name}.{part}.weight"] = weight.float().cpu().contiguous()
+    if not write:
+        return
+    os.makedirs(folder, exist_ok=True)
     content = safetensors_bytes(tensors, metadata={"format": "pt", "base": base_hash})
     write_flushed(os.path.join(folder, "adapter_model.safetensors"), content)
     config = {**USUAL, **settings, "base_model_name_or_path": base}

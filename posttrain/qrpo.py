@@ -240,7 +240,9 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     """
     @functools.cache
     def whole():
-        return start_model(init_from, device, model.dtype)[0] if ranks.sharded else model
+        if not ranks.sharded:
+            return model
+        return start_model(init_from, device, model.dtype, base=base, adapters=adapters_of(globals()))[0]
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
@@ -489,8 +491,12 @@ def reference_of(model, batch, ranks):
     ref = torch.zeros(len(batch), 2)
     with lora.off(model):
         for part, _ in slices(len(batch), micro_batch, ranks):
-            texts = [c["text"] for c in completions_of(batch[part])]
-            ref[part] = sequence_logp(model, texts).view(-1, 2).cpu()
+            mine = batch[part]
+            texts = [c["text"] for c in completions_of(mine or batch[:1])]
+            found = sequence_logp(model, texts).view(-1, 2).cpu()
+            if mine:
+                ref[part] = found
+    drop_gathered(model)
     return torch.tensor(ranks.add(*ref.flatten())).view_as(ref)
 
 

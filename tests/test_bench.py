@@ -47,6 +47,7 @@ SLOW = dict(memory=["--impls=ours full logits", "--rounds=1"], prepare=["--impls
 
 @pytest.mark.parametrize("mode, others, rates", [
     ("train", {"ours plain", "hf"}, {"tok/s", "TFLOP/s", "of GEMM peak"}),
+    ("finetune", {"LoRA 16"}, {"tok/s", "TFLOP/s", "of GEMM peak"}),
     ("optim", {"AdamW fused", "per-tensor loop"}, {"GB/s", "of bandwidth"}),
     ("goldfish", {"published", "ours, hash=mix"}, {"ns/token"}),
     ("loader", {"ours, Goldfish", "nanoGPT", "train step"}, {"ms/M tokens", "of a step"}),
@@ -92,6 +93,23 @@ def test_a_run_that_ends_before_its_first_step_is_told_with_its_own_last_line(tm
                   f"--data={tmp_path / 'nowhere'}", f"--out={tmp_path}")
     assert done.returncode == 2
     assert "ended before its first step" in done.stderr and "no data in" in done.stderr
+
+
+def test_a_step_of_adapters_counts_four_flops_a_frozen_weight_and_moves_no_other(tmp_path, tiny, monkeypatch):
+    """By hand: rank 16 beside six matrices of 64 x 64, 32 x 64 and 160 x 64, two layers, a head of 320 x 64."""
+    made = []
+    step = bench.train_step
+    monkeypatch.setattr(bench, "train_step", lambda model, *rest: made.append(model) or step(model, *rest))
+    _, facts = bench.finetune()
+    frozen = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 2 * 160 * 64) + 320 * 64
+    trained = 2 * 16 * (2 * (64 + 64) + 2 * (32 + 64) + 2 * (160 + 64))
+    attention = 6 * 2 * 64 * 64
+    assert facts["FLOPs of LoRA 16"] == (4 * frozen + 6 * trained + attention) / (6 * frozen + attention)
+    whole, adapted = made
+    start = bench.new_model(bench.shape()[0]).state_dict()
+    after = adapted.state_dict()
+    assert all(torch.equal(start[name], after[name]) for name in start)
+    assert not any(torch.equal(p, start[name]) for name, p in whole.named_parameters() if p.ndim > 1)
 
 
 def test_bf16_agrees_too(tmp_path):

@@ -15,8 +15,10 @@ import tokenizer
 from conftest import ROOT, script
 from data import TokenDataset
 from engine import plot
+from faults.launch import sha_of
 from model import Apertus, ApertusConfig
 from posttrain import lora
+from safetensors.torch import load_file
 
 SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64)
 RUN = ["--total_samples=64", "--warmup_samples=8", "--decay_samples=16", "--batch_size=8", "--micro_batch=4",
@@ -162,3 +164,136 @@ def test_adapters_are_no_start(lab, tmp_path):
     lora.save(model, lora.settings_of(2, 2, "all"), str(tmp_path / "adapter"), "base", "")
     done = script("train.py", f"--data={lab / 'data'}", f"--init_from={tmp_path / 'adapter'}", *RUN)
     refused(done, "holds adapters", "--merge")
+
+
+# -----------------------------------------------------------------------------
+# adapters beside the frozen start
+
+ADAPTERS = ["--lora_r=4", "--lora_alpha=8", "--lr=1e-2", "--weight_decay=0.5"]
+
+
+@pytest.fixture(scope="module")
+def adapted(lab):
+    done = go_on(lab, lab / "adapted", *ADAPTERS, "--rope_theta=50")
+    assert done.returncode == 0, done.stderr
+    return lab / "adapted"
+
+
+def test_with_adapters_the_curve_begins_as_without_and_falls(lab, continued, tmp_path):
+    """B is zero: at step 0 the validation loss is that of full training, which is the start's, in all digits."""
+    done = go_on(lab, tmp_path / "run", *ADAPTERS)
+    assert done.returncode == 0, done.stderr
+    assert validation(tmp_path / "run")[0] == validation(continued)[0]
+    assert validation(tmp_path / "run")[-1] < validation(tmp_path / "run")[0] - 0.01
+
+
+def test_checkpoints_hold_adapters_and_their_states_alone(adapted):
+    for file in (adapted / "ckpt").glob("step-*/*.safetensors"):
+        names = load_file(file).keys()
+        assert names and all(".lora_" in name for name in names)
+
+
+def test_peft_computes_the_loss_that_the_run_ends_with(lab, adapted):
+    """
+    transformers' model, given the run's RoPE, with PEFT's reading of out/adapter, on the validation windows. A weight
+    decay of 0.5 would be seen, had it met anything frozen.
+    """
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.AutoConfig.from_pretrained(lab / "hf")
+    config.rope_parameters["rope_theta"] = 50.0
+    published = transformers.AutoModelForCausalLM.from_pretrained(lab / "hf", config=config, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(published.eval(), adapted / "adapter")
+    data = TokenDataset(str(lab / "data"), "val", 64, 29)
+    found = 0.0, 0
+    for idx, targets, keep, doc in (tuple(t[None] for t in row) for row in zip(*data.batch(0, data.n_windows))):
+        mask = (doc[0][:, None] == doc[0][None]) & torch.ones(64, 64).tril().bool()
+        with torch.no_grad():
+            logits = model(idx, attention_mask=mask[None, None]).logits[0]
+        nll = torch.nn.functional.cross_entropy(logits, targets[0].clamp(min=0), reduction="none")
+        found = found[0] + (nll * keep[0]).sum().item(), found[1] + keep.sum().item()
+    assert validation(adapted)[-1] == pytest.approx(found[0] / found[1], rel=1e-5)
+
+
+def test_such_a_run_is_loaded_with_its_own_rope_and_sampled_evaluated_and_merged(lab, adapted, tmp_path):
+    model, tok = convert.load_any(str(adapted))
+    data = TokenDataset(str(lab / "data"), "val", 64, 29)
+    idx, targets, keep, doc = data.batch(0, data.n_windows)
+    with torch.no_grad():
+        _, nll = model(idx, targets, keep, doc, per_token=True)
+    assert ((nll * keep).sum() / keep.sum()).item() == pytest.approx(validation(adapted)[-1], rel=1e-6)
+    assert tok.eos == tok.special["</s>"]               # text goes on, no turn ends
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 9)
+    for command in (
+        ["sample.py", f"--init_from={adapted}", "--max_new_tokens=5"],
+        ["evaluate.py", tmp_path / "text.txt", f"--init_from={adapted}", f"--out={tmp_path / 'scores'}"],
+        ["convert.py", f"--load={adapted}", f"--save={tmp_path / 'hf'}", "--merge"],
+    ):
+        done = script(*command)
+        assert done.returncode == 0, done.stderr
+    merged, _ = convert.load_any(str(tmp_path / "hf"))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(idx[:4])[0], model(idx[:4])[0], rtol=1e-4, atol=1e-5)
+
+
+def cut_back(out, new, *steps):
+    """A copy of a run, as if it had been killed before these checkpoints."""
+    shutil.copytree(out, new)
+    shutil.rmtree(new / "adapter")
+    os.remove(new / "summary.json")
+    for step in steps:
+        shutil.rmtree(new / "ckpt" / step)
+
+
+def test_with_adapters_too_a_stopped_run_ends_in_the_same_bits(lab, adapted, tmp_path):
+    cut_back(adapted, tmp_path / "run", "step-00000006", "step-00000008")
+    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=50", "--resume")
+    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
+    assert same(weights(tmp_path / "run"), weights(adapted)) and validation(tmp_path / "run") == validation(adapted)
+    one, two = (load_file(run / "adapter" / "adapter_model.safetensors") for run in (adapted, tmp_path / "run"))
+    assert same(one, two) and one.keys() == two.keys()
+
+
+def on_two(launch, lab, out, *args):
+    start = [f"--data={lab / 'data'}", f"--init_from={lab / 'start'}", f"--out={out}", "--seed=29", *RUN, *ADAPTERS]
+    codes, text = launch(2, *start, *args, script="train", logs=f"{out}.log")
+    assert codes == [0, 0], text[-2000:]
+
+
+@pytest.mark.parametrize("parallel, base", [("ddp", "int8"), ("fsdp", "bf16"), ("fsdp", "fp32")])
+def test_two_processes_train_adapters_as_one_does(launch, lab, tmp_path, parallel, base):
+    assert go_on(lab, tmp_path / "one", *ADAPTERS, f"--base={base}").returncode == 0
+    on_two(launch, lab, tmp_path / "two", f"--base={base}", f"--parallel={parallel}")
+    assert validation(tmp_path / "two") == pytest.approx(validation(tmp_path / "one"), abs=2e-5)
+    one, two = (load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=1e-4)
+
+
+def test_exact_mode_goes_on_with_adapters_on_two_processes_to_the_bits_of_one(launch, lab, tmp_path):
+    assert go_on(lab, tmp_path / "one", *ADAPTERS, "--exact").returncode == 0
+    cut_back(tmp_path / "one", tmp_path / "two", "step-00000004", "step-00000006", "step-00000008")
+    on_two(launch, lab, tmp_path / "two", "--exact", "--parallel=fsdp", "--resume")
+    assert sha_of(tmp_path / "two") == sha_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize("args, says", [
+    (["--init_from=", "--lora_r=4"], "name it with --init_from"),
+    (["--base=bf16"], "their rank, --lora_r=16"),
+    (["--lora_r=4", "--self_guided=0.5"], "freezes what self_guided=0.5 guides"),
+    (["--lora_r=4", "--lora_on=head"], "all or some of q_proj"),
+    (["--lora_r=4", "--base=fp8"], "there is fp32, bf16, int8, nf4"),
+])
+def test_what_adapters_cannot_do_is_told_in_one_line(lab, tmp_path, args, says):
+    refused(go_on(lab, tmp_path / "run", *args), says)
+    assert not os.path.exists(tmp_path / "run" / "ckpt")
+
+
+@pytest.mark.parametrize("args", [[], [*ADAPTERS, "--lora_alpha=4"], [*ADAPTERS, "--base=bf16"]])
+def test_a_run_goes_on_with_its_own_adapters_only(lab, adapted, args):
+    refused(go_on(lab, adapted, "--rope_theta=50", "--resume", "--total_samples=80", *args), "is of another run")
+
+
+def test_a_run_of_adapters_whose_start_has_changed_does_not_go_on(lab, adapted, tmp_path):
+    shutil.copytree(adapted, tmp_path / "run")
+    done = go_on(lab, tmp_path / "run", *ADAPTERS, "--rope_theta=50", "--resume", start="continued")
+    refused(done, "start_hash")

@@ -325,6 +325,15 @@ def losses(out):
     return [entry["loss"] for entry in plot.read_log(str(out))]
 
 
+def held(out):
+    """The names of the tensors in a run's newest checkpoint."""
+    newest = sorted(os.listdir(out / "ckpt"))[-1]
+    names = set()
+    for file in (out / "ckpt" / newest).glob("*.safetensors"):
+        names |= load_file(file).keys()
+    return names
+
+
 def answers(name, **how):
     model, _ = convert.load_any(str(name), **how)
     with torch.no_grad():
@@ -335,11 +344,7 @@ def test_a_run_learns_and_its_folder_holds_adapters_alone(start, tuned):
     log = losses(tuned)
     assert len(log) == 12 and sum(log[-3:]) < 0.9 * sum(log[:3])
     assert set(os.listdir(tuned)) >= {"adapter", "ckpt", "config.json"} and not os.path.exists(tuned / "hf")
-    newest = sorted(os.listdir(tuned / "ckpt"))[-1]
-    held = set()
-    for file in (tuned / "ckpt" / newest).glob("*.safetensors"):
-        held |= load_file(file).keys()
-    assert held and all(".lora_" in name for name in held)
+    assert held(tuned) and all(".lora_" in name for name in held(tuned))
 
 
 def test_run_adapter_and_merged_model_are_one(start, tuned, tmp_path):
@@ -381,18 +386,77 @@ def test_stopped_and_resumed_a_run_ends_in_the_same_bits(start, tuned, tmp_path)
     assert torch.equal(answers(tmp_path / "run"), answers(tuned)) and losses(tmp_path / "run") == losses(tuned)
 
 
-def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path):
-    args = (*arguments(start, tmp_path / "two"), "--parallel=ddp")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path, parallel):
+    """ddp from the start; fsdp goes on with what one process left when it was killed, and gathers the same files."""
+    if parallel == "fsdp":
+        shutil.copytree(tuned, tmp_path / "two")
+        shutil.rmtree(tmp_path / "two" / "adapter")
+        for step in ("step-00000008", "step-00000012"):
+            shutil.rmtree(tmp_path / "two" / "ckpt" / step, ignore_errors=True)
+    args = (*arguments(start, tmp_path / "two"), "--resume", f"--parallel={parallel}")
     codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
     assert codes == [0, 0], text
     assert losses(tmp_path / "two") == pytest.approx(losses(tuned), rel=1e-5)
     torch.testing.assert_close(answers(tmp_path / "two"), answers(tuned), rtol=1e-4, atol=1e-4)
+    assert torch.equal(answers(tmp_path / "two" / "adapter"), answers(tmp_path / "two"))
+    assert held(tmp_path / "two") == held(tuned)
 
 
-def test_sharding_what_is_small_is_refused(start, tmp_path):
+SHARDS = """
+import sys
+import torch
+from posttrain import common, lora
+from engine.parallel import Ranks, orderly_exit
+
+with orderly_exit():
+    ranks = Ranks("fsdp")
+    ranks.join("cpu", 60)
+    adapters = lora.settings_of(3, 8, "all")
+    for folder, base in zip(sys.argv[1::2], sys.argv[2::2]):
+        how = dict(base=base, adapters=adapters, seed=5)
+        model, _ = common.start_model(folder, "cpu", torch.float32, ranks, **how)
+        whole, _ = common.start_model(folder, "cpu", torch.float32, **how)
+        want = dict(whole.named_parameters())
+        names = [n for n, p in model.named_parameters() if not torch.equal(p.full_tensor(), want[n])]
+        kinds = sorted({f"{p.dtype} {p.requires_grad} {'.lora_' in n}" for n, p in model.named_parameters()})
+        here = sum(p.to_local().numel() for p in model.parameters())
+        share = here / sum(p.numel() for p in want.values())
+        idx = torch.arange(12).view(1, 12)
+        for each in model, whole:
+            each(idx, idx)[1].backward()
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (want[name].grad is None) == (".lora_" not in name)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad.full_tensor(), 2 * want[name].grad, rtol=1e-5, atol=1e-7)
+        with lora.off(model), lora.off(whole), torch.no_grad():
+            assert torch.equal(model.hidden(idx), whole.hidden(idx))
+        same = model.start == whole.start
+        print(f"rank {ranks.rank}: {names} differ, {share:.2f} here, {same}, {kinds}", flush=True)
+    ranks.leave()
+"""
+
+
+def test_base_and_adapters_lie_in_shards_and_only_adapters_have_gradients(launch, start, tuned, tmp_path):
+    """
+    Two ranks; rank 3, which two do not divide. The base in its own dtype, adapters in fp32; both ranks run the same
+    tokens, so the sum of their gradients is twice that of one process.
+    """
+    program = tmp_path / "shards.py"
+    program.write_text(SHARDS)
+    folders = start / "model", "bf16", start / "model", "fp32"
+    codes, text = launch(2, *folders, script=program, logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+    for base in ("bfloat16", "float32"):
+        kinds = sorted([f"torch.{base} False False", "torch.float32 True True"])
+        found = re.findall(rf"rank \d: \[\] differ, (0.\d\d) here, True, {re.escape(str(kinds))}", text)
+        assert len(found) == 2 and all(0.45 < float(share) < 0.55 for share in found), text
+
+
+def test_bits_are_not_sharded(start):
     ranks = SimpleNamespace(mode="fsdp", sharded=True)
-    with pytest.raises(ValueError, match="adapters are small: --parallel=ddp"):
-        common.start_model(str(start / "model"), "cpu", torch.float32, ranks, adapters=dict(r=4))
+    with pytest.raises(ValueError, match="int8 keeps bits beside their scales: --parallel=ddp"):
+        common.start_model(str(start / "model"), "cpu", torch.float32, ranks, "int8", dict(r=4))
 
 
 @pytest.mark.parametrize("changed", ["--lora_r=2", "--lora_alpha=4", "--lora_on=q_proj", "--lora_rs=True"])
@@ -402,10 +466,13 @@ def test_a_run_does_not_go_on_with_other_adapters(start, tuned, changed):
 
 
 @pytest.mark.parametrize("base", ["int8", "nf4", "bf16"])
-def test_a_run_on_a_small_base_learns_too(start, tuned, tmp_path, base):
+def test_a_run_on_a_small_base_learns_and_is_loaded_in_any_dtype(start, tuned, tmp_path, base):
+    """The start is known again by its values in bf16 and in fp32."""
     done = tune(start, tmp_path / "run", f"--base={base}", "--recompute=full")
     assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=0.1)
+    found = answers(tmp_path / "run" / "adapter")
+    torch.testing.assert_close(answers(tmp_path / "run", dtype=torch.bfloat16), found, rtol=0.1, atol=0.3)
 
 
 def test_recomputing_changes_no_bit(start, tuned, tmp_path):
@@ -451,13 +518,16 @@ def test_a_run_of_adapters_whose_base_has_changed_is_refused(start, tuned, tmp_p
         convert.load_any(str(run))
 
 
+def alignment(start, out, *args):
+    return [
+        f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}", f"--rewards={start / 'reward.py'}",
+        f"--out={out}", "--n_refs=4", "--max_new_tokens=12", "--batch_size=4", "--micro_batch=2", "--lr=1e-2",
+        "--epochs=3", "--pairs_per_prompt=0", "--dtype=float32", "--optimizer=adamw", *args,
+    ]
+
+
 def align(start, out, *args):
-    return script(
-        "posttrain.qrpo", f"--init_from={start / 'model'}", f"--data={start / 'prompts.jsonl'}",
-        f"--rewards={start / 'reward.py'}", f"--out={out}", "--n_refs=4", "--max_new_tokens=12", "--batch_size=4",
-        "--micro_batch=2", "--lr=1e-2", "--epochs=3", "--pairs_per_prompt=0", "--dtype=float32",
-        "--optimizer=adamw", *args,
-    )
+    return script("posttrain.qrpo", *alignment(start, out, *args))
 
 
 def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, tmp_path):
@@ -470,6 +540,26 @@ def test_qrpo_with_adapters_has_its_reference_below_them_and_stores_none(start, 
     ours, stored = losses(tmp_path / "lora"), losses(tmp_path / "full")
     assert ours[0] == pytest.approx(stored[0], rel=1e-5) and ours[-1] != ours[0]
     assert os.path.exists(tmp_path / "lora" / "adapter" / "adapter_config.json")
+
+
+def test_qrpo_in_shards_does_what_one_process_does(launch, start, tmp_path):
+    """
+    One of the two ranks has no micro-batch, and runs along. References are sampled from the base in bf16: the head is so
+    large here that in fp32 other ids would come.
+    """
+    sharp = Apertus(ApertusConfig(**TINY))
+    sharp.lm_head.weight.data.mul_(10)
+    convert.save_hf(sharp, str(tmp_path / "sharp"), tokenizer.load("byte"))
+    args = f"--init_from={tmp_path / 'sharp'}", "--lora_r=4", "--base=bf16", "--micro_batch=4", "--epochs=1"
+    done = align(start, tmp_path / "one", *args)
+    assert done.returncode == 0, done.stderr
+    args = alignment(start, tmp_path / "two", *args, "--parallel=fsdp", "--device=cpu")
+    codes, text = launch(2, *args, script="posttrain.qrpo", logs=tmp_path / "log")
+    assert codes == [0, 0], text[-2000:]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    for stage in ("samples", "rewards"):
+        [one], [two] = ((tmp_path / run / "references").glob(stage + "*") for run in ("one", "two"))
+        assert one.read_text() == two.read_text()
 
 
 def test_the_reference_below_trained_adapters_is_the_start_models(start, tuned, monkeypatch):

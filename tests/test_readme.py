@@ -92,6 +92,8 @@ def small_training(command, root):
         args += ["--vocab_size=0", "--batch_ramp_at=0"]
     if "continue" in command:
         args += [f"--init_from={root}/run", "--alpha_warmup=0"]
+    if "--lora_r" in command:
+        args += ["--lora_r=4"]
     if "--resume" in command:
         args += ["--total_samples=40"]
     if "--ffn" in command:

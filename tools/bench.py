@@ -17,6 +17,7 @@ A race is believable only if three things hold, and the code below sees to them:
 
 $ python -m tools.bench train --preset=cpu      # a training step against Hugging Face, eager and compiled
 $ python -m tools.bench train --preset=packed   # the same on documents of 100 tokens, masked
+$ python -m tools.bench finetune --preset=wide  # a step of all weights against one of adapters beside frozen ones
 $ python -m tools.bench optim                   # AdEMAMix against AdamW (fused) and a loop over tensors
 $ python -m tools.bench goldfish                # the mask against the published expression
 $ python -m tools.bench loader                  # batches from disk, with and without Goldfish, against nanoGPT's
@@ -65,13 +66,14 @@ from engine.plot import finish, has_log, pyplot, read_json
 from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
+from posttrain import lora
 from studies.kit import flags, run_script, write, write_rows
 from studies.kit import table as markdown
 from studies.structured import StructuredLinear, forms
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
 paths = []              # one of the modes above, or results (*.json) to print as a table
-preset = "cpu"          # cpu | packed | laptop | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
+preset = "cpu"          # cpu | packed | laptop | wide | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
 impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
@@ -93,6 +95,7 @@ preset    batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_
 cpu           4         512        6       6          2     384     2048       16384           false          0
 packed        4         512        6       6          2     384     2048       16384           false        100
 laptop        4         256        4       2          1     128      672        4096           false          0
+wide          1         512        4      16          4    1024     5376       16384           false          0
 124m         16        1024       12      12          4     768     3584       50304            true          0
 1b5           2        4096       16      32          8    2048    12288      131072           false       1000
 8b-stack      1        4096        8      32          8    4096    21504      131072           false       1000
@@ -416,7 +419,7 @@ def loss_of_logits(logits, targets):
 
 def gradient_norm(model):
     """L2 norm of all gradients, a 0-d tensor: no waiting for the GPU within a step."""
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
     return torch.nn.utils.get_total_norm(gradients)
 
 
@@ -493,6 +496,40 @@ def train():
     loss, _ = found["ours"]
     facts = dict(loss=loss, parameters=ours.num_params(), attended=seen)
     return rows, facts
+
+
+def finetune():
+    """
+    A whole training step of all weights, and of adapters on all matrices of the blocks: 4 FLOPs a frozen weight and
+    token, and not 6.
+
+    B is zero at first, so that both have the same loss.
+    """
+    if device == "cpu":
+        keep_freed_memory()
+    config, batch, _ = shape()
+    N = batch * config.block_size
+    batches = make_batches()
+    whole = new_model(config)
+    steps, losses, flops = {}, {}, {}
+    for name in chosen("ours", "LoRA 16"):
+        model, loss = contestant("ours", whole)
+        if name != "ours":
+            lora.adapt(model, lora.settings_of(16, 32, "all"), seed)
+        losses[name] = loss(batches[0]).item()
+        steps[name] = train_step(model, loss, batches)
+        flops[name] = N * model.flops_per_token(config.block_size)
+    agree("loss of the first batch", losses, 1e-5)
+
+    def run(name, n):
+        steps[name](n)
+
+    def rates(name, seconds, gemm):
+        speed = flops[name] / seconds / 1e12
+        return {"tok/s": N / seconds, "TFLOP/s": speed, "of GEMM peak": speed / gemm}
+
+    rows = compete(steps, run, rates, gemm_probe())
+    return rows, {f"FLOPs of {name}": count / flops["ours"] for name, count in flops.items()}
 
 
 def optim():
@@ -1075,7 +1112,7 @@ def feed_forward(C, kind, rank, blocks):
     return mlp
 
 
-RACES = (train, optim, goldfish, loader, tokenize, prepare, decode, memory, cold, ffn)
+RACES = (train, finetune, optim, goldfish, loader, tokenize, prepare, decode, memory, cold, ffn)
 MODES = {mode.__name__: mode for mode in RACES}
 
 
