@@ -25,7 +25,6 @@ from engine import checkpoint, runs
 from engine.hardware import pick_device
 from engine.parallel import Ranks, shard, square_norm
 from posttrain import lora
-from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
@@ -74,18 +73,14 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
                          f"--lora_r=16 trains adapters beside frozen weights in {base}")
     if sharded and adapters:
         raise ValueError(f"parallel={ranks.mode} shards what is trained, and adapters are small: --parallel=ddp")
-    model, tok = convert.load_any(name, device, DTYPES[base], spread if sharded else None)
-    needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
-    missing = [token for token in needed if token not in tok.special]
-    if missing:
-        raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
+    bits = base if base in ("int8", "nf4") else ""
+    model, tok = convert.load_any(name, device, DTYPES[base], spread if sharded else None, bits, chat=True)
+    tok.check_chat()
     if lora.adapted(model):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
     model.start = checkpoint.fingerprint(model) if adapters else ""
-    if base in ("int8", "nf4"):
-        quantise(model, base)
     if adapters:
         lora.adapt(model, adapters, seed)
     return model, tok

@@ -368,6 +368,7 @@ def show_conversations():
         tok = tokenizer.load_for(init_from)
     else:
         tok = convert.tokenizer_from_hf(convert.local(init_from))
+    tok.check_chat()
     for n, row in itertools.islice(numbered_rows(data), 3):
         found = learnable(tok, row, math.inf, date)
         if isinstance(found, str):
