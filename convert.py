@@ -6,7 +6,13 @@ $ python convert.py --load=swiss-ai/Apertus-8B-2509             # is it what the
 $ python convert.py --load=out/laptop --save=out/laptop-hf      # AutoModelForCausalLM.from_pretrained("out/laptop-hf")
 
 A repository is read as safetensors and JSON, and nothing in it is run. A config that asks for something that model.py
-does not do is refused by name, and so is a tokenizer that would give other ids than transformers does.
+does not do is refused by name, and so is a tokenizer that would give other ids than transformers does. Published are
+the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), and 1.5, of which this is the text part:
+
+                 control tokens                      conversations                 embedding and head
+    1.0          ids 0 to 999: tokenizer.py, NAMED   chat.py                       two
+    v1.1         Mistral-Nemo's; <pad> is 10         the same ids, without names   0.5B: one, for both
+    v1.5         thoughts at 32 and 33, not 69, 70   others: refused               ids of media in the embedding only
 """
 
 import hashlib
@@ -117,7 +123,7 @@ def text_part(hf):
     What a config.json (dict) says of the text model: of an Apertus 1.5 its text_config, of any other all of it.
 
     1.5 reads ids of pictures and sound, which it never writes: its head has fewer rows than its embedding, one for each
-    id of text. Of these alone the text model is made, and it is an Apertus. ValueError names what else such a file says.
+    id of text. Of these alone the text model is made, and it is an Apertus. ValueError names what it does not do.
     """
     if hf.get("model_type") != "apertus1p5":
         return hf
@@ -129,7 +135,12 @@ def text_part(hf):
     tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
     if tied and ids != text.get("vocab_size"):
         refuse_unusual(dict(tie_word_embeddings=tied, output_vocab_size=ids), {})
-    return text | dict(model_type="apertus", vocab_size=ids, output_vocab_size=ids, tie_word_embeddings=tied)
+    text_alone = dict(
+        model_type="apertus",
+        vocab_size=ids,
+        output_vocab_size=ids,
+        tie_word_embeddings=tied)
+    return text | text_alone
 
 
 def rope_from_hf(hf):
@@ -633,8 +644,12 @@ def tokenizer_from_hf(folder):
     check_words(path, in_text, added)
     chat = names_for_chat(id_of, folder)
     special = {chat.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
-    ends = [named(settings, key, path, control) for key in ("bos_token", "eos_token", "pad_token")]
-    tok = Tokenizer(folder, pieces, special, [id_of[s] for s in spelled], in_text, [chat.get(s, s) for s in ends])
+    ends = []
+    for key in ("bos_token", "eos_token", "pad_token"):
+        name = named(settings, key, path, control)
+        ends.append(chat.get(name, name))
+    ids = [id_of[s] for s in spelled]
+    tok = Tokenizer(folder, pieces, special, ids, in_text, ends)
     tok.system, tok.foreign = chat_format(folder, settings)
     return tok
 
@@ -655,8 +670,9 @@ def names_for_chat(id_of, folder):
     The Minis (Apertus-v1.1-0.5B, 1.5B, 4B) have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>. Their
     Instruct models write a conversation with <SPECIAL_61> to <SPECIAL_72>, whose ids are those of Apertus' own tokens.
     """
-    chat = {f"<SPECIAL_{i}>": NAMED[i] for i in range(61, 73)}
-    if any(id_of.get(name) != 61 + k for k, name in enumerate(chat)) or id_of.keys() & {*chat.values()}:
+    reserved = {f"<SPECIAL_{i}>": i for i in range(61, 73)}
+    chat = {name: NAMED[i] for name, i in reserved.items()}
+    if not reserved.items() <= id_of.items() or id_of.keys() & {*chat.values()}:
         return {}
     print(f"{folder}: <SPECIAL_61> to <SPECIAL_72> are Apertus' chat tokens <|system_start|> to <|tools_suffix|> here, "
           "with the same ids", file=sys.stderr)
@@ -705,8 +721,13 @@ def only_names(normalizer):
     Whether a normalizer (a dict, or None) does nothing but exchange names in angle brackets, as that of Apertus 1.5
     does: <think> in a text becomes a control token, <answer> disappears. Here both stay the text that they are.
     """
-    rules = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
-    return all(rule["type"] == "Replace" and [*rule["pattern"].values()][0].startswith("<") for rule in rules)
+    if normalizer is None:
+        return True
+    for rule in normalizer.get("normalizers", [normalizer]):
+        [pattern] = rule.get("pattern", {"": ""}).values()
+        if rule["type"] != "Replace" or not pattern.startswith("<"):
+            return False
+    return True
 
 
 def check_ids(path, vocab, added, settings):

@@ -62,6 +62,9 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
     assert ours.n_kv_head == theirs.num_key_value_heads
     rope = transformers.models.apertus.modeling_apertus.ApertusRotaryEmbedding(theirs)
     torch.testing.assert_close(rope_frequencies(ours), rope.inv_freq, rtol=1e-6, atol=0)
+    exported = convert.config_to_hf(ours)
+    assert convert.config_from_hf(exported) == ours
+    assert exported["rope_parameters"]["rope_type"] == theirs.rope_parameters["rope_type"]
 
 
 # --- the repository -------------------------------------------------------------------------------------------------
@@ -347,6 +350,20 @@ def test_what_is_exported_of_apertus_1_5_is_its_text_as_an_apertus(hub, tmp_path
     with torch.no_grad():
         torch.testing.assert_close(model(ids_of())[0], theirs(ids_of()).logits, rtol=1e-5, atol=1e-5)
     assert convert.tokenizer_from_hf(str(tmp_path)).hash == tok.hash
+
+
+def test_of_a_repository_what_is_read_is_downloaded_and_nothing_else(hub, monkeypatch):
+    import fnmatch
+
+    import huggingface_hub
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.update(how) or name)
+    convert.local("somebody/something")
+    files = [*os.listdir(hub), "pytorch_model.bin", "modeling_apertus.py", "training_args.bin"]
+    got = {file for file in files if any(fnmatch.fnmatch(file, wanted) for wanted in asked["allow_patterns"])}
+    assert {*files} - got == {"README.md", ".gitattributes", "pytorch_model.bin", "modeling_apertus.py",
+                              "training_args.bin"}
+    assert "chat_template.jinja" in got
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
