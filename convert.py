@@ -663,6 +663,10 @@ def ids_of_text(folder):
     return config_from_hf(config).vocab_size
 
 
+CHAT = NAMED[61:73]                                     # <|system_start|> to <|tools_suffix|>
+RESERVED = [f"<SPECIAL_{i}>" for i in range(61, 73)]    # the same ids in the Minis
+
+
 def names_for_chat(id_of, folder):
     """
     {a token's name: Apertus' name for it}, for a tokenizer that has the ids of a conversation as reserved ones.
@@ -670,8 +674,8 @@ def names_for_chat(id_of, folder):
     The Minis (Apertus-v1.1-0.5B, 1.5B, 4B) have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>. Their
     Instruct models write a conversation with <SPECIAL_61> to <SPECIAL_72>, whose ids are those of Apertus' own tokens.
     """
-    reserved = {f"<SPECIAL_{i}>": i for i in range(61, 73)}
-    chat = {name: NAMED[i] for name, i in reserved.items()}
+    reserved = dict(zip(RESERVED, range(61, 73)))
+    chat = dict(zip(reserved, CHAT))
     if not reserved.items() <= id_of.items() or id_of.keys() & {*chat.values()}:
         return {}
     print(f"{folder}: <SPECIAL_61> to <SPECIAL_72> are Apertus' chat tokens <|system_start|> to <|tools_suffix|> here, "
@@ -692,6 +696,8 @@ def chat_format(folder, settings):
     """
     (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
     model's conversations, or ""), by the text of the chat template. It is not rendered: a template is a program.
+
+    One that is not known here, and has all twelve tokens of a published one, is named and taken for that.
     """
     text = settings.get("chat_template")
     if not text and os.path.isfile(f"{folder}/{TEMPLATE}"):
@@ -702,6 +708,11 @@ def chat_format(folder, settings):
     sha = hashlib.sha256(str(text).encode()).hexdigest()
     if sha in TEMPLATES:
         return TEMPLATES[sha], ""
+    for tokens, system in (CHAT, None), (RESERVED, ""):
+        if all(token in text for token in tokens):
+            print(f"{folder}: the chat template (sha256 {sha[:16]}) is none that is known here; it has Apertus' tokens, "
+                  "and a conversation will have the published form", file=sys.stderr)
+            return system, ""
     return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
                   f"another form. If you know that they have Apertus', take a copy of the folder without it")
 

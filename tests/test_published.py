@@ -366,6 +366,17 @@ def test_of_a_repository_what_is_read_is_downloaded_and_nothing_else(hub, monkey
     assert "chat_template.jinja" in got
 
 
+@pytest.mark.parametrize("tokens, system", [(tokenizer.NAMED[61:73], None), (convert.RESERVED, "")])
+def test_an_unknown_chat_template_with_all_published_tokens_is_named_and_one_with_fewer_refused(
+        tmp_path, capsys, tokens, system):
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ " + " ~ ".join(map(repr, tokens)) + " }}")
+    assert convert.chat_format(str(tmp_path), {}) == (system, "")
+    assert "is none that is known here" in capsys.readouterr().err
+    template.write_text("{{ " + " ~ ".join(map(repr, tokens[:-1])) + " }}")
+    assert "is not Apertus'" in convert.chat_format(str(tmp_path), {})[1]
+
+
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])
 def test_another_chat_template_is_named_where_chat_is_asked_for(hub, tmp_path, where):
     folder = tmp_path / "other"
