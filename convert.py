@@ -710,8 +710,8 @@ def chat_format(folder, settings):
         return TEMPLATES[sha], ""
     for tokens, system in (CHAT, None), (RESERVED, ""):
         if all(token in text for token in tokens):
-            print(f"{folder}: the chat template (sha256 {sha[:16]}) is none that is known here; it has Apertus' tokens, "
-                  "and a conversation will have the published form", file=sys.stderr)
+            print(f"{folder}: the chat template (sha256 {sha[:16]}) is none that is known here; it has Apertus' "
+                  "tokens, and a conversation will have the published form", file=sys.stderr)
             return system, ""
     return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
                   f"another form. If you know that they have Apertus', take a copy of the folder without it")

@@ -53,7 +53,7 @@ def fingerprint(model):
             # A sharded tensor is gathered, one at a time.
             p = p.full_tensor() if hasattr(p, "full_tensor") else p
             first = p.detach().flatten()[:64].float()
-            digest.update(f"{path}.{leaf}".encode())
+            digest.update(f"{path}.{leaf}".removeprefix(".").encode())
             digest.update(first.cpu().numpy().tobytes())
     return digest.hexdigest()
 
