@@ -314,8 +314,8 @@ def stored(folder, model, views=False):
         p = empty.pop(name, None)
         want = "no such tensor" if p is None else list(p.shape)
         rows = shape
-        if key != name and name == "model.embed_tokens.weight":
-            rows = [min(shape[0], model.config.vocab_size), *shape[1:]]
+        if key != name and name == "model.embed_tokens.weight" and p is not None:
+            rows = [min(shape[0], want[0]), *shape[1:]]
         if rows != want:
             raise ValueError(f"{folder}: tensor {key} {shape} is not what config.json describes: {want}")
         yield name, p, file.get_tensor(key).view(shape)[:rows[0]]
