@@ -6,13 +6,21 @@ $ python convert.py --load=swiss-ai/Apertus-8B-2509             # is it what the
 $ python convert.py --load=out/laptop --save=out/laptop-hf      # AutoModelForCausalLM.from_pretrained("out/laptop-hf")
 
 A repository is read as safetensors and JSON, and nothing in it is run. A config that asks for something that model.py
-does not do is refused by name, and so is a tokenizer that would give other ids than transformers does.
+does not do is refused by name, and so is a tokenizer that would give other ids than transformers does. Published are
+the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), and 1.5, of which this is the text part:
+
+                 control tokens                      conversations                 embedding and head
+    1.0          ids 0 to 999: tokenizer.py, NAMED   chat.py                       two
+    v1.1         Mistral-Nemo's; <pad> is 10         the same ids, without names   0.5B: one, for both
+    v1.5         thoughts at 32 and 33, not 69, 70   others: refused               ids of media in the embedding only
 """
 
+import hashlib
 import itertools
 import json
 import math
 import os
+import sys
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,13 +34,14 @@ from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
 from engine.parallel import place
 from model import HF_NAMES, XIELU, Apertus, ApertusConfig
-from tokenizer import BYTES, IN_TEXT, PATTERN, SPECIAL, Tokenizer
+from tokenizer import BYTES, IN_TEXT, NAMED, PATTERN, SPECIAL, Tokenizer
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
 save = ""             # the folder to write as Hugging Face has it; FILE.json: the vocabulary alone, for prepare.py
 dtype = "float32"     # of the tensors written: float32 | bfloat16
 merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
 
+TEMPLATE = "chat_template.jinja"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONSTANTS = dict(beta=XIELU.BETA, eps=XIELU.EPS)  # buffers of xIELU in transformers, constants in model.py
@@ -66,6 +75,11 @@ REQUIRED = dict.fromkeys(OFF, False) | dict(
     partial_rotary_factor=1.0,
     logit_scale=1.0)
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
+# What an Apertus 1.5 says beside its text_config: how pictures and sound become ids, of which nothing is loaded.
+MEDIA = """
+    text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
+    image_token_offset audio_token_offset tie_word_embeddings
+""".split()
 # Our names for the settings of RoPE type llama3.
 LLAMA3 = dict(
     rope_scaling="factor",
@@ -81,6 +95,7 @@ def config_from_hf(hf):
     Source: transformers' ApertusConfig, 4.56 to 5.23, and the configs of published Apertus models
     (tests/test_published.py).
     """
+    hf = text_part(hf)
     kind = hf.get("model_type")
     if kind != "apertus":
         raise ValueError(f"the config is of a {kind!r} model; this is Apertus only (model_type 'apertus')")
@@ -103,6 +118,31 @@ def config_from_hf(hf):
     known = {*FREE, *ROPE, *HF_NAMES.values()}
     refuse_unusual({key: value for key, value in hf.items() if key not in known}, usual)
     return ApertusConfig(**given)
+
+
+def text_part(hf):
+    """
+    What a config.json (dict) says of the text model: of an Apertus 1.5 its text_config, of any other all of it.
+
+    1.5 reads ids of pictures and sound, which it never writes: its head has fewer rows than its embedding, one for each
+    id of text. Of these alone the text model is made, and it is an Apertus. ValueError names what it does not do.
+    """
+    if hf.get("model_type") != "apertus1p5":
+        return hf
+    text = hf.get("text_config")
+    if not isinstance(text, dict) or text.get("model_type") != "apertus1p5_text":
+        raise ValueError("config.json of an Apertus 1.5 has no text_config of model_type 'apertus1p5_text'")
+    refuse_unusual({key: value for key, value in hf.items() if key not in {*FREE, *MEDIA}}, {})
+    ids = text.get("output_vocab_size") or text.get("vocab_size")
+    tied = hf.get("tie_word_embeddings") or text.get("tie_word_embeddings")
+    if tied and ids != text.get("vocab_size"):
+        refuse_unusual(dict(tie_word_embeddings=tied, output_vocab_size=ids), {})
+    text_alone = dict(
+        model_type="apertus",
+        vocab_size=ids,
+        output_vocab_size=ids,
+        tie_word_embeddings=tied)
+    return text | text_alone
 
 
 def rope_from_hf(hf):
@@ -133,6 +173,9 @@ def rope_from_hf(hf):
         if absent:
             raise ValueError(f"config.json: RoPE of type llama3 does not say {', '.join(absent)}")
         ours.update({name: rope.pop(theirs) for name, theirs in LLAMA3.items()})
+    elif kind == "linear" and "factor" in rope:
+        # All frequencies are divided: what llama3 does beyond its original context, if that is nothing.
+        ours.update(rope_scaling=rope.pop("factor"), rope_original=0)
     elif kind != "default":
         refuse_unusual(dict(rope_type=kind), {})
     usual = {"rope type": kind, "rope partial_rotary_factor": 1.0}
@@ -162,8 +205,10 @@ def config_to_hf(config, dtype="float32"):
     kind = "default"
     scaling = {}
     if config.rope_scaling:
-        kind = "llama3"
+        kind = "llama3" if config.rope_original else "linear"
         scaling = {theirs: getattr(config, ours) for ours, theirs in LLAMA3.items()}
+        if kind == "linear":
+            scaling = dict(factor=config.rope_scaling)
     hf = {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()}
     hf.update(
         architectures=["ApertusForCausalLM"],
@@ -185,7 +230,7 @@ def config_to_hf(config, dtype="float32"):
 
 
 def local(path_or_repo):
-    """The folder of a Hugging Face model: the path itself, or a download of its safetensors and JSON files only."""
+    """The folder of a Hugging Face model: the path itself, or a download of safetensors, JSON and the chat template."""
     if os.path.isdir(path_or_repo):
         return path_or_repo
     if path_or_repo.count("/") != 1 or path_or_repo.startswith((".", "/", "out/")):
@@ -194,20 +239,23 @@ def local(path_or_repo):
     import huggingface_hub
 
     try:
-        return huggingface_hub.snapshot_download(path_or_repo, allow_patterns=["*.safetensors", "*.json"])
+        wanted = ["*.safetensors", "*.json", TEMPLATE]
+        return huggingface_hub.snapshot_download(path_or_repo, allow_patterns=wanted)
     except Exception as e:  # network, name, permission: the library has a dozen kinds
         raise OSError(f"{path_or_repo} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
 
 
-def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
+def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
     """
     A Hugging Face Apertus (folder or hub name) as our model, with its weights.
 
-    dtype: None keeps that of the file. The model is built without memory and takes the tensors from the memory-mapped
-    files one by one, so that no weight is in memory twice. spread(model), if given, shards the model before (FSDP2) and
-    gives the shards memory: each rank then reads its rows of every tensor, and never holds the model. ValueError:
-    another architecture, unknown config keys, missing, extra or misshapen tensors.
+    dtype: None keeps that of the file. base: int8 or nf4 quantises the matrices of the blocks (posttrain/quantised.py).
+    The model is built without memory, and each tensor is read, turned into what it becomes, and let go: at the peak
+    there are the model and one tensor. On a CPU, tensors that stay as they are are views of the mapped files.
+    spread(model), if given, shards the model before (FSDP2) and gives the shards memory: each rank then reads its rows
+    of every tensor, and never holds the model. ValueError: another architecture, unknown config keys, missing, extra or
+    misshapen tensors.
     """
     folder = local(path_or_repo)
     config_file = f"{folder}/config.json"
@@ -218,49 +266,72 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None):
         model = Apertus(config)
     if spread:
         spread(model)
-    for name, p, file in stored(folder, model):
+    in_bits = {}
+    if base:
+        from posttrain import quantised
+
+        in_bits = quantised.matrices(model)
+    stays = dtype is None and not base and str(device) == "cpu"
+    for name, p, tensor in stored(folder, model, views=stays):
+        owner, _, leaf = name.rpartition(".")
         if hasattr(p, "to_local"):
-            place(p, file.get_slice(name))
+            place(p, tensor)
+            continue
+        tensor = tensor.to(device=device, dtype=dtype, copy=not stays)
+        if owner in in_bits:
+            quantised.replace(model, owner, tensor, base)
         else:
-            owner, _, leaf = name.rpartition(".")
-            tensor = file.get_tensor(name).to(device=device, dtype=dtype)
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
     if config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
+    if base:
+        model.requires_grad_(False)
     return model
 
 
-def stored(folder, model, instead=None):
+def stored(folder, model, views=False, instead=None):
     """
-    Where the values of each parameter lie: yields (name, parameter, the open safetensors file that holds it).
+    The values of each parameter: yields (name, parameter, tensor), the tensor a view of its file.
+
+    A file is mapped for each tensor anew, so that what was read of it leaves memory with the tensor. views: for tensors
+    that stay, each file is mapped once. An Apertus 1.5 has its text model below model.language_model, and the rows of
+    its embedding that are not text, the last ones, are left out.
 
     instead: {name: a tensor that takes the place of that parameter}. ValueError: missing, extra or misshapen tensors;
     the missing ones are told last.
     """
     empty = checkpoint.base_of(model) | (instead or {})
-    for name, file in tensor_files(folder).items():
+    mapped = {}
+    for key, path in tensor_files(folder).items():
+        name = key.replace("model.language_model.", "model.", 1)
+        file = mapped.get(path) or safe_open(path, "pt")
+        if views:
+            mapped[path] = file
         owner, _, leaf = name.rpartition(".")
         if owner.endswith("act_fn") and leaf in CONSTANTS:
-            value = file.get_tensor(name).item()
+            value = file.get_tensor(key).item()
             if not math.isclose(value, CONSTANTS[leaf], rel_tol=0.02):  # fp16 rounds -1e-6 to -1.013e-6
                 raise ValueError(f"{folder}: {name} is {value}, and model.py has {CONSTANTS[leaf]}")
             continue
         if name == "lm_head.weight" and model.config.tie_embeddings:
             continue
-        shape = file.get_slice(name).get_shape()
+        shape = file.get_slice(key).get_shape() or [1]  # a scalar of xIELU may be stored without a dimension
         p = empty.pop(name, None)
         want = "no such tensor" if p is None else list(p.shape)
-        if shape != want:
-            raise ValueError(f"{folder}: tensor {name} {shape} is not what config.json describes: {want}")
-        yield name, p, file
+        rows = shape
+        if key != name and name == "model.embed_tokens.weight" and p is not None:
+            rows = [min(shape[0], want[0]), *shape[1:]]
+        if rows != want:
+            raise ValueError(f"{folder}: tensor {key} {shape} is not what config.json describes: {want}")
+        yield name, p, file.get_tensor(key).view(shape)[:rows[0]]
     if empty:
         raise ValueError(f"{folder}: {len(empty)} tensors are missing, {next(iter(empty))} among them")
 
 
 def tensor_files(folder):
     """
-    {tensor name: open safetensors file}, of one file or of shards with an index. If there are both, the one file
-    counts, as in transformers.
+    {tensor name: the safetensors file that holds it}, of one file or of shards with an index. If there are both, the
+    one file counts, as in transformers. The tokenizers of pictures and sound in an Apertus 1.5 are passed over.
     """
     names = [WEIGHTS]
     index = f"{folder}/{INDEX}"
@@ -274,11 +345,12 @@ def tensor_files(folder):
     found = {}
     for path in (f"{folder}/{name}" for name in names):
         try:
-            file = safe_open(path, "pt")
+            with safe_open(path, "pt") as file:
+                found.update(dict.fromkeys(file.keys(), path))
         except (OSError, SafetensorError) as e:
             raise ValueError(f"{path} is not a readable safetensors file: {e}") from None
-        found.update(dict.fromkeys(file.keys(), file))
-    return found
+    media = ("model.vision_tokenizer.", "model.audio_tokenizer.")
+    return {name: path for name, path in found.items() if not name.startswith(media)}
 
 
 # -----------------------------------------------------------------------------
@@ -318,33 +390,33 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         (f"model.layers.{i}.mlp.act_fn.{name}", torch.tensor(value))
         for i in range(model.config.n_layer)
         for name, value in CONSTANTS.items()]
-    both = itertools.chain(parameters, buffers)
-    torch_dtype = getattr(torch, dtype)
-    tensors = ((name, p.detach().to("cpu", torch_dtype).contiguous()) for name, p in both)
-    files = in_files(tensors, shard_bytes)
+    itemsize = getattr(torch, dtype).itemsize
+    files = in_files(itertools.chain(parameters, buffers), shard_bytes, itemsize)
 
     jsons = {"config.json": hf | ends, "generation_config.json": generation}
     if len(files) > 1:
         weight_map = {name: file for file, shard in files.items() for name in shard}
-        total = sum(tensor.nbytes for shard in files.values() for tensor in shard.values())
-        jsons[INDEX] = dict(metadata=dict(total_size=total), weight_map=weight_map)
+        total = sum(tensor.numel() for shard in files.values() for tensor in shard.values())
+        jsons[INDEX] = dict(metadata=dict(total_size=total * itemsize), weight_map=weight_map)
     if tokenizer:
         jsons.update(hf_files(tokenizer))
-    publish(path, files, jsons)
+    publish(path, files, jsons, getattr(torch, dtype))
 
 
-def in_files(tensors, shard_bytes):
+def in_files(tensors, shard_bytes, itemsize=4):
     """
-    (name, tensor) pairs -> {file: {name: tensor}}, in this order. A file has at most shard_bytes, or a single tensor.
+    (name, tensor) pairs -> {file: {name: tensor}}, in this order. A file has at most shard_bytes, or a single tensor,
+    of numbers that take itemsize bytes there.
     """
     shards = [{}]
     size = 0
     for name, tensor in tensors:
-        if size and size + tensor.nbytes > shard_bytes:
+        more = tensor.numel() * itemsize
+        if size and size + more > shard_bytes:
             shards.append({})
             size = 0
         shards[-1][name] = tensor
-        size += tensor.nbytes
+        size += more
     n = len(shards)
     if n == 1:
         return {WEIGHTS: shards[0]}
@@ -355,10 +427,10 @@ def in_files(tensors, shard_bytes):
 LIST = ".export.json"
 
 
-def publish(path, tensors, jsons):
+def publish(path, tensors, jsons, dtype):
     """
     Write {file: tensors} and {file: JSON} into the folder `path`, in place of what the last export wrote there. No
-    other file is touched.
+    other file is touched. Tensors are turned into dtype file by file.
 
     Everything is written under temporary names first. Then config.json goes first and comes last, and no loader takes a
     folder without one: killed at any moment, the folder holds the old model, the new one, or none.
@@ -369,6 +441,7 @@ def publish(path, tensors, jsons):
         os.makedirs(path, exist_ok=True)
         write_list(path, before | names)  # first, so that what a kill leaves behind counts as ours
         for file, shard in tensors.items():
+            shard = {name: p.detach().to("cpu", dtype).contiguous() for name, p in shard.items()}
             save_file(shard, f"{path}/{file}.tmp", metadata={"format": "pt"})
             flush(f"{path}/{file}.tmp")
         for file, content in jsons.items():
@@ -481,7 +554,7 @@ def hf_files(tokenizer):
         eos_token=eos,
         pad_token=pad,
         unk_token="<unk>" if "<unk>" in tokenizer.special else None,
-        chat_template=template)
+        chat_template=template if tokenizer.can_chat() else None)
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
 
@@ -540,12 +613,16 @@ def tokenizer_from_hf(folder):
     saved = read_json(path)
     settings = f"{folder}/tokenizer_config.json"
     settings = read_json(settings) if os.path.isfile(settings) else {}
+    most = ids_of_text(folder)
     byte = {c: bytes([b]) for b, c in letters().items()}
     try:
         model = saved["model"]
         added = {token["content"]: token for token in saved["added_tokens"]}
         id_of = check_ids(path, model["vocab"], added, settings)
-        spelled = sorted(model["vocab"].keys() - added.keys(), key=id_of.get)
+        id_of = {s: i for s, i in id_of.items() if i < most}
+        # Apertus 1.5 has given the names of these two to others, and keeps their ids.
+        control = id_of.keys() & (added.keys() | {"<think>", "</think>"})
+        spelled = sorted(id_of.keys() - control, key=id_of.get)
         pieces = [b"".join(byte[c] for c in s) for s in spelled]
         merges = [tuple(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
         alike = cuts_alike(saved, pieces)
@@ -556,23 +633,107 @@ def tokenizer_from_hf(folder):
     if merges != merges_of(spelled):
         raise ValueError(f"{path}: its merges are not all pairs of its pieces in the order of their ids, as Apertus' "
                          "are: this program would make other ids of a text")
-    special = {s: id_of[s] for s in sorted(added, key=id_of.get)}
     # A text may become what a file does not call special; but never the names that the chat format is made of.
-    ordinary = {s for s, token in added.items() if not token.get("special")}
-    in_text = (ordinary - {*SPECIAL}) | (added.keys() & IN_TEXT)
+    ordinary = {s for s in control & added.keys() if not added[s].get("special")}
+    in_text = (ordinary - {*SPECIAL}) | (control & {*IN_TEXT})
     check_words(path, in_text, added)
-    ends = [named(settings, key, path, added) for key in ("bos_token", "eos_token", "pad_token")]
-    return Tokenizer(folder, pieces, special, [id_of[s] for s in spelled], in_text, ends)
+    chat = names_for_chat(id_of, folder)
+    special = {chat.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
+    ends = []
+    for key in ("bos_token", "eos_token", "pad_token"):
+        name = named(settings, key, path, control)
+        ends.append(chat.get(name, name))
+    ids = [id_of[s] for s in spelled]
+    tok = Tokenizer(folder, pieces, special, ids, in_text, ends)
+    tok.system, tok.foreign = chat_format(folder, settings)
+    return tok
+
+
+def ids_of_text(folder):
+    """How many ids of a Hugging Face folder are text: of an Apertus 1.5 those below pictures and sound, else all."""
+    config = f"{folder}/config.json"
+    config = read_json(config) if os.path.isfile(config) else {}
+    if config.get("model_type") != "apertus1p5":
+        return math.inf
+    return config_from_hf(config).vocab_size
+
+
+CHAT = NAMED[61:73]                                     # <|system_start|> to <|tools_suffix|>
+RESERVED = [f"<SPECIAL_{i}>" for i in range(61, 73)]    # the same ids in the Minis
+
+
+def names_for_chat(id_of, folder):
+    """
+    {a token's name: Apertus' name for it}, for a tokenizer that has the ids of a conversation as reserved ones.
+
+    The Minis (Apertus-v1.1-0.5B, 1.5B, 4B) have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>. Their
+    Instruct models write a conversation with <SPECIAL_61> to <SPECIAL_72>, whose ids are those of Apertus' own tokens.
+    """
+    reserved = dict(zip(RESERVED, range(61, 73)))
+    chat = dict(zip(reserved, CHAT))
+    if not reserved.items() <= id_of.items() or id_of.keys() & {*chat.values()}:
+        return {}
+    print(f"{folder}: <SPECIAL_61> to <SPECIAL_72> are Apertus' chat tokens <|system_start|> to <|tools_suffix|> here, "
+          "with the same ids", file=sys.stderr)
+    return chat
+
+
+# The published chat templates that write what chat.py writes, by their sha256, and the system message of a conversation
+# that has none; None: that of chat.py.
+TEMPLATES = {
+    "56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07": None,  # Apertus-8B-Instruct-2509
+    "4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19": "",    # Apertus-v1.1-1.5B-Instruct
+}
+OURS = "{#- chat_pieces, turns, describe_tool and ts_type of "  # the first comment of chat_template.jinja
+
+
+def chat_format(folder, settings):
+    """
+    (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
+    model's conversations, or ""), by the text of the chat template. It is not rendered: a template is a program.
+
+    One that is not known here, and has all twelve tokens of a published one, is named and taken for that.
+    """
+    text = settings.get("chat_template")
+    if not text and os.path.isfile(f"{folder}/{TEMPLATE}"):
+        with open(f"{folder}/{TEMPLATE}", encoding="utf-8", newline="") as f:
+            text = f.read()
+    if not text or OURS in text:
+        return None, ""
+    sha = hashlib.sha256(str(text).encode()).hexdigest()
+    if sha in TEMPLATES:
+        return TEMPLATES[sha], ""
+    for tokens, system in (CHAT, None), (RESERVED, ""):
+        if all(token in text for token in tokens):
+            print(f"{folder}: the chat template (sha256 {sha[:16]}) is none that is known here; it has Apertus' "
+                  "tokens, and a conversation will have the published form", file=sys.stderr)
+            return system, ""
+    return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
+                  f"another form. If you know that they have Apertus', take a copy of the folder without it")
 
 
 def cuts_alike(saved, pieces):
     """Whether a tokenizer.json cuts text as hf_files does. Then its pieces alone decide the ids of a text."""
     model = saved["model"]
-    if saved["pre_tokenizer"] != PRE_TOKENIZER or saved.get("normalizer") is not None:
+    if saved["pre_tokenizer"] != PRE_TOKENIZER or not only_names(saved.get("normalizer")):
         return False
     if any(map(model.get, ("dropout", "byte_fallback", "end_of_word_suffix"))):
         return False
     return model["ignore_merges"] and {*pieces}.issuperset(BYTES)
+
+
+def only_names(normalizer):
+    """
+    Whether a normalizer (a dict, or None) does nothing but exchange names in angle brackets, as that of Apertus 1.5
+    does: <think> in a text becomes a control token, <answer> disappears. Here both stay the text that they are.
+    """
+    if normalizer is None:
+        return True
+    for rule in normalizer.get("normalizers", [normalizer]):
+        [pattern] = rule.get("pattern", {"": ""}).values()
+        if rule["type"] != "Replace" or not pattern.startswith("<"):
+            return False
+    return True
 
 
 def check_ids(path, vocab, added, settings):
@@ -614,12 +775,15 @@ def check_words(path, in_text, added):
                              "which one a text holds is not clear")
 
 
-def named(settings, key, path, added):
-    """The name of bos, eos or pad: what tokenizer_config.json says (a str, or a dict with attributes), or Apertus'."""
+def named(settings, key, path, control):
+    """
+    The name of bos, eos or pad: what tokenizer_config.json says (a str, or a dict with attributes), or Apertus'. Never
+    by a number of config.json: those of the Minis say pad_token_id 3, which is [INST] there.
+    """
     usual = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     name = settings.get(key) or usual[key]
     name = name["content"] if isinstance(name, dict) else name
-    if name not in added:
+    if name not in control:
         raise ValueError(f"{path} has no control token {name!r} to be the {key}")
     return name
 
@@ -662,13 +826,13 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     return quantised(model if dtype is None else model.to(dtype), base), tok
 
 
-def load_any(name, device="cpu", dtype=None, spread=None, base=""):
+def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
     """
     (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
     put on the model that they name.
 
     dtype: None keeps that of the files. spread: as in load_hf. base: int8 or nf4 quantises the matrices
-    (posttrain/quantised.py), the adapters excepted.
+    (posttrain/quantised.py), the adapters excepted. chat: ValueError at once if it has no conversations.
     """
     if os.path.isfile(f"{name}/adapter_config.json"):
         return load_adapter(name, device, dtype, base)
@@ -679,8 +843,10 @@ def load_any(name, device="cpu", dtype=None, spread=None, base=""):
     if os.path.isfile(f"{folder}/adapter_config.json"):
         return load_adapter(folder, device, dtype, base)
     tok = tokenizer_from_hf(folder)  # before the weights, which take minutes: an error comes early
-    model = load_hf(folder, device, dtype, spread)
-    return quantised(model, base), fitting(tok, model, folder)
+    if chat:
+        tok.check_chat()
+    model = load_hf(folder, device, dtype, spread, base)
+    return model, fitting(tok, model, folder)
 
 
 def quantised(model, base):
@@ -719,18 +885,15 @@ def load_adapters_of_run(config, path, device, dtype, base):
 
 
 def load_base(name, adapter, device, dtype, base):
-    """The model that adapters were trained on, its tokenizer, and the hash of its weights before they are quantised."""
+    """The model that adapters were trained on, its tokenizer, and the hash of the weights that its files hold."""
     if not name:
         raise ValueError(f"{adapter} does not say which model it belongs to: write its folder or hub name as "
                          "base_model_name_or_path into adapter_config.json")
     try:
-        model, tok = load_any(name, device, dtype)
+        model, tok = load_any(name, device, dtype, base=base)
     except (OSError, ValueError) as e:
         raise ValueError(f"{adapter} is an adapter of {name}: {e}") from None
-    start = checkpoint.fingerprint(model)
-    return quantised(model, base), tok, start
-
-
+    return model, tok, checkpoint.fingerprint(model)
 
 
 def start_of(name):
@@ -774,8 +937,8 @@ def fill(model, path, rows, new):
     if os.path.isfile(f"{path}/manifest.json"):
         checkpoint.load(path, model, instead=start)
     else:
-        for name, p, file in stored(path, model, start):
-            place(p, file.get_slice(name))
+        for _, p, tensor in stored(path, model, instead=start):
+            place(p, tensor)
     for name, old in start.items():
         p = model.get_parameter(name)
         grown = torch.zeros(p.shape, dtype=p.dtype)
@@ -785,19 +948,19 @@ def fill(model, path, rows, new):
         place(p, grown)
 
 
-def load_ready(name, device, dtype, base=""):
+def load_ready(name, device, dtype, base="", chat=False):
     """
     (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
 
-    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base: as
-    in load_any.
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base,
+    chat: as in load_any.
     """
     device = pick_device(device)
     if dtype == "auto":
         wanted = torch.bfloat16 if device == "cuda" else None
     else:
         wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted, base=base)
+    model, tok = load_any(name, device, wanted, base=base, chat=chat)
     return model.eval(), tok
 
 

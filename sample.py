@@ -3,7 +3,7 @@ Text from a model: a run folder of train.py or of posttrain/, a Hugging Face fol
 
 $ python sample.py                                                              # out/laptop goes on from nothing
 $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
-$ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat         # 16 GB of weights, then a conversation
+$ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       # 1.1 GB of weights, then a conversation
 """
 
 import sys
@@ -35,7 +35,7 @@ tools = ""                   # a JSON list of tools the model may call: [{"name"
 
 def load():
     """The model, laid out for the way in which it will generate, and its tokenizer."""
-    model, tok = convert.load_ready(init_from, device, dtype, base)
+    model, tok = convert.load_ready(init_from, device, dtype, base, chat)
     # Compiled code wants matrices by rows.
     if chat or not compile:
         lay_out_for_decoding(model)

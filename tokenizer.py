@@ -130,6 +130,8 @@ class Tokenizer:
         in_text           the control tokens that ordinary text may become
         hash              sha256 of all that decides an id. Data and model compare it to know that their ids mean the
                           same
+        system            the system message of a conversation that has none; None: that of chat.py
+        foreign           why the model's conversations are not those of chat.py, or ""
 
     special: a list of names from id 0 on, or {name: id}. ids: of the pieces, rising; None: directly behind the control
     tokens. ends: the names of bos, eos and pad.
@@ -151,6 +153,8 @@ class Tokenizer:
         self.bos = special[bos]
         self.eos = special[eos]
         self.pad = special[pad]
+        self.system = None
+        self.foreign = ""
 
         decides = [PATTERN, *special, *(piece.hex() for piece in pieces)]
         if self.ids != behind or self.in_text != special.keys() & IN_TEXT:
@@ -226,6 +230,23 @@ class Tokenizer:
         if name not in self.special:
             raise ValueError(f"{self.name}: its vocabulary has no {name}: a conversation needs Apertus' control tokens")
         return self.special[name]
+
+    def check_chat(self):
+        """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
+        if "<|tool_output_start|>" in self.special:
+            raise ValueError(f"{self.name} is of Apertus 1.5, of which this is the text part: its conversations have "
+                             "another format, so text only, without --chat")
+        if self.foreign:
+            raise ValueError(self.foreign)
+        for name in ("user_start", "assistant_start", "assistant_end"):
+            self.id_of(f"<|{name}|>")
+
+    def can_chat(self):
+        try:
+            self.check_chat()
+        except ValueError:
+            return False
+        return True
 
     def chat(self, messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments and errors: see `chat_pieces`."""

@@ -24,7 +24,6 @@ from engine import checkpoint, plot, runs
 from engine.hardware import pick_device
 from engine.parallel import Ranks, shard, square_norm
 from posttrain import forgetting, lora
-from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
@@ -59,15 +58,12 @@ def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, see
     With sharded ranks (fsdp, hsdp) each rank reads its own shards from the files, and none ever holds the whole model
     (70B: 282 GB). ValueError if model and tokenizer do not belong together, or if the tokenizer cannot write a chat.
     """
-    model, tok = load_start(name, device, dtype, ranks, base, adapters, seed)
-    needed = ("<|user_start|>", "<|assistant_start|>", "<|assistant_end|>")
-    missing = [token for token in needed if token not in tok.special]
-    if missing:
-        raise ValueError(f"{name}: its tokenizer has no {', '.join(missing)}: chat needs Apertus' special tokens")
+    model, tok = load_start(name, device, dtype, ranks, base, adapters, seed, chat=True)
+    tok.check_chat()
     return model, tok
 
 
-def load_start(name, device, dtype, ranks, base, adapters, seed):
+def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
     """The same for text of any kind, without a chat."""
     def spread(model):
         # The model arrives on the meta device, without memory: only the shards of this rank are allocated.
@@ -89,17 +85,16 @@ def load_start(name, device, dtype, ranks, base, adapters, seed):
         raise ValueError(f"parallel={ranks.mode} shards weights, and {base} keeps bits beside their scales: "
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
     if sharded:
-        model, tok = convert.load_any(name, device, spread=spread)
+        model, tok = convert.load_any(name, device, spread=spread, chat=chat)
     else:
-        model, tok = convert.load_any(name, device, DTYPES[base])
+        bits = base if base in ("int8", "nf4") else ""
+        model, tok = convert.load_any(name, device, DTYPES[base], base=bits, chat=chat)
     # Those that spread has put there lie in shards, which can reshard.
     if lora.adapted(model) and not hasattr(model, "reshard"):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
     model.start = checkpoint.fingerprint(model) if adapters else ""
-    if base in ("int8", "nf4"):
-        quantise(model, base)
     if adapters and sharded:
         lora.draw(model, seed)
     elif adapters:

@@ -191,6 +191,8 @@ class Quantised(Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.bias = None
+        # By what a model is known (engine/checkpoint.py: fingerprint).
+        self.first = weight.detach().flatten()[:64].float().cpu()
         if base == "int8":
             q, scale = to_int8(weight)
             self.register_buffer("q", q)
@@ -211,19 +213,26 @@ class Quantised(Linear):
         return dense(list(self._buffers.values()), (self.out_features, self.in_features), dtype)
 
 
+def matrices(model):
+    """{name: Linear} of a model's blocks, what is quantised."""
+    named = model.named_modules()
+    return {n: m for n, m in named if n.startswith("model.layers.") and isinstance(m, Linear)}
+
+
 @torch.no_grad()
+def replace(model, name, weight, base):
+    """Put the matrix `weight` of a block in its place in 8 or 4 bits. ValueError for another base than int8 and nf4."""
+    if base not in ("int8", "nf4"):
+        raise ValueError(f"base={base!r}: there is int8 and nf4, and bf16 or float32 without quantising")
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, Quantised(weight, base))
+    model.in_bits += weight.numel()
+
+
 def quantise(model, base):
     """
     Replace the matrices of a model's blocks by their 8 or 4 bits: base is int8 or nf4. Changes the model; returns it.
-
-    ValueError for another base.
     """
-    if base not in ("int8", "nf4"):
-        raise ValueError(f"base={base!r}: there is int8 and nf4, and bf16 or float32 without quantising")
-    model.requires_grad_(False)
-    for name, module in list(model.model.layers.named_modules()):
-        if isinstance(module, Linear) and not isinstance(module, Quantised):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.model.layers.get_submodule(parent), leaf, Quantised(module.weight, base))
-            model.in_bits += module.weight.numel()
-    return model
+    for name, layer in matrices(model).items():
+        replace(model, name, layer.weight, base)
+    return model.requires_grad_(False)

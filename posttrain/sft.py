@@ -255,6 +255,7 @@ def show_conversations():
         tok = tokenizer.load_for(init_from)
     else:
         tok = convert.tokenizer_from_hf(convert.local(init_from))
+    tok.check_chat()
     rows = itertools.chain(*(first_rows(source, 3) for source in weights_of(data)))
     for place, row in rows:
         found = learnable(tok, row, math.inf, date)

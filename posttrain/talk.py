@@ -174,12 +174,14 @@ class Conversation:
 
     def __init__(self, model, tok, system, tools, thinking):
         self.model, self.tok, self.tools, self.thinking = model, tok, tools, thinking
+        tok.check_chat()
         self.begin(system)
 
     def begin(self, system):
-        """Forget all but the system message ("" = the published one)."""
+        """Forget all but the system message ("" = the model's own)."""
         self.system = system
-        self.messages = [dict(role="system", content=system)] if system else []
+        content = system or self.tok.system
+        self.messages = [] if content is None else [dict(role="system", content=content)]
         self.ids = self.tok.chat(self.messages, self.tools, self.thinking)[1]
         self.cache = KVCache(self.model, 1, 256)
 

@@ -188,6 +188,16 @@ def test_a_fingerprint_is_the_sha256_of_names_and_first_values():
     assert checkpoint.fingerprint(model) == hashlib.sha256(text).hexdigest()
 
 
+def test_a_tied_weight_is_in_the_fingerprint_once_where_it_stands_first():
+    """The order and the names of torch's named_parameters, which leaves out what it has named before."""
+    model = torch.nn.ModuleDict(dict(embedding=linear(), head=linear()))
+    model.head.weight = model.embedding.weight
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        digest.update(name.encode() + p.detach().flatten()[:64].numpy().tobytes())
+    assert checkpoint.fingerprint(model) == digest.hexdigest()
+
+
 def test_a_seal_is_the_same_for_the_same_settings_in_any_order():
     """A checkpoint is sealed again to be checked, by whatever version wrote it: the text is held by hand."""
     want = """{

@@ -2,6 +2,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -372,3 +374,72 @@ def test_convert_refuses_a_dtype_that_no_export_has(tmp_path):
     done = script("convert.py", f"--load={tmp_path / 'x'}", f"--save={tmp_path / 'y'}", "--dtype=bf16")
     assert done.returncode == 2
     assert done.stderr == "convert.py: dtype='bf16': an export has float32 or bfloat16\n"
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+# Peaks of resident memory, in MB, over what the process had before and what it holds afterwards. Each is taken in a
+# fork, whose peak begins at what its parent has.
+PEAKS = """
+import json, os, sys
+import torch, convert
+from posttrain import quantised
+
+def status(key):
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith(key)) / 1e3
+
+def over(made, held=True):
+    read, write = os.pipe()
+    if os.fork():
+        os.wait()
+        return float(os.read(read, 100))
+    before = status("VmRSS")
+    model = made()
+    holds = sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / 1e6 if held else 0
+    os.write(write, str(status("VmHWM") - before - holds).encode())
+    os._exit(0)
+
+folder = sys.argv[1]
+found = dict(fp32=over(lambda: convert.load_hf(folder, dtype=torch.float32)))
+for base in ("int8", "nf4"):
+    found[base] = over(lambda: convert.load_hf(folder, base=base))
+model = convert.load_hf(folder, dtype=torch.float32)
+found["export"] = over(lambda: convert.save_hf(model, folder + "/out", dtype="bfloat16", shard_bytes=10e6), held=False)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="resident memory is read from Linux' /proc")
+def test_loading_holds_the_model_and_one_tensor_and_an_export_one_file(tmp_path):
+    """
+    A file of 73 MB in bf16: fp32 masters, 8 and 4 bits, each with less than 60 MB beside what they end as. A second
+    copy, be it pages of the file, would be 73. malloc gives back at once what it is told to, so that no hole counts.
+    """
+    config = replace(CONFIG, n_layer=12, n_head=8, n_kv_head=4, n_embd=512, ffn_dim=2048, vocab_size=2048)
+    with torch.device("meta"):
+        model = Apertus(config)
+    for p in model.to_empty(device="cpu").parameters():
+        p.data.fill_(0.01)
+    convert.save_hf(model, str(tmp_path), dtype="bfloat16")
+    assert os.path.getsize(tmp_path / "model.safetensors") > 73e6
+    env = dict(os.environ, MALLOC_MMAP_THRESHOLD_="65536", OMP_NUM_THREADS="1", PYTHONPATH=ROOT)
+    done = subprocess.run([sys.executable, "-c", PEAKS, str(tmp_path)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.keys() == {"fp32", "int8", "nf4", "export"} and max(found.values()) < 60, found
+
+
+def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards():
+    """The same bits, and the same hash of the weights that both were made of, by which adapters know their base."""
+    from engine import checkpoint
+    from posttrain.quantised import quantise
+
+    dense = convert.load_hf(GOLDEN)
+    for base in ("int8", "nf4"):
+        read = convert.load_hf(GOLDEN, base=base)
+        after = quantise(convert.load_hf(GOLDEN), base)
+        assert read.state_dict().keys() == after.state_dict().keys() != dense.state_dict().keys()
+        assert all(torch.equal(t, after.state_dict()[name]) for name, t in read.state_dict().items())
+        assert checkpoint.fingerprint(read) == checkpoint.fingerprint(dense) and read.in_bits == after.in_bits
+        assert not any(p.requires_grad for p in read.parameters())

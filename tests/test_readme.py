@@ -350,6 +350,11 @@ def test_the_sizes_that_the_readme_names_follow_from_the_configs():
     config = config_of("8b")
     bytes_in_bf16 = 2 * on_meta(config).num_params()
     assert "downloads 16 GB" in README and round(bytes_in_bf16 / 1e9) == 16
+    # The smallest Mini: 20 layers of 1,024, its tied head stored beside the embedding all the same.
+    attention, feed_forward = 1024 * (2 * 1024 + 2 * 256), 2 * 1024 * 6144
+    gains_and_slopes = 2 * 1024 + 2 * 64 + 2
+    mini = 20 * (attention + feed_forward + gains_and_slopes) + 1024 + 2 * 131_072 * 1024
+    assert "downloads 1.1 GB" in README and f"{2 * mini / 1e9:.1f}" == "1.1"
     # An int64 for each window.
     bytes_of_order = 8 * config["total_samples"]
     assert "a 29 GB table" in README and round(bytes_of_order / 1e9) == 29

@@ -521,7 +521,7 @@ def test_a_start_model_that_cannot_chat_is_refused(start, tmp_path):
     file.write_text(file.read_text().replace("<|assistant_end|>", "<|something|>"))
     done = tune(start, tmp_path / "run", f"--init_from={tmp_path / 'model'}")
     assert done.returncode == 2
-    assert "its tokenizer has no <|assistant_end|>: chat needs Apertus' special tokens" in done.stderr
+    assert "its vocabulary has no <|assistant_end|>: a conversation needs Apertus' control tokens" in done.stderr
 
 
 def test_a_run_is_not_overwritten_nor_gone_on_with_by_other_settings(tuned, start):
