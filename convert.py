@@ -229,7 +229,7 @@ def config_to_hf(config, dtype="float32"):
 # weights in
 
 
-def local(path_or_repo):
+def local(path_or_repo, files=("*.safetensors", "*.json", TEMPLATE)):
     """The folder of a Hugging Face model: the path itself, or a download of safetensors, JSON and the chat template."""
     if os.path.isdir(path_or_repo):
         return path_or_repo
@@ -239,8 +239,7 @@ def local(path_or_repo):
     import huggingface_hub
 
     try:
-        wanted = ["*.safetensors", "*.json", TEMPLATE]
-        return huggingface_hub.snapshot_download(path_or_repo, allow_patterns=wanted)
+        return huggingface_hub.snapshot_download(path_or_repo, allow_patterns=list(files))
     except Exception as e:  # network, name, permission: the library has a dozen kinds
         raise OSError(f"{path_or_repo} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
@@ -894,6 +893,19 @@ def load_base(name, adapter, device, dtype, base):
     except (OSError, ValueError) as e:
         raise ValueError(f"{adapter} is an adapter of {name}: {e}") from None
     return model, tok, checkpoint.fingerprint(model)
+
+
+def shape_of(name):
+    """
+    The ApertusConfig of a run folder, a Hugging Face folder or a hub name, of which nothing but config.json is read.
+    None for a folder without one, like that of adapters.
+    """
+    folder = name if os.path.exists(name) or name.startswith("out") else local(name, ["config.json"])
+    config_file = f"{folder}/config.json"
+    if not os.path.isfile(config_file):
+        return None
+    config = read_json(config_file)
+    return config_from_hf(config) if "model_type" in config else ApertusConfig.of(config)
 
 
 def start_of(name):

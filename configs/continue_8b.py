@@ -19,6 +19,9 @@
 #
 # To stay near the start instead, take the floor of pretraining throughout, as Apertus' own long-context stages did:
 # --lr=1.1e-5 --lr_floor=1.1e-5 and 150 steps of warm-up.
+#
+# On one GPU: --lora_r=64 --base=bf16 --recompute=full trains adapters alone (posttrain/lora.py). Over billions of
+# tokens they learn less than all weights do, and forget less (Biderman et al., arXiv 2405.09673); their rate differs.
 out = "out/continue_8b"
 data = "data/mine"
 init_from = "swiss-ai/Apertus-8B-2509"

@@ -304,6 +304,15 @@ GPUS = {
     "4090": GPU(165e12, 24e9)}
 
 
+def memory_of(device):
+    """Bytes of memory that a device has in all; None where that is not known."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory
+    if device == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
 def vendor_flops(device):
     """
     bf16 FLOP/s of this machine's GPU as its vendor says; None for another device, and for a GPU that is not

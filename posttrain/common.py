@@ -21,9 +21,11 @@ import convert
 import tokenizer
 from data import by_epoch
 from engine import checkpoint, plot, runs
-from engine.hardware import pick_device
+from engine.hardware import memory_of, pick_device
 from engine.parallel import Ranks, shard, square_norm
+from model import Apertus
 from posttrain import forgetting, lora
+from posttrain.quantised import quantise
 
 WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
 
@@ -100,6 +102,58 @@ def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
     elif adapters:
         lora.adapt(model, adapters, seed)
     return model, tok
+
+
+def shapes_of(shape, adapters=None, base="fp32"):
+    """
+    The model on the meta device: shapes, dtypes and what is trained.
+
+    adapters: what posttrain/lora.py is asked for, None = all weights are trained; base: fp32, bf16, int8 or nf4, what
+    the weights are held in.
+    """
+    with torch.device("meta"):
+        model = Apertus(shape)
+    if base != "fp32":
+        model.bfloat16()
+    if base in ("int8", "nf4"):
+        quantise(model, base)
+    if adapters:
+        lora.adapt(model, adapters)
+    return model
+
+
+def check_room(config, device, ranks):
+    """
+    ValueError, with the sum, if weights, gradients and optimizer alone are more than the device has. config: all
+    settings. Only config.json of the start model is read for it.
+    """
+    shape = convert.shape_of(config["init_from"])
+    room = memory_of(device)
+    if not shape or not room:
+        return
+    averages = 2 if config["optimizer"] == "adamw" else 3
+
+    def takes(adapters, base):
+        """GB on each rank: what weights are held in, and gradient and averages of each number that is trained."""
+        model = shapes_of(shape, adapters, base)
+        held = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        whole = held + 4 * (1 + averages) * trained
+        return whole / 1e9 / (ranks.shard if ranks.sharded else 1)
+
+    adapters, room = adapters_of(config), room / 1e9
+    needed = takes(adapters, config["base"])
+    if needed <= room:
+        return
+    instead = "take a larger device, or shard the model over several (--parallel=fsdp)"
+    for base in ("bf16", "int8", "nf4"):
+        less = takes(lora.settings_of(16, 32, "all"), base)
+        # Activations take a few GB more.
+        if less <= 0.8 * room:
+            instead = f"--lora_r=16 --base={base} takes {less:.1f} and its activations (python -m tools.plan)"
+            break
+    raise ValueError(f"{config['init_from']}: weights, gradients and {config['optimizer']} take {needed:.1f} GB, and "
+                     f"{device} has {room:.1f}: {instead}")
 
 
 # What a base is loaded in; None: as its file has it, before its matrices are quantised.
@@ -221,6 +275,7 @@ def joined(config, look):
     look(config["data"])
     ranks = Ranks(config["parallel"])
     device = ranks.place(pick_device(config["device"]))
+    check_room(config, device, ranks)
     with runs.claim(config["out"], config["resume"], ranks):
         ranks.join(device, WAIT)
         yield ranks, device

@@ -192,7 +192,7 @@ class Quantised(Linear):
         self.out_features, self.in_features = weight.shape
         self.bias = None
         # By what a model is known (engine/checkpoint.py: fingerprint).
-        self.first = weight.detach().flatten()[:64].float().cpu()
+        self.first = weight.detach().flatten()[:64].clone().float()
         if base == "int8":
             q, scale = to_int8(weight)
             self.register_buffer("q", q)

@@ -15,7 +15,7 @@ import torch
 
 from tools import plan, tracing
 from conftest import ROOT, script
-from model import ApertusConfig
+from model import Apertus, ApertusConfig
 from posttrain import lora
 
 SMALL = ApertusConfig(block_size=64, vocab_size=512, n_layer=8, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=336)
@@ -50,7 +50,7 @@ def test_weights_gradients_states_and_traffic_are_the_arithmetic_of_fsdp():
     """
     config = dataclasses.replace(SMALL, n_layer=3)
     traced, traffic = tracing.sharded(config, 1, "none", 8, 8)
-    model, kinds = tracing.Apertus(config), traced["forward"]
+    model, kinds = Apertus(config), traced["forward"]
     n = model.num_params()
     assert kinds["weights"] == pytest.approx(4 * n / 8, rel=0.02)
     assert kinds["states"] == pytest.approx(12 * n / 8, rel=0.02)
@@ -227,7 +227,7 @@ def test_the_published_flops_of_the_70b():
     fields = {field.name for field in dataclasses.fields(ApertusConfig)}
     config = ApertusConfig(**{name: found[name] for name in fields & found.keys()})
     with torch.device("meta"):
-        flops = tracing.Apertus(config).flops_per_token(4096)
+        flops = Apertus(config).flops_per_token(4096)
     masked = 6 * config.n_layer * config.n_head * config.head_dim * 4096
     assert (flops + masked) * 3_662_109_375 * 4096 == pytest.approx(6.74e24, rel=0.01)
 

@@ -27,8 +27,16 @@ def read(*path):
 
 README = read("README.md")
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.S)
-LINES = [line.partition("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
-COMMANDS = [line for line in LINES if line]
+
+
+def commands(blocks):
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+# Lines that go on from each other's files begin with a variable: they are run in order, the others each by itself.
+CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
+COMMANDS = commands(block for block in BLOCKS if not block.startswith("START="))
 TINY = "configs/tiny.py --total_samples=32 --decay_samples=8 --block_size=256".split()
 
 
@@ -229,6 +237,26 @@ def test_command(command, place, monkeypatch):
         quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
         done = ran(sys.executable, "-m", *words, *quiet)
     assert done.returncode == 0, done.stderr
+
+
+def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(place):
+    """In order, on the laptop's model: each line goes on from what the one before has left."""
+    small = {"posttrain.sft": "--micro_batch=2 --batch_size=4 --max_length=250 --dtype=float32",
+             "sample.py": "--max_new_tokens=8 --dtype=float32", "tools.plan": f"--batch_size=2 --picture={place}/p.png"}
+    assert CHAIN[0].startswith("START=") and len(CHAIN) == 6
+    said = []
+    for line in CHAIN[1:]:
+        for theirs, ours in (("$START", f"{place}/run"), ("out/", f"{place}/"), ("conv", f"{place}/conv")):
+            line = line.replace("=" + theirs, "=" + ours)
+        words = line.split()
+        name = script_of(words)
+        own = words[words.index(name) + 1:]
+        done = script(name, *own, *small.get(name, "").split(), stdin="hello\n")
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert "adapters beside a base in int8" in said[0] and "tokens are learnt" in said[1]
+    left = {"mine-chat/adapter/adapter_config.json", "mine-merged/model.safetensors"}
+    assert all((place / file).exists() for file in left)
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", "tests/README.md"]

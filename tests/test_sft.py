@@ -640,3 +640,27 @@ def test_a_negative_number_of_checkpoints_is_told_before_anything_is_read(tmp_pa
     done = script(name, "--keep_checkpoints=-1", f"--data={tmp_path / 'none.jsonl'}", f"--out={tmp_path / 'run'}")
     assert done.returncode == 2 and "keep_checkpoints=-1: want how many" in done.stderr
     assert not os.path.exists(tmp_path / "run")
+
+
+def test_a_run_that_cannot_fit_says_so_with_the_sum_before_it_reads_a_weight(start, tmp_path, monkeypatch):
+    """
+    The 8B's config.json alone, without weights, on a device of 24 GB: 20 bytes for each of 8.05B weights are 161 GB,
+    adapters of rank 16 beside it in bf16 16.9. AdamW holds one number less for each: 129.
+    """
+    folder = tmp_path / "8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(convert.config_to_hf(ApertusConfig(vocab_size=131072))))
+    monkeypatch.setattr(common, "memory_of", lambda device: 24e9)
+    config = dict(init_from=str(folder), base="fp32", optimizer="ademamix", lora_r=0)
+    alone = types.SimpleNamespace(sharded=False)
+    with pytest.raises(ValueError, match="ademamix take 161.1 GB, and cuda has 24.0: --lora_r=16 --base=bf16 takes 16.9"):
+        common.check_room(config, "cuda", alone)
+    with pytest.raises(ValueError, match="adamw take 128.9 GB"):
+        common.check_room(config | dict(optimizer="adamw"), "cuda", alone)
+    with pytest.raises(ValueError, match="take 40.3 GB"):
+        common.check_room(config, "cuda", types.SimpleNamespace(sharded=True, shard=4))
+    adapters = dict(lora_r=16, lora_alpha=32.0, lora_on="all", lora_rs=False)
+    common.check_room(config | adapters | dict(base="nf4"), "cuda", alone)
+    monkeypatch.setattr(common, "memory_of", lambda device: 12e9)
+    with pytest.raises(ValueError, match="take 16.9 GB, and cuda has 12.0: --lora_r=16 --base=nf4 takes 6.5"):
+        common.check_room(config | adapters | dict(base="bf16"), "cuda", alone)

@@ -29,7 +29,6 @@ import math
 import os
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 import convert
@@ -40,8 +39,8 @@ from engine.parallel import nearest_divisors
 from engine.plot import finish, pyplot
 from model import ApertusConfig, chunk_rows
 from posttrain import lora, qrpo, sft
-from posttrain.common import adapters_of
-from tools.tracing import KINDS, on_one, planner, shapes_of, sharded
+from posttrain.common import adapters_of, shapes_of
+from tools.tracing import KINDS, on_one, planner, sharded
 
 # A plan is of a run: it has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
 globals().update(settings(vars(qrpo)) | settings(vars(sft)) | settings(vars(train)))
@@ -73,7 +72,10 @@ def shape():
     if not init_from:
         return ApertusConfig.of({**globals(), "vocab_size": vocab_size or 131072})
     found = [name for prefix, name in PUBLISHED.items() if init_from.startswith(prefix)]
-    start = published(found[0]) if found else convert.start_of(init_from)[0]
+    start = published(found[0]) if found else convert.shape_of(init_from)
+    if not start:
+        raise ValueError(f"init_from={init_from!r} has no config.json: name a run folder, a Hugging Face folder or a "
+                         "model of the hub")
     window = start.block_size
     if "block_size" in globals().get("_asked", ()):
         window = block_size

@@ -31,8 +31,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ademamix import AdEMAMix, param_groups
 from engine.parallel import recompute_activations, shard
-from model import XIELU, Apertus, RMSNorm
-from posttrain import lora, quantised
+from model import XIELU, RMSNorm
+from posttrain import quantised
+from posttrain.common import shapes_of
 
 # The kinds of memory that a plan shows, and what FSDPMemTracker calls them.
 KINDS = {
@@ -111,24 +112,6 @@ def without_data(fused):
             stack.enter_context(mock.patch.object(XIELU, "forward", xielu))
             stack.enter_context(mock.patch.object(RMSNorm, "forward", norm))
         yield
-
-
-def shapes_of(config, adapters=None, base="fp32"):
-    """
-    The model on the meta device: shapes, dtypes and what is trained.
-
-    adapters: what posttrain/lora.py is asked for, None = all weights are trained; base: fp32, bf16, int8 or nf4, what
-    the weights are held in.
-    """
-    with torch.device("meta"):
-        model = Apertus(config)
-    if base != "fp32":
-        model.bfloat16()
-    if base in ("int8", "nf4"):
-        quantised.quantise(model, base)
-    if adapters:
-        lora.adapt(model, adapters)
-    return model
 
 
 def optimizer_of(model):
