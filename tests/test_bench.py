@@ -315,7 +315,7 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
 
 
 @pytest.mark.parametrize("args, says", [
-    ([], "want one of train, optim"), (["trian"], "want one of train, optim"),
+    ([], "want one of train, finetune"), (["trian"], "want one of train, finetune"),
     (["train", "--preset=9b"], "there is cpu, packed"),
     (["train", "--impls=vllm"], "impls='vllm'"),
     (["train", "--clock=sun"], "clock='sun'"), (["train", "--dtype=int8"], "there is auto, float32"),

@@ -257,27 +257,23 @@ CARDS = (16, 24, 40, 80, 141)           # GB of the usual cards
 
 def table_of_cards():
     """
-    The lines of README's table: what one GPU needs to fine-tune the published models, and which card has it.
+    The lines of README's table: GB that fine-tuning a published model takes at the peak, and the card that has them.
 
     One window of 4,096 tokens, recompute=full. `reserve` of a card is kept free.
     """
-    yield "| fine-tuning on one GPU | weights, gradients, states | at the peak | card |"
-    yield "|---|---|---|---|"
+    yield "| GB at the peak, and of which card | all weights | LoRA, base in bf16 | int8 | NF4 |"
+    yield "|---|---|---|---|---|"
     adapters = lora.settings_of(16, 32, "all")
+    ways = (None, "fp32"), (adapters, "bf16"), (adapters, "int8"), (adapters, "nf4")
     for name in ("8b", "70b"):
         config = dataclasses.replace(published(name), block_size=4096)
-        for what, trained, holding in (
-            ("all weights", None, "fp32"),
-            ("LoRA, r 16, base in bf16", adapters, "bf16"),
-            ("... in int8", adapters, "int8"),
-            ("... in NF4", adapters, "nf4"),
-        ):
+        cells = []
+        for trained, holding in ways:
             peak, _ = planner(config, on_one, "full", trained, holding)
-            kinds = peak(1)
-            held = kinds["weights"] + kinds["gradients"] + kinds["states"]
-            most = sum(kinds.values())
-            enough = [f"{card} GB" for card in CARDS if most <= card * 1e9 * (1 - reserve)]
-            yield f"| {name.upper()}, {what} | {gb(held)} GB | {gb(most)} GB | {[*enough, 'more than one'][0]} |"
+            most = sum(peak(1).values())
+            enough = [f" of {card}" for card in CARDS if most <= card * 1e9 * (1 - reserve)]
+            cells.append(gb(most) + "".join(enough[:1]))
+        yield f"| {name.upper()} | {' | '.join(cells)} |"
 
 
 def advice(parameters, found, best, shards, node, most, room):
