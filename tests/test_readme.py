@@ -291,7 +291,7 @@ def test_the_speeds_that_the_readme_picks_stand_in_that_table():
     table = read("records", "README.md")
     picked = README.split("## How fast")[1].split("## ")[0]
     _, *rows = [line for line in picked.splitlines() if line.startswith("| ") and "|---" not in line]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row in rows:
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
         _, ours, theirs, nanogpt, machine = cells
@@ -310,7 +310,7 @@ def number(text):
 def test_the_days_that_the_readme_names_follow_from_the_tokens():
     """Held by arithmetic: tokens, tokens a second, days. tests/test_plan.py holds what the plan computes."""
     rows = re.findall(r"^\| [\d.]+B, ([\d.]+)T \|.* \| ([\d,]+) \| ([\d,.]+) \|$", README, re.M)
-    assert len(rows) == 4
+    assert len(rows) == 3
     for tokens, speed, days in rows:
         seconds = number(tokens) * 1e12 / number(speed)
         assert seconds / 86400 == pytest.approx(number(days), rel=0.02)
