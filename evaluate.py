@@ -50,6 +50,7 @@ harness_path = ""         # folder of task files of your own, instead of the har
 batch_tokens = 8192       # at once
 device = "auto"           # cuda | mps | cpu
 dtype = "auto"            # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
+base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 out = ""                  # folder of evaluation.json and evaluation.png; "" = the run folder, or results/evaluate
 
 # Letters: B windows in a batch, T tokens in a window, C channels, V vocabulary, N scored positions of a batch.
@@ -230,16 +231,16 @@ def document_bits(model, tok, documents):
     return bits, tokens
 
 
-def text_scores(model, tok, documents, base=None):
+def text_scores(model, tok, documents, other=None):
     """
     documents: list of (group, text). Returns a list of dicts, "all" first and then a dict for each group: documents,
     bytes, tokens, bits_per_byte and plus_minus, half of its 95 % interval.
 
-    base: another model and its tokenizer; then also above and above_plus_minus, what the model has above it: the mean
+    other: another model and its tokenizer; then also above and above_plus_minus, what the model has above it: the mean
     over bytes of the differences of the documents.
     """
     bits, tokens = document_bits(model, tok, documents)
-    base_bits = document_bits(*base, documents)[0] if base else None
+    other_bits = document_bits(*other, documents)[0] if other else None
     sizes = np.array([len(text.encode()) for _, text in documents])
     groups = [group for group, _ in documents]
     rows = []
@@ -253,8 +254,8 @@ def text_scores(model, tok, documents, base=None):
             tokens=int(tokens[here].sum()),
             bits_per_byte=r,
             plus_minus=plus_minus))
-        if base:
-            difference = bits - base_bits
+        if other:
+            difference = bits - other_bits
             above, half = ratio(difference[here], sizes[here])
             rows[-1].update(above=above, above_plus_minus=half)
     return rows
@@ -619,7 +620,7 @@ def measured(path, model, tok):
 
 
 def main():
-    model, tok = convert.load_ready(init_from, device, dtype)
+    model, tok = convert.load_ready(init_from, device, dtype, base)
     is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if not sources and not harness:
@@ -635,12 +636,12 @@ def main():
         tasks += more_tasks
     if harness:
         tasks += run_harness(model, tok)
-    base = convert.load_ready(against, device, dtype) if against else None
-    texts = text_scores(model, tok, documents, base) if documents else []
+    other = convert.load_ready(against, device, dtype) if against else None
+    texts = text_scores(model, tok, documents, other) if documents else []
 
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    results = dict(model=init_from, against=against, texts=texts, tasks=tasks)
+    results = dict(model=init_from, base=base, against=against, texts=texts, tasks=tasks)
     write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
     if len(texts) > 2:
         title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"

@@ -53,7 +53,7 @@ SLOW = dict(memory=["--impls=ours full logits", "--rounds=1"], prepare=["--impls
     ("loader", {"ours, Goldfish", "nanoGPT", "train step"}, {"ms/M tokens", "of a step"}),
     ("tokenize", {"hf", "hf batch"}, {"MB/s"}),
     ("prepare", set(), {"MB/s"}),
-    ("decode", {"hf"}, {"tok/s", "of weight-read bound"}),
+    ("decode", {"hf", "int8 eager", "nf4 eager"}, {"tok/s", "of weight-read bound"}),
     ("memory", {"ours full logits"}, {"peak MiB"})])
 def test_every_mode_agrees_with_its_peers_and_leaves_a_record(tmp_path, mode, others, rates):
     """A disagreement of losses, masks, ids or parameters is exit code 2, which run() would not let pass."""

@@ -4,6 +4,8 @@ what torch.compile keeps for the backward pass.
 """
 
 import copy
+import dataclasses
+import json
 import os
 
 import numpy as np
@@ -11,7 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROOT
+import convert
+import tokenizer
+from conftest import ROOT, script
 from model import Apertus, ApertusConfig
 from posttrain import lora
 from posttrain.quantised import (
@@ -185,3 +189,22 @@ def test_an_adapter_trains_on_a_quantised_base_and_merges_into_what_it_stands_fo
 def test_another_base_is_refused():
     with pytest.raises(ValueError, match="base='int4': there is int8 and nf4"):
         quantise(Apertus(CONFIG), "int4")
+
+
+@pytest.mark.parametrize("base, most", [("int8", 0.01), ("nf4", 0.2)])
+def test_evaluate_says_what_a_model_loses_in_fewer_bits(tmp_path, base, most):
+    """Paired with itself in fp32: the difference of both runs' bits per byte. A model that knows nothing loses little."""
+    tok = tokenizer.load("byte")
+    model = Apertus(dataclasses.replace(CONFIG, vocab_size=tok.vocab_size))
+    convert.save_hf(model, str(tmp_path / "model"), tok)
+    text = tmp_path / "text.txt"
+    text.write_text("Two and two is four, and a seven is no eight. " * 20)
+
+    def bits(*args):
+        done = script("evaluate.py", text, f"--init_from={tmp_path / 'model'}", f"--out={tmp_path}", *args)
+        assert done.returncode == 0, done.stderr
+        with open(tmp_path / "evaluation.json", encoding="utf-8") as f:
+            return json.load(f)["texts"][0]
+    row = bits(f"--base={base}", f"--against={tmp_path / 'model'}")
+    difference = row["bits_per_byte"] - bits()["bits_per_byte"]
+    assert row["above"] == pytest.approx(difference, abs=1e-6) and 1e-6 < abs(difference) < most

@@ -67,6 +67,7 @@ from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
 from posttrain import lora
+from posttrain.quantised import quantise
 from studies.kit import flags, run_script, write, write_rows
 from studies.kit import table as markdown
 from studies.structured import StructuredLinear, forms
@@ -1030,27 +1031,35 @@ def decode():
         "ours": lambda: generate(ours, prompt, tokens, temperature=0, compile=compiles()),
         "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
         "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
+    in_bits = {f"{base} eager": quantise(copy.deepcopy(ours), base) for base in ("int8", "nf4")}
+    for name, model in in_bits.items():
+        ways[name] = functools.partial(generate, model, prompt, tokens, temperature=0)
     said = {}
 
     def run(name, n):
         said[name] = ways[name]()[0]                                        # (32 + tokens,)
 
-    weight_bytes = sum(
-        p.nbytes for name, p in ours.named_parameters()
-        if config.tie_embeddings or "embed" not in name)
+    def weight_bytes(model):
+        return sum(
+            t.nbytes for name, t in [*model.named_parameters(), *model.named_buffers()]
+            if config.tie_embeddings or "embed" not in name)
 
     def rates(name, seconds, bandwidth):
         speed = tokens / seconds
-        return {"tok/s": speed, "of weight-read bound": weight_bytes / 1e9 * speed / bandwidth}
+        size = weight_bytes(in_bits.get(name, ours))
+        return {"tok/s": speed, "of weight-read bound": size / 1e9 * speed / bandwidth}
 
     rows = compete(chosen(*ways), run, rates, bandwidth_probe(read_only=True))
     same = {}
     for name, ids in said.items():
+        # Other weights say other things.
+        if name in in_bits:
+            continue
         agrees = ids == said["ours"]
         same[name] = agrees.cumprod(0).sum().item() - 32
     if dtype == "float32" and min(same.values()) < tokens:
         raise ValueError(f"greedy tokens that agree with ours: {same}, of {tokens}")
-    return rows, dict(tokens=tokens, weight_bytes=weight_bytes, agreeing_tokens=same)
+    return rows, dict(tokens=tokens, weight_bytes=weight_bytes(ours), agreeing_tokens=same)
 
 
 def ffn():
