@@ -397,3 +397,19 @@ def test_a_licence_that_is_asked_for_and_not_there_is_told(tmp_path):
     write_rows(tmp_path / "chats.jsonl", rows_like(2))
     with pytest.raises(ValueError, match="no column license in the data; it has messages"):
         read(tmp_path, tmp_path / "chats.jsonl", keep_licenses="mit")
+
+
+def test_sources_take_turns_as_in_fair_queueing():
+    """By hand: of slots 1 and 3 the first stands at 1/2 of the way and the others at 1/6, 3/6 and 5/6."""
+    source, before = conversations.spread((1, 3))
+    assert source.tolist() == [1, 0, 1, 1] and before.tolist() == [0, 0, 1, 2]
+
+
+def test_a_hash_begins_a_comment_only_where_comments_are_asked_for(tmp_path):
+    """In a list of agents it does; in a prompt, or inside a row of JSON, it is text."""
+    prompts, rows = tmp_path / "prompts.txt", tmp_path / "rows.jsonl"
+    prompts.write_text("Who is #1?\n")
+    rows.write_text(json.dumps(dict(domain="a.org/#top")) + "\n")
+    assert list(readers.rows_of(str(prompts), ("prompt",))) == [["Who is #1?"]]
+    assert list(readers.rows_of(str(prompts), ("prompt",), comments=True)) == [["Who is"]]
+    assert list(readers.rows_of(str(rows), ("domain",), comments=True)) == [["a.org/#top"]]

@@ -488,6 +488,7 @@ def test_the_table_takes_differences_seed_by_seed():
     lines = extend.table_md(rows).splitlines()
     assert lines[3] == "| same bytes | 9 | 2.00 | 1,000 | 2.00 | 4.000 | 2.3000 ± 5.0825 | -0.2000 ± 1.2706 |"
     assert "| 0.0000 ± 0.0000 |" in lines[4] and lines[2].endswith("|  |")
+    assert lines[-1].startswith("2 seeds of the order of the windows")
 
 
 def test_the_study_without_a_text_says_what_to_type():
