@@ -25,8 +25,6 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -37,7 +35,6 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun
 from engine import checkpoint, plot, runs
-from engine.distill import Teacher
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
@@ -168,9 +165,9 @@ class Run:
     config: dict                    # all settings, the vocabulary's size, what the data are
     shape: ApertusConfig
     guides: object = None           # of structured layers, which are not Apertus (studies/structured.py)
-    begin: object = None            # of --init_from: its tok, fill(model), and new, the tokens that it lacks
-    old: object = None              # of --old: what the start model knows, and may forget
-    teacher: Teacher = None         # of --teacher
+    begin: object = None            # of --init_from: the model that it begins with (posttrain/start.py)
+    old: object = None              # of --old: what that model knows, and may forget (posttrain/forgetting.py)
+    teacher: object = None          # of --teacher (engine/distill.py)
 
 
 # -----------------------------------------------------------------------------
@@ -227,7 +224,11 @@ def set_up():
     All that a run needs but its folder and the other ranks; nothing is written yet. ValueError:
     what cannot work.
     """
-    begin = take_shape() if init_from else None
+    begin = None
+    if init_from:
+        from posttrain.start import Start       # here, since other runs need not wait for it
+        begin = Start(init_from)
+        globals().update(begin.settings(settings(globals()), globals().get("_asked", ())))
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
     work_dtype = pick_dtype(dtype, where)
@@ -237,7 +238,7 @@ def set_up():
     tok = tokenizer.load_for(data)
     meta = train.meta
     if begin:
-        begin.new = check_vocabulary(tok, begin.tok, init_from, may_grow=not lora_r)
+        begin.check_vocabulary(tok, data, may_grow=not lora_r)
     config = settings(globals())
     ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
@@ -252,71 +253,12 @@ def set_up():
         if not begin:
             raise ValueError(f"old={old} is what a start model may forget: name one with --init_from")
         kept = Old(old, begin.tok, block_size, eval_windows, out)
-    run = Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept)
+    teaching = None
     if teacher and distill:
-        take_teacher(run)
-    return run
-
-
-def take_shape():
-    """
-    Of --init_from: the settings of the model become those of the start model, but for its window and RoPE where the
-    user says otherwise. Returns the start: its tok, and fill(model, new=), which gives a model its weights. ValueError:
-    another shape is asked for.
-    """
-    import convert      # here, since other runs need not wait for it
-
-    theirs, tok, path = convert.start_of(init_from)
-    asked = globals().get("_asked", set())
-    for name, value in vars(theirs).items():
-        ours = globals()[name]
-        free = name == "block_size" or name.startswith("rope_")
-        if name not in asked or ours == value or name == "vocab_size" and not ours:
-            globals()[name] = value
-        elif not free:
-            raise ValueError(f"{name}={ours!r}, but {init_from} has {value!r}: leave it out, the start decides it")
-    if block_size > theirs.block_size:
-        print(f"warning: windows of {block_size} tokens, and {init_from} has seen {theirs.block_size} at once: "
-              "its RoPE may need another rope_theta")
-    return SimpleNamespace(tok=tok, fill=partial(convert.fill, path=path, rows=theirs.vocab_size))
-
-
-def take_teacher(run):
-    """
-    Load the model that --teacher names; each rank holds it whole. A hash of its weights becomes a setting of the run.
-
-    ValueError: no model, another vocabulary, a shorter window.
-    """
-    import convert
-
-    model, theirs = convert.load_any(teacher, run.device)
-    check_vocabulary(run.tok, theirs, teacher)
-    shape = model.config
-    if shape.block_size < block_size or shape.vocab_size < run.shape.vocab_size:
-        raise ValueError(f"{teacher} has windows of {shape.block_size} tokens and {shape.vocab_size} ids, and the run "
-                         f"{block_size} and {run.shape.vocab_size}: a teacher wants at least as many")
-    shape.doc_mask = doc_mask           # the teacher sees what the student sees
-    # Of the weights as they are stored: another dtype is not another teacher.
-    run.config["teacher_hash"] = checkpoint.fingerprint(model)[:16]
-    compiled = compile and can_compile(torch.device(run.device))
-    run.teacher = Teacher(model.to(run.dtype), distill, run.shape.vocab_size, compiled)
-
-
-def check_vocabulary(tok, other, name, may_grow=False):
-    """
-    ValueError, naming the first id, if the data were made with other ids than those of the model of this name.
-
-    may_grow: the data may have pieces behind all of its ids, which tokenizer.py --extend made. Returns them, as {id:
-    the old ids that spelled it}.
-    """
-    found = tokenizer.first_difference(tok, other)
-    behind = other.vocab_size
-    grown = may_grow and found and found[0] >= behind > max(tok.special.values())
-    if found and not grown:
-        i, ours, theirs = found
-        raise ValueError(f"{data} was made with another vocabulary than that of {name}: id {i} is {ours!r} there "
-                         f"and {theirs!r} in the model (None: no such id); prepare the data with the model's tokenizer")
-    return tokenizer.new_tokens(tok, other) if grown else {}
+        from posttrain.start import teacher_of
+        compiled = compile and can_compile(torch.device(where))
+        teaching = teacher_of(config, tok, shape, where, work_dtype, compiled)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching)
 
 
 def build(run):
@@ -326,7 +268,7 @@ def build(run):
     """
     ranks = run.ranks
     if lora_r:
-        model = with_adapters(run)
+        model = run.begin.adapted(run.config, run.shape, ranks, run.device, run.dtype)
     else:
         with torch.device("meta" if ranks.sharded else run.device):
             model = Apertus(run.shape, seed)
@@ -344,36 +286,6 @@ def build(run):
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     return model, net, opt
-
-
-def begin_with(start, model, first):
-    """The weights of --init_from, and a line about the tokens that it lacks, if there are any."""
-    start.fill(model, new=start.new)
-    if start.new and first:
-        mean = sum(map(len, start.new.values())) / len(start.new)
-        print(f"{len(start.new):,} tokens are new, from id {min(start.new):,} on: each begins as the mean of the old "
-              f"ones that spelled it, {mean:.1f} on average")
-
-
-def with_adapters(run):
-    """
-    The model of --init_from, its weights frozen, and adapters beside its matrices: all that is
-    trained and saved.
-    """
-    from posttrain.common import adapters_of, load_start
-
-    model, _ = load_start(init_from, run.device, run.dtype, run.ranks, base, adapters_of(run.config), seed)
-    model.config = run.shape            # the same, but for its window and RoPE
-    run.config["start_hash"] = model.start[:16]
-    return model
-
-
-def save_adapters(run, model):
-    """Files that PEFT reads. Each rank gives its shards, and the first one writes."""
-    from posttrain import lora
-    from posttrain.common import adapters_of
-
-    lora.save(model, adapters_of(run.config), f"{out}/adapter", init_from, model.start, run.ranks.first)
 
 
 def resume_from(model, optimizer, run):
@@ -573,7 +485,7 @@ def finish(run, model, steps, began, log):
     nats, bpb = validate(run, model, last_eval_windows, steps - 1, tokens, began, log)
     seconds = time.perf_counter() - began
     if lora_r:
-        save_adapters(run, model)
+        run.begin.save_adapters(model, run.config, run.ranks)
     if run.ranks.first:
         summary = dict(val_bpb=bpb, val_loss=nats, tokens=tokens, seconds=round(seconds), torch=torch.__version__)
         if run.old:
@@ -684,7 +596,7 @@ def pretrain(run, stop):
     start = resume_from(model, opt, run) if resume else 0
     # --init_from, and no checkpoint of this run yet. Beside adapters the weights are there already.
     if run.begin and not start and not lora_r:
-        begin_with(run.begin, model, first)
+        run.begin.fill(model, first)
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)

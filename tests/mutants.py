@@ -76,6 +76,7 @@ ALSO = {
     "qrpo": ["test_lora"],
     "references": ["test_qrpo", "test_sft"],
     "runs": ["test_train", "test_sft", "test_checkpoint"],
+    "start": ["test_continue", "test_extend", "test_distill"],
     "sft": ["test_lora"],
     "shards": ["test_prepare", "test_data"],
     "sift": ["test_prepare"],

@@ -67,7 +67,7 @@ LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert",
 LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
 # Which conversations may be trained on is decided by the rules for documents.
 LEAVE |= {("posttrain.conversations", f"corpus.{name}") for name in ("dedup", "quality")}
-LEAVE |= {("train", f"posttrain.{name}") for name in ("common", "forgetting", "lora")}
+LEAVE |= {("train", f"posttrain.{name}") for name in ("start", "forgetting")}
 LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")}
 
 
