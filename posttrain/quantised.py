@@ -9,13 +9,17 @@ exact zero, so that normally distributed weights use each of them equally often.
 their mean is taken off, and 8 bits each remain, with one fp32 scale for 256 of them. bitsandbytes decodes these bits to
 the same weights.
 
-    relative error of W x        bf16    int8    nf4
-    Gaussian weights             .002    .009    .09
+                                         bf16     int8     nf4
+    relative error of W x, W Gaussian    .002     .009     .09
+    bits/byte of configs/laptop.py's     +.0001   -.0000   +.0009 (of 1.5584 in fp32, 25 validation documents)
 
 A product needs W in the dtype of the activations. It is made anew for the forward and the backward pass and never
 kept: as an operation of its own, since torch.compile would otherwise keep what it finds in both (and does, also for an
 autograd.Function). So training saves what quantising saves. Embedding, head, gains and xIELU's scalars stay as they
 are. Files are never quantised: the base stays the published one, the adapter PEFT's.
+
+$ python sample.py --init_from=out/laptop --base=int8
+$ python evaluate.py data/stdlib --init_from=out/laptop --base=nf4 --against=out/laptop      # the last line above
 """
 
 import torch
