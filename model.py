@@ -660,7 +660,13 @@ class Apertus(nn.Module):
         weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
         labels = targets.clamp(min=0)
         rows = chunk_rows(self.config.vocab_size, x.device)
-        flat = x.flatten(0, 1), head, labels.flatten(), weights.flatten(), rows
+        flat = (
+            x.flatten(0, 1),
+            head,
+            labels.flatten(),
+            weights.flatten(),
+            rows,
+        )
         if teacher is not None:
             return teacher.loss(ChunkedCrossEntropy.apply, idx, doc, *flat)
         loss, nll = ChunkedCrossEntropy.apply(*flat, self.chunk_loss)
