@@ -187,7 +187,7 @@ class Saver:
     row. One save at a time: the next waits for the last.
     """
 
-    def __init__(self, folder, keep, group=None, patience=3):
+    def __init__(self, folder, keep, group, patience):
         check_keep(keep)
         self.folder = folder
         self.keep = keep

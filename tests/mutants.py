@@ -48,7 +48,7 @@ ROOT = os.path.dirname(HERE)
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
-    "checkpoint": ["test_train", "test_lora"],
+    "checkpoint": ["test_train", "test_lora", "test_extend"],
     "collapse": ["test_qrpo"],
     "common": ["test_sft", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],

@@ -55,7 +55,7 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(tmp_path, monk
     model, go = linear(), threading.Event()
     optimizer, write = optimizer_of(model), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(10), write(*args))[1])
-    saver, before = checkpoint.Saver(str(tmp_path), 2), model.weight.detach().clone()
+    saver, before = checkpoint.Saver(str(tmp_path), 2, None, 3), model.weight.detach().clone()
     saver.save(1, model, optimizer, {})
     model(torch.ones(2, 7)).sum().backward()
     optimizer.step()                                       # in place, before a byte is on disk
@@ -73,7 +73,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
             raise OSError(28, "No space left on device")
         return true(*args, **kwargs)
     monkeypatch.setattr(dcp, "save", save)
-    saver = checkpoint.Saver(str(tmp_path), 2, patience=3)
+    saver = checkpoint.Saver(str(tmp_path), 2, None, patience=3)
     saver.save(1, model, optimizer, {})
     saver.save(2, model, optimizer, {})
     saver.wait()
@@ -92,7 +92,7 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
 
 def test_the_last_save_must_be_on_disk(tmp_path, monkeypatch):
     model = linear()
-    saver = checkpoint.Saver(str(tmp_path), 2, patience=99)
+    saver = checkpoint.Saver(str(tmp_path), 2, None, patience=99)
     monkeypatch.setattr(dcp, "save", fails_with(errno.ENOSPC))
     saver.save(1, model, optimizer_of(model), {})
     with pytest.raises(OSError, match="checkpoint of step 1 was not written"):
@@ -163,7 +163,7 @@ def test_a_negative_number_of_checkpoints_to_keep_is_refused_and_deletes_nothing
     with pytest.raises(ValueError, match="keep_checkpoints=-1: want how many of the newest to keep, or 0 to keep all"):
         checkpoint.save(str(tmp_path), 2, model, optimizer, {}, keep=-1)
     with pytest.raises(ValueError, match="keep_checkpoints=-3"):
-        checkpoint.Saver(str(tmp_path), keep=-3)
+        checkpoint.Saver(str(tmp_path), -3, None, 3)
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 

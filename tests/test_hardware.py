@@ -2,6 +2,9 @@
 engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their
 shapes and gradients.
 """
+import re
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -106,3 +109,11 @@ def test_one_row_alone_is_the_same_product_compiled_and_not(dtype, tolerance):
         for product in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
             y = product(x, w)
             assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own figure is in /proc")
+def test_the_memory_of_a_cpu_is_the_kernels():
+    with open("/proc/meminfo", encoding="utf-8") as f:
+        kilobytes = int(re.search(r"MemTotal:\s+(\d+) kB", f.read())[1])
+    assert hardware.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01)
+    assert hardware.memory_of("mps") is None

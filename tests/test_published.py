@@ -366,6 +366,21 @@ def test_of_a_repository_what_is_read_is_downloaded_and_nothing_else(hub, monkey
     assert "chat_template.jinja" in got
 
 
+def test_the_shape_of_a_model_on_the_hub_is_known_without_its_weights(hub, monkeypatch):
+    """config.json alone is asked for. A folder has its own, one of adapters none."""
+    import huggingface_hub
+    asked = []
+
+    def downloaded(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
+    shape = convert.shape_of("somebody/something")
+    assert shape == convert.shape_of(str(hub)) == convert.start_of(str(hub))[0]
+    assert asked == [("somebody/something", ["config.json"])]
+    assert convert.shape_of("out/nothing-here") is None
+
+
 @pytest.mark.parametrize("tokens, system", [(tokenizer.NAMED[61:73], None), (convert.RESERVED, "")])
 def test_an_unknown_chat_template_with_all_published_tokens_is_named_and_one_with_fewer_refused(
         tmp_path, capsys, tokens, system):
