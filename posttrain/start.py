@@ -117,6 +117,5 @@ def teacher_of(config, tok, shape, device, dtype, compiled):
         raise ValueError(f"{name} has windows of {its.block_size} tokens and {its.vocab_size} ids, and the run "
                          f"{shape.block_size} and {shape.vocab_size}: a teacher wants at least as many")
     its.doc_mask = shape.doc_mask       # the teacher sees what the student sees
-    # Of the weights as they are stored: another dtype is not another teacher.
     config["teacher_hash"] = checkpoint.fingerprint(model)[:16]
     return Teacher(model.to(dtype), config["distill"], shape.vocab_size, compiled)

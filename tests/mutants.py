@@ -50,7 +50,7 @@ ALSO = {
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
     "checkpoint": ["test_train", "test_lora", "test_extend"],
     "collapse": ["test_qrpo"],
-    "common": ["test_sft", "test_lora", "test_qrpo"],
+    "common": ["test_sft", "test_forgetting", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],
     "conversations": ["test_sft"],
     "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue", "test_extend"],

@@ -4,6 +4,7 @@ logits in fp64, whole runs against those formulas, against the run that was neve
 """
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -184,8 +185,10 @@ RUN = ["--total_samples=64", "--warmup_samples=8", "--decay_samples=16", "--batc
 def lab(tmp_path_factory):
     """Data of short documents, a teacher that train.py has made of them, and the same model as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("distill")
-    with open(os.path.join(ROOT, "train.py"), encoding="utf-8") as f:
-        paragraphs = f.read().split("\n\n")
+    rng = random.Random(0)
+    words = "one two three four five six seven eight nine ten".split()
+    # Of 10 to 50 bytes, so that a window of 64 holds several.
+    paragraphs = [" ".join(rng.choices(words, k=rng.randrange(3, 10))) for _ in range(600)]
     (root / "texts.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in paragraphs), encoding="utf-8")
     prepare = [root / "texts.jsonl", f"--out={root / 'data'}", "--tokenizer=byte", "--val_share=0.2"]
     assert script("prepare.py", *prepare).returncode == 0

@@ -1,4 +1,5 @@
 """sample.py --chat: the same tokens as from scratch, the format of the published template, and what a user may type."""
+import copy
 import dataclasses
 import json
 
@@ -46,6 +47,16 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
         # All but the last was read once and is kept.
         assert cache.length == len(ids) - 1
         ids += [END] * (ids[-1] != END)
+
+
+def test_without_a_system_message_a_conversation_has_that_of_its_model(model):
+    """Apertus 1.0's is written by the template; a Mini's is empty, and written all the same; the user's own wins."""
+    mini = copy.copy(TOK)
+    mini.system = ""
+    for tok, said, messages in ((TOK, "", []), (mini, "", [dict(role="system", content="")]),
+                                (mini, "own", [dict(role="system", content="own")])):
+        conversation = talk.Conversation(model, tok, said, None, False)
+        assert conversation.messages == messages and conversation.ids == tok.chat(messages)[1]
 
 
 def test_a_seed_repeats_its_samples_and_another_one_draws_others(folder):
