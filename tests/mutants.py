@@ -82,7 +82,7 @@ ALSO = {
     "sift": ["test_prepare"],
     "talk": ["test_sample"],
     "tokenizer": ["test_published", "test_continue", "test_extend"],
-    "train": ["test_step", "test_continue", "test_extend", "test_distill", "test_parallel"],
+    "train": ["test_step", "test_continue", "test_extend", "test_distill", "test_forgetting", "test_parallel"],
 }
 
 
