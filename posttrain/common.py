@@ -78,11 +78,7 @@ def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
         register_fsdp_forward_method(model, "hidden")
 
     sharded = ranks and ranks.sharded
-    if base not in DTYPES:
-        raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
-    if base != "fp32" and not adapters:
-        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
-                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
+    check_base(base, adapters)
     if sharded and base in ("int8", "nf4"):
         raise ValueError(f"parallel={ranks.mode} shards weights, and {base} keeps bits beside their scales: "
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
@@ -158,6 +154,15 @@ def check_room(config, device, ranks):
 
 # What a base is loaded in; None: as its file has it, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
+
+
+def check_base(base, adapters):
+    """ValueError for a base that there is not, and for one that is to be trained in few bits."""
+    if base not in DTYPES:
+        raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
+    if base != "fp32" and not adapters:
+        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
+                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
 
 
 def window(max_length, model):

@@ -234,6 +234,8 @@ def test_the_published_flops_of_the_70b():
 
 @pytest.mark.parametrize("args, says", [
     (["--gpu=abacus"], "there is a100, h100"), (["--gpus=3"], "2 or 4 can"), (["--gpus=0"], "at least 1 GPU"), (["--base=nf4"], "--lora_r=16"),
+    (["--gpus=1", "--lora_r=4", "--base=int3"], "there is fp32, bf16, int8, nf4"),
+    (["--gpus=8", "--parallel=fsdp", "--lora_r=4"], "--gpus=1 or --parallel=ddp"),
     (["--gpus=2", "--gpu=4090"], "there is a100, h100"),
     (["--gpus=4", "--parallel=hsdp", "--hsdp_shard=3"], "try 2 or 4")])
 def test_what_cannot_be_planned_is_told_in_one_line(quick, args, says):

@@ -39,7 +39,7 @@ from engine.parallel import nearest_divisors
 from engine.plot import finish, pyplot
 from model import ApertusConfig, chunk_rows
 from posttrain import lora, qrpo, sft
-from posttrain.common import adapters_of, shapes_of
+from posttrain.common import adapters_of, check_base, shapes_of
 from tools.tracing import KINDS, on_one, planner, sharded
 
 # A plan is of a run: it has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
@@ -141,10 +141,12 @@ def main():
         raise ValueError(
             f"gpus={gpus} mfu={mfu} reserve={reserve}: want at least 1 GPU, 0 < mfu <= 1 and 0 <= reserve < 1")
     adapters = adapters_of(globals())
-    if base != "fp32" and not adapters:
-        raise ValueError(f"base={base}: weights that are trained are held in fp32; say --lora_r=16 as well")
+    check_base(base, adapters)
+    if adapters and gpus > 1 and parallel != "ddp":
+        raise ValueError(f"gpus={gpus} parallel={parallel}: adapters are planned for GPUs that hold the base whole: "
+                         "take --gpus=1 or --parallel=ddp")
     # Whole models on each GPU, or shards of one.
-    whole = gpus == 1 or parallel == "ddp" or bool(adapters)
+    whole = gpus == 1 or parallel == "ddp"
     shards = (hsdp_shard or spec.per_node) if parallel == "hsdp" else gpus
     shards = 1 if whole else shards
     if gpus % shards:
