@@ -104,13 +104,13 @@ class Old:
                 batch = self.windows[begin:begin + self.size]
                 idx, targets = evaluate.laid_out(batch, device)
                 _, nll = model(idx, targets, per_token=True)                # (B, T)
+                scored = targets >= 0
+                apart = divergence(model, idx, scored) if adapted else 0.0
                 if k == len(mine):
                     break
-                scored = targets >= 0
                 nats = (nll * scored).cpu().double().sum(1)
                 bits[begin:begin + len(batch)] = nats / math.log(2)
-                if adapted:
-                    kl += divergence(model, idx, scored)
+                kl += apart
         drop_gathered(model)
         *bits, kl = ranks.add(*self.per_document(bits), kl)
         self.bits = np.array(bits)

@@ -295,14 +295,21 @@ def test_a_run_is_gone_on_with_on_the_same_old_text_or_on_none(lab, watched, unw
     assert tune(lab, tmp_path / "watched", "--resume").returncode == 0
 
 
-@pytest.mark.parametrize("parallel, args", [("ddp", []), ("fsdp", ["--lora_r=0"])])
+@pytest.mark.parametrize("parallel, args", [("ddp", []), ("fsdp", ["--lora_r=0"]), ("fsdp", [])])
 def test_two_processes_measure_what_one_does(launch, lab, tmp_path, parallel, args):
-    """The start model's number is the same float; later ones differ as far as the weights do."""
+    """
+    The start model's number is the same float; later ones differ as far as the weights do.
+
+    All windows make one batch, so that one rank has none: in shards it must run along, also below the adapters.
+    """
     args = [*args, *watching(lab), "--epochs=1"]
     assert tune(lab, tmp_path / "one", *args).returncode == 0
     two = [*arguments(lab, tmp_path / "two"), *args, f"--parallel={parallel}"]
     codes, text = launch(2, *two, script="posttrain.sft", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
+    for key in ("old_kl", "change"):
+        found = [summary(tmp_path / name).get(key) or 0.0 for name in ("one", "two")]
+        assert found[1] == pytest.approx(found[0], abs=1e-5)
     one, two = ([e["old_bpb"] for e in log(tmp_path / name) if "old_bpb" in e] for name in ("one", "two"))
     assert len(one) == 2 and two[0] == pytest.approx(one[0], rel=1e-12) and two == pytest.approx(one, abs=1e-5)
 
