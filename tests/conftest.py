@@ -21,6 +21,23 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def refused(done, *says):
+    """What script() returned: exit code 2, and one line of stderr that holds these words."""
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert all(word in done.stderr for word in says), done.stderr
+
+
+def weights(run):
+    """{name: parameter} of a run folder."""
+    import convert
+    return dict(convert.load_run(str(run))[0].named_parameters())
+
+
+def same(one, other):
+    """Are the parameters of two runs the same bits?"""
+    return all(one[name].equal(other[name]) for name in one)
+
+
 def script(name, *args, stdin="", pictures=False):
     """
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its

@@ -12,7 +12,7 @@ import torch
 
 import convert
 import tokenizer
-from conftest import ROOT, script
+from conftest import ROOT, refused, same, script, weights
 from data import TokenDataset
 from engine import plot
 from faults.launch import sha_of
@@ -59,19 +59,6 @@ def log(out):
 
 def validation(out):
     return [entry["val_loss"] for entry in log(out) if "val_loss" in entry]
-
-
-def weights(out):
-    return dict(convert.load_run(str(out))[0].named_parameters())
-
-
-def same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def refused(done, *says):
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in says), done.stderr
 
 
 def test_the_curve_begins_with_the_loss_of_the_start_model(lab, continued):

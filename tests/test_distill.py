@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import convert
 import model as model_file
-from conftest import ROOT, script
+from conftest import ROOT, refused, same, script, weights
 from data import TokenDataset
 from engine import plot
 from engine.distill import Teacher
@@ -220,19 +220,6 @@ def steps(out, *keys):
 
 def validation(out):
     return [entry["val_loss"] for entry in plot.read_log(str(out)) if "val_loss" in entry]
-
-
-def weights(out):
-    return dict(convert.load_run(str(out))[0].named_parameters())
-
-
-def same(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def refused(done, *says):
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in says), done.stderr
 
 
 def test_the_first_step_is_that_of_the_formula(lab, taught):

@@ -22,7 +22,7 @@ import torch
 
 import convert
 import tokenizer
-from conftest import ROOT, script
+from conftest import ROOT, refused, script
 from data import TokenDataset
 from engine import plot
 from model import Apertus, ApertusConfig
@@ -194,11 +194,6 @@ def go_on(lab, out, *args, start="start", data="data2"):
 
 def vocabularies(lab):
     return tokenizer.load("byte"), tokenizer.load(str(lab / "more.json"))
-
-
-def refused(done, *says):
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in says), done.stderr
 
 
 def test_what_is_validated_on_was_not_learnt_from(lab):

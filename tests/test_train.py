@@ -16,7 +16,7 @@ from engine import checkpoint
 import convert
 import train
 from ademamix import AdEMAMix
-from conftest import ROOT, script
+from conftest import ROOT, refused, same, script, weights
 from data import TokenDataset
 from model import Apertus, ApertusConfig
 
@@ -44,14 +44,6 @@ def log(folder):
         return [json.loads(line) for line in f]
 
 
-def weights(folder):
-    return dict(convert.load_run(folder)[0].named_parameters())
-
-
-def same_weights(one, other):
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def losses(folder):
     return [entry["loss"] for entry in log(folder) if "loss" in entry]
 
@@ -64,12 +56,6 @@ def data_of(folder):
 
 def tiny(trained, *args):
     return script("train.py", "configs/tiny.py", f"--data={data_of(trained[0])}", "--dtype=float32", *args)
-
-
-def refused(done, *says):
-    """Exit code 2, and one line of stderr that holds these words."""
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert all(word in done.stderr for word in says), done.stderr
 
 
 def test_a_run_folder_has_all_that_design_promises(trained):
@@ -101,7 +87,7 @@ def test_stopped_and_resumed_ends_in_the_same_bits(trained, tmp_path):
         f.write('{"step": 17, "lo')
     done = tiny(trained, f"--out={out}", "--resume")
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
-    assert same_weights(weights(trained[0]), weights(out))
+    assert same(weights(trained[0]), weights(out))
     assert without_times(log(out)) == without_times(log(trained[0]))         # and in the same log, one line a step
 
 
@@ -123,7 +109,7 @@ def test_stages_one_by_one_are_the_run_through_all(tmp_path):
     for out, *args in ((through, "--stage=all"), (parts, "--stage=one"), (parts, "--resume", "--stage=two")):
         done = train(out, *args)
         assert done.returncode == 0, done.stderr
-    assert same_weights(weights(through), weights(parts)) and losses(through) == losses(parts)
+    assert same(weights(through), weights(parts)) and losses(through) == losses(parts)
     refused(train(parts, "--stage=three"), "three")
     refused(train(parts, "--resume"), "is of another run")
 
@@ -201,7 +187,7 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_changes_nothing(train
     steps = [e for e in log(tmp_path) if "skipped" in e]
     assert [e["skipped"] for e in steps] == [0, 0, 1, 0, 0] and steps[2]["grad_norm"] is None
     two, three, four = (load_file(tmp_path / "ckpt" / f"step-{n:08d}") for n in (2, 3, 4))
-    assert same_weights(two, three) and not same_weights(two, four)
+    assert same(two, three) and not same(two, four)
 
 
 def load_file(folder):
