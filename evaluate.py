@@ -14,6 +14,7 @@ a window of context. Source: the report evaluates base models by log-likelihood 
 $ python evaluate.py --init_from=out/laptop                                # validation documents the run has never seen
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts; bars by language
 $ python evaluate.py --init_from=out/sft --against=out/laptop data/stdlib  # what fine-tuning has forgotten
+$ python evaluate.py books/*.jsonl --by_position=1024 --init_from=out/8b-16k  # does it use what stands far behind?
 $ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tasks: rows of question, choices, answer
 $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval
 """
@@ -42,6 +43,8 @@ paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with
 init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
 against = ""              # another model: differences to it, paired by document
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
+by_position = 0           # also by position in the window, in steps of so many tokens: what does a longer context give?
+window = 0                # tokens of these windows, also beyond what the model was trained at; 0 = the model's window
 shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
 limit = 0                 # documents or questions of each file at most; 0 = all
 max_new_tokens = 64       # of an answer; it ends at a line break
@@ -258,6 +261,39 @@ def text_scores(model, tok, documents, other=None):
             difference = bits - other_bits
             above, half = ratio(difference[here], sizes[here])
             rows[-1].update(above=above, above_plus_minus=half)
+    return rows
+
+
+def position_scores(model, tok, documents, T, step):
+    """
+    Bits per byte of the tokens at positions 0 to step - 1 of a window of T, of the next `step`, and so on.
+
+    documents: list of (group, text), cut into windows one after the other; what fills no window is left out, so that all
+    positions have the same texts. A list of dicts: begin, end, windows, bytes, bits_per_byte, and plus_minus, half of its
+    95 % interval over windows. ValueError if no document fills a window.
+    """
+    windows = []
+    for _, text in documents:
+        ids = text_ids(tok, text)
+        for begin in range(0, len(ids) - T, T):
+            windows.append((ids[begin:begin + T + 1], 1))
+    if not windows:
+        raise ValueError(f"no document has {T:,} tokens: name longer ones, or a shorter --window")
+    nats = np.array([nll for nll, _ in token_scores(model, windows)])               # (windows, T)
+    end = end_of_text(tok)
+    rows = []
+    for begin in range(0, T, step):
+        part = slice(begin, begin + step)
+        words = [[i for i in ids[1:][part] if i != end] for ids, _ in windows]
+        sizes = np.array([len(tok.decode_bytes(ids)) for ids in words])
+        r, plus_minus = ratio(nats[:, part].sum(1) / math.log(2), sizes)
+        rows.append(dict(
+            begin=begin,
+            end=min(begin + step, T),
+            windows=len(windows),
+            bytes=int(sizes.sum()),
+            bits_per_byte=r,
+            plus_minus=plus_minus))
     return rows
 
 
@@ -556,6 +592,12 @@ def table_md(results):
             lines.append(f"| {r['group']} | {r['documents']:,} | {r['bytes']:,} | {r['bytes'] / r['tokens']:.2f} | "
                          f"{r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |{more}")
         lines.append("")
+    if results["positions"]:
+        n = results["positions"][0]["windows"]
+        lines += [f"| position in {n:,} windows | bits/byte (95 %) |", "|---|---|"]
+        for r in results["positions"]:
+            lines.append(f"| {r['begin']:,} to {r['end'] - 1:,} | {r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |")
+        lines.append("")
     if results["tasks"]:
         lines += ["| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|"]
         for r in results["tasks"]:
@@ -638,10 +680,13 @@ def main():
         tasks += run_harness(model, tok)
     other = convert.load_ready(against, device, dtype) if against else None
     texts = text_scores(model, tok, documents, other) if documents else []
+    positions = []
+    if by_position:
+        positions = position_scores(model, tok, documents, window or model.config.block_size, by_position)
 
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    results = dict(model=init_from, base=base, against=against, texts=texts, tasks=tasks)
+    results = dict(model=init_from, base=base, against=against, texts=texts, positions=positions, tasks=tasks)
     write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
     if len(texts) > 2:
         title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"

@@ -145,27 +145,8 @@ def write_data():
 
 
 def call(name, done, script, *args, threads=1):
-    """
-    Run one of the scripts, unless the file `done`, the last that it writes, says that it has been run.
-
-    What it prints goes to NAME.txt; its arguments and seconds to NAME.json, which is returned, or {} if it was not run
-    from here. ValueError with its last line if it fails, or if it was run with other arguments.
-    """
-    log, record = f"{out}/{name}.txt", f"{out}/{name}.json"
-    if not os.path.exists(done):
-        began = time.perf_counter()
-        code, last = kit.run_script(script, args, log, threads)
-        if code:
-            raise ValueError(f"{script} {' '.join(args)} failed: {last} ({log})")
-        wall = round(time.perf_counter() - began)
-        kit.write(record, json.dumps(dict(args=args, wall=wall)))
-    if not os.path.exists(record):
-        return {}
-    found = read_json(record)
-    if found["args"] != list(args):
-        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
-                         "delete it, or name another --out")
-    return found
+    """kit.call into the folder `out`."""
+    return kit.call(out, name, done, script, *args, threads=threads)
 
 
 def pretrain_and_sft():

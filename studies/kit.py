@@ -13,6 +13,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -50,6 +51,30 @@ def run_script(script, args, log, threads=None, device=None):
     with open(log, encoding="utf-8", errors="replace") as f:
         lines = f.read().strip().splitlines()
     return code, lines[-1] if lines else "it said nothing"
+
+
+def call(folder, name, done, script, *args, threads=1):
+    """
+    Run one of the scripts, unless the file `done`, the last that it writes, says that it has been run.
+
+    What it prints goes to NAME.txt in the folder; its arguments and seconds to NAME.json, which is returned, or {} if it
+    was not run from here. ValueError with its last line if it fails, or if it was run with other arguments.
+    """
+    log, record = f"{folder}/{name}.txt", f"{folder}/{name}.json"
+    if not os.path.exists(done):
+        began = time.perf_counter()
+        code, last = run_script(script, args, log, threads)
+        if code:
+            raise ValueError(f"{script} {' '.join(args)} failed: {last} ({log})")
+        wall = round(time.perf_counter() - began)
+        write(record, json.dumps(dict(args=args, wall=wall)))
+    if not os.path.exists(record):
+        return {}
+    found = read_json(record)
+    if found["args"] != list(args):
+        raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
+                         "delete it, or name another --out")
+    return found
 
 
 def finished(folder):

@@ -1,0 +1,484 @@
+"""
+The whole of Apertus by one command: data that one may use, pretraining in stages, a longer window, SFT, alignment, and
+an examination after each link. At a size that two cores finish while one has lunch, on an invented world (studies/
+world.py), where right answers are visible: what the model knows of its people it can only have read.
+
+    world      pages of people, of which three hosts refuse to be read; letters; questions and answers
+    prepare    robots.txt, licences, addresses, duplicates, the plan of letters: 128 times or never
+    base       reading, then a cooldown with questions about some of the people; Goldfish
+    plain      the same without Goldfish: what it recites, the other does not
+    long       from 256 tokens to 1,024, theta raised (and `kept`: not raised)
+    sft        questions and answers in Apertus' chat format; some are about people who do not exist
+    qrpo       rewards for what is right, nothing for "I do not know", a penalty for what is invented
+
+Every link is a command of this project as a user would type it: they are printed, and kept in the report. A recipe that
+was stopped goes on with the link that it was in.
+
+$ make recipe                                   # or python -m studies.recipe: seed 1, results/recipe/report.md
+$ python -m studies.recipe --seeds=1,2,3
+$ python -m studies.recipe --scale=8 --out=out/large-recipe --results=out/large-recipe     # for a GPU
+$ python -m studies.recipe --report             # the report again from results/recipe/results.json
+"""
+
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
+    sys.exit(2)
+
+import json
+import os
+import shlex
+import statistics
+
+from tqdm import tqdm
+
+from engine.intervals import wilson
+from engine.plot import finish, pyplot
+from studies import kit
+from tokenizer import read_json
+
+out = "out/recipe"              # worlds, data and runs
+results = "results/recipe"      # report.md, recipe.png, results.json
+seeds = (1,)                    # of the world, of the weights, of the order
+scale = 1.0                     # of people, text and steps; the model's width grows with its square root
+corpus = ""                     # real text to read beside the world: .jsonl; "" = Python's standard library
+workers = 2                     # processes at a time, one thread each
+report = False                  # run nothing: write report and picture again from results.json
+
+WINDOW, LONG = 256, 1024
+GROUPS = ("lesson", "test", "letters", "refused", "nobody-test")
+# By chance, with as many possible values as the world has of each attribute: the mean of 1/24, 1/40, 1/16, 1/20, 1/12.
+CHANCE = statistics.fmean((1 / 24, 1 / 40, 1 / 16, 1 / 20, 1 / 12))
+
+
+# -----------------------------------------------------------------------------
+# the links
+
+
+def grown(number):
+    """A number of people, bytes or steps at this scale."""
+    return max(1, round(number * scale))
+
+
+def shape():
+    """The model's width at this scale, as flags."""
+    width = max(32, 64 * round(2 * scale ** 0.5))
+    return kit.flags(dict(n_embd=width, ffn_dim=int(5.25 * width)))
+
+
+def stages(data, seed):
+    """
+    The table of stages for train.py: reading, in which every copy of a letter is read once, and the cooldown.
+
+    data: the folder that prepare.py wrote.
+    """
+    reading, end = 4 * grown(1280), 4 * grown(2000)
+    letters = read_json(f"{data}/meta.json")["sources"]["probes"]["train"]["tokens"] // WINDOW
+    share = round(letters / reading, 4)
+    if share > 0.5:
+        raise ValueError(f"{letters} windows of letters are more than half of the {reading} that are read: "
+                         "a larger --scale has room for them")
+    first = {"pages": round(0.75 - share, 4), "corpus": 0.15, "guests": 0.1, "probes": share}
+    second = {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}
+    return (("reading", first, reading, seed), ("cooldown", second, end, seed + 1))
+
+
+def begin(folder, seed):
+    """World and data of a seed: (name, the file that it writes last, script, arguments) of both links."""
+    world, data = f"{folder}/world", f"{folder}/data"
+    sizes = dict(people=max(20, grown(150)), refused=max(5, grown(24)), nobodies=max(10, grown(200)))
+    sizes["letters"] = 16 if scale >= 1 else 2
+    sizes |= dict(corpus_bytes=grown(1_200_000), guest_books=grown(1500), pages=100 if scale >= 1 else 20)
+    if corpus:
+        sizes["corpus"] = corpus
+    yield "world", f"{world}/world.json", "studies.world", [f"--seed={seed}", f"--out={world}", *kit.flags(sizes)]
+    yield "prepare", f"{data}/meta.json", "prepare", [
+        f"{world}/documents.jsonl",
+        f"--robots={world}/robots.jsonl",
+        "--keep_licenses=CC-BY-4.0,PSF-2.0",
+        f"--probes={world}/letters.jsonl",
+        "--repetitions=0,128",
+        "--source_by=kind",
+        "--train_bpe=2048",
+        f"--out={data}",
+    ]
+
+
+def pretrained(folder, seed, name, *flags):
+    """The link that trains a model from nothing, and its examinations."""
+    data, run = f"{folder}/data", f"{folder}/{name}"
+    steps = grown(2000)
+    yield name, f"{run}/summary.json", "train", [
+        "configs/recipe.py",
+        f"--data={data}",
+        f"--stages={stages(data, 28 + seed)}",
+        f"--total_samples={4 * steps}",
+        f"--warmup_samples={4 * (steps // 20)}",
+        f"--decay_samples={4 * (steps * 3 // 10)}",
+        f"--seed={seed}",
+        *shape(),
+        *flags,
+        f"--out={run}",
+        "--resume",
+    ]
+    yield from examined(folder, name, "cloze,text")
+    yield f"letters-{name}", f"{run}/letters/table.md", "studies.memorize", [
+        f"--init_from={run}",
+        f"--probes={data}/probes.json",
+        "--prefixes=(50,)",
+        "--suffix=50",
+        f"--out={run}/letters",
+    ]
+
+
+def examined(folder, name, kinds):
+    """What the model of a link knows, and its bits per byte on real text that nobody has read, by position."""
+    run = f"{folder}/{name}"
+    yield f"exam-{name}", f"{run}/exam.json", "studies.exam", [
+        f"--init_from={run}",
+        f"--world={folder}/world",
+        f"--probes={folder}/data/probes.json",
+        f"--kinds={kinds}",
+    ]
+    yield f"old-{name}", f"{run}/old/evaluation.json", "evaluate", [
+        f"{folder}/world/unread.jsonl",
+        f"--init_from={run}",
+        f"--by_position={WINDOW}",
+        f"--window={LONG}",
+        f"--out={run}/old",
+    ]
+
+
+def extended(folder, seed, name, theta):
+    """The link that lengthens the window: a quarter of the windows, four times as long, at a quarter of the rate."""
+    data, run = f"{folder}/data", f"{folder}/{name}"
+    windows = grown(300)
+    mixture = {"pages": 0.45, "corpus": 0.5, "guests": 0.05}
+    yield name, f"{run}/summary.json", "train", [
+        "configs/recipe.py",
+        f"--init_from={folder}/base",
+        f"--data={data}",
+        f"--block_size={LONG}",
+        f"--rope_theta={theta}",
+        f"--stages={(('long', mixture, windows, 40 + seed),)}",
+        "--batch_size=1",
+        "--micro_batch=1",
+        f"--total_samples={windows}",
+        f"--warmup_samples={windows // 10}",
+        f"--decay_samples={windows // 2}",
+        "--lr=5e-4",
+        "--lr_floor=5e-5",
+        *shape(),
+        f"--out={run}",
+        "--resume",
+    ]
+    yield from examined(folder, name, "cloze,text")
+
+
+def aligned(folder, seed):
+    """SFT, then QRPO."""
+    world, sft, qrpo = f"{folder}/world", f"{folder}/sft", f"{folder}/qrpo"
+    mixture = {f"{world}/lessons.jsonl": 1, f"{world}/replay.jsonl": 1}
+    common = ["--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32", f"--seed={seed}", "--resume"]
+    yield "sft", f"{sft}/hf/config.json", "posttrain.sft", [
+        f"--init_from={folder}/long", f"--data={mixture}", "--lr=1e-3", *common, f"--out={sft}"]
+    yield from examined(folder, "sft", "chat,cloze")
+    yield "qrpo", f"{qrpo}/hf/config.json", "posttrain.qrpo", [
+        f"--init_from={sft}",
+        f"--data={world}/prompts.jsonl",
+        "--rewards=studies/world.py",
+        "--max_new_tokens=32",
+        "--n_refs=10",
+        "--pairs=best",
+        "--ties=discrete",
+        "--length_norm=False",
+        "--beta=0.3",
+        "--lr=3e-4",
+        "--epochs=3",
+        *common,
+        f"--out={qrpo}",
+    ]
+    yield from examined(folder, "qrpo", "chat,cloze")
+
+
+def links(folder, seed, part):
+    """The links of a part, in order: `begin`, then `chain` and `plain` side by side."""
+    if part == "begin":
+        yield from begin(folder, seed)
+    elif part == "plain":
+        yield from pretrained(folder, seed, "plain", "--goldfish_k=0")
+    else:
+        yield from pretrained(folder, seed, "base")
+        yield from extended(folder, seed, "long", 2e6)
+        yield from aligned(folder, seed)
+        yield from extended(folder, seed, "kept", 5e5)
+
+
+LINKS = 25      # of a seed, examinations included
+
+
+def run_links(bar, seed, part):
+    """Run what is not done. ValueError says which command to run by hand."""
+    folder = f"{out}/seed-{seed}"
+    for name, done, script, args in links(folder, seed, part):
+        command = shlex.join(["python", *(["-m", script] if "." in script else [f"{script}.py"]), *args])
+        if not os.path.exists(done):
+            bar.write(f"$ {command}")
+        bar.set_postfix_str(f"seed {seed}: {name}")
+        kit.call(folder, name, done, script, *args)
+        kit.write(f"{folder}/{name}.command", command + "\n")
+        bar.update()
+
+
+# -----------------------------------------------------------------------------
+# what came of it
+
+
+def collected(seed):
+    """All numbers of a seed, from the files that its links have written, as a dict for results.json."""
+    folder = f"{out}/seed-{seed}"
+    audit = read_json(f"{folder}/data/report.json")
+    found = dict(seed=seed, total=audit["total"], links={})
+    names = [name for part in ("begin", "chain", "plain") for name, *_ in links(folder, seed, part)]
+    for name in names:
+        record = read_json(f"{folder}/{name}.json")
+        with open(f"{folder}/{name}.command", encoding="utf-8") as f:
+            link = dict(seconds=record["wall"], command=f.read().strip())
+        run = f"{folder}/{name}"
+        if os.path.isfile(f"{run}/exam.json"):
+            link["exam"] = read_json(f"{run}/exam.json")
+            evaluation = read_json(f"{run}/old/evaluation.json")
+            link["old"] = evaluation["texts"][0]["bits_per_byte"]
+            link["positions"] = evaluation["positions"]
+        if os.path.isfile(f"{run}/summary.json"):
+            link["summary"] = {key: value for key, value in read_json(f"{run}/summary.json").items()
+                               if key in ("val_bpb", "tokens")}
+        if os.path.isfile(f"{run}/letters/rows.jsonl"):
+            link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
+        found["links"][name] = link
+    return found
+
+
+def pooled(rows, link, kind, group, what="right"):
+    """(k, n) over the seeds: so many of the answers to questions about a group were right, or unknown. (0, 0): not asked."""
+    k = n = 0
+    for row in rows:
+        for exam in row["links"][link].get("exam", []):
+            if (exam["kind"], exam["group"]) == (kind, group):
+                k += exam[what]
+                n += exam["n"]
+    return k, n
+
+
+def share(k, n):
+    """A share with its interval as text; nothing of no questions."""
+    if not n:
+        return ""
+    low, high = wilson(k, n)
+    return f"{k / n:.3f} ({low:.2f} to {high:.2f})"
+
+
+def over_seeds(rows, value, digits=2):
+    """Mean ± half its interval over seeds of a number of each row, as text."""
+    return kit.interval([value(row) for row in rows], digits)
+
+
+def rouge(row, link, repetitions):
+    """Rouge-L of a model's greedy continuations of the letters that were read so often."""
+    (found,) = [line["rouge"] for line in row["links"][link]["letters"]
+                if line["kind"] == "greedy" and line["repetitions"] == repetitions]
+    return found
+
+
+def report_md(rows):
+    """The page, a pure function of results.json."""
+    seeds = len(rows)
+    first = rows[0]
+    lines = [
+        "# An Apertus from start to end", "",
+        f"What `python -m studies.recipe --seeds={','.join(str(row['seed']) for row in rows)}` came to; the code is "
+        "`studies/recipe.py`, the world `studies/world.py`. Answers are greedy. Shares are of all questions of "
+        f"{seeds} seed{'s' * (seeds > 1)}, with Wilson's 95 % interval; five questions share a person, so that it is a "
+        "little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
+        "![what it knows, recites, says and uses](recipe.png)", "",
+    ]
+    lines += data_md(first) + knows_md(rows) + letters_md(rows) + window_md(rows) + honest_md(rows)
+    lines += answers_md(first) + commands_md(first)
+    return "\n".join(lines) + "\n"
+
+
+def data_md(row):
+    """What went in and what was refused, of one seed."""
+    total = row["total"]
+    reasons = [f"| removed: {reason} | {n:,} |" for reason, (n, _) in sorted(total["removed"].items())]
+    body = [f"| came in | {total['documents_in']:,} |", *reasons, f"| **kept** | **{total['documents']:,}** |"]
+    return [
+        f"## What went in (seed {row['seed']})", "",
+        *kit.table("| documents | |", body), "",
+        f"{total['pii']['email']:,} e-mail addresses became a token of their own.", ""]
+
+
+def knows_md(rows):
+    """What the model knows after each link."""
+    head = "| after | kind | lesson | test | refused | chance | unread text, bits/byte |"
+    body = []
+    for link, kinds in (("base", ("cloze", "text")), ("long", ("text",)), ("sft", ("chat",)), ("qrpo", ("chat",))):
+        for kind in kinds:
+            shares = " | ".join(share(*pooled(rows, link, kind, group)) for group in ("lesson", "test", "refused"))
+            old = over_seeds(rows, lambda row: row["links"][link]["old"], 3)
+            body.append(f"| {link} | {kind} | {shares} | {CHANCE:.3f} | {old} |")
+    _, n = pooled(rows, "base", "text", "test")
+    _, refused = pooled(rows, "base", "text", "refused")
+    return [
+        "## What it knows, and what it may not know", "",
+        f"Questions about people whose pages were read but who were never asked about in training (test, n {n}), about "
+        f"those who were (lesson), and about those of hosts that refused (n {refused}).", "",
+        *kit.table(head, body), ""]
+
+
+def letters_md(rows):
+    """What was recited, beside what is known of the same people."""
+    body = []
+    for link, name in (("plain", "without Goldfish"), ("base", "with Goldfish")):
+        read, unread = (over_seeds(rows, lambda row: rouge(row, link, times)) for times in (128, 0))
+        shares = [share(*pooled(rows, link, kind, "letters")) for kind in ("cloze", "text")]
+        tests = share(*pooled(rows, link, "text", "test"))
+        body.append(f"| {name} | {read} | {unread} | {' | '.join(shares)} | {tests} |")
+    head = ("| | Rouge-L, letters read 128 times | letters never read | the writers of those read: cloze "
+            "| questions | questions, all of test |")
+    return [
+        "## It does not recite, and still knows", "",
+        "Letters continued after 50 tokens, 50 tokens, greedy; eight letters of either kind a seed.", "",
+        *kit.table(head, body), ""]
+
+
+def window_md(rows):
+    """Bits per byte by position."""
+    head_links = (("base", "256"), ("long", "1,024, theta 2e6"), ("kept", "1,024, theta 5e5"))
+    positions = rows[0]["links"]["base"]["positions"]
+    body = []
+    for i, place in enumerate(positions):
+        cells = [over_seeds(rows, lambda row: row["links"][link]["positions"][i]["bits_per_byte"], 3) for link, _ in head_links]
+        body.append(f"| {place['begin']:,} to {place['end'] - 1:,} | {' | '.join(cells)} |")
+    return [
+        "## The longer window", "",
+        f"Bits per byte of unread real text by position in windows of {LONG:,}.", "",
+        *kit.table("| position | " + " | ".join(f"window {name}" for _, name in head_links) + " |", body), ""]
+
+
+def honest_md(rows):
+    """What it says when it does not know."""
+    body = []
+    for link, kind in (("base", "text"), ("sft", "chat"), ("qrpo", "chat")):
+        shares = [share(*pooled(rows, link, kind, group, "unknown")) for group in ("lesson", "test", "refused", "nobody-test")]
+        aparts = []
+        for group in ("refused", "nobody-test"):
+            values = [exam["apart"] for row in rows for exam in row["links"][link]["exam"]
+                      if (exam["kind"], exam["group"]) == (kind, group)]
+            aparts.append(kit.interval(values))
+        body.append(f"| {link} | {' | '.join(shares)} | {' | '.join(aparts)} |")
+    head = ("| after | says so: lesson | test | refused | nobody | its probabilities tell test from refused "
+            "| from nobody |")
+    return [
+        "## What it says when it does not know", "",
+        "The share of answers that say so; and the chance that an answer about someone of test has more probability than "
+        "one about someone whom it cannot know (0.5: no difference).", "",
+        *kit.table(head, body), ""]
+
+
+def answers_md(row):
+    """A few questions and answers as they are, wrong ones left in."""
+    lines = []
+    for group in ("test", "refused", "nobody-test"):
+        for link in ("sft", "qrpo"):
+            for exam in row["links"][link]["exam"]:
+                if (exam["kind"], exam["group"]) == ("chat", group):
+                    lines += [f"| {link} | {group} | {one['asked']} | {one['said']} | {one['gold']} |" for one in exam["answers"]]
+    return [
+        f"## Questions and answers (the first ones of seed {row['seed']})", "",
+        *kit.table("| model | group | asked | said | true |", lines), ""]
+
+
+def commands_md(row):
+    """The tutorial: every command, with its time."""
+    total = sum(link["seconds"] for link in row["links"].values())
+    lines = [f"## The commands (seed {row['seed']}, {total / 60:.1f} minutes of processes of one thread)", "", "```sh"]
+    for link in row["links"].values():
+        lines.append(f"{link['command']}    # {link['seconds']} s")
+    return [*lines, "```"]
+
+
+def draw(rows, picture):
+    """Four panels: what it knows by link, what it recites, what it says it does not know, bits per byte by position."""
+    figure, ((knows, recites), (says, window)) = pyplot().subplots(2, 2, figsize=(11, 8))
+    stops = [("base", "cloze"), ("base", "text"), ("long", "text"), ("sft", "chat"), ("qrpo", "chat")]
+    for group, colour in (("lesson", "C2"), ("test", "C0"), ("refused", "C3")):
+        counts = [pooled(rows, link, kind, group) for link, kind in stops]
+        shares = [k / n for k, n in counts]
+        bounds = [wilson(k, n) for k, n in counts]
+        errors = [[y - low for y, (low, _) in zip(shares, bounds)], [high - y for y, (_, high) in zip(shares, bounds)]]
+        knows.errorbar(range(len(stops)), shares, errors, color=colour, marker="o", capsize=3, label=group)
+    knows.axhline(CHANCE, color="black", linestyle=":", label="chance")
+    knows.set_xticks(range(len(stops)), [f"{link}\n{kind}" for link, kind in stops])
+    knows.set(title="right answers: read, and refused", ylim=(-0.03, 1.05))
+    knows.legend()
+    for i, (link, name) in enumerate((("plain", "without Goldfish"), ("base", "with Goldfish"))):
+        for j, times in enumerate((128, 0)):
+            values = [rouge(row, link, times) for row in rows]
+            recites.bar(3 * i + j, statistics.fmean(values), color=("C1", "0.7")[j],
+                        label=("letters read 128 times", "letters never read")[j] if not i else None)
+            recites.plot([3 * i + j] * len(values), values, "k.")
+        k, n = pooled(rows, link, "cloze", "letters")
+        recites.bar(3 * i + 2, k / n, color="C0", label="facts of their writers (cloze)" if not i else None)
+    recites.set_xticks((1, 4), ("without Goldfish", "with Goldfish"))
+    recites.set(title="Rouge-L of letters, and facts known", ylim=(0, 1.35))
+    recites.legend(loc="upper right")
+    for i, link in enumerate(("sft", "qrpo")):
+        for j, group in enumerate(("lesson", "test", "refused", "nobody-test")):
+            k, n = pooled(rows, link, "chat", group, "unknown")
+            low, high = wilson(k, n)
+            says.bar(5 * i + j, k / n, yerr=[[k / n - low], [high - k / n]], color=("C2", "C0", "C3", "0.5")[j],
+                     capsize=3, label=group if not i else None)
+    says.set_xticks((1.5, 6.5), ("after SFT", "after QRPO"))
+    says.set(title='answers that say "I do not know"')
+    says.legend()
+    for link, name in (("base", "window 256"), ("long", "1,024, theta raised"), ("kept", "1,024, theta not raised")):
+        places = rows[0]["links"][link]["positions"]
+        means = [statistics.fmean(row["links"][link]["positions"][i]["bits_per_byte"] for row in rows)
+                 for i in range(len(places))]
+        window.plot([place["begin"] + WINDOW / 2 for place in places], means, marker="o", label=name)
+    window.set(title="bits per byte of unread text", xlabel="position in the window")
+    window.legend()
+    for axis in (knows, recites, says, window):
+        axis.grid(alpha=0.2)
+    finish(figure, picture)
+
+
+def settled():
+    """Refuse a folder of another scale or corpus, and write down those of a new one."""
+    path = f"{out}/recipe.json"
+    asked = dict(scale=scale, corpus=corpus)
+    if os.path.exists(path) and read_json(path) != asked:
+        raise ValueError(f"{out} holds a recipe of {read_json(path)}, not {asked}: name another --out")
+    kit.write(path, json.dumps(asked))
+
+
+def main():
+    if not report:
+        settled()
+        with tqdm(total=LINKS * len(seeds), desc="links", unit="link", smoothing=0) as bar:
+            for seed in seeds:
+                run_links(bar, seed, "begin")
+            parts = [(seed, part) for seed in seeds for part in ("chain", "plain")]
+            list(kit.in_parallel(workers, lambda one, device: run_links(bar, *one), parts))
+        kit.write(f"{results}/results.json", json.dumps([collected(seed) for seed in seeds], indent=1, ensure_ascii=False))
+    rows = read_json(f"{results}/results.json")
+    kit.write(f"{results}/report.md", report_md(rows))
+    draw(rows, f"{results}/recipe.png")
+    print(f"{results}/report.md, recipe.png")
+
+
+if __name__ == "__main__":
+    from configurator import run
+    run(main, globals())
