@@ -82,7 +82,6 @@ def sift(rules, number, rows):
                 replaced, tokens = write_scrubbed(f, rules, one.doc)
                 if rules.tok and not rules.min_tokens <= tokens <= (rules.max_tokens or tokens):
                     f.seek(begin)
-                    f.truncate()
                     remove(one, "tokens", info)
                     continue
                 # In the order of spool_type. The stream, 0, is not known before all batches are.

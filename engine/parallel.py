@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -252,7 +251,8 @@ def exchange(x: Tensor, group: str) -> Tensor:
     An operator of its own, so that torch.compile has a name for it and breaks no graph.
     """
     y = x.new_empty(x.shape)
-    dist.all_to_all_single(y, x.contiguous(), group=_resolve_process_group(group))
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    dist.all_to_all_single(y, x.contiguous(), group=ranks)
     return y
 
 

@@ -6,6 +6,8 @@
 # A step keeps the tokens of pretraining's end, 8.4M (8B) and 16.8M (70B). Its rate is constant, pretraining's floor,
 # after 1.2B tokens of warm-up. Goldfish and clipping stay; so do AdEMAMix' own warm-ups of 100,000 steps, and the slow
 # average never weighs more than 0.75: nearly AdamW.
+#
+#     python data.py data/stage5 data/fineweb-long data/books --join=data/long-8k        # what --stage=8k reads
 _70b = _before["n_layer"] == 80
 
 block_size = 8192
