@@ -145,7 +145,7 @@ class Ranks:
         return f"cuda:{self.local}"
 
     def micro_batch(self, batch_size, micro_batch):
-        """Samples in memory at once on each rank. ValueError proposes a near size if the batch cannot be split."""
+        """Samples in memory at once on each group of ranks. ValueError proposes a near size for one that cannot be."""
         groups = self.groups
         those = f"{groups} processes" if self.sequence == 1 else f"{groups} groups of {self.sequence} processes"
         if batch_size % groups:
@@ -278,8 +278,8 @@ class Split(NamedTuple):
     A window of T positions over a group of ranks, which hold T/P positions each. Attention alone needs them all, and it
     needs no other head: so ranks exchange positions for heads around it (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-    It costs four all-to-alls of (B, H, T/P, D) per block and direction. H and K, the number of key-value heads, must be
-    divisible by P.
+    Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D). P must divide K, the
+    number of key-value heads, and T.
     """
     size: int                       # P
     rank: int                       # which of the P stretches of a window this rank holds

@@ -65,7 +65,7 @@ def test_a_split_window_takes_the_activations_of_a_part_and_four_exchanges():
     Two of H heads, for q and the result, and two of K, for k and v: in bf16, of T/P positions, forward and backward and
     in each recomputation. Stored is what a window of T/P tokens stores, and attention's result before its exchange.
     """
-    config = dataclasses.replace(SMALL, n_kv_head=4, block_size=1024)
+    config = dataclasses.replace(SMALL, n_layer=3, n_kv_head=4, block_size=1024)
     once = 256 * 2 * (config.n_head + config.n_kv_head) * config.head_dim * 2
     for mode, passes in (("none", 2), ("full", 3)):
         traced, traffic = tracing.sharded(config, 1, mode, 8, 8, 4)

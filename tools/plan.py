@@ -6,8 +6,8 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
     compute    of a micro-batch: FLOPs per token * tokens / (peak * MFU)
     links      a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes per
                parameter, whatever its size
-    windows    over P GPUs (--sequence_parallel): activations divide by P, and four all-to-alls per block and direction
-               come to the compute, which they wait for and which waits for them
+    windows    over P GPUs (--sequence_parallel): activations divide by P; four all-to-alls per block and direction add
+               their time to the compute, since nothing runs beside them
     so         tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many
                tokens there may be
 
