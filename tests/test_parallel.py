@@ -14,6 +14,7 @@ import resource
 import shutil
 import signal
 import sys
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -138,16 +139,22 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
             assert off <= (2e-5 if "float32" in claim else 1e-12), (claim, off)
 
 
-def test_stopped_and_resumed_with_another_split_it_ends_in_the_loss_of_one_process(lab):
-    """30 steps with Goldfish by window: 15 with a window over 4 ranks, the rest over 2. The last loss to 2e-5."""
+def test_killed_and_resumed_with_another_split_it_ends_in_the_loss_of_one_process(lab):
+    """30 steps with Goldfish by window: over 4 ranks until kill -9 of one, then over 2. The last loss to 2e-5."""
     run, alone = lab.fresh("split"), lab.fresh("whole")
     warmups = "--alpha_warmup=30", "--beta3_warmup=30"
     args = ["--n_kv_head=4", "--activation=swiglu", "--goldfish_scope=window", "--goldfish_k=3", "--parallel=fsdp",
-            *CONSTANT, *SILENT, *warmups]
-    trained(lab, 0, alone, *args, "--parallel=none", "--total_samples=240")
-    trained(lab, 4, run, *args, "--sequence_parallel=4", "--total_samples=120")
-    text = trained(lab, 2, run, *args, "--sequence_parallel=2", "--total_samples=240", "--resume")
-    assert "step-00000015" in text and "2 to a window" in text
+            *CONSTANT, *SILENT, *warmups, "--total_samples=240", "--checkpoint_every=5"]
+    trained(lab, 0, alone, *args, "--parallel=none")
+    common = "configs/tiny.py", f"--data={lab.data}", "--n_layer=1", f"--out={run}", *args
+    trial = lab.launch.start(4, *common, "--sequence_parallel=4", logs=run + ".log", fault="slow:0.02")
+    while max(losses(run), default=0) < 12:
+        assert None in trial.codes(), trial.text()[-3000:]
+        time.sleep(0.02)
+    trial.kill(trial.pids[2:3])
+    trial.wait()
+    text = trained(lab, 2, run, *args, "--sequence_parallel=2", "--resume")
+    assert "resumed from" in text and "2 to a window" in text
     found, wanted = losses(run), losses(alone)
     assert len(found) == 30 and found[29] == pytest.approx(wanted[29], rel=0, abs=2e-5)
     one, other = (json.loads(open(f"{folder}/summary.json").read()) for folder in (run, alone))
