@@ -16,7 +16,7 @@ shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m 
 github.com/pytorch/torchtitan.
 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
-$ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --parallel=fsdp --sequence_parallel=4
+$ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --parallel=fsdp --sequence_parallel=8
 """
 
 import contextlib
