@@ -17,12 +17,11 @@ import torch
 import convert
 import tokenizer
 from studies import kit, memorize
-from conftest import ROOT, script
+from conftest import script
 from engine import plot
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-
 
 
 def read_json(path):
