@@ -5,7 +5,7 @@ Configuration without a framework: the plain globals at the top of a script are 
 
     1. `name = value  # what it is` at the top of the script: the default, its kind, and its line in --help
     2. every config file on the command line overrides them, later files win; configs/8b.py, config/8b.py and 8b are the
-       same file
+       same file. `_before`, a dict, tells it the settings so far (configs/long)
     3. --key=value (or --key value) overrides the files; --flag alone means True
 
 A name that does not exist is an error with a suggestion, in a file as on the command line (nanoGPT accepts a typo in a
@@ -118,10 +118,10 @@ def config_file(arg):
     return path if os.path.isfile(path) else None
 
 
-def read_config(file):
-    """The settings that a config file makes. It is run."""
+def read_config(file, before=None):
+    """The settings that a config file makes. It is run. before: the settings so far."""
     try:
-        return settings(runpy.run_path(file))
+        return settings(runpy.run_path(file, dict(_before=before)))
     except SyntaxError as e:
         raise ValueError(f"{file}, line {e.lineno}: not Python: {e.msg}") from None
 
@@ -177,7 +177,7 @@ def configure(namespace, argv=None):
         is_path = "paths" in defaults and os.path.exists(arg) and not arg.startswith("config")
         file = None if is_path else config_file(arg)
         if file:
-            for key, value in read_config(file).items():
+            for key, value in read_config(file, settings(namespace)).items():
                 override(key, value, arg)
         elif "paths" in defaults:
             namespace["paths"] = [*namespace["paths"], arg]

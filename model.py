@@ -371,16 +371,25 @@ class Block(nn.Module):
         self.feedforward_layernorm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, cos, sin, doc=None, cache=None):
+    def forward(self, x, cos, sin, doc=None, cache=None, split=None):
         h = self.attention_layernorm(x)
         attention = self.self_attn
         q, k, v = attention.qkv(h, cos, sin)
+        # A window over P ranks is computed exactly. All but attention acts on each position by
+        # itself, so a rank may hold T/P of them. Attention acts on each head by itself, so
+        # around it ranks exchange positions for heads: each gets all T positions of H/P query
+        # heads and of the K/P key-value heads that these share. The sums are those of one
+        # process, and parameters collect gradients over ranks as over micro-batches.
+        if split:
+            q, k, v = map(split.by_heads, (q, k, v))       # (B, H/P, T, D), (B, K/P, T, D)
         # Attention is called here and not inside Attention, so that a block which
         # torch.compile must leave for a kernel becomes two graphs instead of four.
         if cache is None:
             y = causal_attention(q, k, v, doc)             # (B, H, T, D)
         else:
             y = cache.attend(q, k, v)
+        if split:
+            y = split.by_positions(y)                      # (B, H, T/P, D)
         y = y.transpose(1, 2).flatten(2)                   # (B, T, H D)
         x = x + attention.o_proj(y)
         h = self.feedforward_layernorm(x)
@@ -591,25 +600,29 @@ class Apertus(nn.Module):
         attention = c.n_layer * c.n_head * c.head_dim * T
         return 6 * trained + 4 * frozen + 6 * attention
 
-    def hidden(self, idx, doc=None, cache=None):
-        """Token ids (B, T) -> normalised last hidden states (B, T, C)."""
+    def hidden(self, idx, doc=None, cache=None, split=None):
+        """
+        Token ids (B, T) -> normalised last hidden states (B, T, C). split: this rank's T/P
+        positions of both.
+        """
         x = self.model.embed_tokens(idx)                   # (B, T, C)
         if self.dtype is not None:
             x = x.to(self.dtype)
-        cos, sin = self.rope(idx, cache, x.dtype)
+        cos, sin = self.rope(idx, cache, x.dtype, split)
         doc = document_mask(doc) if self.config.doc_mask else None
         for block in self.model.layers:
-            x = block(x, cos, sin, doc, cache)
+            x = block(x, cos, sin, doc, cache, split)
         return self.model.norm(x)
 
-    def rope(self, idx, cache, dtype):
+    def rope(self, idx, cache, dtype, split=None):
         """
         cos and sin of the angles of ids (B, T): each (T, D), or with a cache, whose rows
         begin apart, (B, 1, T, D).
         """
         T = idx.shape[1]
         if cache is None:
-            positions = torch.arange(T, device=idx.device)  # (T,)
+            first = split.rank * T if split else 0
+            positions = torch.arange(first, first + T, device=idx.device)  # (T,)
         else:
             positions = cache.begin(T)[:, None]            # (B, 1, T)
         # In fp32: bf16 has no room for positions.
@@ -630,6 +643,7 @@ class Apertus(nn.Module):
         per_token=False,
         cache=None,
         teacher=None,
+        split=None,
     ):
         """
         idx (B, T) int64. Without targets: logits (B, T, V), None; with a cache
@@ -641,9 +655,11 @@ class Apertus(nn.Module):
         tokens of the whole step, instead of by those of this batch; then gradients of
         several batches and ranks add up. per_token: return, not their mean, but the
         negative log-likelihoods (B, T) in nats, fp32, without gradient. teacher: learn from it as
-        well (engine/distill.py), and return its two terms in place of None.
+        well (engine/distill.py), and return its two terms in place of None. split
+        (engine/parallel.py): idx, targets and keep are this rank's T/P positions of windows
+        that P ranks share, and doc is that of the whole windows.
         """
-        x = self.hidden(idx, doc, cache)
+        x = self.hidden(idx, doc, cache, split)
         head = self.lm_head.weight
         if targets is None:
             if cache is not None:
@@ -668,7 +684,7 @@ class Apertus(nn.Module):
             rows,
         )
         if teacher is not None:
-            return teacher.loss(ChunkedCrossEntropy.apply, idx, doc, *flat)
+            return teacher.loss(ChunkedCrossEntropy.apply, idx, doc, split, *flat)
         loss, nll = ChunkedCrossEntropy.apply(*flat, self.chunk_loss)
         if per_token:
             return None, nll.view(targets.shape)

@@ -78,6 +78,8 @@ pii_in_code = False         # ...in .py files and documents of language "code" t
 keep_languages = ""         # only these, with commas between
 min_chars = 0               # of a document
 max_chars = 0               # 0 = any
+min_tokens = 0              # of a document, its begin and end included: needs a --tokenizer
+max_tokens = 0              # 0 = any
 score_field = ""            # column of a quality score, of which...
 keep_top = 0.33             # ...this share of each language is kept
 max_field = ""              # column of a score like toxicity, which must be below...
@@ -268,6 +270,9 @@ def read_rules(files, work):
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
+    if (min_tokens or max_tokens) and not tokenizer:
+        raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
+                         "already: name it, --tokenizer=apertus")
     asked = dict(
         store=open_robots(robots) if robots else None,
         agents=asked_agents(),
@@ -301,6 +306,9 @@ def read_rules(files, work):
         columns=columns,
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,
+        tok=tokenizers.load(tokenizer) if min_tokens or max_tokens else None,
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
         pii=pii,
         pii_in_code=pii_in_code,
         strict=strict,

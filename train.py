@@ -61,6 +61,7 @@ base = "fp32"                   # what frozen weights are held in: fp32 | bf16 |
 # the ranks (engine/parallel.py)
 parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
+sequence_parallel = 1           # neighbouring ranks that share one window, for long ones; divides n_kv_head
 recompute = "none"              # activations that backward computes again: none | selective | full
 exact = False                   # the same bits on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
@@ -229,7 +230,7 @@ def set_up():
         from posttrain.start import Start       # here, since other runs need not wait for it
         begin = Start(init_from)
         globals().update(begin.settings(settings(globals()), globals().get("_asked", ())))
-    ranks = Ranks(parallel, exact, hsdp_shard)
+    ranks = Ranks(parallel, exact, hsdp_shard, sequence_parallel)
     where = ranks.place(pick_device(device))
     work_dtype = pick_dtype(dtype, where)
     check_settings()
@@ -243,6 +244,7 @@ def set_up():
     ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     shape = ApertusConfig.of(config)
+    ranks.check_split(block_size=block_size, n_kv_head=shape.n_kv_head)
     guides = None
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
@@ -258,6 +260,7 @@ def set_up():
         from posttrain.start import teacher_of
         compiled = compile and can_compile(torch.device(where))
         teaching = teacher_of(config, tok, shape, where, work_dtype, compiled)
+        ranks.check_split(n_kv_head_of_the_teacher=teaching.model.config.n_kv_head)
     return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching)
 
 
@@ -372,7 +375,7 @@ def has_summary(tokens):
 def evaluate(run, model, windows):
     """
     Mean loss in nats over the first `windows` validation windows (0 = all), a micro-batch at a
-    time on each rank.
+    time on each rank, or each group of ranks that share a window.
 
     We need no gradients here, but no_grad would make torch.compile trace every block a second
     time.
@@ -380,16 +383,16 @@ def evaluate(run, model, windows):
     rows, ranks = run.rows, run.ranks
     windows = min(windows or run.val.n_windows, run.val.n_windows)
     total = count = 0.0
-    mine = ranks.rank * rows
-    for first in range(mine, mine + windows, rows * ranks.size):
+    mine = ranks.group * rows
+    for first in range(mine, mine + windows, rows * ranks.groups):
         # The last batch is moved back to be as large as the others, which are compiled; what it
         # repeats does not count. A rank with no windows left runs along all the same, because
         # FSDP gathers weights from all ranks.
         begin = max(0, min(first, windows - rows))
         batch = run.val.batch(begin, min(rows, windows))
-        idx, targets, keep, doc = (t.to(run.device) for t in batch)
+        idx, targets, keep, doc = (t.to(run.device) for t in ranks.cut(*batch))
         keep[:first - begin] = False
-        _, nll = model(idx, targets, keep, doc, per_token=True)
+        _, nll = model(idx, targets, keep, doc, per_token=True, split=ranks.split)
         total += (nll * keep).sum().item()
         count += keep.sum().item()
     drop_gathered(model)
@@ -417,6 +420,8 @@ def introduce(run, model, end):
     if ranks.size > 1:
         kind = device.split(":")[0]
         device = f"{ranks.size} x {kind}"
+        if ranks.split:
+            device += f", {ranks.sequence} to a window,"
     epochs = samples_before(end) / run.train.n_windows
     steps = steps_until(total_samples)
     print(f"{model.num_params():,} parameters on {device} in {str(run.dtype)[6:]}, "
@@ -502,7 +507,8 @@ def finish(run, model, steps, began, log):
 def batches(run, step):
     """
     This rank's part of the samples of this step and all that follow: yields idx, targets, keep,
-    doc, each (samples, T). A thread prepares the next step while the caller computes this one.
+    doc, each (samples, T), whole where ranks share a window. A thread prepares the next step while
+    the caller computes this one.
 
     The thread has one OpenMP thread: a second pool would make libgomp count more threads than
     cores, and those of the training step would then sleep at every barrier instead of spinning.
@@ -511,8 +517,8 @@ def batches(run, step):
 
     def fetch(step):
         first = samples_before(step)
-        each = batch_at(first, batch_size, batch_ramp_at or None) // ranks.size
-        return run.train.batch(first + ranks.rank * each, each)
+        each = batch_at(first, batch_size, batch_ramp_at or None) // ranks.groups
+        return run.train.batch(first + ranks.group * each, each)
 
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
         ahead = thread.submit(fetch, step)
@@ -538,15 +544,17 @@ def forward_backward(net, run, batch, n_tokens, step):
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         if run.guides:
-            run.guides.set(step, run.ranks.rank * len(micro) + i)
+            run.guides.set(step, run.ranks.group * len(micro) + i)
         divide_by = n_tokens
         if loss_average == "micro":
             kept = tensors[2].sum().item()
-            divide_by = kept * len(micro) * run.ranks.size
+            divide_by = kept * len(micro) * run.ranks.groups
+        tensors = run.ranks.cut(*tensors)
         idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
         # Ranks exchange gradients once, behind the last micro-batch.
         with gradients(net, run.ranks, last=i + 1 == len(micro)):
-            parts, part = net(idx, targets, keep, doc, n_tokens=max(divide_by, 1), teacher=run.teacher)
+            parts, part = net(idx, targets, keep, doc, n_tokens=max(divide_by, 1), teacher=run.teacher,
+                              split=run.ranks.split)
             part.backward()
         loss += part.detach()
         if run.teacher:
@@ -628,7 +636,7 @@ def pretrain(run, stop):
     for step in bar:
         step_began = time.perf_counter()
         batch = next(loader)
-        keep = batch[2]
+        _, _, keep, _ = ranks.cut(*batch)
         n_tokens, n_all = ranks.add(keep.sum(), keep.numel())  # of the whole step
 
         # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank was asked to stop.

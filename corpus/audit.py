@@ -48,6 +48,7 @@ REASONS = {
     "above": "above the threshold of its language (toxicity)",
     "rate": "not drawn (random share)",
     "contaminated": "contains an evaluation prompt",
+    "tokens": "too few or too many tokens",
     "duplicate": "the same text was kept before",
     "near-duplicate": "nearly the same text was kept before",
 }

@@ -44,6 +44,7 @@ class Rules(SimpleNamespace):
         robots                          arguments of robots.verdict, or None
         columns                         arguments of quality.column_reason
         contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
+        tok, min_tokens, max_tokens     the vocabulary by which a document is too short or too long, or None
         pii, pii_in_code                is personal data replaced, and in code too?
         strict                          raise where a URL is none
     """
@@ -78,7 +79,11 @@ def sift(rules, number, rows):
             candidates = by_columns(rules, some, info)
             for one in by_words(rules, candidates, info):
                 begin = f.tell()
-                replaced = write_scrubbed(f, rules, one.doc)
+                replaced, tokens = write_scrubbed(f, rules, one.doc)
+                if rules.tok and not rules.min_tokens <= tokens <= (rules.max_tokens or tokens):
+                    f.seek(begin)
+                    remove(one, "tokens", info)
+                    continue
                 # In the order of spool_type. The stream, 0, is not known before all batches are.
                 spooled.append((
                     id_hash(one.id),
@@ -151,18 +156,22 @@ def fingerprint(text):
 
 def write_scrubbed(f, rules, doc):
     """
-    Write a document without personal data as UTF-8. Returns how much was replaced, by kind: int64 (kinds,).
+    Write a document without personal data as UTF-8. Returns how much was replaced, by kind: int64 (kinds,); and, where
+    they are asked for, its tokens with begin and end.
 
     Part by part, since of a document of 100 MB one copy is enough. Apertus left code as it is.
     """
     scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
     replaced = np.zeros(len(KINDS), np.int64)
+    tokens = 2
     for part in long_parts(doc["text"]):
         if scrub:
             part, counts = scrub_pii(part)
             replaced += [counts[kind] for kind in KINDS]
         f.write(part.encode())
-    return replaced
+        if rules.tok:
+            tokens += len(rules.tok.encode_array(part))
+    return replaced, tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -213,7 +222,9 @@ def reason_by_columns(rules, one, info):
         note_outcome(info, outcome, host_key(url), one.size)
         if outcome.startswith("drop:"):
             return outcome.removeprefix("drop:")
-    return column_reason(doc, **rules.columns)
+    # A token has at least one byte: most texts that are too short need not be tokenized.
+    few = rules.tok and one.size + 2 < rules.min_tokens
+    return column_reason(doc, **rules.columns) or ("tokens" if few else None)
 
 
 def note_outcome(info, outcome, host, size):

@@ -96,6 +96,7 @@ class Teacher:
         chunked,
         idx,
         doc,
+        split,
         h,
         head,
         labels,
@@ -103,12 +104,13 @@ class Teacher:
         rows,
     ):
         """
-        idx, doc (B, T): what the student has read; chunked: ChunkedCrossEntropy.apply, and its other arguments.
+        idx, doc, split: what the student has read, as in Apertus.forward; chunked: ChunkedCrossEntropy.apply, and its
+        other arguments.
 
         Returns the two terms, cross-entropy and KL, each summed with the weights, (2,) without gradient; and the loss.
         """
         with torch.no_grad():
-            known = self.model.hidden(idx, doc)            # (B, T, D)
+            known = self.model.hidden(idx, doc, split=split)  # (B, T, D)
         known = known.flatten(0, 1)
         shares = weights.new_tensor([1 - self.share, self.share])
         weights = weights[:, None]                         # (N, 1)

@@ -8,6 +8,7 @@ One step of training spread over many processes, with the same numbers as on one
     fsdp     every rank holds 1/R of them (FSDP2). A block's weights are gathered just before it runs and dropped after
              it; its gradients are reduce-scattered. Weights travel in bf16, gradients in fp32
     hsdp     fsdp inside a node, where links are fast, and one all-reduce of the shards between nodes
+    split    with each of these: a long window lies over P neighbouring ranks, T/P positions on each (Split)
 
 If any rank is stopped or meets a NaN, all ranks stop in the same step: the flags travel in the all-reduce of the loss.
 All of this is torch's own. What is added here is the order: recompute activations, compile, shard, then initialise each
@@ -15,6 +16,7 @@ shard. Tensor and pipeline parallelism, which thousands of GPUs need (python -m 
 github.com/pytorch/torchtitan.
 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
+$ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --parallel=fsdp --sequence_parallel=8
 """
 
 import contextlib
@@ -28,9 +30,11 @@ import traceback
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
@@ -77,10 +81,12 @@ class Ranks:
     exact: gradients are added in fp64, so that 1, 2 and 4 processes end in the same bits. It needs sharding, which one
         process then does as well.
     shard: with hsdp, how many ranks share one copy of the model; 0 = those of a node.
+    sequence: P, how many neighbouring ranks share one window, which must divide the ranks. A group of P ranks reads the
+        same samples, and each computes its own positions of them.
     ValueError for what cannot work. No connection is opened before join().
     """
 
-    def __init__(self, mode="none", exact=False, shard=0):
+    def __init__(self, mode="none", exact=False, shard=0, sequence=1):
         if mode not in MODES:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's therefore count.
@@ -95,6 +101,19 @@ class Ranks:
                              "say --parallel=ddp or --parallel=fsdp")
         if exact and mode == "ddp":
             raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
+        if sequence < 1 or self.size % sequence:
+            near = nearest_divisors(self.size, max(1, sequence))
+            raise ValueError(f"sequence_parallel={sequence} does not divide {self.size} processes: try {near}, or "
+                             "start a multiple of it, torchrun --nproc_per_node=8 ... --parallel=fsdp")
+        if exact and sequence > 1:
+            raise ValueError("exact=True gives the same bits on any number of ranks, and sums over a split window "
+                             "round otherwise: leave it out, or take --sequence_parallel=1")
+        self.sequence = sequence
+        # How many groups of ranks read samples of their own, which is this rank's, and its place in that.
+        self.groups = self.size // sequence
+        self.group, self.part = divmod(self.rank, sequence)
+        # What the model exchanges a split window by, from join() on.
+        self.split = None
         self.mode = "fsdp" if exact and mode == "none" else mode
         self.exact = exact
         # In which gradients are added.
@@ -126,20 +145,36 @@ class Ranks:
         return f"cuda:{self.local}"
 
     def micro_batch(self, batch_size, micro_batch):
-        """Samples in memory at once on each rank. ValueError proposes a near size if the batch cannot be split."""
-        if batch_size % self.size:
-            near = nearest_divisors(batch_size, self.size)
-            batch = max(1, round(batch_size / self.size)) * self.size
-            raise ValueError(f"batch_size={batch_size} cannot be split over {self.size} processes: "
+        """Samples in memory at once on each group of ranks. ValueError proposes a near size for one that cannot be."""
+        groups = self.groups
+        those = f"{groups} processes" if self.sequence == 1 else f"{groups} groups of {self.sequence} processes"
+        if batch_size % groups:
+            near = nearest_divisors(batch_size, groups)
+            batch = max(1, round(batch_size / groups)) * groups
+            raise ValueError(f"batch_size={batch_size} cannot be split over {those}: "
                              f"{near} can, or --batch_size={batch}")
-        each = batch_size // self.size
+        each = batch_size // groups
         # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
         micro = micro_batch if self.exact else min(micro_batch, each)
         if micro < 1 or each % micro:
-            over = f" over {self.size} processes, {each} each," if self.size > 1 else ""
+            over = f" over {those}, {each} each," if self.size > 1 else ""
             raise ValueError(f"batch_size={batch_size}{over} is not a multiple of micro_batch={micro_batch}: "
                              f"try --micro_batch={math.gcd(each, max(micro, 1))}")
         return micro
+
+    def check_split(self, **counts):
+        """ValueError if one of these numbers, of positions or of heads, cannot be split over the ranks of a window."""
+        P = self.sequence
+        for name, n in counts.items():
+            if n % P:
+                raise ValueError(f"{name}={n} cannot be split over sequence_parallel={P} ranks: "
+                                 f"{nearest_divisors(n, P)} can")
+
+    def cut(self, idx, targets, keep, doc):
+        """This rank's positions of whole windows, (B, T) each -> (B, T/P). Attention needs doc, which stays whole."""
+        n = idx.shape[1] // self.sequence
+        mine = slice(self.part * n, (self.part + 1) * n)
+        return idx[:, mine], targets[:, mine], keep[:, mine], doc
 
     def join(self, device, timeout):
         """Meet the other ranks: nccl on CUDA, gloo on CPU. timeout: seconds that a rank waits for another."""
@@ -159,6 +194,9 @@ class Ranks:
         # would mix with those of the step.
         self.files = dist.new_group(backend="gloo", timeout=wait)
         self.device = device
+        if self.sequence > 1:
+            group, _ = dist.new_subgroups(self.sequence, timeout=wait)
+            self.split = Split(self.sequence, self.part, group.group_name)
         if self.mode == "hsdp":
             shape = (self.copies, self.shard)
             self.mesh = init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards"))
@@ -198,6 +236,66 @@ def nearest_divisors(n, near):
     below = max(d for d in divisors if d <= near)
     above = min((d for d in divisors if d >= near), default=below)
     return " or ".join(map(str, sorted({below, above})))
+
+
+# -----------------------------------------------------------------------------
+# one window, spread over them
+
+
+@torch.library.custom_op("apertus::exchange", mutates_args=())
+def exchange(x: Tensor, group: str) -> Tensor:
+    """
+    All-to-all within a group of P ranks, by its name: x[j] goes to rank j, and y[i] is what rank i has sent.
+    x, y (P, ...).
+
+    An operator of its own, so that torch.compile has a name for it and breaks no graph.
+    """
+    y = x.new_empty(x.shape)
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    dist.all_to_all_single(y, x.contiguous(), group=ranks)
+    return y
+
+
+@exchange.register_fake
+def _(x, group):
+    return x.new_empty(x.shape)
+
+
+def exchange_back(ctx, grad):
+    """The gradient of y[i] goes back to rank i: the exchange is its own transpose."""
+    return exchange(grad, ctx.group), None
+
+
+def keep_group(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+exchange.register_autograd(exchange_back, setup_context=keep_group)
+
+
+class Split(NamedTuple):
+    """
+    A window of T positions over a group of ranks, which hold T/P positions each. Attention alone needs them all, and it
+    needs no other head: so ranks exchange positions for heads around it (DeepSpeed-Ulysses, arXiv 2309.14509).
+
+    Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D). P must divide K, the
+    number of key-value heads, and T.
+    """
+    size: int                       # P
+    rank: int                       # which of the P stretches of a window this rank holds
+    group: str                      # its name in torch.distributed
+
+    def by_heads(self, x):
+        """All heads of this stretch (B, H, T/P, D) -> some heads of the whole window (B, H/P, T, D)."""
+        x = x.unflatten(1, (self.size, -1))                # (B, P, H/P, T/P, D)
+        x = exchange(x.transpose(0, 1), self.group)        # (P, B, H/P, T/P, D)  by stretch
+        return x.movedim(0, 2).flatten(2, 3)               # (B, H/P, T, D)
+
+    def by_positions(self, x):
+        """And back: (B, H/P, T, D) -> (B, H, T/P, D)."""
+        x = x.unflatten(2, (self.size, -1))                # (B, H/P, P, T/P, D)
+        x = exchange(x.movedim(2, 0), self.group)          # (P, B, H/P, T/P, D)  by heads
+        return x.transpose(0, 1).flatten(1, 2)             # (B, H, T/P, D)
 
 
 # -----------------------------------------------------------------------------

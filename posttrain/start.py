@@ -36,7 +36,7 @@ class Start:
     def settings(self, ours, asked):
         """
         The settings of the model that a run takes over, as {name: value}: all but those that the user is free to
-        change, its window and RoPE.
+        change, its window, RoPE and document mask.
 
         ours: the run's settings; asked: the names among them that the user has set. ValueError: another shape is asked
         for.
@@ -44,13 +44,14 @@ class Start:
         found = {}
         for name, value in vars(self.shape).items():
             own = ours[name]
-            free = name == "block_size" or name.startswith("rope_")
+            free = name in ("block_size", "doc_mask") or name.startswith("rope_")
             if name not in asked or own == value or name == "vocab_size" and not own:
                 found[name] = value
             elif not free:
                 raise ValueError(f"{name}={own!r}, but {self.name} has {value!r}: leave it out, the start decides it")
         window = found.get("block_size", ours["block_size"])
-        if window > self.shape.block_size:
+        theta = found.get("rope_theta", ours["rope_theta"])
+        if window > self.shape.block_size and theta == self.shape.rope_theta:
             print(f"warning: windows of {window} tokens, and {self.name} has seen {self.shape.block_size} at once: "
                   "its RoPE may need another rope_theta")
         return found

@@ -141,6 +141,14 @@ def test_a_config_has_three_spellings(arg):
     assert configure(namespace, [arg])["n_layer"] == 32 and namespace["batch_ramp_at"] == 1_718_272_000
 
 
+def test_a_file_is_told_the_settings_before_it_and_sets_none_of_them(tmp_path):
+    """Those of the files before it, the defaults of the rest; flags come later."""
+    (tmp_path / "one.py").write_text("lr = 2.0\n")
+    (tmp_path / "two.py").write_text("steps = 3 if _before['lr'] == 2 and _before['steps'] == 10 else 4\n")
+    got = after("--lr=5", str(tmp_path / "one.py"), str(tmp_path / "two.py"))
+    assert (got["steps"], got["lr"], got["_asked"]) == (3, 5.0, {"steps", "lr"})
+
+
 def test_every_config_file_fits_its_script():
     paths = glob.glob(os.path.join(ROOT, "configs", "**", "*.py"), recursive=True)
     assert len(paths) > 10

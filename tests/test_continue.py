@@ -110,6 +110,8 @@ def test_window_and_rope_may_change_and_nothing_else_of_the_shape(lab, tmp_path)
     assert config["block_size"] == 32 and config["rope_theta"] == 1e6 and config["n_embd"] == 32
     done = go_on(lab, tmp_path / "long", "--block_size=128")
     assert done.returncode == 0 and "has seen 64 at once" in done.stdout
+    done = go_on(lab, tmp_path / "longer", "--block_size=128", "--rope_theta=1e6", "--doc_mask=False")
+    assert done.returncode == 0 and "has seen" not in done.stdout
     refused(go_on(lab, tmp_path / "other", "--n_embd=64"), "n_embd=64", "has 32")
     assert not os.path.exists(tmp_path / "other")
 

@@ -13,9 +13,12 @@ import pytest
 import torch
 
 import tokenizer
+import train
+from configurator import configure
 from conftest import ROOT, script
 from data import Shard, StagedDataset, TokenDataset, begun, permute
 from goldfish import goldfish_mask
+from schedule import steps_in, wsd
 
 
 @pytest.fixture(scope="module")
@@ -614,6 +617,38 @@ def test_a_shard_that_is_replaced_under_a_run_is_noticed(shattered, tmp_path):
         os.utime(file, ns=(0, 0))
     with pytest.raises(ValueError, match="is not the file that this run began with"):
         data.batch(0, data.n_windows)
+
+
+# Report Tables 5 and 8: theta; steps, windows a step and billions of tokens of the 8B and of the 70B; and those of stage
+# 5, long documents and books.
+LONG = {
+    "8k": (1e6, (9350, 1024, 78.4), (4680, 2048, 78.5), (55.80, 15.87, 6.88)),
+    "16k": (2e6, (6930, 512, 58.1), (3470, 1024, 58.2), (41.31, 11.83, 5.15)),
+    "32k": (4e6, (7000, 256, 58.7), (3500, 512, 58.7), (41.62, 12.09, 5.16)),
+    "64k": (12e6, (3480, 128, 29.2), (1742, 256, 29.2), (20.74, 5.58, 2.96))}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_the_long_context_stages_have_the_published_steps_and_tokens(name):
+    """With 1.2B tokens of warm-up, and then the floor of pretraining's rate to the end."""
+    theta, *sizes, mixture = LONG[name]
+    T = 1024 * int(name.removesuffix("k"))
+    for size, (steps, windows, billions) in zip(("8b", "70b"), sizes):
+        before = configure({**vars(train)}, [size])
+        config = configure({**vars(train)}, [size, f"configs/long/{name}.py"])
+        batch, total = config["batch_size"], config["total_samples"]
+        assert (config["block_size"], config["rope_theta"], batch) == (T, theta, windows)
+        assert steps_in(total, batch, config["batch_ramp_at"] or None) == steps
+        assert total * T / 1e9 == pytest.approx(billions, abs=0.051)
+        assert batch * T == 2 * before["batch_size"] * before["block_size"]      # after the ramp of pretraining
+        warmup = config["warmup_samples"]
+        assert warmup * T / 1e9 == pytest.approx(1.26, abs=0.01)
+        rates = {wsd(at, config["lr"], 0, warmup, total, config["decay_samples"]) for at in (warmup, total - 1)}
+        assert rates == {before["lr_floor"]}
+        (_, sources, until, _), = config["stages"]
+        assert tuple(sources.values()) == mixture and until == total
+        same = "rope_scaling rope_original goldfish_k goldfish_h grad_clip weight_decay alpha_warmup".split()
+        assert all(config[setting] == before[setting] for setting in same)
 
 
 # First step and tokens consumed before it, in billions, rounded down: report Table F.7.

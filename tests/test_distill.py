@@ -174,7 +174,7 @@ def test_two_widths_are_compiled_each_for_itself_and_only_once(monkeypatch):
 # runs
 
 
-STUDENT = ["--block_size=64", "--n_layer=1", "--n_head=2", "--n_kv_head=1", "--n_embd=16", "--ffn_dim=32"]
+STUDENT = ["--block_size=64", "--n_layer=1", "--n_head=2", "--n_kv_head=2", "--n_embd=16", "--ffn_dim=32"]
 RUN = ["--total_samples=64", "--warmup_samples=8", "--decay_samples=16", "--batch_size=8", "--micro_batch=4",
        "--lr=1e-3", "--lr_floor=1e-4", "--dtype=float32", "--sample_every=0", "--eval_every=4", "--eval_windows=8",
        "--last_eval_windows=8", "--checkpoint_every=2", "--keep_checkpoints=9", "--compile=False", "--goldfish_k=3",
@@ -288,10 +288,11 @@ def test_another_teacher_or_share_is_refused_and_another_dtype_is_not(lab, taugh
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [["--parallel=ddp"], ["--parallel=fsdp", "--sequence_parallel=2"]])
 def test_two_processes_learn_as_one(launch, lab, taught, tmp_path, parallel):
+    """The second time by halves of each window, the teacher's as well."""
     args = [f"--data={lab / 'data'}", f"--teacher={lab / 'hf'}", f"--out={tmp_path / 'run'}", *STUDENT, *RUN]
-    codes, text = launch(2, *args, f"--parallel={parallel}", script="train", logs=tmp_path / "log")
+    codes, text = launch(2, *args, *parallel, script="train", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     for one, two in zip(steps(taught, "loss", "kl"), steps(tmp_path / "run", "loss", "kl")):
         assert two == pytest.approx(one, abs=2e-5)

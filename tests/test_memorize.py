@@ -17,13 +17,11 @@ import torch
 import convert
 import tokenizer
 from studies import kit, memorize
-from conftest import ROOT, script
+from conftest import script
 from engine import plot
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-
-COMMITTED = os.path.join(ROOT, "results", "memorize")
 
 
 def read_json(path):
@@ -599,9 +597,3 @@ def test_intervals_are_students_over_the_seeds():
     ours, theirs = [[dict(seed=s, x=10 * s + d) for s in range(1, 4)] for d in (0.5, 0.25)]
     paired = kit.differences(ours, theirs[::-1], lambda row: row["x"])
     assert kit.interval(paired, 3) == "0.250 ± 0.000"  # What a seed does to both says nothing.
-
-
-@pytest.mark.skipif(not os.path.exists(os.path.join(COMMITTED, "rows.jsonl")), reason="no committed results")
-def test_the_committed_table_is_what_the_committed_rows_give():
-    rows = kit.read_rows(os.path.join(COMMITTED, "rows.jsonl"))
-    assert memorize.table_md(rows) == open(os.path.join(COMMITTED, "table.md")).read()

@@ -118,7 +118,7 @@ def test_compiled_attention_in_bf16_stays_causal_and_inside_documents():
 @pytest.mark.parametrize("H, K, D, L, ffn, theta, past", [
     (5, 1, 16, 2, 70, 5e5, 0),                             # an odd number of heads, multi-query
     (3, 3, 8, 1, 33, 12e6, 0),                             # multi-head
-    (6, 3, 32, 2, 64, 12e6, 8300)])                        # positions past 8192
+    (2, 1, 8, 1, 64, 12e6, 33_000)])                       # positions past 8,192 and past 32,768
 def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(H)
@@ -138,10 +138,29 @@ def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
     ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.endswith(constants)})
     idx = ids(1, past + 12, seed=1, high=131)
     with torch.no_grad():
-        torch.testing.assert_close(ours(idx)[0][:, past:], theirs(idx).logits[:, past:], rtol=1e-5, atol=2e-5)
+        found, wanted = ours(idx)[0], theirs(idx).logits
+        for far in (past // 4, past):
+            torch.testing.assert_close(found[:, far:far + 12], wanted[:, far:far + 12], rtol=1e-5, atol=2e-5)
         prompt = idx[:, :10]
         greedy = theirs.generate(prompt, max_new_tokens=8, do_sample=False)
         assert torch.equal(generate(ours, prompt, 8, temperature=0), greedy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cos_and_sin_of_65536_positions_are_transformers_in_fp32_and_bf16(dtype):
+    """The angles of both are in fp32: at position 65,535 an angle in bf16 would be off by a hundred radians."""
+    modeling = pytest.importorskip("transformers.models.apertus.modeling_apertus")
+    transformers = pytest.importorskip("transformers")
+    rope = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192,
+                low_freq_factor=1.0, high_freq_factor=4.0)
+    theirs = modeling.ApertusRotaryEmbedding(transformers.ApertusConfig(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope))
+    ours = small(n_embd=64, n_head=2, n_kv_head=1, rope_theta=12e6)
+    found = ours.rope(torch.zeros(1, 65536), None, dtype)
+    wanted = theirs(torch.zeros(1, dtype=dtype), torch.arange(65536)[None])
+    assert found[0].shape == (65536, 32) and found[0].dtype == dtype
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other[0], rtol=0, atol=1e-6)
 
 
 def test_rope_scaling_blends_as_many_frequencies_as_published():

@@ -60,6 +60,41 @@ def test_weights_gradients_states_and_traffic_are_the_arithmetic_of_fsdp():
     assert traffic["reduce_scatter_base"] == pytest.approx(4 * n, rel=0.01)
 
 
+def test_a_split_window_takes_the_activations_of_a_part_and_four_exchanges():
+    """
+    Two of H heads, for q and the result, and two of K, for k and v: in bf16, of T/P positions, forward and backward and
+    in each recomputation. Stored is what a window of T/P tokens stores, and attention's result before its exchange.
+    """
+    config = dataclasses.replace(SMALL, n_layer=3, n_kv_head=4, block_size=1024)
+    once = 256 * 2 * (config.n_head + config.n_kv_head) * config.head_dim * 2
+    for mode, passes in (("none", 2), ("full", 3)):
+        traced, traffic = tracing.sharded(config, 1, mode, 8, 8, 4)
+        assert traffic["exchange"] == passes * config.n_layer * once
+        short, _ = tracing.sharded(dataclasses.replace(config, block_size=256), 1, mode, 8, 8)
+        activations = [kinds["forward"]["activations"] for kinds in (traced, short)]
+        before_exchange = config.n_layer * 256 * config.n_head * config.head_dim * 2 if mode == "none" else 0
+        assert activations[0] == pytest.approx(activations[1] + before_exchange, rel=0.01)
+
+
+def test_the_table_of_windows_says_what_a_trace_of_the_whole_window_says():
+    """On another number of GPUs, and over more of them, than the table's own traces have."""
+    long = dataclasses.replace(SMALL, n_kv_head=4, block_size=2048)
+    takes = plan.bytes_of_windows(long)
+    peak, _ = tracing.planner(long, tracing.sharded, "full", 16, 16, 4)
+    assert takes(2048, 4, "full", 16) == pytest.approx(sum(peak(1).values()), rel=0.02)
+
+
+def test_the_fewest_gpus_then_the_least_recomputation_then_the_smallest_split():
+    """By hand: 160 bytes in shards, and 64, half or a tenth of that for a window, over the GPUs that share it."""
+    part = dict(none=1, selective=0.5, full=0.1)
+
+    def takes(T, P, mode, gpus):
+        return 160 / gpus + T / P * part[mode]
+    wanted = {100: "8 / 1 none", 60: "8 / 2 none", 28: "8 / 8 none", 25: "8 / 8 selective", 22: "8 / 4 full",
+              15: "16 / 8 selective", 0.5: "-"}
+    assert {room: plan.fewest(takes, 160, 64, room) for room in wanted} == wanted
+
+
 @pytest.mark.parametrize("base, bits", [("bf16", 16), ("int8", 8), ("nf4", 4 + 8 / 64 + 32 / 64 / 256)])
 def test_a_frozen_base_and_its_adapters_on_one_gpu_are_arithmetic(base, bits):
     """
@@ -216,6 +251,9 @@ def test_what_to_change_where_nothing_fits(say, monkeypatch):
     """More GPUs or a shorter window where the states alone would fit (2.7 GB of 73.6 do), and wider shards in HSDP."""
     short = say(kinds={"weights": 90e9})
     assert "does not fit, by 16.4 GB" in short and "--gpus=1024" in short and "a shorter --block_size" in short
+    assert "windows over 2 GPUs (--sequence_parallel=2), or" in short
+    monkeypatch.setattr(plan, "sequence_parallel", 8)
+    assert "over 16 GPUs (--sequence_parallel=16), which 8 kv heads do not allow: context" in say(kinds={"weights": 9e10})
     monkeypatch.setattr(plan, "parallel", "hsdp")
     short = say(kinds={"weights": 180e9}, shards=8)
     assert "take 175.0 GB" in short and "--hsdp_shard=16" in short and "block_size" not in short
@@ -237,6 +275,8 @@ def test_the_published_flops_of_the_70b():
     (["--gpus=1", "--lora_r=4", "--base=int3"], "there is fp32, bf16, int8, nf4"),
     (["--gpus=8", "--parallel=fsdp", "--lora_r=4"], "--gpus=1 or --parallel=ddp"),
     (["--gpus=2", "--gpu=4090"], "there is a100, h100"),
+    (["--gpus=8", "--sequence_parallel=3"], "sequence_parallel=3 does not divide gpus=8: try 2 or 4"),
+    (["--gpus=8", "--sequence_parallel=4"], "does not divide n_kv_head=2: try 2. Beyond n_kv_head: context"),
     (["--gpus=4", "--parallel=hsdp", "--hsdp_shard=3"], "try 2 or 4")])
 def test_what_cannot_be_planned_is_told_in_one_line(quick, args, says):
     done = quick(*args)
@@ -271,6 +311,17 @@ def test_the_slower_of_compute_and_links_decides_the_speed(monkeypatch, capsys):
         assert mode == "none" and found == pytest.approx(speed, rel=1e-3)
         said = capsys.readouterr().out
         assert bound in said and "7.73e+23 as the report counts" in said
+
+
+def test_all_to_alls_come_to_the_compute_of_a_part_of_the_window(monkeypatch, capsys):
+    """1,024 tokens on each of 8 H100 take 0.125 s, and three quarters of 48 GB at 360 GB/s 0.1 s."""
+    settings = dict(gpus=8, mfu=0.4, max_length=0, total_samples=1000, sequence_parallel=4)
+    for key, value in settings.items():
+        monkeypatch.setattr(plan, key, value)
+    kinds = dict.fromkeys(tracing.KINDS, 0)
+    found = {"none": (1, kinds, dict(exchange=48e9)), "full": (0, kinds, {})}
+    _, speed, *_ = plan.print_speed(found, 8, plan.GPUS["h100"], ApertusConfig(), 48.3e9, False)
+    assert speed == pytest.approx(8 * 1024 / (0.125 + 0.1), rel=1e-3)
 
 
 def test_what_fits_leaves_the_reserve_free(quick):

@@ -170,6 +170,26 @@ def test_a_vocabulary_is_learnt_from_whole_buckets_until_there_is_enough_text(mo
     assert list(prepare.some_text(buckets, None)) == [*buckets[0], *buckets[1]]
 
 
+def test_a_bucket_of_tokens_holds_the_documents_of_that_many(tmp_path):
+    """
+    Counted in the shards, begin and end included, where an address of 17 letters is one token (chat.py's vocabulary):
+    the texts of 4 to 12 letters, and what is left out is in the account.
+    """
+    texts = ["x" * n for n in range(1, 30)] + ["to anna@example.org 1234"]
+    write_jsonl(tmp_path / "in.jsonl", [dict(id=str(i), text=text) for i, text in enumerate(texts)])
+    fill(tmp_path / "out", tmp_path / "in.jsonl", "--min_tokens=6", "--max_tokens=14")
+    found = texts_in(tmp_path / "out")
+    assert sorted(map(len, found))[:9] == list(range(4, 13)) and len(found) == 10
+    assert any("<email-pii> 1234" in text for text in found)
+    total = account(tmp_path / "out")["total"]
+    assert total["documents_in"] == 30 and total["removed"]["tokens"][0] == 20
+
+
+def test_tokens_are_counted_in_a_vocabulary_that_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    refused("name it, --tokenizer=apertus", tmp_path / "a.txt", "--min_tokens=6", f"--out={tmp_path / 'out'}")
+
+
 FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
 
 

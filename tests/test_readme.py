@@ -36,7 +36,8 @@ def commands(blocks):
 
 # Lines that go on from each other's files begin with a variable: they are run in order, the others each by itself.
 CHAIN = commands(block for block in BLOCKS if block.startswith("START="))
-COMMANDS = commands(block for block in BLOCKS if not block.startswith("START="))
+LOOP = commands(block for block in BLOCKS if block.startswith("FROM="))
+COMMANDS = commands(block for block in BLOCKS if not block.startswith(("START=", "FROM=")))
 TINY = "configs/tiny.py --total_samples=32 --decay_samples=8 --block_size=256".split()
 
 
@@ -259,6 +260,27 @@ def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(place):
     assert all((place / file).exists() for file in left)
 
 
+def test_the_loop_goes_through_the_four_long_context_stages(place):
+    """Its training line for each word of the loop, every stage from the weights of the one before."""
+    head, train, goes_on, end = LOOP
+    assert end == "done" and goes_on == "FROM=out/8b-$L" and train.startswith("torchrun")
+    begin, words = re.fullmatch(r"FROM=(\S+); for L in (.*); do", head).groups()
+    start, thetas = f"{place}/run", []
+    assert begin == "out/8b" and words == "8k 16k 32k 64k"
+    for L in words.split():
+        line = train.replace("$FROM", start).replace("$L", L).replace("=out/", f"={place}/")
+        words_of = line.replace(f"--data=data/long-{L}", f"--data={place}/data").split()
+        own = words_of[words_of.index("train.py") + 1:]
+        small = [*TINY, "--vocab_size=0", "--alpha_warmup=0", "--warmup_samples=0", "--stage="]
+        done = script("train.py", *own, *small, "--parallel=none", "--sequence_parallel=1")
+        assert done.returncode == 0, done.stderr
+        start = f"{place}/8b-{L}"
+        config = json.loads((place / f"8b-{L}" / "config.json").read_text())
+        thetas.append(config["rope_theta"])
+        assert config["init_from"] == line.partition("--init_from=")[2].split()[0]
+    assert thetas == [1e6, 2e6, 4e6, 12e6]
+
+
 PAGES = ["README.md", "CONTRIBUTING.md", "tests/README.md"]
 EXAMPLES = ("X.py", "test_X.py", "report.md")  # names that stand for others
 
@@ -314,6 +336,30 @@ def test_the_days_that_the_readme_names_follow_from_the_tokens():
     for tokens, speed, days in rows:
         seconds = number(tokens) * 1e12 / number(speed)
         assert seconds / 86400 == pytest.approx(number(days), rel=0.02)
+
+
+def test_the_gpus_that_the_readme_names_for_long_windows_hold_them_and_half_of_them_do_not():
+    """
+    By arithmetic: 20 bytes a parameter over the GPUs, and with full recomputation the inputs of all blocks, in bf16,
+    leave a twelfth of the card free; the 20 bytes over half as many do not. Of the 8B's 64k a trace says that it fits.
+    """
+    from tools import plan
+
+    lengths = [8192, 16384, 32768, 65536]
+    sizes = {"8B": (8_053_338_176, 4096, 32), "70B": (70_599_864_480, 8192, 80)}
+    rows = re.findall(r"^(8B|70B) +(80|141) GB each +(.*)$", README, re.M)
+    assert len(rows) == 4
+    for name, card, cells in rows:
+        parameters, C, L = sizes[name]
+        room = 0.92e9 * int(card)
+        cells = re.findall(r"(\d+) / (\d) (none|selective|full)", cells)
+        for T, (gpus, P, mode) in zip(lengths, cells, strict=True):
+            held = 20 * parameters / int(gpus)
+            inputs = 2 * C * L * T / int(P) if mode == "full" else 0
+            assert held + inputs < room and (gpus == "8" or 2 * held > room)
+    assert rows[0][2].endswith(" 8 / 8 none")
+    takes = plan.bytes_of_windows(plan.published("8b"))
+    assert takes(65536, 8, "none", 8) < 0.92 * 80e9
 
 
 def test_the_table_of_faults_is_the_record_of_those_that_were_done():

@@ -6,6 +6,8 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
     compute    of a micro-batch: FLOPs per token * tokens / (peak * MFU)
     links      a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes per
                parameter, whatever its size
+    windows    over P GPUs (--sequence_parallel): activations divide by P; four all-to-alls per block and direction add
+               their time to the compute, since nothing runs beside them
     so         tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many
                tokens there may be
 
@@ -16,6 +18,7 @@ $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
 $ python -m tools.plan --cards          # README's table of what can be fine-tuned on which card
+$ python -m tools.plan --long           # and of how many GPUs hold windows of 8k to 64k
 """
 
 import sys
@@ -25,6 +28,8 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import dataclasses
+import functools
+import itertools
 import math
 import os
 
@@ -52,6 +57,7 @@ node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
 picture = "out/plan.png"   # where it is drawn; "" = nowhere
 cards = False              # print the table of what can be fine-tuned on which card, and stop
+long = False               # print the table of the fewest GPUs for windows of 8k to 64k, and stop
 
 # The published models, whose shapes are those of these configs: a plan needs no network.
 PUBLISHED = {"swiss-ai/Apertus-8B-": "8b", "swiss-ai/Apertus-70B-": "70b"}
@@ -82,20 +88,40 @@ def shape():
     return dataclasses.replace(start, block_size=max_length or window)
 
 
+def windows_of_a_group(config):
+    """Windows of a step for each group of GPUs that share them. ValueError if windows or batch cannot be split so."""
+    P = sequence_parallel
+    for name, n in dict(gpus=gpus, n_kv_head=config.n_kv_head, block_size=config.block_size).items():
+        if P < 1 or n % P:
+            raise ValueError(f"sequence_parallel={P} does not divide {name}={n}: try {nearest_divisors(n, max(P, 1))}. "
+                             "Beyond n_kv_head: context parallelism, as in torchtitan")
+    groups = gpus // P
+    if batch_size % groups:
+        those = f"{gpus} GPUs" if P == 1 else f"{groups} groups of {P} GPUs"
+        raise ValueError(
+            f"batch_size={batch_size} cannot be split over {those}: {nearest_divisors(batch_size, groups)} can. "
+            "For more GPUs than samples (70B: the batch doubles at batch_ramp_at) say --batch_size, split windows by "
+            "--sequence_parallel, or the model by tensor and pipeline parallelism, as torchtitan does")
+    return batch_size // groups
+
+
 # -----------------------------------------------------------------------------
 # time
 
 
-def seconds_of(traffic, shards, node, inside, between):
+GATHERS = "allgather_base", "reduce_scatter_base"
+
+
+def seconds_of(traffic, shards, node, inside, between, names=GATHERS):
     """
-    Seconds that a micro-batch's collectives take if nothing else uses the links.
+    Seconds that a micro-batch's collectives of these names take among `shards` GPUs if nothing else uses the links.
 
     node: GPUs of a node; inside, between: GB/s per GPU. The all-reduce between copies, once per step, is not in it.
     """
     if shards == 1:
         return 0.0
     speed = (inside if shards <= node else between) * 1e9
-    size = sum(traffic.get(name, 0) for name in ("allgather_base", "reduce_scatter_base"))
+    size = sum(traffic.get(name, 0) for name in names)
     return size * (shards - 1) / shards / speed
 
 
@@ -130,8 +156,9 @@ def gb(size):
 
 
 def main():
-    if cards:
-        print(*table_of_cards(), sep="\n")
+    if cards or long:
+        table = table_of_cards() if cards else table_of_windows()
+        print(*table, sep="\n")
         return
     spec = GPUS.get(gpu)
     if not spec or gpus > 1 and not spec.node_gbs:
@@ -151,26 +178,23 @@ def main():
     shards = 1 if whole else shards
     if gpus % shards:
         raise ValueError(f"hsdp_shard={shards} does not divide gpus={gpus}: try {nearest_divisors(gpus, shards)}")
-    if batch_size % gpus:
-        raise ValueError(
-            f"batch_size={batch_size} cannot be split over {gpus} GPUs: {nearest_divisors(batch_size, gpus)} can. "
-            "For more GPUs than samples (70B: the batch doubles at batch_ramp_at) say --batch_size, or split the model "
-            "by tensor and pipeline parallelism, as torchtitan does")
     config = shape()
+    most = windows_of_a_group(config)
     model = shapes_of(config, adapters, base)
-    room, most = spec.memory * (1 - reserve), batch_size // gpus
+    room, P = spec.memory * (1 - reserve), sequence_parallel
     how = "whole" if whole else "fsdp over" if shards == gpus else f"hsdp, {gpus // shards} copies, over"
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     beside = f", {trained / 1e6:.1f}M of them adapters beside a base in {base}" if adapters else ""
     print(f"{model.num_params() / 1e9:.2f}B parameters{beside}; {batch_size} x {config.block_size} tokens per step, on "
-          f"{gpus} x {gpu} ({spec.memory / 1e9:.0f} GB, {reserve:.0%} kept free), {how}{'' if whole else f' {shards}'}")
+          f"{gpus} x {gpu} ({spec.memory / 1e9:.0f} GB, {reserve:.0%} kept free), {how}{'' if whole else f' {shards}'}"
+          f"{f', {P} to a window' if P > 1 else ''}")
 
     found = {}
     for mode in tqdm(("none", "selective", "full"), desc="tracing", leave=False):
         if whole:
-            peak, traffic = planner(config, on_one, mode, adapters, base)
+            peak, traffic = planner(config, on_one, mode, adapters, base, P)
         else:
-            peak, traffic = planner(config, sharded, mode, gpus, shards)
+            peak, traffic = planner(config, sharded, mode, gpus, shards, P)
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         rows = max((n for n in divisors if sum(peak(n).values()) <= room), default=0)
         found[mode] = rows, peak(rows or 1), traffic
@@ -216,13 +240,15 @@ def print_speed(found, shards, spec, config, flops, frozen):
     # The length of a fine-tuning is that of its conversations, which a plan does not read.
     run_tokens = 0 if max_length else total_samples * config.block_size
     for mode, (rows, kinds, traffic) in found.items():
-        tokens = (rows or 1) * config.block_size
+        tokens = (rows or 1) * config.block_size / sequence_parallel
         computed = spec.flops * mfu / (flops * recompute_cost(config, mode, frozen))        # tokens per second
+        traffic = traffic | dict(exchange=traffic.get("exchange", 0) * (rows or 1))
         compute = tokens / computed
+        compute += seconds_of(traffic, sequence_parallel, spec.per_node, inside, between, ["exchange"])
         links = seconds_of(traffic, shards, spec.per_node, inside, between)
         speed = gpus * tokens / max(compute, links)
         days = f"{run_tokens / speed / 86400:9,.1f}" if run_tokens else f"{'-':>9}"
-        print(f"{mode:12}{tokens:8,}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    "
+        print(f"{mode:12}{tokens:8,.0f}{compute:9.2f}s{gb(sum(traffic.values())):>8}GB{links:8.2f}s    "
               f"{'links' if links > compute else 'compute':10}{speed / gpus:10,.0f}{speed:12,.0f}"
               f"{flops * speed / gpus / spec.flops:7.1%}{days}{'' if rows else '   (if it fitted)'}")
         if rows and (best is None or speed > best[1]):
@@ -278,6 +304,55 @@ def table_of_cards():
         yield f"| {name.upper()} | {' | '.join(cells)} |"
 
 
+def table_of_windows():
+    """
+    The lines of README's table: the fewest GPUs, in nodes of 8, that hold a published model in shards and windows of 8k
+    to 64k; with the least recomputation that fits there, and then the fewest GPUs to a window.
+    """
+    lengths = [8192, 16384, 32768, 65536]
+    yield "GPUs / P to a window" + "".join(f"{T // 1024:>17}k" for T in lengths)
+    bar = tqdm(total=4 * len(lengths), desc="tracing", unit="cell", leave=False)
+    for name in ("8b", "70b"):
+        config = published(name)
+        held = 20 * shapes_of(config).num_params()
+        takes = bytes_of_windows(config)
+        for card in (80, 141):
+            line = f"{name.upper():4}{card:4} GB each    "
+            for T in lengths:
+                line += f"{fewest(takes, held, T, card * 1e9 * (1 - reserve)):>18}"
+                bar.update()
+            yield line
+    bar.close()
+
+
+def bytes_of_windows(config):
+    """
+    takes(T, P, mode, gpus): bytes on each of so many GPUs at the peak, P of which share a window of T tokens.
+
+    Traced on 8: weights, gradients and states divide by the GPUs, and the rest depends on T/P.
+    """
+    @functools.cache
+    def traced(tokens, P, mode):
+        window = dataclasses.replace(config, block_size=tokens * P)
+        peak, _ = planner(window, sharded, mode, 8, 8, P)
+        return peak(1)
+
+    def takes(T, P, mode, gpus):
+        kinds = traced(T // P, min(P, 2), mode)
+        held = sum(kinds[kind] for kind in ("weights", "gradients", "states"))
+        return sum(kinds.values()) - held + held * 8 / gpus
+    return takes
+
+
+def fewest(takes, held, T, room):
+    """A cell of the table. takes: of bytes_of_windows(); held: bytes that the GPUs share; room: bytes of each."""
+    enough = (8 * 2**n for n in range(10) if held / (8 * 2**n) < room)
+    for gpus, mode, P in itertools.product(enough, ("none", "selective", "full"), (1, 2, 4, 8)):
+        if takes(T, P, mode, gpus) <= room:
+            return f"{gpus} / {P} {mode}"
+    return "-"
+
+
 def advice(parameters, found, best, shards, node, most, room):
     """
     Yield lines: what to set, and what to change if it does not fit or waits for its links.
@@ -291,6 +366,10 @@ def advice(parameters, found, best, shards, node, most, room):
         if parallel == "hsdp":
             more = f"Shard wider: --hsdp_shard={2 * shards}, or --parallel=fsdp"
         if held <= room:
+            wider = 2 * sequence_parallel
+            more += f", windows over {wider} GPUs (--sequence_parallel={wider})"
+            if n_kv_head % wider:
+                more += f", which {n_kv_head} kv heads do not allow: context parallelism (torchtitan) does"
             more += ", or a shorter --block_size"
         yield f"-> does not fit, by {gb(short)} GB: weights, gradients and states take {gb(held)} GB. {more}"
         return
@@ -301,15 +380,17 @@ def advice(parameters, found, best, shards, node, most, room):
     if bound:
         why = "More do not fit"
         if rows == most:
-            why = f"The batch has no more for each GPU (--batch_size={most * gpus})"
+            why = f"The batch has no more for each GPU (--batch_size={batch_size})"
         instead = f", --parallel=hsdp --hsdp_shard={node} if that fits" if pure and gpus > node else ""
         yield (f"-> communication-bound: compute hides the links from {needed:,.0f} tokens per GPU and micro-batch on, "
-               f"and here there are {rows * block_size:,}. {why}, so {'pure FSDP' if pure else 'sharding alone'} stops "
-               f"making sense at this size: fewer GPUs{instead}, or tensor and pipeline parallelism, which are left to "
-               "github.com/pytorch/torchtitan (Apertus: TP 4, PP 8 at 4,096 GPUs)")
+               f"and here there are {rows * block_size // sequence_parallel:,}. {why}, so "
+               f"{'pure FSDP' if pure else 'sharding alone'} stops making sense at this size: fewer GPUs{instead}, or "
+               "tensor and pipeline parallelism, which are left to github.com/pytorch/torchtitan "
+               "(Apertus: TP 4, PP 8 at 4,096 GPUs)")
     elif pure:
-        windows = math.ceil(needed_across / block_size)
-        yield (f"-> pure FSDP makes sense up to {max(gpus, batch_size // windows):,} GPUs at this batch: between nodes "
+        windows = math.ceil(needed_across * sequence_parallel / block_size)
+        widest = max(gpus, batch_size * sequence_parallel // windows)
+        yield (f"-> pure FSDP makes sense up to {widest:,} GPUs at this batch: between nodes "
                f"compute hides the links from {needed_across:,.0f} tokens per GPU and micro-batch on, "
                f"{windows} windows. Beyond, tensor and pipeline parallelism: github.com/pytorch/torchtitan")
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ademamix import AdEMAMix, param_groups
-from engine.parallel import recompute_activations, shard
+from engine.parallel import Split, recompute_activations, shard
 from model import XIELU, RMSNorm
 from posttrain import quantised
 from posttrain.common import shapes_of
@@ -124,6 +124,35 @@ def optimizer_of(model):
     return optimizer
 
 
+def window_of(config, rows, P):
+    """
+    What the model is called with on the first of P ranks that share a window: ids, and the Split or None. Its group
+    need not exist, since nothing is sent.
+    """
+    idx = torch.zeros(rows, config.block_size // P, dtype=torch.long)
+    return idx, Split(P, 0, "") if P > 1 else None
+
+
+class Traffic(TorchDispatchMode):
+    """
+    Bytes by collective: the output of an all-gather, the input of a reduce-scatter and of an exchange, an all-reduce
+    once.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Three of five calls ask for the device. They are answered here, which makes a trace much faster.
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if "c10d" in func.namespace or func is torch.ops.apertus.exchange.default:
+            name = func._overloadpacket.__name__.strip("_")
+            self.bytes[name] += max([x.nbytes for x in leaves(args)], default=0)
+        return func(*args, **(kwargs or {}))
+
+
 # -----------------------------------------------------------------------------
 # one GPU
 
@@ -154,7 +183,7 @@ class Living(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # Three of five calls ask for the device. They are answered here, which makes a trace much faster.
+        # As in Traffic.
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         made = func(*args, **(kwargs or {}))
@@ -162,12 +191,13 @@ class Living(TorchDispatchMode):
         return made
 
 
-def on_one(config, rows, mode, adapters=None, base="fp32", dtype=torch.bfloat16, fused=True):
+def on_one(config, rows, mode, adapters=None, base="fp32", P=1, dtype=torch.bfloat16, fused=True):
     """
-    One micro-batch of `rows` windows on a GPU of its own. mode: of recomputation; adapters, base: as in shapes_of.
+    One micro-batch of `rows` windows on a GPU of its own. mode: of recomputation; adapters, base: as in shapes_of; P:
+    how many GPUs share a window.
 
     Returns {where: {kind: bytes at its peak}} for the blocks going forward, the head, and the blocks going backward;
-    and no traffic.
+    and {"exchange": bytes}.
     """
     model = shapes_of(config, adapters, base)
     model.dtype = dtype
@@ -185,19 +215,19 @@ def on_one(config, rows, mode, adapters=None, base="fp32", dtype=torch.bfloat16,
     with without_data(fused):
         model.to_empty(device="cpu")
         optimizer = optimizer_of(model)
-        idx = torch.zeros(rows, config.block_size, dtype=torch.long)
+        idx, split = window_of(config, rows, P)
         weights = [*model.parameters(), *model.buffers()]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         states = leaves([*optimizer.state.values()])
         fixed = dict(weights=size_of(weights), gradients=size_of(gradients), states=size_of(states))
         living.add([weights, gradients, states])
-        with living:
-            model(idx, idx, n_tokens=1)[1].backward()
+        with living, Traffic() as traffic:
+            model(idx, idx, n_tokens=1, split=split)[1].backward()
     held = sum(fixed.values())
     places = {}
     for where, most in living.most.items():
         places[where] = dict.fromkeys(KINDS, 0) | fixed | dict(activations=most - held)
-    return places, {}
+    return places, traffic.bytes
 
 
 def size_of(tensors):
@@ -209,26 +239,9 @@ def size_of(tensors):
 # many GPUs
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes by collective: the output of an all-gather, the input of a reduce-scatter, an all-reduce once."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # As in Living.
-        if func is torch.ops.prim.device.default:
-            return args[0].fake_device
-        if "c10d" in func.namespace:
-            name = func._overloadpacket.__name__.strip("_")
-            self.bytes[name] += max([x.nbytes for x in leaves(args)], default=0)
-        return func(*args, **(kwargs or {}))
-
-
-def sharded(config, rows, mode, ranks, shards, dtype=torch.bfloat16, fused=True):
+def sharded(config, rows, mode, ranks, shards, P=1, dtype=torch.bfloat16, fused=True):
     """
-    One micro-batch of `rows` windows on rank 0 of `ranks`, of which `shards` share one copy of the weights.
+    One micro-batch of `rows` windows on rank 0 of `ranks`, of which `shards` share one copy of the weights, P a window.
 
     mode: of recomputation. At least two layers. Returns {where: {kind: bytes at its peak}}, where = forward as a whole,
     and the embedding, the first and the last two blocks, backward too; and {collective: bytes}.
@@ -246,11 +259,11 @@ def sharded(config, rows, mode, ranks, shards, dtype=torch.bfloat16, fused=True)
             shard(model, mesh, dtype)
             model.to_empty(device="cpu")
             optimizer = optimizer_of(model)
-            idx = torch.zeros(rows, config.block_size, dtype=torch.long)
+            idx, split = window_of(config, rows, P)
             tracker, traffic = FSDPMemTracker(model, optimizer), Traffic()
             tracker.track_inputs((idx,))
             with tracker, traffic:
-                model(idx, idx, n_tokens=1)[1].backward()
+                model(idx, idx, n_tokens=1, split=split)[1].backward()
     finally:
         dist.destroy_process_group()
     blocks = model.model.layers
@@ -295,7 +308,8 @@ def peak_in(tracker, module, forward_only):
 
 def planner(config, trace, *args):
     """
-    peak(rows) -> {kind: bytes} at the peak, and {collective: bytes}, from 3 and 4 layers with 1 and 2 windows each.
+    peak(rows) -> {kind: bytes} at the peak, and {collective: bytes} of one window, from 3 and 4 layers with 1 and 2
+    windows each.
 
     trace: on_one or sharded; args: what follows its rows. What stands in memory in one place is a + b layers + c rows +
     d layers rows. Which place has the peak depends on both, so each keeps its own plane.
