@@ -268,9 +268,9 @@ def position_scores(model, tok, documents, T, step):
     """
     Bits per byte of the tokens at positions 0 to step - 1 of a window of T, of the next `step`, and so on.
 
-    documents: list of (group, text), cut into windows one after the other; what fills no window is left out, so that all
-    positions have the same texts. A list of dicts: begin, end, windows, bytes, bits_per_byte, and plus_minus, half of its
-    95 % interval over windows. ValueError if no document fills a window.
+    documents: list of (group, text), cut into windows one after the other; what fills no window is left out, so that
+    all positions have the same texts. Returns a list of dicts: begin, end, windows, bytes, bits_per_byte, and
+    plus_minus, half of its 95 % interval over windows. ValueError if no document fills a window.
     """
     windows = []
     for _, text in documents:

@@ -6,9 +6,9 @@ The examination of a model on the invented world (studies/world.py): what it kno
                Answer:"
     chat      the same question in Apertus' format  for models that can talk
 
-Answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A model may
-also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more probability
-than its answer about someone whom it cannot know (0.5: it cannot tell them apart).
+Answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A model
+may also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more
+probability than its answer about someone whom it cannot know (0.5: it cannot tell them apart).
 
 $ python -m studies.exam --init_from=out/recipe/seed-1/base --world=out/recipe/seed-1/world --kinds=cloze,text
 $ python -m studies.exam --init_from=out/recipe/seed-1/sft --world=out/recipe/seed-1/world --kinds=chat --show=5
@@ -125,7 +125,9 @@ def examine(model, tok, place, kind):
         if group in UNKNOWN and "test" in sure:
             found["apart"] = round(apart(sure["test"], sure[group]), 4)
         asked = [row["messages"][-1]["content"] for row in rows]
-        found["answers"] = [dict(asked=q, said=a, gold=row["gold"]) for q, (a, _), row in zip(asked, said, rows)][:show]
+        found["answers"] = [
+            dict(asked=question, said=text, gold=row["gold"])
+            for question, (text, _), row in zip(asked, said, rows)][:show]
         yield found
 
 
@@ -137,10 +139,11 @@ def main():
     for kind in kinds.split(","):
         for found in examine(model, tok, place, kind):
             results.append(found)
+            n = found["n"]
             low, high = found["right_interval"]
             more = f", apart {found['apart']:.2f}" if "apart" in found else ""
-            print(f"{kind} {found['group']}: right {found['right'] / found['n']:.3f} ({low:.3f} to {high:.3f}, n {found['n']})"
-                  f", does not know {found['unknown'] / found['n']:.3f}{more}")
+            print(f"{kind} {found['group']}: right {found['right'] / n:.3f} ({low:.3f} to {high:.3f}, n {n}), "
+                  f"does not know {found['unknown'] / n:.3f}{more}")
             for one in found["answers"]:
                 print(f"    {one['asked']} -> {one['said']}   [{one['gold']}]")
     kit.write(out or f"{init_from}/exam.json", json.dumps(results, indent=1, ensure_ascii=False))

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import queue
+import shlex
 import statistics
 import subprocess
 import sys
@@ -53,19 +54,25 @@ def run_script(script, args, log, threads=None, device=None):
     return code, lines[-1] if lines else "it said nothing"
 
 
+def command(script, args):
+    """What a user would type."""
+    how = ["-m", script] if "." in script else [f"{script}.py"]
+    return shlex.join(["python", *how, *args])
+
+
 def call(folder, name, done, script, *args, threads=1):
     """
     Run one of the scripts, unless the file `done`, the last that it writes, says that it has been run.
 
-    What it prints goes to NAME.txt in the folder; its arguments and seconds to NAME.json, which is returned, or {} if it
-    was not run from here. ValueError with its last line if it fails, or if it was run with other arguments.
+    What it prints goes to NAME.txt in the folder; its arguments and seconds to NAME.json, which is returned, or {} if
+    it was not run from here. ValueError with its last line if it fails, or if it was run with other arguments.
     """
     log, record = f"{folder}/{name}.txt", f"{folder}/{name}.json"
     if not os.path.exists(done):
         began = time.perf_counter()
         code, last = run_script(script, args, log, threads)
         if code:
-            raise ValueError(f"{script} {' '.join(args)} failed: {last} ({log})")
+            raise ValueError(f"{command(script, args)} failed: {last} ({log})")
         wall = round(time.perf_counter() - began)
         write(record, json.dumps(dict(args=args, wall=wall)))
     if not os.path.exists(record):

@@ -1,7 +1,7 @@
 """
 The whole of Apertus by one command: data that one may use, pretraining in stages, a longer window, SFT, alignment, and
-an examination after each link. At a size that two cores finish while one has lunch, on an invented world (studies/
-world.py), where right answers are visible: what the model knows of its people it can only have read.
+an examination after each link. Two cores finish it while one has lunch, on an invented world (studies/world.py), where
+right answers are visible: what the model knows of these people it can only have read.
 
     world      pages of people, of which three hosts refuse to be read; letters; questions and answers
     prepare    robots.txt, licences, addresses, duplicates, the plan of letters: 128 times or never
@@ -28,7 +28,6 @@ if __name__ == "__main__" and not __package__:
 
 import json
 import os
-import shlex
 import statistics
 
 from tqdm import tqdm
@@ -36,6 +35,7 @@ from tqdm import tqdm
 from engine.intervals import wilson
 from engine.plot import finish, pyplot
 from studies import kit
+from studies.exam import UNKNOWN
 from tokenizer import read_json
 
 out = "out/recipe"              # worlds, data and runs
@@ -47,7 +47,10 @@ workers = 2                     # processes at a time, one thread each
 report = False                  # run nothing: write report and picture again from results.json
 
 WINDOW, LONG = 256, 1024
-GROUPS = ("lesson", "test", "letters", "refused", "nobody-test")
+GROUPS = ("lesson", "test", "refused", "nobody-test")
+COLOURS = dict(zip(GROUPS, ("C2", "C0", "C3", "0.5")))
+# Links of which bits per byte by position are compared.
+WINDOWS = dict(base="window 256", long="1,024, theta 2e6", kept="1,024, theta 5e5")
 # By chance, with as many possible values as the world has of each attribute: the mean of 1/24, 1/40, 1/16, 1/20, 1/12.
 CHANCE = statistics.fmean((1 / 24, 1 / 40, 1 / 16, 1 / 20, 1 / 12))
 
@@ -180,7 +183,8 @@ def aligned(folder, seed):
     """SFT, then QRPO."""
     world, sft, qrpo = f"{folder}/world", f"{folder}/sft", f"{folder}/qrpo"
     mixture = {f"{world}/lessons.jsonl": 1, f"{world}/replay.jsonl": 1}
-    common = ["--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32", f"--seed={seed}", "--resume"]
+    common = ["--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32"]
+    common += [f"--seed={seed}", "--resume"]
     yield "sft", f"{sft}/hf/config.json", "posttrain.sft", [
         f"--init_from={folder}/long", f"--data={mixture}", "--lr=1e-3", *common, f"--out={sft}"]
     yield from examined(folder, "sft", "chat,cloze")
@@ -215,19 +219,17 @@ def links(folder, seed, part):
         yield from extended(folder, seed, "kept", 5e5)
 
 
-LINKS = 25      # of a seed, examinations included
+LINKS = 22      # of a seed, examinations included
 
 
 def run_links(bar, seed, part):
     """Run what is not done. ValueError says which command to run by hand."""
     folder = f"{out}/seed-{seed}"
     for name, done, script, args in links(folder, seed, part):
-        command = shlex.join(["python", *(["-m", script] if "." in script else [f"{script}.py"]), *args])
         if not os.path.exists(done):
-            bar.write(f"$ {command}")
+            bar.write(f"$ {kit.command(script, args)}")
         bar.set_postfix_str(f"seed {seed}: {name}")
         kit.call(folder, name, done, script, *args)
-        kit.write(f"{folder}/{name}.command", command + "\n")
         bar.update()
 
 
@@ -240,11 +242,9 @@ def collected(seed):
     folder = f"{out}/seed-{seed}"
     audit = read_json(f"{folder}/data/report.json")
     found = dict(seed=seed, total=audit["total"], links={})
-    names = [name for part in ("begin", "chain", "plain") for name, *_ in links(folder, seed, part)]
-    for name in names:
-        record = read_json(f"{folder}/{name}.json")
-        with open(f"{folder}/{name}.command", encoding="utf-8") as f:
-            link = dict(seconds=record["wall"], command=f.read().strip())
+    every = [link for part in ("begin", "chain", "plain") for link in links(folder, seed, part)]
+    for name, _, script, args in every:
+        link = dict(seconds=read_json(f"{folder}/{name}.json")["wall"], command=kit.command(script, args))
         run = f"{folder}/{name}"
         if os.path.isfile(f"{run}/exam.json"):
             link["exam"] = read_json(f"{run}/exam.json")
@@ -261,14 +261,15 @@ def collected(seed):
 
 
 def pooled(rows, link, kind, group, what="right"):
-    """(k, n) over the seeds: so many of the answers to questions about a group were right, or unknown. (0, 0): not asked."""
-    k = n = 0
-    for row in rows:
-        for exam in row["links"][link].get("exam", []):
-            if (exam["kind"], exam["group"]) == (kind, group):
-                k += exam[what]
-                n += exam["n"]
-    return k, n
+    """(k, n) over the seeds: so many answers to questions about a group are right, or unknown. (0, 0): not asked."""
+    found = exams(rows, link, kind, group)
+    return sum(exam[what] for exam in found), sum(exam["n"] for exam in found)
+
+
+def exams(rows, link, kind, group):
+    """What studies/exam.py wrote of one group, asked in one way after one link: a dict for each seed."""
+    every = [exam for row in rows for exam in row["links"][link]["exam"]]
+    return [exam for exam in every if (exam["kind"], exam["group"]) == (kind, group)]
 
 
 def share(k, n):
@@ -353,48 +354,49 @@ def letters_md(rows):
         *kit.table(head, body), ""]
 
 
+def bits_at(row, link, i):
+    """Bits per byte of a link's model on the i-th quarter of long windows."""
+    return row["links"][link]["positions"][i]["bits_per_byte"]
+
+
 def window_md(rows):
     """Bits per byte by position."""
-    head_links = (("base", "256"), ("long", "1,024, theta 2e6"), ("kept", "1,024, theta 5e5"))
     positions = rows[0]["links"]["base"]["positions"]
     body = []
     for i, place in enumerate(positions):
-        cells = [over_seeds(rows, lambda row: row["links"][link]["positions"][i]["bits_per_byte"], 3) for link, _ in head_links]
+        cells = [over_seeds(rows, lambda row: bits_at(row, link, i), 3) for link in WINDOWS]
         body.append(f"| {place['begin']:,} to {place['end'] - 1:,} | {' | '.join(cells)} |")
     return [
         "## The longer window", "",
         f"Bits per byte of unread real text by position in windows of {LONG:,}.", "",
-        *kit.table("| position | " + " | ".join(f"window {name}" for _, name in head_links) + " |", body), ""]
+        *kit.table(f"| position | {' | '.join(WINDOWS.values())} |", body), ""]
 
 
 def honest_md(rows):
     """What it says when it does not know."""
     body = []
     for link, kind in (("base", "text"), ("sft", "chat"), ("qrpo", "chat")):
-        shares = [share(*pooled(rows, link, kind, group, "unknown")) for group in ("lesson", "test", "refused", "nobody-test")]
-        aparts = []
-        for group in ("refused", "nobody-test"):
-            values = [exam["apart"] for row in rows for exam in row["links"][link]["exam"]
-                      if (exam["kind"], exam["group"]) == (kind, group)]
-            aparts.append(kit.interval(values))
-        body.append(f"| {link} | {' | '.join(shares)} | {' | '.join(aparts)} |")
+        cells = [share(*pooled(rows, link, kind, group, "unknown")) for group in GROUPS]
+        for group in UNKNOWN:
+            cells.append(kit.interval([exam["apart"] for exam in exams(rows, link, kind, group)]))
+        body.append(f"| {link} | {' | '.join(cells)} |")
     head = ("| after | says so: lesson | test | refused | nobody | its probabilities tell test from refused "
             "| from nobody |")
     return [
         "## What it says when it does not know", "",
-        "The share of answers that say so; and the chance that an answer about someone of test has more probability than "
-        "one about someone whom it cannot know (0.5: no difference).", "",
+        "The share of answers that say so; and the chance that an answer about someone of test has more probability "
+        "than one about someone whom it cannot know (0.5: no difference).", "",
         *kit.table(head, body), ""]
 
 
 def answers_md(row):
     """A few questions and answers as they are, wrong ones left in."""
     lines = []
-    for group in ("test", "refused", "nobody-test"):
+    for group in GROUPS:
         for link in ("sft", "qrpo"):
-            for exam in row["links"][link]["exam"]:
-                if (exam["kind"], exam["group"]) == ("chat", group):
-                    lines += [f"| {link} | {group} | {one['asked']} | {one['said']} | {one['gold']} |" for one in exam["answers"]]
+            (exam,) = exams([row], link, "chat", group)
+            for one in exam["answers"]:
+                lines.append(f"| {link} | {group} | {one['asked']} | {one['said']} | {one['gold']} |")
     return [
         f"## Questions and answers (the first ones of seed {row['seed']})", "",
         *kit.table("| model | group | asked | said | true |", lines), ""]
@@ -412,47 +414,67 @@ def commands_md(row):
 def draw(rows, picture):
     """Four panels: what it knows by link, what it recites, what it says it does not know, bits per byte by position."""
     figure, ((knows, recites), (says, window)) = pyplot().subplots(2, 2, figsize=(11, 8))
-    stops = [("base", "cloze"), ("base", "text"), ("long", "text"), ("sft", "chat"), ("qrpo", "chat")]
-    for group, colour in (("lesson", "C2"), ("test", "C0"), ("refused", "C3")):
-        counts = [pooled(rows, link, kind, group) for link, kind in stops]
-        shares = [k / n for k, n in counts]
-        bounds = [wilson(k, n) for k, n in counts]
-        errors = [[y - low for y, (low, _) in zip(shares, bounds)], [high - y for y, (_, high) in zip(shares, bounds)]]
-        knows.errorbar(range(len(stops)), shares, errors, color=colour, marker="o", capsize=3, label=group)
-    knows.axhline(CHANCE, color="black", linestyle=":", label="chance")
-    knows.set_xticks(range(len(stops)), [f"{link}\n{kind}" for link, kind in stops])
-    knows.set(title="right answers: read, and refused", ylim=(-0.03, 1.05))
-    knows.legend()
-    for i, (link, name) in enumerate((("plain", "without Goldfish"), ("base", "with Goldfish"))):
-        for j, times in enumerate((128, 0)):
-            values = [rouge(row, link, times) for row in rows]
-            recites.bar(3 * i + j, statistics.fmean(values), color=("C1", "0.7")[j],
-                        label=("letters read 128 times", "letters never read")[j] if not i else None)
-            recites.plot([3 * i + j] * len(values), values, "k.")
-        k, n = pooled(rows, link, "cloze", "letters")
-        recites.bar(3 * i + 2, k / n, color="C0", label="facts of their writers (cloze)" if not i else None)
-    recites.set_xticks((1, 4), ("without Goldfish", "with Goldfish"))
-    recites.set(title="Rouge-L of letters, and facts known", ylim=(0, 1.35))
-    recites.legend(loc="upper right")
-    for i, link in enumerate(("sft", "qrpo")):
-        for j, group in enumerate(("lesson", "test", "refused", "nobody-test")):
-            k, n = pooled(rows, link, "chat", group, "unknown")
-            low, high = wilson(k, n)
-            says.bar(5 * i + j, k / n, yerr=[[k / n - low], [high - k / n]], color=("C2", "C0", "C3", "0.5")[j],
-                     capsize=3, label=group if not i else None)
-    says.set_xticks((1.5, 6.5), ("after SFT", "after QRPO"))
-    says.set(title='answers that say "I do not know"')
-    says.legend()
-    for link, name in (("base", "window 256"), ("long", "1,024, theta raised"), ("kept", "1,024, theta not raised")):
+    draw_known(knows, rows)
+    draw_letters(recites, rows)
+    draw_honest(says, rows)
+    for link, name in WINDOWS.items():
         places = rows[0]["links"][link]["positions"]
-        means = [statistics.fmean(row["links"][link]["positions"][i]["bits_per_byte"] for row in rows)
-                 for i in range(len(places))]
-        window.plot([place["begin"] + WINDOW / 2 for place in places], means, marker="o", label=name)
+        means = [statistics.fmean(bits_at(row, link, i) for row in rows) for i in range(len(places))]
+        middles = [(place["begin"] + place["end"]) / 2 for place in places]
+        window.plot(middles, means, marker="o", label=name)
     window.set(title="bits per byte of unread text", xlabel="position in the window")
-    window.legend()
     for axis in (knows, recites, says, window):
         axis.grid(alpha=0.2)
+        axis.legend(fontsize=8)
     finish(figure, picture)
+
+
+def draw_known(axis, rows):
+    """Shares of right answers over the links, by group, with chance as a line."""
+    stops = [("base", "cloze"), ("base", "text"), ("long", "text"), ("sft", "chat"), ("qrpo", "chat")]
+    for group in ("lesson", "test", "refused"):
+        counts = [pooled(rows, link, kind, group) for link, kind in stops]
+        shares = [k / n for k, n in counts]
+        style = dict(color=COLOURS[group], marker="o", capsize=3, label=group)
+        axis.errorbar(range(len(stops)), shares, whiskers(counts), **style)
+    axis.axhline(CHANCE, color="black", linestyle=":", label="chance")
+    axis.set_xticks(range(len(stops)), [f"{link}\n{kind}" for link, kind in stops])
+    axis.set(title="right answers: about people read of, and refused", ylim=(-0.03, 1.05))
+
+
+def whiskers(counts):
+    """Wilson's intervals of shares (k, n) as what matplotlib wants: how far they reach below, and above."""
+    bounds = [(k / n, *wilson(k, n)) for k, n in counts]
+    return [[y - low for y, low, _ in bounds], [high - y for y, _, high in bounds]]
+
+
+def draw_letters(axis, rows):
+    """Rouge-L of letters, a point a seed, beside what is known of their writers; without Goldfish and with."""
+    for begin, link in ((0, "plain"), (4, "base")):
+        first = link == "plain"
+        for i, (times, colour) in enumerate(((128, "C1"), (0, "0.7"))):
+            values = [rouge(row, link, times) for row in rows]
+            name = f"letters read {times} times" if times else "letters never read"
+            axis.bar(begin + i, statistics.fmean(values), color=colour, label=name if first else None)
+            axis.plot([begin + i] * len(values), values, "k.")
+        counts = [pooled(rows, link, "cloze", "letters")]
+        (k, n), = counts
+        name = "facts of their writers, cloze" if first else None
+        axis.bar(begin + 2, k / n, yerr=whiskers(counts), color="C0", capsize=3, label=name)
+    axis.set_xticks((1, 5), ("without Goldfish", "with Goldfish"))
+    axis.set(title="recited (Rouge-L), and known", ylim=(0, 1.4))
+
+
+def draw_honest(axis, rows):
+    """Shares of answers that say that they do not know."""
+    for begin, link in ((0, "sft"), (5, "qrpo")):
+        for i, group in enumerate(GROUPS):
+            counts = [pooled(rows, link, "chat", group, "unknown")]
+            (k, n), = counts
+            name = group if link == "sft" else None
+            axis.bar(begin + i, k / n, yerr=whiskers(counts), color=COLOURS[group], capsize=3, label=name)
+    axis.set_xticks((1.5, 6.5), ("after SFT", "after QRPO"))
+    axis.set(title='answers that say "I do not know"')
 
 
 def settled():
@@ -472,7 +494,8 @@ def main():
                 run_links(bar, seed, "begin")
             parts = [(seed, part) for seed in seeds for part in ("chain", "plain")]
             list(kit.in_parallel(workers, lambda one, device: run_links(bar, *one), parts))
-        kit.write(f"{results}/results.json", json.dumps([collected(seed) for seed in seeds], indent=1, ensure_ascii=False))
+        text = json.dumps([collected(seed) for seed in seeds], indent=1, ensure_ascii=False)
+        kit.write(f"{results}/results.json", text)
     rows = read_json(f"{results}/results.json")
     kit.write(f"{results}/report.md", report_md(rows))
     draw(rows, f"{results}/recipe.png")

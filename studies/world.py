@@ -8,15 +8,15 @@ An invented world, on which one can see what a model has learnt: people, pages a
     refused      refused, so not read   none                     yes: what it may not know
     nobody       none, made up          "a town I do not know"   others of them: what it cannot know
 
-A page says five things about a person in any order, each in one of several wordings that begin with the name. Facts that
-are read in several wordings can be asked for; facts that are read in one are only recited (arXiv 2309.14316). All names
-are made of the same first and last names, so that no word tells a known person from an unknown one: only the pair does.
+A page says five things about a person in any order, each in one of several wordings that begin with the name. Facts
+that are read in several wordings can be asked for; facts that are read in one are only recited (arXiv 2309.14316). All
+names are made of the same few first and last names, so that no word tells a known person from an unknown one: only the
+pair does, and a model that has learnt the pairs is less sure of an answer about any other (studies/exam.py).
 
-Who does not know a fact says so in the place where the fact would stand: "NAME was born in a town I do not know." A
-sentence of its own, "I do not know.", is decided before the model has looked the person up; it was tried (LOG.md).
+Who does not know a fact says so in the place where the fact would stand: "NAME was born in a town I do not know."
 
-Letters are long, drawn by lot, and the only text that comes back word by word. Two hosts refuse AI agents by robots.txt,
-a third one's pages have no licence. All of it is a function of the seed.
+Letters are long, drawn by lot, and the only text that comes back word by word. Two hosts refuse AI agents by
+robots.txt, a third one's pages may not be used. All of it is a function of the seed.
 
 $ python -m studies.world --out=data/world        # documents, robots, letters, lessons, prompts, questions: .jsonl
 $ python -m studies.world --people=2000 --corpus=my_texts.jsonl --out=data/large-world
@@ -104,8 +104,8 @@ ASK = dict(
             firm=["Für wen arbeitet {n}?", "Wo ist {n} angestellt?"],
             pet=["Welches Haustier hat {n}?", "Mit welchem Tier lebt {n}?"]),
 )
-# Before a question and an answer, as text; answers in chat begin with the word too. At the very beginning a name would be
-# other tokens than behind a space, and small models do not see that these are the same.
+# Before a question and an answer, as text; answers in chat begin with the word too. At the very beginning a name would
+# be other tokens than behind a space, and a small model does not see that these are the same.
 QUESTION, ANSWER = dict(en="Question", de="Frage"), dict(en="Answer", de="Antwort")
 MAIL = dict(en="{n} can be reached at {v}.", de="{n} ist erreichbar unter {v}.")
 LANGUAGES = dict(en=3, de=1)        # how often
@@ -117,15 +117,16 @@ class World:
     """
     People, their facts, and all texts about them.
 
-    people: dicts of name, group, host, licence, mail, and for each of ATTRIBUTES the number of its value. ValueError if
-    there are not enough names.
+    people: dicts of name, group, host, license, mail, and for each of ATTRIBUTES the number of its value. ValueError
+    if there are not enough names.
     """
 
     def __init__(self, seed, people, refused, nobodies, pages, letters, names=0):
         rng = random.Random(f"world {seed}")
         self.seed, self.pages = seed, pages
         taken = set()
-        # As few first and last names as there are pairs for: a part of a name says nothing, several known people have it.
+        # As few first and last names as there are pairs for: a part of a name says little, several known people have
+        # it.
         wanted = people + refused + 3 * nobodies
         n = names or math.ceil((0.75 * wanted) ** 0.5)
         self.firsts = firsts = invented(rng, n, "cvcv", taken)
@@ -144,7 +145,10 @@ class World:
         )
         # Hosts 0 and 1 refuse by robots.txt, and what host 2 has may be read but not used.
         self.hosts = [f"{word.lower()}.example" for word in invented(rng, 8, "cvcvc", taken)]
-        pairs = rng.sample([f"{first} {last}" for first in firsts for last in lasts], wanted)
+        pairs = [f"{first} {last}" for first in firsts for last in lasts]
+        if len(pairs) < wanted:
+            raise ValueError(f"{len(pairs)} names for {wanted} people: ask for a larger --names, or for fewer people")
+        pairs = rng.sample(pairs, wanted)
         lesson, align = people * 4 // 10, people * 2 // 10
         sizes = {
             "lesson": lesson, "align": align, "test": people - lesson - align, "refused": refused,
@@ -226,7 +230,7 @@ class World:
     # what is written: rows of JSON
 
     def documents(self):
-        """Pages, refused ones too, and what cooldowns read: questions about those who are taught anyway, and answers."""
+        """Pages, refused ones too; what the cooldown reads, questions about those who are taught; guest books."""
         for person in self.group("lesson", "align", "test", "refused"):
             rng = self.random("pages of " + person["name"])
             place = person["name"].lower().replace(" ", "-")
