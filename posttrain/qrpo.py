@@ -62,7 +62,7 @@ from posttrain import collapse, lora
 from posttrain.common import (
     adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
-from posttrain.forgetting import Old, due
+from posttrain.forgetting import due, old_of
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
@@ -126,6 +126,7 @@ rank_every = 50                 # steps between diagnoses of collapse (posttrain
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+task = ""                       # questions asked beside, .jsonl as for evaluate.py; "" = none
 # what is saved
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -390,7 +391,7 @@ def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     recompute_activations(model, recompute)
-    kept = Old(old, tok, model.config.block_size, old_windows, out) if old else None
+    kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)
     score = load_reward(rewards, device) if rewards else None
