@@ -80,7 +80,8 @@ def hash_of(files, name=""):
     """A hash of the contents and the names of files, and of one name more, whatever folder they are in."""
     digests = []
     for file in filter(os.path.isfile, files):
-        digests.append((os.path.basename(file), checkpoint.sha256(file)))
+        sha = checkpoint.sha256(file)
+        digests.append((os.path.basename(file), sha))
     decisive = repr((name, digests))
     return hashlib.sha256(decisive.encode()).hexdigest()[:16]
 
@@ -130,15 +131,17 @@ class Local:
         spelled = list(map(self.spell, words))
         found = [torch.zeros(0, len(words), dtype=torch.float64)]
         for k in range(0, len(texts), BATCH):
-            rows = [torch.tensor(self.ids(text)) for text in texts[k:k + BATCH]]
-            last = torch.tensor([len(row) - 1 for row in rows])
+            some = texts[k:k + BATCH]
+            rows = [torch.tensor(self.ids(text)) for text in some]
+            last = torch.tensor(list(map(len, rows))) - 1
             if last.max() >= self.window:
                 raise ValueError(f"{last.max() + 1} tokens are more than {self.name} can read, {self.window}")
             # Padded on the right, where a causal model does not look.
             idx = pad_sequence(rows, batch_first=True)                  # (B, T)
             logits = self.logits(idx.to(self.device), last.to(self.device))
             logp = logits.double().log_softmax(-1).cpu()                # (B, V)
-            found.append(torch.stack([logp[:, ids].logsumexp(-1) for ids in spelled], -1))
+            of_words = [logp[:, ids].logsumexp(-1) for ids in spelled]
+            found.append(torch.stack(of_words, -1))
         found = torch.cat(found)
         if not found.isfinite().all():
             raise ValueError(f"{self.name} gives logits that are not finite: it cannot judge")
@@ -185,12 +188,14 @@ class Theirs(Local):
             raise ValueError(f"{name} has no chat template: a judge is asked in a conversation")
         model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
         self.model = model.to(device).eval()
-        self.window = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        config = model.config.get_text_config()
+        self.window = getattr(config, "max_position_embeddings", math.inf)
         super().__init__()
 
     def tokens(self):
-        ids = sorted(set(range(len(self.tok))) - {*self.tok.all_special_ids})
-        return zip(self.tok.batch_decode([[i] for i in ids]), ids)
+        ids = [[i] for i in range(len(self.tok))]
+        for text, [i] in zip(self.tok.batch_decode(ids), ids):
+            yield text, i
 
     def ids(self, text):
         messages = [dict(role="user", content=text)]
@@ -201,8 +206,13 @@ class Theirs(Local):
         ends, which = last.unique(return_inverse=True)
         positions = torch.arange(idx.shape[1], device=idx.device)
         mask = positions <= last[:, None]
-        logits = self.model(input_ids=idx, attention_mask=mask.long(), logits_to_keep=ends).logits
-        return logits[torch.arange(len(idx), device=idx.device), which]
+        rows = torch.arange(len(idx), device=idx.device)
+        found = self.model(
+            input_ids=idx,
+            attention_mask=mask.long(),
+            logits_to_keep=ends,
+        )
+        return found.logits[rows, which]
 
 
 # -----------------------------------------------------------------------------
@@ -232,16 +242,17 @@ class Server:
         return 0
 
     def logp(self, texts, words):
-        """(n, len(words)) in fp64; -inf for what is not listed. OSError if there is no answer, ValueError for odd ones."""
+        """(n, len(words)) in fp64; -inf for what is not listed. OSError if there is no answer."""
         with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
             rows = list(pool.map(self.listed, texts))
-        found = torch.full((len(texts), len(words)), -math.inf, dtype=torch.float64)
+        p = torch.zeros(len(texts), len(words), dtype=torch.float64)
+        place = {word: j for j, word in enumerate(words)}
         for i, row in enumerate(rows):
-            for j, word in enumerate(words):
-                same = [logp for token, logp in row if token.strip() == word]
-                if same:
-                    found[i, j] = torch.tensor(same, dtype=torch.float64).logsumexp(0)
-        return found
+            for token, logp in row:
+                j = place.get(token.strip())
+                if j is not None:
+                    p[i, j] += math.exp(logp)
+        return p.log()
 
     def listed(self, text):
         """[(token, log-prob)] of the first token of the answer."""
@@ -256,9 +267,11 @@ class Server:
             top_logprobs=LISTED,
             chat_template_kwargs=dict(enable_thinking=False),
         ))
+        found = []
         try:
             first = answer["choices"][0]["logprobs"]["content"][0]
-            found = [(entry["token"] + "", float(entry["logprob"])) for entry in first["top_logprobs"]]
+            for entry in first["top_logprobs"]:
+                found.append((entry["token"] + "", float(entry["logprob"])))
         except (KeyError, IndexError, TypeError, ValueError):
             raise ValueError(f"{self.name} lists no log-probs ({str(answer)[:80]}): a judge needs them") from None
         if not all(math.isfinite(logp) for _, logp in found):
@@ -270,7 +283,8 @@ class Server:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
-        ask = urllib.request.Request(f"{self.url}/chat/completions", json.dumps(body).encode(), headers)
+        content = json.dumps(body).encode()
+        ask = urllib.request.Request(f"{self.url}/chat/completions", content, headers)
         for left in reversed(range(TRIES)):
             try:
                 with urllib.request.urlopen(ask, timeout=TIMEOUT) as answer:

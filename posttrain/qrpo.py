@@ -270,7 +270,8 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     stage = f"samples-{per_file}"
     # The first batch is scored at once: an error in the reward function is told before hours of sampling.
     first, *_ = cache(stage, prompts[:per_file], per_file, draw)
-    scores(tok, asked[0], first[:1], score)
+    if not on_disk(stage, (len(prompts) - 1) // per_file * per_file):
+        scores(tok, asked[0], first, score)
     drawn = cache(stage, prompts, per_file, draw)
     # As the first rank sees it: another one may look when the file has just been written.
     if file := checkpoint.everyone(to_be_written(rewards), ranks.files)[0]:
@@ -278,10 +279,15 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     return drawn
 
 
+def on_disk(stage, k):
+    """Whether the file of a stage that begins with its k-th entry is there."""
+    folder = references or os.path.join(out, "references")
+    return os.path.exists(f"{folder}/{stage}-{k:07d}.json")
+
+
 def check_judge(score, version, asked, longest):
     """A judge says what it cannot read before anything is sampled for it; one that has judged already is not loaded."""
-    begun = os.path.join(references or os.path.join(out, "references"), f"rewards-{version}-{0:07d}.json")
-    if isinstance(score, Charter) and not os.path.exists(begun):
+    if isinstance(score, Charter) and not on_disk(f"rewards-{version}", 0):
         _, rows, prompts = zip(*asked)
         score.check(rows, min(max_new_tokens, longest - min(map(len, prompts))))
 
