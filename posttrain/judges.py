@@ -50,12 +50,21 @@ def load(name, device="auto"):
     """The judge of that name: see above. ValueError or OSError if there is none."""
     if is_url(name):
         return Server(name)
-    device = pick_device(device)
-    if os.path.isdir(f"{name}/ckpt") or name.startswith("out"):
-        return Ours(name, device)
-    config = f"{convert.local(name)}/config.json"
-    kind = read_json(config).get("model_type", "") if os.path.isfile(config) else ""
-    return Ours(name, device) if kind.startswith("apertus") else Theirs(name, device)
+    kind = Ours if is_ours(name) else Theirs
+    return kind(name, pick_device(device))
+
+
+def is_ours(name):
+    """Whether convert.py loads it: a run, adapters on an Apertus, or an Apertus; by its config.json."""
+    if os.path.isdir(f"{name}/ckpt"):
+        return True
+    folder = convert.local(name)
+    if os.path.isfile(f"{folder}/adapter_config.json"):
+        return True
+    config = f"{folder}/config.json"
+    if not os.path.isfile(config):
+        raise ValueError(f"{name} is no model: it has no config.json and no checkpoints")
+    return str(read_json(config).get("model_type")).startswith("apertus")
 
 
 def is_url(name):
@@ -115,6 +124,8 @@ class Local:
         for text, i in self.tokens():
             self.spelled.setdefault(text.strip(), []).append(i)
 
+    # "8", " 8" and "8\n" are one answer. To look at one of them alone, as the published scripts do, takes a word for
+    # improbable because its probability is spread over several spellings.
     def spell(self, word):
         """All ids that are the word, with blanks around it or without. ValueError if no single token is."""
         if word not in self.spelled:
@@ -183,10 +194,14 @@ class Theirs(Local):
         except ImportError:
             raise ValueError(f"{name} is no Apertus: to judge it needs pip install transformers") from None
         self.name, self.device = name, device
-        self.tok = AutoTokenizer.from_pretrained(name)
+        try:
+            self.tok = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
+        except (OSError, ValueError) as e:
+            [why, *_] = str(e).splitlines() or ["?"]
+            raise ValueError(f"{name} is no chat model that transformers can load: {why}") from None
         if not self.tok.chat_template:
             raise ValueError(f"{name} has no chat template: a judge is asked in a conversation")
-        model = AutoModelForCausalLM.from_pretrained(name, use_safetensors=True, dtype="auto")
         self.model = model.to(device).eval()
         config = model.config.get_text_config()
         self.window = getattr(config, "max_position_embeddings", math.inf)
