@@ -577,7 +577,7 @@ def test_a_reference_ends_where_it_calls_a_tool_whose_output_it_would_make_up(tm
     monkeypatch.setattr(qrpo, "n_refs", 1)
     asked = [(1, dict(messages=[]), [1, 100])]
     drawn = qrpo.sample(
-        Apertus(ApertusConfig(**shape)), tok, asked, lambda row, text: 0.0, 64,
+        Apertus(ApertusConfig(**shape)), tok, asked, lambda row, texts: [0.0], 64,
         functools.partial(references.cached, str(tmp_path), Ranks()), Ranks(), "cpu",
     )
     assert drawn == [[[calls]]] and next(said) == 200
