@@ -651,6 +651,13 @@ def test_a_judge_that_is_gone_is_told_before_anything_is_sampled(policy, prompts
     assert not list((tmp_path / "run").glob("references/samples-*"))
 
 
+def test_a_charter_that_a_laptops_judge_cannot_read_is_told_before_anything_is_sampled(policy, prompts, tmp_path):
+    """Of bytes: the short example charter, a prompt and two answers are more than the 1,024 that it reads."""
+    done = align(policy, prompts, tmp_path / "run", f"charter:{policy},{EXAMPLE}")
+    assert done.returncode == 2 and "reads 1024 tokens" in done.stderr and "take a shorter charter" in done.stderr
+    assert not list((tmp_path / "run").glob("references/samples-*"))
+
+
 def test_samples_are_written_as_text_scored_elsewhere_and_read_back(policy, prompts, tmp_path):
     """Elsewhere is posttrain/charter.py alone: the same rewards as by --rewards=charter."""
     text = tmp_path / "samples.jsonl"
