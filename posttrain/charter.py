@@ -247,6 +247,7 @@ class Charter:
         self.device = device
         self.top = top
         self.digits = []
+        self.mass = 0.0         # their sum
         self.leads = []
         self.warned = False
 
@@ -286,9 +287,10 @@ class Charter:
         each = [dict(question=question, response=text) for text in texts]
         mean, mass = expected(self.ask(RATE, DIGITS, each))
         self.digits += mass.tolist()
+        self.mass += mass.sum().item()
         # Over all answers so far: a single one that has confused the judge does not end the run, a judge that never
         # says a digit does. Its few would still have an expectation that looks like a score.
-        usual = statistics.fmean(self.digits or [1.0])
+        usual = self.mass / len(self.digits) if self.digits else 1.0
         if usual < SILENT:
             raise ValueError(f"{self.name} does not answer with a digit: all nine have {usual:.3f} together. Does it "
                              "think aloud? Take another judge")
@@ -493,7 +495,8 @@ def statistics_of(rows, by):
         agree = mean(ab * ba < 0 for ab, ba in leads)
         yield (f"{len(leads)} pairs: the first place is worth {bias:+.2f} nats and wins {first:.1%}, both orders name "
                f"one winner in {agree:.1%}")
-    if broken := getattr(by.judge, "broken", 0):
+    # A finished file is reported without loading the judge again.
+    if broken := getattr(vars(by).get("judge"), "broken", 0):
         yield f"texts with something like a control token, broken up: {broken}"
 
 
