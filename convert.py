@@ -265,23 +265,33 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
         model = Apertus(config)
     if spread:
         spread(model)
+    stays = dtype is None and not base and str(device) == "cpu"
+    return settle(model, stored(folder, model, views=stays), device, dtype, base, copy=not stays)
+
+
+def settle(model, tensors, device, dtype, base, copy=False):
+    """
+    Give a model without memory its weights, each as soon as it is read. tensors: yields (name, parameter, tensor).
+
+    device, dtype, base: as in load_hf, each tensor turned at once. Of a sharded parameter the rank's own rows are
+    filled. copy: the tensors are views of files that are let go. Returns the model.
+    """
     in_bits = {}
     if base:
         from posttrain import quantised
 
         in_bits = quantised.matrices(model)
-    stays = dtype is None and not base and str(device) == "cpu"
-    for name, p, tensor in stored(folder, model, views=stays):
+    for name, p, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if hasattr(p, "to_local"):
             place(p, tensor)
             continue
-        tensor = tensor.to(device=device, dtype=dtype, copy=not stays)
+        tensor = tensor.to(device=device, dtype=dtype, copy=copy)
         if owner in in_bits:
             quantised.replace(model, owner, tensor, base)
         else:
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
-    if config.tie_embeddings:
+    if model.config.tie_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     if base:
         model.requires_grad_(False)
@@ -792,7 +802,11 @@ def named(settings, key, path, control):
 
 
 def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
-    """(model, Tokenizer) of a run folder, from its newest intact checkpoint. dtype, spread, base: as in load_any."""
+    """
+    (model, Tokenizer) of a run folder, from its newest intact checkpoint. dtype, spread, base: as in load_any.
+
+    At the peak there are the model as it will be and one tensor in fp32, as in load_hf.
+    """
     config_file = f"{folder}/config.json"
     if not os.path.isfile(config_file):
         raise ValueError(f"no run in {folder!r} (no config.json there): "
@@ -806,7 +820,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     if config.get("lora_r"):
         return load_adapters_of_run(config, path, device, dtype, base)
     guided = False
-    with torch.device("meta" if spread else device):
+    with torch.device("meta"):
         model = Apertus(ApertusConfig.of(config))
         if manifest["config"].get("self_guided"):
             from studies import structured
@@ -816,13 +830,15 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
                 structured.add_guides(model)
     if spread:
         spread(model)
-    checkpoint.load(path, model, base=True)
+        checkpoint.load(path, model, base=True)
+    else:
+        settle(model, checkpoint.stored(path, model), device, dtype, base)
     if guided:
         structured.drop_guides(model)
     tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):  # a run of posttrain/sft.py or qrpo.py: the end of a turn ends the text
         tok.eos = tok.id_of("<|assistant_end|>")
-    return quantised(model if dtype is None else model.to(dtype), base), tok
+    return model, tok
 
 
 def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
@@ -846,15 +862,6 @@ def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
         tok.check_chat()
     model = load_hf(folder, device, dtype, spread, base)
     return model, fitting(tok, model, folder)
-
-
-def quantised(model, base):
-    """The model, its matrices in 8 or 4 bits if base says so."""
-    if base:
-        from posttrain.quantised import quantise
-
-        quantise(model, base)
-    return model
 
 
 def load_adapter(folder, device, dtype, base):

@@ -648,9 +648,12 @@ def measured(path, model, tok):
     """A path of the command line -> its documents, a list of (group, text), and a list of the results of its tasks."""
     if os.path.isdir(path):
         return list(validation_documents(path, tok))[:limit or None], []
-    name = os.path.basename(path)
     documents, questions = contents(path, limit)
-    # Without choices, the answer has to be said.
+    return documents, task_scores(model, tok, questions, os.path.basename(path))
+
+
+def task_scores(model, tok, questions, name):
+    """The results of the questions with choices, and of those whose answer has to be said."""
     choices = [row for row in questions if "choices" in row]
     answers = [row for row in questions if "choices" not in row]
     tasks = []
@@ -658,7 +661,7 @@ def measured(path, model, tok):
         tasks.append(choice_scores(model, tok, choices, name))
     if answers:
         tasks.append(answer_scores(model, tok, answers, name))
-    return documents, tasks
+    return tasks
 
 
 def main():

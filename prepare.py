@@ -55,7 +55,7 @@ from engine.readers import batches, check, find, id_hash, rows_of
 
 paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; none: the stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
-tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json; "" = train_bpe
+tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
 train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
 val_share = 0.04            # of the documents, by hash of their id
 shard_tokens = 100_000_000  # tokens a shard at most
@@ -232,7 +232,8 @@ def survey(here, work, new):
     stats = [os.stat(path) for _, path in here]
     sizes = [stat.st_size for stat in stats]
     times = [stat.st_mtime_ns for stat in stats]
-    named = [robots, blocked, agents, decontaminate, probes, tokenizer.removeprefix("bpe:")]
+    vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
+    named = [robots, blocked, agents, decontaminate, probes, vocabulary]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -544,6 +545,14 @@ def in_order(documents):
 def vocabulary(buckets, work, new):
     """(the Tokenizer, its name in meta.json). Trained on the training split where none is named."""
     path = str(new / "tokenizer.json")
+    if os.path.isfile(f"{tokenizer}/tokenizer_config.json"):
+        # Of a Hugging Face model: the Minis' ids are not those of --tokenizer=apertus.
+        import convert
+        tok = convert.tokenizer_from_hf(tokenizer)
+        # A document ends a text, also where the model's own end is that of a turn.
+        tok.eos = tok.special.get("</s>", tok.eos)
+        tokenizers.write_bpe(tok, path)
+        return tokenizers.load(path), "tokenizer.json"
     if tokenizer:
         tok = tokenizers.load(tokenizer)
         if not tok.name.startswith("bpe:"):

@@ -123,6 +123,7 @@ eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
 old = ""                        # with init_from: text like the start's, validated on beside (posttrain/forgetting.py)
+task = ""                       # questions asked beside that, .jsonl as for evaluate.py
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -250,11 +251,11 @@ def set_up():
         from studies.structured import Guides
         guides = Guides(config, shape)
     kept = None
-    if old:
-        from posttrain.forgetting import Old
+    if old or task:
+        from posttrain.forgetting import old_of
         if not begin:
             raise ValueError(f"old={old} is what a start model may forget: name one with --init_from")
-        kept = Old(old, begin.tok, block_size, eval_windows, out)
+        kept = old_of(old, begin.tok, block_size, eval_windows, out, task)
     teaching = None
     if teacher and distill:
         from posttrain.start import teacher_of

@@ -17,6 +17,7 @@ Each process writes, hashes and reads its own part, and any number of processes 
 writes while training goes on.
 """
 
+import functools
 import glob
 import hashlib
 import json
@@ -324,29 +325,58 @@ def load(path, model, optimizer=None, base=False, instead=None):
     """
     import torch.distributed.checkpoint as dcp
 
-    reader = dcp.HuggingFaceStorageReader(path)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except Exception as e:  # of any kind: a foreign file in a folder with our manifest
-        raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     params = base_of(model) if base else trained
     tensors = {f"model/{name}": p.detach() for name, p in params.items()}
     tensors.update({f"model/{name}": t for name, t in (instead or {}).items()})
-    want = {key: tuple(t.shape) for key, t in tensors.items()}
-    have = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model/")}
-    for key in sorted(have.keys() | want.keys()):
-        if have.get(key) != want.get(key):
-            raise ValueError(f"{path} is of another model: {key.removeprefix('model/')} is {have.get(key)} there and "
-                             f"{want.get(key)} here (None: absent); use the settings of its run")
+    reader = reader_for(path, tensors)
     if optimizer is not None:
-        for key, entry in saved.items():
+        for key, entry in reader.read_metadata().state_dict_metadata.items():
             kind, _, name = key.partition("/")
             if kind != "model":
                 param = params[name]
                 tensors[key] = empty_state(optimizer, param, entry.size, entry.properties.dtype)
                 optimizer.state[param][kind] = tensors[key]
     dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+
+def stored(path, model):
+    """
+    The values of each parameter in a verified checkpoint: yields (name, parameter, a new tensor on the CPU).
+
+    The model may be on the meta device, without memory: no more than one tensor is held here. ValueError as in load().
+    """
+    import torch.distributed.checkpoint as dcp
+
+    params = base_of(model)
+    reader = reader_for(path, {f"model/{name}": p for name, p in params.items()})
+    for name, p in params.items():
+        tensor = torch.empty(p.shape, dtype=p.dtype)
+        dcp.load({f"model/{name}": tensor}, storage_reader=reader, no_dist=True)
+        yield name, p, tensor
+
+
+def reader_for(path, tensors):
+    """
+    What reads a checkpoint into {"model/NAME": tensor}. ValueError names the first one that it has not, or has in
+    another shape, or that only it has.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    reader = dcp.HuggingFaceStorageReader(path)
+    # The names of all shards are read once, however often the reader is used.
+    reader.read_metadata = functools.cache(reader.read_metadata)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except Exception as e:  # of any kind: a foreign file in a folder with our manifest
+        raise ValueError(f"{path}: not readable as safetensors ({type(e).__name__}: {e})") from None
+    want = {key: tuple(t.shape) for key, t in tensors.items()}
+    have = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model/")}
+    for key in sorted(have.keys() | want.keys()):
+        if have.get(key) != want.get(key):
+            raise ValueError(f"{path} is of another model: {key.removeprefix('model/')} is {have.get(key)} there and "
+                             f"{want.get(key)} here (None: absent); use the settings of its run")
+    return reader
 
 
 def empty_state(optimizer, param, shape, dtype):

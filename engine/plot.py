@@ -35,6 +35,7 @@ PANELS = (
     ("val_bpb", "validation (bits/byte)"),
     ("old_bpb", "old text (bits/byte)"),
     ("old_kl", "KL to the base on old text (nats/token)"),
+    ("task", "task (share of right answers)"),
     ("grad_norm", "gradient norm"),
     ("lr", "learning rate"),
 )
@@ -159,7 +160,7 @@ def draw_run(axis, key, x, y, colour, name):
         axis.plot(x, y, colour, alpha=0.25, linewidth=0.7)
         width = max(1, len(y) // 50)
         y = running_mean(y, width)
-    measured = key in ("val_bpb", "old_bpb", "old_kl")
+    measured = key in ("val_bpb", "old_bpb", "old_kl", "task")
     marker = "." if measured or key == "minutes" else None
     axis.plot(x, y, colour, linewidth=1.6, marker=marker, label=name)
     if measured:

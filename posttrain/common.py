@@ -34,7 +34,7 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
     "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute", "old",
-    "old_every", "old_windows",
+    "old_every", "old_windows", "task",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}

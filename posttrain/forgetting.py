@@ -5,6 +5,7 @@ What fine-tuning forgets: bits per byte of old text before, on the way and after
     gained  = the run's own loss, its end against its beginning                in one epoch of SFT a held-out loss
     KL      = mean over old tokens of sum_v p(v) log(p(v) / base(v))           with adapters: the base lies below them
     change  = |dW| / |W|, by kind of matrix                                    the same
+    task    = share of a task's questions that are answered right              as evaluate.py asks, Wilson's interval
 
 The loss of the new data says nothing of this. Of 46 LoRA runs on Apertus-8B those with the lowest loss, at a rate of
 1e-3, gave hardly an answer any more that could be read on another test (github.com/davmels/peft_apertus); at 1e-5 they
@@ -17,6 +18,7 @@ with and without it, and any number of processes measures the same.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --old=data/stdlib --old_every=50
 $ python train.py --init_from=out/laptop --data=data/mine --out=out/mine --old=data/stdlib      # at every validation
+$ python -m posttrain.sft --data=conversations.jsonl --old=data/stdlib --task=quiz.jsonl        # and its answers
 """
 
 import hashlib
@@ -44,12 +46,16 @@ class Old:
     Old text in windows, and what the start model knew of it, in bits for each document.
 
     path: a data folder (its validation documents), a .txt file, or .jsonl with "text". tok, T: the model's tokenizer
-    and window. most: windows at most; 0 = all of the text, as evaluate.py has it. out: the run folder. ValueError if
-    there is no text.
+    and window. most: windows at most; 0 = all of the text, as evaluate.py has it. out: the run folder. task: questions
+    to ask besides, .jsonl as for evaluate.py. ValueError if there is no text, or a question without a valid answer.
     """
 
-    def __init__(self, path, tok, T, most, out):
+    def __init__(self, path, tok, T, most, out, task=""):
         self.path = path
+        self.tok = tok
+        self.task = task
+        self.questions = questions_of(task) if task else []
+        self.asked = None
         self.file = f"{out}/old.json"
         self.kl = None
         letters = LETTERS * T * most or None
@@ -65,7 +71,7 @@ class Old:
         self.owner = np.array(owner)
         self.tokens = sum(len(ids) - first for ids, first in windows)
         self.sizes = self.per_document(size_of(window, tok) for window in windows)
-        content = json.dumps(self.windows)
+        content = json.dumps([self.windows, self.questions] if task else self.windows)
         self.hash = hashlib.sha256(content.encode()).hexdigest()[:16]
         # Windows at once.
         self.size = max(1, evaluate.batch_tokens // (T + 1))
@@ -77,7 +83,8 @@ class Old:
     @torch.no_grad()
     def measure(self, model, ranks):
         """
-        What the log says: old_bpb, and with adapters old_kl, in nats per token. All ranks must call it together.
+        What the log says: old_bpb, with adapters old_kl, in nats per token, and task, the share of right answers. All
+        ranks must call it together.
 
         Ranks take the same batches in turn, so that the numbers do not depend on how many there are. A rank with no
         batch left runs along with the first, because sharded ranks gather each other's weights.
@@ -111,6 +118,9 @@ class Old:
                 nats = (nll * scored).cpu().double().sum(1)
                 bits[begin:begin + len(batch)] = nats / math.log(2)
                 kl += apart
+            if self.task:
+                # Every rank asks everything: how long an answer is, is known when it ends, and shards want all ranks.
+                self.asked = ask(model, self.tok, self.questions, os.path.basename(self.task))
         drop_gathered(model)
         *bits, kl = ranks.add(*self.per_document(bits), kl)
         self.bits = np.array(bits)
@@ -118,6 +128,8 @@ class Old:
         if adapted:
             self.kl = kl / self.tokens
             found["old_kl"] = self.kl
+        if self.task:
+            found["task"] = self.asked["score"]
         return found
 
     def remember(self, start, first):
@@ -129,8 +141,11 @@ class Old:
         """
         if not start:
             self.before = self.bits
+            self.asked_before = self.asked
             found = dict(
                 old=self.path,
+                task=self.task,
+                asked=self.asked,
                 hash=self.hash,
                 bits=self.bits.tolist(),
                 bytes=self.sizes.tolist())
@@ -142,15 +157,18 @@ class Old:
                              "measured: leave --old out, or name another --out")
         found = read_json(self.file)
         if found["hash"] != self.hash:
-            raise ValueError(f"{self.file} is of other windows than those of {self.path}: take --old={found['old']} as "
-                             "it was, with the same bound on windows, or leave --old out")
+            raise ValueError(f"{self.file} is of other windows than those of {self.path}, or of another task: take "
+                             f"--old={found['old']} as it was, with the same bound on windows and "
+                             f"--task={found.get('task', '')}, or leave --old out")
         self.before = np.array(found["bits"])
+        self.asked_before = found.get("asked")
 
     def summary(self):
         """What summary.json says: before, after, and what was lost in bits per byte with half of its 95 % interval."""
         lost, half = evaluate.ratio(self.bits - self.before, self.sizes)
         total = self.sizes.sum()
-        return dict(
+        asked = dict(task=self.task, task_before=self.asked_before, task_after=self.asked)
+        return (asked if self.task else {}) | dict(
             old=self.path,
             old_hash=self.hash,
             old_documents=len(self.sizes),
@@ -171,8 +189,54 @@ class Old:
         how += f", {n} document{'s' * (n > 1)}"
         if self.kl is not None:
             how += f", KL to the base {self.kl:.3f} nats/token"
+        if self.task:
+            before = evaluate.with_interval(self.asked_before["score"], self.asked_before["interval"])
+            after = evaluate.with_interval(self.asked["score"], self.asked["interval"])
+            n = self.asked["n"]
+            chance = self.asked["chance"]
+            answers = f"; {self.task}: {before} -> {after} right of {n}, chance {chance:.3f}"
+        else:
+            answers = ""
         return (f"{out}: gained {name} {first:.3f} -> {last:.3f} ({last - first:+.3f}); "
-                f"lost {found['old_before']:.3f} -> {found['old_after']:.3f} bits/byte of {self.path} ({how})")
+                f"lost {found['old_before']:.3f} -> {found['old_after']:.3f} bits/byte of {self.path} ({how}){answers}")
+
+
+def questions_of(task):
+    """The questions of a .jsonl file. ValueError if it has none, or one without a valid answer."""
+    _, rows = evaluate.contents(task)
+    if not rows:
+        raise ValueError(f'task={task}: no question there: want rows of "question" and "answer", perhaps "choices"')
+
+    def answer(row, place):
+        if "choices" in row:
+            return evaluate.answer_of(row, place)
+        return evaluate.accepted_answers(row, place)
+
+    evaluate.with_answers(rows, task, answer)
+    return rows
+
+
+def ask(model, tok, questions, name):
+    """
+    n, the share of questions answered right (score) with its 95 % interval, and the chance level.
+
+    Choices by their likelihood, other answers by greedy decoding: what evaluate.py says of the same file.
+    """
+    results = evaluate.task_scores(model, tok, questions, name)
+    n = len(questions)
+    right = 0
+    chance = 0.0
+    for result in results:
+        right += round(result["score"] * result["n"])
+        chance += result["chance"] * result["n"] / n
+    return dict(n=n, score=right / n, interval=evaluate.wilson(right, n), chance=chance)
+
+
+def old_of(path, tok, T, most, out, task):
+    """An Old, or None if no old text is named. ValueError: a task needs one beside it."""
+    if task and not path:
+        raise ValueError(f"task={task} is asked beside old text: name some with --old, a data folder, .txt or .jsonl")
+    return Old(path, tok, T, most, out, task) if path else None
 
 
 def due(old, every, done, steps):

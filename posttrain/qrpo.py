@@ -29,8 +29,12 @@ comes a plain loop. All is cached in out/<run>/references: kill it anywhere, --r
 or a file named `stop` in the run folder, all ranks save at the end of the step and leave.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
-      # my_reward.py: def reward(prompt, completion): return float
+      # my_reward.py: def reward(prompt, completion): return float, or
+      # def rewards(row, completions): return list, which sees all completions of a prompt
 $ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
+$ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/charter.py
+$ python -m posttrain.qrpo --data=prompts.jsonl --rewards=text:samples.jsonl    # writes the samples as text, and stops;
+      # goes on, by the same command, when somebody has added "rewards" and "ref_rewards" to that file's rows
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
@@ -59,16 +63,18 @@ from engine.hardware import pick_dtype
 from engine.parallel import drop_gathered, gradients, orderly_exit, recompute_activations, stop_signals
 from generate import generate
 from posttrain import collapse, lora
+from posttrain.charter import Charter
 from posttrain.common import (
     adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
-from posttrain.forgetting import Old, due
+from posttrain.forgetting import due, old_of
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
+    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, to_be_written, words,
+    write_texts,
 )
 
 # -----------------------------------------------------------------------------
@@ -76,7 +82,7 @@ from posttrain.references import (
 out = "out/qrpo"                # its folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
 data = "prompts.jsonl"          # per line {"messages": [..., user]}, and if any "completions", "rewards", "ref_rewards"
-rewards = ""                    # FILE.py[:function] | hf:FOLDER, a reward model | "": the data's rewards, ref_rewards
+rewards = ""                    # FILE.py[:name] | hf:FOLDER | charter:JUDGE[,FILE] | text:FILE | "": those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # go on from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
@@ -126,6 +132,7 @@ rank_every = 50                 # steps between diagnoses of collapse (posttrain
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+task = ""                       # questions asked beside, .jsonl as for evaluate.py; "" = none
 # what is saved
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -264,8 +271,37 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     stage = f"samples-{per_file}"
     # The first batch is scored at once: an error in the reward function is told before hours of sampling.
     first, *_ = cache(stage, prompts[:per_file], per_file, draw)
-    scores(tok, asked[0], first[:1], score)
-    return cache(stage, prompts, per_file, draw)
+    if not on_disk(stage, (len(prompts) - 1) // per_file * per_file):
+        scores(tok, asked[0], first, score)
+    drawn = cache(stage, prompts, per_file, draw)
+    # As the first rank sees it: another one may look when the file has just been written.
+    if file := checkpoint.everyone(to_be_written(rewards), ranks.files)[0]:
+        hand_over(file, tok, asked, drawn, ranks)
+    return drawn
+
+
+def on_disk(stage, k):
+    """Whether the file of a stage that begins with its k-th entry is there."""
+    folder = references or os.path.join(out, "references")
+    return os.path.exists(f"{folder}/{stage}-{k:07d}.json")
+
+
+def check_judge(score, version, asked, longest):
+    """A judge says what it cannot read before anything is sampled for it; one that has judged already is not loaded."""
+    if isinstance(score, Charter) and not on_disk(f"rewards-{version}", 0):
+        _, rows, prompts = zip(*asked)
+        score.check(rows, min(max_new_tokens, longest - min(map(len, prompts))))
+
+
+def hand_over(file, tok, asked, refs, ranks):
+    """Write the samples as text, for somebody else to score, and leave."""
+    rows = [row for _, row, _ in asked]
+    texts = [[words(tok, ids) for ids in some] for some in refs]
+    if ranks.first:
+        write_texts(file, rows, texts)
+        print(f"{file}: {len(rows)} prompts with {n_refs} references each. Add ref_rewards, a number for each of "
+              "`references`, and rewards, one for each of `completions`; then the same command goes on")
+    raise SystemExit(0)
 
 
 def rate(tok, asked, refs, given, score, version, cache):
@@ -276,8 +312,11 @@ def rate(tok, asked, refs, given, score, version, cache):
     """
     def by_score(k, some):
         found = []
-        for prompt, *both in some:
-            found.append([scores(tok, prompt, completions, score) for completions in both])
+        for prompt, of_refs, of_given in some:
+            # Together: a reward may compare all completions of a prompt.
+            values = scores(tok, prompt, of_refs + of_given, score)
+            n = len(of_refs)
+            found.append([values[:n], values[n:]])
         return found
 
     if score:
@@ -390,11 +429,12 @@ def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     recompute_activations(model, recompute)
-    kept = Old(old, tok, model.config.block_size, old_windows, out) if old else None
+    kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)
     score = load_reward(rewards, device) if rewards else None
     version = checkpoint.everyone(reward_hash(rewards) if ranks.first else "", ranks.files)[0]
+    check_judge(score, version, asked, longest)
     candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, device)
     del score           # a reward model leaves the device
     couples = [
@@ -411,6 +451,8 @@ def align(ranks, device):
     notes = [left_out(bad, len(asked), "prompts")] if bad else []
     notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
     notes += warn_of_ties(groups, mean_length)
+    if rewards.split(",")[0] == f"charter:{init_from}":
+        notes.append("the judge is the policy itself: it rewards its own taste")
 
     n = len(couples)
     steps = -(-epochs * n // batch_size)

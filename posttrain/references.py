@@ -10,7 +10,6 @@ anywhere, and runs that start from the same model share the folder.
                logp-DTYPE-N-0000000.json    N completions per file
 """
 
-import hashlib
 import inspect
 import json
 import math
@@ -23,11 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from chat import content_of, normal
+from chat import content_of, normal, numbered_rows
 from engine import checkpoint
 from engine.files import write_flushed
 from engine.hardware import at_least_fp32
 from model import chunk_rows
+from posttrain.charter import Charter, of_spec, version
+from posttrain.judges import files_of, hash_of, sanitised
 from tokenizer import IN_TEXT, read_json
 
 
@@ -149,19 +150,23 @@ def words(tok, ids):
 
 def scored(row, texts, score, where):
     """
-    Rewards of completions of a row's prompt, as floats.
+    Rewards of the completions of a row's prompt, as floats.
 
-    ValueError begins with `where` if the function raises, or returns something else than a finite number.
+    ValueError begins with `where` if the function raises, or returns something else than finite numbers, one for each.
     """
     values = []
-    for text in texts:
-        try:
-            values.append(float(score(row, text)))
-        except Exception as e:      # anything may come from the user's code
-            raise ValueError(f"{where} failed on completion {text[:60]!r} ({in_one_line(e)}). "
-                             "What was sampled is kept: repair it and --resume") from None
-        if not math.isfinite(values[-1]):
-            raise ValueError(f"{where} gave {values[-1]} for completion {text[:60]!r}: want a finite number")
+    try:
+        for value in score(row, texts):
+            values.append(float(value))
+    except Exception as e:      # anything may come from the user's code
+        [at, *_] = texts[len(values):] or [""]
+        raise ValueError(f"{where} failed on completion {at[:60]!r} ({in_one_line(e)}). "
+                         "What was sampled is kept: repair it and --resume") from None
+    if len(values) != len(texts):
+        raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
+    for text, value in zip(texts, values):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} gave {value} for completion {text[:60]!r}: want a finite number")
     return values
 
 
@@ -185,24 +190,39 @@ def column(row, name, want, where):
 
 def load_reward(spec, device):
     """
-    --rewards -> a function (row, completion text) -> number.
+    --rewards -> a function (row, completions) -> a number for each: it sees all completions of a prompt together.
 
     FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
-    three arguments, the whole line of the data comes third (a gold answer may stand there). hf:FOLDER: transformers'
-    sequence classifier with one output. ValueError says what is wrong with it.
+    three arguments, the whole line of the data comes third (a gold answer may stand there). Or its function
+    rewards(row, completions), known by that argument's name. hf:FOLDER: transformers' sequence classifier with one
+    output. charter:MODEL[,FILE]: posttrain/charter.py. text:FILE.jsonl: what was scored elsewhere, of what an earlier
+    run has written there. ValueError says what is wrong with it.
     """
-    if spec.startswith("hf:"):
-        return reward_model(spec[3:], device)
+    kind, _, rest = spec.partition(":")
+    if kind == "hf":
+        return one_by_one(reward_model(rest, device))
+    if kind == "charter":
+        return Charter(*of_spec(rest), device)
+    if kind == "text":
+        return scored_elsewhere(rest)
     path, name = file_and_function(spec)
     if not os.path.isfile(path):
-        raise ValueError(f"--rewards={spec}: there is no file {path}; "
-                         "want FILE.py with reward(prompt, completion), or hf:FOLDER")
+        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), "
+                         "hf:FOLDER, charter:MODEL,FILE or text:FILE.jsonl")
     try:
-        function = runpy.run_path(path).get(name)
+        found = runpy.run_path(path)
     except Exception as e:          # anything may come from the user's code
         raise ValueError(f"--rewards={spec}: {path} cannot be read ({in_one_line(e)})") from None
+    if ":" not in spec and callable(found.get("rewards")):
+        if callable(found.get("reward")):
+            raise ValueError(f"--rewards={spec}: {path} has reward and rewards: say which, --rewards={path}:rewards")
+        name = "rewards"
+    function = found.get(name)
     if not callable(function):
-        raise ValueError(f"--rewards={spec}: {path} has no function {name}(prompt, completion)")
+        raise ValueError(f"--rewards={spec}: {path} has no function {name}(prompt, completion), and no "
+                         "rewards(row, completions)")
+    if fits(function, {}, []) and "completions" in inspect.signature(function).parameters:
+        return function
     takes_row = fits(function, "prompt", "completion", {})
 
     def by_function(row, completion):
@@ -211,7 +231,12 @@ def load_reward(spec, device):
         if takes_row:
             arguments.append(row)
         return function(*arguments)
-    return by_function
+    return one_by_one(by_function)
+
+
+def one_by_one(reward):
+    """The function (row, completions) of one that sees a completion at a time. Lazy: what has failed can be named."""
+    return lambda row, completions: (reward(row, text) for text in completions)
 
 
 def reward_model(folder, device):
@@ -229,14 +254,57 @@ def reward_model(folder, device):
     @torch.no_grad()
     def by_model(row, completion):
         answer = dict(role="assistant", content=completion)
-        messages = [*map(normal, row["messages"]), answer]
-        text = tok.apply_chat_template(messages, tokenize=False)
-        # The template has written <s> already.
-        encoded = tok(text, add_special_tokens=False, return_tensors="pt")
-        ids = encoded.input_ids.to(device)
-        logits = judge(input_ids=ids).logits
+        ids = sanitised(tok, [*map(normal, row["messages"]), answer])
+        logits = judge(input_ids=torch.tensor([ids], device=device)).logits
         return logits[0, 0].item()
     return by_model
+
+
+# -----------------------------------------------------------------------------
+# completions as text: written, scored elsewhere, read
+
+
+def to_be_written(spec):
+    """The file of --rewards=text:FILE that does not exist yet, or ""."""
+    kind, _, path = spec.partition(":")
+    return path if kind == "text" and not os.path.exists(path) else ""
+
+
+def write_texts(path, rows, references):
+    """Rows of the data with the texts of what was sampled, `references`; what is scored already, is to be again."""
+    lines = []
+    for row, texts in zip(rows, references):
+        left = {**row, "references": texts}
+        left.pop("rewards", None)
+        left.pop("ref_rewards", None)
+        lines.append(json.dumps(left) + "\n")
+    write_flushed(path, lines, shared=True)
+
+
+def scored_elsewhere(path):
+    """
+    The reward function of a file as write_texts writes it, to which somebody has added `rewards` of its completions and
+    `ref_rewards` of its references. Where there is no file yet, all rewards are 0.
+    """
+    if not os.path.exists(path):
+        return one_by_one(lambda row, completion: 0.0)
+    known = {}
+    for line, row in numbered_rows(path):
+        for texts, name in (("references", "ref_rewards"), ("completions", "rewards")):
+            found = row.get(texts, [])
+            for text, value in zip(found, column(row, name, len(found), f"{path}, line {line}")):
+                known[json.dumps([row["messages"], text])] = value
+
+    def look_up(row, completion):
+        key = json.dumps([row["messages"], completion])
+        if key not in known:
+            raise ValueError(f"{path} has no such prompt and completion: it is of another run")
+        return known[key]
+    return one_by_one(look_up)
+
+
+# -----------------------------------------------------------------------------
+# what a reward is
 
 
 def file_and_function(spec):
@@ -257,22 +325,23 @@ def reward_hash(spec):
     """
     A hash of all that decides the numbers of --rewards, in whatever folder it is; "" for none.
 
-    Of the function's name and its file, or of all files of a reward model: those of a folder, or those that
-    transformers has just taken from the hub.
+    Of the function's name and its file, of all files of a reward model: those of a folder, or those that transformers
+    has just taken from the hub; of a judge, its charter and our prompts; of the file that was scored elsewhere.
     """
     if not spec:
         return ""
-    if spec.startswith("hf:"):
-        name, folder = "", spec[3:]
+    kind, _, rest = spec.partition(":")
+    if kind == "charter":
+        return version(*of_spec(rest))
+    if kind == "text":
+        name, files = "", [rest]
+    elif kind == "hf":
+        name, folder = "", rest
         if not os.path.isdir(folder):
             import huggingface_hub
             folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
-        files = [os.path.join(folder, file) for file in sorted(os.listdir(folder))]
+        files = files_of(folder)
     else:
         file, name = file_and_function(spec)
         files = [file]
-    digests = []
-    for file in filter(os.path.isfile, files):
-        digests.append((os.path.basename(file), checkpoint.sha256(file)))
-    decisive = repr((name, digests))
-    return hashlib.sha256(decisive.encode()).hexdigest()[:16]
+    return hash_of(files, name)

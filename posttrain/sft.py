@@ -57,7 +57,7 @@ from posttrain.common import (
     adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, update, window,
 )
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
-from posttrain.forgetting import Old, due
+from posttrain.forgetting import due, old_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -102,6 +102,7 @@ rank_every = 100                # steps between diagnoses of collapse (posttrain
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
+task = ""                       # questions asked beside, .jsonl as for evaluate.py; "" = none
 # what is saved
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -166,7 +167,7 @@ def tune(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     recompute_activations(model, recompute)
-    kept = Old(old, tok, model.config.block_size, old_windows, out) if old else None
+    kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
     conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)

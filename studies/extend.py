@@ -17,7 +17,7 @@ understand it), .531 at best (eellak/greek-apertus). Ours says something of mode
 
 $ python -m studies.extend shakespeare.txt              # trains the start on data/stdlib, then 5 seeds of each arm
 $ python -m studies.extend pages.jsonl --samples=5200   # about one epoch of 1.3M old tokens
-$ python -m studies.extend --report                     # table.md and curves.png again from runs.jsonl
+$ python -m studies.extend --report                     # table.md and curves.png again from rows.jsonl
 """
 
 import sys
@@ -45,8 +45,8 @@ val_share = 0.1               # of the new text
 seeds = 5
 jobs = 1                      # runs at a time; 0 = one for each GPU, or for each CPU core without one
 out = "out/extend"            # the runs
-results = "results/extend"    # runs.jsonl, table.md, curves.png
-report = False                # run nothing: table and picture from runs.jsonl
+results = "results/extend"    # rows.jsonl, table.md, curves.png
+report = False                # run nothing: table and picture from rows.jsonl
 
 ARMS = dict(old="old", same_bytes="new", same_tokens="new")     # arm -> the data that it reads
 
@@ -89,7 +89,7 @@ def counts(folder):
 
 def train_arm(arm, seed, model, folders):
     """
-    One run, as a line of runs.jsonl.
+    One run, as a line of rows.jsonl.
 
     megabytes, bpb: lists, an entry for each validation: the text read by then, and bits per byte of all validation
     text. The first is the start itself, before any step: in it new tokens are means that no one has trained.
@@ -171,7 +171,7 @@ def draw(rows, path):
 
 
 def main():
-    lines = f"{results}/runs.jsonl"
+    lines = f"{results}/rows.jsonl"
     if not report:
         if not paths or seeds < 1:
             raise ValueError("name the text to go on with, and at least one seed: python -m studies.extend book.txt")

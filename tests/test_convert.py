@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import convert
 import tokenizer
 from conftest import ROOT, script
+from engine import checkpoint
 from model import Apertus, ApertusConfig
 
 GOLDEN = os.path.join(ROOT, "tests", "golden", "hf_tiny_a")
@@ -430,15 +432,52 @@ def test_loading_holds_the_model_and_one_tensor_and_an_export_one_file(tmp_path)
     assert found.keys() == {"fp32", "int8", "nf4", "export"} and max(found.values()) < 60, found
 
 
-def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards():
-    """The same bits, and the same hash of the weights that both were made of, by which adapters know their base."""
-    from engine import checkpoint
+def run_of(folder, model):
+    """A run folder that holds the model, its vocabulary the bytes."""
+    checkpoint.save(str(folder / "ckpt"), 3, model, SimpleNamespace(state={}), dict(config={}))
+    (folder / "config.json").write_text(json.dumps(dict(vars(model.config), tokenizer="byte")))
+    return str(folder)
+
+
+@pytest.mark.parametrize("how", [dict(base="int8"), dict(base="nf4"), dict(dtype=torch.bfloat16)], ids=str)
+def test_a_run_is_loaded_matrix_by_matrix(tmp_path, how):
+    """
+    The bytes that torch has alive, counted at each of its operations: over what the model ends as, at most three copies
+    of its largest matrix, as DCP has them and as a block is quantised. All of it in fp32 would be 24 of them.
+    """
+    from tools.tracing import Living, leaves
+
+    class Alive(Living):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            self.add([t for t in leaves(made) if not t.is_meta])
+            return made
+    model = Apertus(replace(CONFIG, n_layer=12, n_embd=64, ffn_dim=256))
+    run = run_of(tmp_path, model)
+    with Alive() as alive:
+        read, _ = convert.load_run(run, **how)
+    holds = sum(t.nbytes for t in {*read.parameters(), *read.buffers()})
+    largest = max(p.nbytes for p in model.parameters())
+    assert sum(p.nbytes for p in model.parameters()) > 24 * largest
+    assert holds <= alive.most["trunk"] < holds + 4 * largest
+
+
+@pytest.mark.parametrize("tied", [None, False, True])
+def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(tmp_path, tied):
+    """
+    The same bits, and the same hash of the weights that both were made of, by which adapters know their base. Of the
+    golden folder, and of a run with head and embedding apart or in one.
+    """
     from posttrain.quantised import quantise
 
-    dense = convert.load_hf(GOLDEN)
+    def load(**how):
+        return convert.load_hf(GOLDEN, **how) if tied is None else convert.load_run(run, **how)[0]
+    if tied is not None:
+        run = run_of(tmp_path, Apertus(replace(CONFIG, tie_embeddings=tied), 4))
+    dense = load()
     for base in ("int8", "nf4"):
-        read = convert.load_hf(GOLDEN, base=base)
-        after = quantise(convert.load_hf(GOLDEN), base)
+        read = load(base=base)
+        after = quantise(load(), base)
         assert read.state_dict().keys() == after.state_dict().keys() != dense.state_dict().keys()
         assert all(torch.equal(t, after.state_dict()[name]) for name, t in read.state_dict().items())
         assert checkpoint.fingerprint(read) == checkpoint.fingerprint(dense) and read.in_bits == after.in_bits

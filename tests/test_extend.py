@@ -441,7 +441,7 @@ def study(lab):
 
 
 def test_the_study_compares_the_same_bytes_and_the_same_tokens(study):
-    rows = kit.read_rows(study / "runs.jsonl")
+    rows = kit.read_rows(study / "rows.jsonl")
     groups = extend.by_arm(rows)
     assert [len(group) for group in groups.values()] == [1, 1, 1]
     old, same_bytes, same_tokens = (group[0] for group in groups.values())
@@ -457,7 +457,7 @@ def test_the_study_compares_the_same_bytes_and_the_same_tokens(study):
 
 def test_bits_per_byte_of_the_study_are_of_the_same_bytes(study, lab):
     """From the folders: the nats of all tokens but the first of each document, over the bytes of the text itself."""
-    row = kit.read_rows(study / "runs.jsonl")[-1]
+    row = kit.read_rows(study / "rows.jsonl")[-1]
     folders = [path.parent for path in (lab / "study").glob("*/new/meta.json")]
     folders += [path.parent for path in (lab / "study").glob("*/old/meta.json")]
     sizes = {json.loads((folder / "meta.json").read_text())["sources"]["new"]["val"]["bytes"] for folder in folders[:1]}

@@ -39,6 +39,9 @@ def lab(tmp_path_factory):
     rows = [dict(messages=[say("system", "s"), say("user", f"{i}?"), say("assistant", f"a{i} b")]) for i in range(8)]
     write_rows(root / "chats.jsonl", rows)
     write_rows(root / "old.jsonl", [dict(text=text) for text in TEXTS])
+    quiz = [dict(question=f"{i}?", choices=[f"a{i} b", f"{'ZqXy'[i % 4]}{i}zQ"], answer=0) for i in range(9)]
+    write_rows(root / "choices.jsonl", quiz)
+    write_rows(root / "quiz.jsonl", [*quiz, dict(question="0?", answer=["x", "y"])])
     files = [os.path.join(ROOT, name) for name in ("model.py", "data.py", "train.py")]
     assert script("prepare.py", *files, f"--out={root / 'data'}", "--tokenizer=byte").returncode == 0
     return root
@@ -53,7 +56,7 @@ def arguments(lab, out):
 
 
 def watching(lab):
-    return [f"--old={lab / 'old.jsonl'}", "--old_every=2", "--old_windows=5"]
+    return [f"--old={lab / 'old.jsonl'}", "--old_every=2", "--old_windows=5", f"--task={lab / 'quiz.jsonl'}"]
 
 
 def tune(lab, out, *args):
@@ -249,7 +252,8 @@ def test_the_text_of_a_chat_model_ends_as_that_of_its_base(lab, watched):
 def test_the_run_ends_in_the_same_bits_as_without_it(watched, unwatched):
     out, _ = watched
     assert same(weights(out), weights(unwatched))
-    steps = [{k: v for k, v in entry.items() if not k.startswith("old")} for entry in log(out) if "loss" in entry]
+    more = ("old", "task")
+    steps = [{k: v for k, v in entry.items() if not k.startswith(more)} for entry in log(out) if "loss" in entry]
     assert steps == log(unwatched)
     assert {"loss_first", "loss_last", "change"} <= summary(unwatched).keys()
 
@@ -275,6 +279,44 @@ def test_a_run_measures_before_on_the_way_and_after(lab, watched):
     assert "|dW| / |W|: q_proj " in said
 
 
+def test_the_task_is_asked_before_on_the_way_and_after_as_evaluate_asks_it(lab, watched, tmp_path):
+    """Start and end through evaluate.py, from the files: rows with choices and one whose answer must be said."""
+    out, said = watched
+    asked = [(entry["step"], entry["task"]) for entry in log(out) if "task" in entry]
+    assert [step for step, _ in asked] == [0, 1, 3, 5]
+    told = summary(out)
+    assert told["task"] == str(lab / "quiz.jsonl")
+    for when, model, score in (("before", lab / "model", asked[0][1]), ("after", out, asked[-1][1])):
+        done = script("evaluate.py", lab / "quiz.jsonl", f"--init_from={model}", f"--out={tmp_path}")
+        assert done.returncode == 0, done.stderr
+        choice, exact = json.loads((tmp_path / "evaluation.json").read_text())["tasks"]
+        right = round(9 * choice["score"] + exact["score"])
+        found = told[f"task_{when}"]
+        assert found == dict(
+            n=10, score=right / 10, interval=list(evaluate.wilson(right, 10)), chance=pytest.approx(0.45))
+        assert found["score"] == score and 0 < right < 10
+    assert asked[0][1] != asked[-1][1]
+    assert f"{lab / 'quiz.jsonl'}: {asked[0][1]:.3f} (" in said and "right of 10, chance 0.450" in said
+
+
+@pytest.mark.parametrize("content, says", [
+    ('{"text": "a"}', "no question there"),
+    ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "question 1: no valid answer"),
+    ('{"question": "a"}', "question 1: no valid answer"),
+    ("{", "line 1"),
+])
+def test_what_is_no_task_is_told_in_one_line(lab, tmp_path, content, says):
+    (tmp_path / "task.jsonl").write_text(content + "\n")
+    with pytest.raises(ValueError, match=says) as e:
+        forgetting.old_of(str(lab / "old.jsonl"), TOK, 320, 5, "out", str(tmp_path / "task.jsonl"))
+    assert "\n" not in str(e.value)
+
+
+def test_a_task_wants_old_text_beside_it(lab, tmp_path):
+    done = tune(lab, tmp_path / "run", f"--task={lab / 'quiz.jsonl'}")
+    refused(done, "is asked beside old text: name some with --old")
+
+
 def test_killed_and_resumed_it_measures_the_same(lab, watched, tmp_path):
     shutil.copytree(watched[0], tmp_path / "run")
     os.remove(tmp_path / "run" / "summary.json")
@@ -290,6 +332,7 @@ def test_a_run_is_gone_on_with_on_the_same_old_text_or_on_none(lab, watched, unw
         shutil.copytree(run, tmp_path / name)
         shutil.rmtree(tmp_path / name / "ckpt" / "step-00000006")
     again = [f"--old={lab / 'old.jsonl'}", "--old_windows=4", "--resume"]
+    refused(tune(lab, tmp_path / "watched", *watching(lab)[:3], "--resume"), "of another task", f"{lab / 'quiz.jsonl'}")
     refused(tune(lab, tmp_path / "watched", *again), "is of other windows", f"--old={lab / 'old.jsonl'}")
     refused(tune(lab, tmp_path / "unwatched", *again), "was begun without --old")
     assert tune(lab, tmp_path / "watched", "--resume").returncode == 0
@@ -311,6 +354,8 @@ def test_two_processes_measure_what_one_does(launch, lab, tmp_path, parallel, ar
         found = [summary(tmp_path / name).get(key) or 0.0 for name in ("one", "two")]
         assert found[1] == pytest.approx(found[0], abs=1e-5)
     one, two = ([e["old_bpb"] for e in log(tmp_path / name) if "old_bpb" in e] for name in ("one", "two"))
+    shares = [[e["task"] for e in log(tmp_path / name) if "old_bpb" in e] for name in ("one", "two")]
+    assert shares[0] == shares[1] and len(shares[0]) == 2
     assert len(one) == 2 and two[0] == pytest.approx(one[0], rel=1e-12) and two == pytest.approx(one, abs=1e-5)
 
 
@@ -356,8 +401,8 @@ def go_on(lab, out, *args):
 
 def test_continued_pretraining_validates_on_old_text_beside_and_ends_in_the_same_bits(launch, lab, tmp_path):
     """On one process, stopped and resumed, and on the shards of two; the window is that of the run."""
-    kept = f"--old={lab / 'old.jsonl'}"
-    for name, args in (("with", [kept]), ("without", [])):
+    kept, task = f"--old={lab / 'old.jsonl'}", f"--task={lab / 'choices.jsonl'}"
+    for name, args in (("with", [kept, task]), ("without", [])):
         done = script("train.py", *go_on(lab, tmp_path / name, *args))
         assert done.returncode == 0, done.stderr
         assert ("gained val_bpb" in done.stdout) == (name == "with")
@@ -372,16 +417,18 @@ def test_continued_pretraining_validates_on_old_text_beside_and_ends_in_the_same
     shutil.copytree(with_, tmp_path / "again")
     os.remove(tmp_path / "again" / "summary.json")
     shutil.rmtree(tmp_path / "again" / "ckpt" / "step-00000004")
-    assert script("train.py", *go_on(lab, tmp_path / "again", kept, "--resume")).returncode == 0
+    assert script("train.py", *go_on(lab, tmp_path / "again", kept, task, "--resume")).returncode == 0
     again = summary(tmp_path / "again")
     assert {k: v for k, v in again.items() if k != "seconds"} == {
         k: v for k, v in summary(with_).items() if k != "seconds"}
 
-    two = go_on(lab, tmp_path / "two", kept, "--parallel=fsdp")
+    two = go_on(lab, tmp_path / "two", kept, task, "--parallel=fsdp")
     codes, text = launch(2, *two, script="train", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     assert [e["old_bpb"] for e in log(tmp_path / "two") if "old_bpb" in e] == pytest.approx(
         [value for _, value in found], abs=1e-5)
+    one, both = ([e["task"] for e in log(out) if "old_bpb" in e] for out in (with_, tmp_path / "two"))
+    assert one == both and len(one) == 3
 
 
 def test_pretraining_from_scratch_has_nothing_to_forget(lab, tmp_path):
@@ -439,7 +486,8 @@ def test_the_picture_of_a_run_has_a_panel_for_each_curve_over_steps(watched, unw
     for out in (watched[0], unwatched):
         plot.curves([str(out)], str(tmp_path / "x.png"), panels, "step")
     titles = [[axis.get_title() for axis in figure.axes if axis.lines] for figure in figures]
-    both = ["loss", "old text (bits/byte)", "KL to the base on old text (nats/token)", "gradient norm", "learning rate"]
+    measured_too = ["old text (bits/byte)", "KL to the base on old text (nats/token)", "task (share of right answers)"]
+    both = ["loss", *measured_too, "gradient norm", "learning rate"]
     assert titles == [both, ["loss", "gradient norm", "learning rate"]]
     forgotten = figures[0].axes[1]
     [curve] = forgotten.lines

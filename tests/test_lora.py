@@ -406,14 +406,20 @@ def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path, parallel
 SHARDS = """
 import sys
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from posttrain import common, lora
 from engine.parallel import Ranks, orderly_exit
 
 with orderly_exit():
-    ranks = Ranks("fsdp")
+    first = ranks = Ranks("fsdp")
     ranks.join("cpu", 60)
     adapters = lora.settings_of(3, 8, "all")
-    for folder, base in zip(sys.argv[1::2], sys.argv[2::2]):
+    for folder, base, shards in zip(sys.argv[1::3], sys.argv[2::3], map(int, sys.argv[3::3])):
+        if shards:
+            # Two copies of one shard, or one copy of two, among the processes that have met already.
+            ranks = Ranks("hsdp", shard=shards)
+            shape = ranks.copies, ranks.shard
+            ranks.device, ranks.mesh = "cpu", init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards"))
         how = dict(base=base, adapters=adapters, seed=5)
         model, _ = common.start_model(folder, "cpu", torch.float32, ranks, **how)
         whole, _ = common.start_model(folder, "cpu", torch.float32, **how)
@@ -429,28 +435,33 @@ with orderly_exit():
             assert (p.grad is None) == (want[name].grad is None) == (".lora_" not in name)
             if p.grad is not None:
                 torch.testing.assert_close(p.grad.full_tensor(), 2 * want[name].grad, rtol=1e-5, atol=1e-7)
+        norm = torch.stack([p.grad.norm() for p in whole.parameters() if p.grad is not None]).norm()
+        torch.testing.assert_close(common.collect(model, ranks, 1e9), 2 * norm.item(), rtol=1e-5, atol=0)
         with lora.off(model), lora.off(whole), torch.no_grad():
             assert torch.equal(model.hidden(idx), whole.hidden(idx))
         same = model.start == whole.start
-        print(f"rank {ranks.rank}: {names} differ, {share:.2f} here, {same}, {kinds}", flush=True)
-    ranks.leave()
+        print(f"rank {ranks.rank}, {ranks.mode}: {names} differ, {share:.2f} here, {same}, {kinds}", flush=True)
+    first.leave()
 """
 
 
 def test_base_and_adapters_lie_in_shards_and_only_adapters_have_gradients(launch, start, tuned, tmp_path):
     """
     Two ranks; rank 3, which two do not divide. The base in its own dtype, adapters in fp32; both ranks run the same
-    tokens, so the sum of their gradients is twice that of one process.
+    tokens, so the sum of their gradients, and its norm, is twice that of one process. hsdp: as two copies each of which
+    is whole, and as one copy in two shards.
     """
     program = tmp_path / "shards.py"
     program.write_text(SHARDS)
-    folders = start / "model", "bf16", start / "model", "fp32"
-    codes, text = launch(2, *folders, script=program, logs=tmp_path / "log")
+    cases = ("bf16", 0), ("fp32", 0), ("bf16", 1), ("bf16", 2)
+    args = [arg for case in cases for arg in (start / "model", *case)]
+    codes, text = launch(2, *args, script=program, logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
-    for base in ("bfloat16", "float32"):
+    half, whole = ["0.50", "0.50"], ["1.00", "1.00"]
+    for base, mode, shares in (("bfloat16", "fsdp", half), ("float32", "fsdp", half), ("bfloat16", "hsdp", whole + half)):
         kinds = sorted([f"torch.{base} False False", "torch.float32 True True"])
-        found = re.findall(rf"rank \d: \[\] differ, (0.\d\d) here, True, {re.escape(str(kinds))}", text)
-        assert len(found) == 2 and all(0.45 < float(share) < 0.55 for share in found), text
+        found = re.findall(rf"rank \d, {mode}: \[\] differ, (\d.\d\d) here, True, {re.escape(str(kinds))}", text)
+        assert sorted(found) == sorted(shares), text
 
 
 def test_bits_are_not_sharded(start):

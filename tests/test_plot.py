@@ -123,7 +123,7 @@ def test_the_number_beside_the_curve_is_the_last_validation(tmp_path, drawn):
 def test_runs_are_compared_in_six_panels_and_two_more_where_old_text_was_measured(tmp_path):
     folders = [run(tmp_path / n) for n in "ab"]
     keys = [key for key, _ in plot.comparable(folders)]
-    assert keys == ["loss", "val_bpb", "old_bpb", "old_kl", "grad_norm", "lr", "tok_s", "minutes"]
+    assert keys == ["loss", "val_bpb", "old_bpb", "old_kl", "task", "grad_norm", "lr", "tok_s", "minutes"]
     picture = tmp_path / "new" / "c.png"
     assert script("engine.plot", *folders, f"--out={picture}").returncode == 0
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -24,6 +24,7 @@ import convert
 import tokenizer
 from chat import control, framed
 from conftest import ROOT, script
+from data import TokenDataset
 from model import Apertus, rope_frequencies
 from posttrain import talk
 
@@ -431,6 +432,45 @@ def test_its_ids_are_transformers(hub):
     chat = [dict(role="system", content="s"), dict(role="user", content="hi")]
     _, ids = tok.chat(chat, add_generation_prompt=True)
     assert ids == theirs.apply_chat_template(chat, add_generation_prompt=True).input_ids
+
+
+def ok(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", [MINI, "swiss-ai/Apertus-v1.1-0.5B"])
+def test_a_mini_is_pretrained_further_and_fine_tuned_in_its_own_ids(hub, tmp_path, name):
+    """
+    From its folder to data, a run, a fine-tuned run and a folder that transformers reads: ids of the data are
+    transformers', and those of a conversation are the Mini's own, its pad 10 and not [INST].
+    """
+    import transformers
+    folder = convert.local(name)
+    texts = [f"Grüezi mitenand, {i}! x = f({i})\n" * 9 for i in range(40)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(dict(text=text)) + "\n" for text in texts))
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps(dict(messages=MESSAGES))] * 4))
+    data = f"--data={tmp_path / 'data'}"
+    ok(script("prepare.py", tmp_path / "text.jsonl", f"--out={tmp_path / 'data'}", f"--tokenizer={folder}"))
+    train = TokenDataset(str(tmp_path / "data"), "train", 1)
+    [source] = train.meta["sources"].values()
+    ids = train.tokens(0, source["train"]["tokens"]).tolist()
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    documents = {tuple(theirs.encode(text)) + (2,) for text in texts}
+    first = ids[:ids.index(2) + 1]
+    assert tuple(first) in documents and ids[len(first)] == 1
+
+    steps = "--total_samples=8 --warmup_samples=2 --decay_samples=2 --batch_size=4 --micro_batch=4 --block_size=64"
+    quiet = "--dtype=float32 --sample_every=0 --compile=False --lr=1e-3 --lr_floor=1e-4 --eval_windows=4"
+    ok(script("train.py", f"--init_from={folder}", data, f"--out={tmp_path / 'run'}", *steps.split(), *quiet.split()))
+    chats = f"--data={tmp_path / 'chats.jsonl'}", f"--out={tmp_path / 'sft'}", *SHORT.split()
+    ok(script("posttrain.sft", f"--init_from={tmp_path / 'run'}", *chats))
+    tuned, tok = convert.load_any(str(tmp_path / "sft" / "hf"))
+    assert tuned.lm_head.weight is tuned.model.embed_tokens.weight and tok.pad == 10
+    assert tok.ids == convert.tokenizer_from_hf(folder).ids and tok.special["[INST]"] == 3
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "sft" / "hf")
+    chat = again.apply_chat_template(MESSAGES[:2], add_generation_prompt=True).input_ids
+    assert chat == tok.chat(MESSAGES[:2], add_generation_prompt=True)[1] and again.pad_token_id == 10
 
 
 def commands():

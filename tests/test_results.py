@@ -10,7 +10,7 @@ from studies import extend, forget, kit, memorize
 TABLES = [
     ("memorize", "rows.jsonl", memorize.table_md),
     ("forget", "rows.jsonl", forget.table_md),
-    ("extend", "runs.jsonl", extend.table_md),
+    ("extend", "rows.jsonl", extend.table_md),
 ]
 
 
