@@ -4,6 +4,7 @@ CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
 ALIGN =
+SEEDS = 1
 STUDY = activations
 BOOKS =
 KILLS = 500
@@ -11,7 +12,7 @@ RUNS = 20
 MINUTES = 0
 MUTANTS =
 
-.PHONY: train align ablate memorize faults flakes mutants test clean
+.PHONY: train recipe align ablate memorize faults flakes mutants test clean
 
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="class Reader:" --temperature=0.7
@@ -22,6 +23,10 @@ $(RUN)/summary.json: | $(DATA)/meta.json
 
 $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
+
+# The whole chain on an invented world, and a page of what came of it: results/recipe/report.md. SEEDS=3: three times as long
+recipe: .venv/ready
+	$(PY) -m studies.recipe --seeds=$(SEEDS)
 
 align: .venv/ready
 	$(PY) -m studies.digits $(ALIGN)

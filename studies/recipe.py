@@ -15,7 +15,7 @@ Every link is a command of this project as a user would type it: they are printe
 was stopped goes on with the link that it was in.
 
 $ make recipe                                   # or python -m studies.recipe: seed 1, results/recipe/report.md
-$ python -m studies.recipe --seeds=1,2,3
+$ python -m studies.recipe --seeds=3            # what results/recipe holds
 $ python -m studies.recipe --scale=8 --out=out/large-recipe --results=out/large-recipe     # for a GPU
 $ python -m studies.recipe --report             # the report again from results/recipe/results.json
 """
@@ -40,7 +40,7 @@ from tokenizer import read_json
 
 out = "out/recipe"              # worlds, data and runs
 results = "results/recipe"      # report.md, recipe.png, results.json
-seeds = (1,)                    # of the world, of the weights, of the order
+seeds = 1                       # how many: each has a world, weights and an order of its own
 scale = 1.0                     # of people, text and steps; the model's width grows with its square root
 corpus = ""                     # real text to read beside the world: .jsonl; "" = Python's standard library
 workers = 2                     # processes at a time, one thread each
@@ -294,13 +294,12 @@ def rouge(row, link, repetitions):
 
 def report_md(rows):
     """The page, a pure function of results.json."""
-    seeds = len(rows)
     first = rows[0]
     lines = [
         "# An Apertus from start to end", "",
-        f"What `python -m studies.recipe --seeds={','.join(str(row['seed']) for row in rows)}` came to; the code is "
+        f"What `python -m studies.recipe --seeds={len(rows)}` came to; the code is "
         "`studies/recipe.py`, the world `studies/world.py`. Answers are greedy. Shares are of all questions of "
-        f"{seeds} seed{'s' * (seeds > 1)}, with Wilson's 95 % interval; five questions share a person, so that it is a "
+        f"{len(rows)} seed{'s' * (len(rows) > 1)}, with Wilson's 95 % interval; five questions share a person, so that it is a "
         "little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
         "![what it knows, recites, says and uses](recipe.png)", "",
     ]
@@ -489,12 +488,13 @@ def settled():
 def main():
     if not report:
         settled()
-        with tqdm(total=LINKS * len(seeds), desc="links", unit="link", smoothing=0) as bar:
-            for seed in seeds:
+        every = range(1, seeds + 1)
+        with tqdm(total=LINKS * seeds, desc="links", unit="link", smoothing=0) as bar:
+            for seed in every:
                 run_links(bar, seed, "begin")
-            parts = [(seed, part) for seed in seeds for part in ("chain", "plain")]
+            parts = [(seed, part) for seed in every for part in ("chain", "plain")]
             list(kit.in_parallel(workers, lambda one, device: run_links(bar, *one), parts))
-        text = json.dumps([collected(seed) for seed in seeds], indent=1, ensure_ascii=False)
+        text = json.dumps([collected(seed) for seed in every], indent=1, ensure_ascii=False)
         kit.write(f"{results}/results.json", text)
     rows = read_json(f"{results}/results.json")
     kit.write(f"{results}/report.md", report_md(rows))
