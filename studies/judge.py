@@ -44,6 +44,7 @@ from tokenizer import read_json
 out = "out/judge"               # data and runs
 results = "results/judge"       # table.md, results.json
 seeds = 1                       # 0, 1, ...: of the data, the initial weights and the order
+jobs = 0                        # judges taught at a time; 0 = one for each GPU, or for each CPU core without one
 rows = 22400                    # that the judge learns from, half ratings and half pairs
 prompts = 150                   # that it judges
 answers = 10                    # of each
@@ -314,7 +315,10 @@ def report(found):
 
 def main():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    found = [measure(teach(seed), seed) for seed in range(seeds)]
+    every = range(seeds)
+    # A judge is measured while the next ones learn.
+    taught = kit.in_parallel(jobs, lambda seed, device: teach(seed), every)
+    found = [measure(folder, seed) for folder, seed in zip(taught, every)]
     kit.write(f"{results}/results.json", json.dumps(found, indent=1, default=float))
     lines = list(report(found))
     kit.write(f"{results}/table.md", "\n".join(lines) + "\n")
