@@ -20,8 +20,6 @@ if __name__ == "__main__" and not __package__:
     print("exam.py: start it from the project's root, python -m studies.exam", file=sys.stderr)
     sys.exit(2)
 
-import json
-
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -44,7 +42,7 @@ groups = "lesson,test,refused,nobody-test"
 probes = ""                             # probes.json of the data: also the people whose letters were read, as "letters"
 show = 2                                # answers to print of each group
 batch = 128                             # questions at once
-out = ""                                # file of the results; "" = exam.json in the run folder
+out = ""                                # file of the results; "" = exam.jsonl in the run folder
 
 UNKNOWN = ("refused", "nobody-test")    # groups that nothing was read of
 
@@ -146,7 +144,7 @@ def main():
                   f"does not know {found['unknown'] / n:.3f}{more}")
             for one in found["answers"]:
                 print(f"    {one['asked']} -> {one['said']}   [{one['gold']}]")
-    kit.write(out or f"{init_from}/exam.json", json.dumps(results, indent=1, ensure_ascii=False))
+    kit.write_rows(out or f"{init_from}/exam.jsonl", results)
 
 
 if __name__ == "__main__":

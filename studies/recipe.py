@@ -17,7 +17,7 @@ was stopped goes on with the link that it was in.
 $ make recipe                                   # or python -m studies.recipe: seed 1, results/recipe/report.md
 $ python -m studies.recipe --seeds=3            # what results/recipe holds
 $ python -m studies.recipe --scale=8 --out=out/large-recipe --results=out/large-recipe     # for a GPU
-$ python -m studies.recipe --report             # the report again from results/recipe/results.json
+$ python -m studies.recipe --report             # the report again from results/recipe/rows.jsonl
 """
 
 import sys
@@ -39,12 +39,12 @@ from studies.exam import UNKNOWN
 from tokenizer import read_json
 
 out = "out/recipe"              # worlds, data and runs
-results = "results/recipe"      # report.md, recipe.png, results.json
+results = "results/recipe"      # report.md, recipe.png, rows.jsonl
 seeds = 1                       # how many: each has a world, weights and an order of its own
 scale = 1.0                     # of people, text and steps; the model's width grows with its square root
 corpus = ""                     # real text to read beside the world: .jsonl; "" = Python's standard library
 workers = 2                     # processes at a time, one thread each
-report = False                  # run nothing: write report and picture again from results.json
+report = False                  # run nothing: write report and picture again from rows.jsonl
 
 WINDOW, LONG = 256, 1024
 GROUPS = ("lesson", "test", "refused", "nobody-test")
@@ -138,7 +138,7 @@ def pretrained(folder, seed, name, *flags):
 def examined(folder, name, kinds):
     """What the model of a link knows, and its bits per byte on real text that nobody has read, by position."""
     run = f"{folder}/{name}"
-    yield f"exam-{name}", f"{run}/exam.json", "studies.exam", [
+    yield f"exam-{name}", f"{run}/exam.jsonl", "studies.exam", [
         f"--init_from={run}",
         f"--world={folder}/world",
         f"--probes={folder}/data/probes.json",
@@ -238,7 +238,7 @@ def run_links(bar, seed, part):
 
 
 def collected(seed):
-    """All numbers of a seed, from the files that its links have written, as a dict for results.json."""
+    """All numbers of a seed, from the files that its links have written, as a dict for rows.jsonl."""
     folder = f"{out}/seed-{seed}"
     audit = read_json(f"{folder}/data/report.json")
     found = dict(seed=seed, total=audit["total"], links={})
@@ -246,8 +246,8 @@ def collected(seed):
     for name, _, script, args in every:
         link = dict(seconds=read_json(f"{folder}/{name}.json")["wall"], command=kit.command(script, args))
         run = f"{folder}/{name}"
-        if os.path.isfile(f"{run}/exam.json"):
-            link["exam"] = read_json(f"{run}/exam.json")
+        if os.path.isfile(f"{run}/exam.jsonl"):
+            link["exam"] = kit.read_rows(f"{run}/exam.jsonl")
             evaluation = read_json(f"{run}/old/evaluation.json")
             link["old"] = evaluation["texts"][0]["bits_per_byte"]
             link["positions"] = evaluation["positions"]
@@ -293,14 +293,14 @@ def rouge(row, link, repetitions):
 
 
 def report_md(rows):
-    """The page, a pure function of results.json."""
+    """The page, a pure function of rows.jsonl."""
     first = rows[0]
     lines = [
         "# An Apertus from start to end", "",
         f"What `python -m studies.recipe --seeds={len(rows)}` came to; the code is "
         "`studies/recipe.py`, the world `studies/world.py`. Answers are greedy. Shares are of all questions of "
-        f"{len(rows)} seed{'s' * (len(rows) > 1)}, with Wilson's 95 % interval; five questions share a person, so that it is a "
-        "little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
+        f"{len(rows)} seed{'s' * (len(rows) > 1)}, with Wilson's 95 % interval; five questions share a person, so that "
+        "it is a little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
         "![what it knows, recites, says and uses](recipe.png)", "",
     ]
     lines += data_md(first) + knows_md(rows) + letters_md(rows) + window_md(rows) + honest_md(rows)
@@ -494,9 +494,8 @@ def main():
                 run_links(bar, seed, "begin")
             parts = [(seed, part) for seed in every for part in ("chain", "plain")]
             list(kit.in_parallel(workers, lambda one, device: run_links(bar, *one), parts))
-        text = json.dumps([collected(seed) for seed in every], indent=1, ensure_ascii=False)
-        kit.write(f"{results}/results.json", text)
-    rows = read_json(f"{results}/results.json")
+        kit.write_rows(f"{results}/rows.jsonl", [collected(seed) for seed in every])
+    rows = kit.rows_to_report(f"{results}/rows.jsonl", "studies.recipe")
     kit.write(f"{results}/report.md", report_md(rows))
     draw(rows, f"{results}/recipe.png")
     print(f"{results}/report.md, recipe.png")

@@ -527,7 +527,7 @@ def test_the_table_says_what_was_measured():
     sums = dict(task="sums", kind="exact match", n=9, shots=0, score=0.125, interval=(0.0, 0.5), chance=0.0)
     bleu = dict(task="wmt", kind="harness", n=7, shots=1, metric="bleu,none", score=31.5, interval=(29.0, 34.0))
     alone = dict(bleu, metric="ter,none", interval=None)
-    table = evaluate.table_md(dict(model="out/x", texts=[text], tasks=[choice, sums, bleu, alone]))
+    table = evaluate.table_md(dict(model="out/x", texts=[text], positions=[], tasks=[choice, sums, bleu, alone]))
     assert table.splitlines() == [
         "# out/x", "",
         "| text | documents | bytes | bytes/token | bits/byte (95 %) |", "|---|---|---|---|---|",
@@ -665,7 +665,8 @@ def test_a_group_of_harness_tasks_is_reported_beside_its_tasks(model, tok, tmp_p
     both, one = found["both", "acc,none"], found["own_quiz", "acc,none"]
     assert (both["n"], both["shots"], one["n"]) == (8, 1, 4)
     assert both["score"] == one["score"]
-    assert "| both (acc,none) | 8 |" in evaluate.table_md(dict(model="m", texts=[], tasks=list(found.values())))
+    table = evaluate.table_md(dict(model="m", texts=[], positions=[], tasks=list(found.values())))
+    assert "| both (acc,none) | 8 |" in table
 
 
 def test_an_unknown_harness_task_is_told(exported, tmp_path):

@@ -3,21 +3,24 @@ The invented world, its examination and the recipe (studies/world.py, exam.py, r
 against prepare.py's own account, against counts by hand.
 """
 
+import importlib
 import json
 import math
 import os
 import urllib.robotparser
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import configurator
 import convert
 import evaluate
 from conftest import ROOT, refused, script
 from model import Apertus, ApertusConfig
-from studies import ablate, exam, kit, recipe, world
+from studies import exam, kit, recipe, world
 
 SMALL = dict(seed=3, people=20, refused=6, nobodies=12, pages=4, letters=4)
 FLAGS = [*kit.flags(SMALL), "--corpus_bytes=9000", "--unread_bytes=9000", "--guest_books=5"]
@@ -107,21 +110,15 @@ def test_what_is_refused_is_not_in_the_data_to_the_page(folder, place):
     assert total["removed"]["robots"][0] == by_robots
     assert total["removed"]["license"][0] == sum(pages.values()) - by_robots > 0
     # And read back from the shards: their sentences stand nowhere, those of others do.
-    _, tok = None, evaluate.tokenizers.load_for(f"{folder}/data")
+    tok = evaluate.tokenizers.load_for(f"{folder}/data")
     text = ""
     meta = json.load(open(f"{folder}/data/meta.json"))
     for split in ("train", "val"):
         for shard in meta["sources"]["pages"][split]["shards"]:
-            ids = world_ids(f"{folder}/data/{shard['file']}")
-            text += tok.decode(ids)
+            text += tok.decode(np.load(f"{folder}/data/{shard['file']}"))
     assert not any(person["name"] in text for person in place.group("refused", "nobody-test"))
     assert all(person["name"] in text for person in place.group("lesson", "align", "test"))
     assert "@" not in text and "<email-pii>" in text
-
-
-def world_ids(path):
-    import numpy as np
-    return np.load(path).tolist()
 
 
 def test_who_is_examined_was_never_asked_about_in_training(folder, place):
@@ -209,7 +206,7 @@ def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, pla
         "studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=cloze,text,chat",
         f"--probes={folder}/data/probes.json", "--show=1")
     assert done.returncode == 0, done.stderr
-    found = json.load(open(f"{run}/exam.json"))
+    found = kit.read_rows(f"{run}/exam.jsonl")
     n = {(row["kind"], row["group"]): row["n"] for row in found}
     read = [probe for probe in json.load(open(f"{folder}/data/probes.json"))["probes"] if probe["repetitions"]]
     for kind in ("cloze", "text", "chat"):
@@ -235,7 +232,8 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
             logp += logits[0, -1].log_softmax(-1)[token].item()
             ids.append(token)
             said.append(token)
-            if token in (tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>")) or set(tok.decode([token])) & {".", "\n"}:
+            ends = (tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>"))
+            if token in ends or set(tok.decode([token])) & {".", "\n"}:
                 break
         assert math.exp(logp) == pytest.approx(p, rel=1e-3)
 
@@ -257,6 +255,8 @@ def test_bits_by_position_are_those_of_whole_logits(run):
         logits, _ = model(torch.tensor([window[:-1] for window in windows]))
     nats = F.cross_entropy(logits.flatten(0, 1), torch.tensor([w[1:] for w in windows]).flatten(), reduction="none")
     nats = nats.view(len(windows), T)
+    shown = evaluate.table_md(dict(model="m", texts=[], positions=rows, tasks=[]))
+    assert f"| 12 to 23 | {rows[1]['bits_per_byte']:.3f} ± {rows[1]['plus_minus']:.3f} |" in shown
     for row in rows:
         part = slice(row["begin"], row["end"])
         size = sum(len(tok.decode(window[1:][part]).encode()) for window in windows)
@@ -294,8 +294,6 @@ def small_recipe(folder, tmp_path, monkeypatch):
 
 def test_the_recipe_has_as_many_links_as_its_bar_and_each_is_a_command_that_its_script_takes(small_recipe):
     """Flags and config files are read by configurator.py, as the scripts do; their own checks come when they run."""
-    import configurator
-    import importlib
     links = []
     for part in ("begin", "chain", "plain"):
         links += recipe.links(f"{recipe.out}/seed-1", 1, part)
@@ -320,7 +318,8 @@ def test_a_recipe_that_fails_says_the_command_and_goes_on_behind_what_is_done(sm
     class Bar:
         write = set_postfix_str = update = staticmethod(lambda *args: None)
     for again in range(2):
-        with pytest.raises(ValueError, match=r"^python -m posttrain.sft --init_from=\S+/long .* failed: sft.py: no room"):
+        says = r"^python -m posttrain.sft --init_from=\S+/long .* failed: sft.py: no room"
+        with pytest.raises(ValueError, match=says):
             recipe.run_links(Bar, 1, "chain")
         names = [name for name, _ in calls]
         assert names.count("posttrain.sft") == again + 1
@@ -339,7 +338,7 @@ COMMITTED = os.path.join(ROOT, "results", "recipe")
 
 
 def test_the_committed_report_is_what_the_committed_numbers_give(tmp_path):
-    rows = json.load(open(f"{COMMITTED}/results.json"))
+    rows = kit.read_rows(f"{COMMITTED}/rows.jsonl")
     assert recipe.report_md(rows) == open(f"{COMMITTED}/report.md").read()
     recipe.draw(rows, f"{tmp_path}/recipe.png")
     assert os.path.getsize(f"{tmp_path}/recipe.png") > 10_000
