@@ -14,7 +14,7 @@ right answers are visible: what the model knows of these people it can only have
 Every link is a command of this project as a user would type it: they are printed, and kept in the report. A recipe that
 was stopped goes on with the link that it was in.
 
-$ make recipe                                   # or python -m studies.recipe: seed 1, results/recipe/report.md
+$ make recipe                                   # or python -m studies.recipe; then results/recipe/report.md
 $ python -m studies.recipe --seeds=3            # what results/recipe holds
 $ python -m studies.recipe --scale=8 --out=out/large-recipe --results=out/large-recipe     # for a GPU
 $ python -m studies.recipe --report             # the report again from results/recipe/rows.jsonl
@@ -41,6 +41,7 @@ from tokenizer import read_json
 out = "out/recipe"              # worlds, data and runs
 results = "results/recipe"      # report.md, recipe.png, rows.jsonl
 seeds = 1                       # how many: each has a world, weights and an order of its own
+first_seed = 2                  # with 1 the settings were chosen
 scale = 1.0                     # of people, text and steps; the model's width grows with its square root
 corpus = ""                     # real text to read beside the world: .jsonl; "" = Python's standard library
 workers = 2                     # processes at a time, one thread each
@@ -87,6 +88,11 @@ def stages(data, seed):
     return (("reading", first, reading, seed), ("cooldown", second, end, seed + 1))
 
 
+def quoted(name, value):
+    """A flag whose value has names in it, in double quotes: a shell wants the single ones around it."""
+    return f"--{name}={value}".replace("'", '"')
+
+
 def begin(folder, seed):
     """World and data of a seed: (name, the file that it writes last, script, arguments) of both links."""
     world, data = f"{folder}/world", f"{folder}/data"
@@ -115,7 +121,7 @@ def pretrained(folder, seed, name, *flags):
     yield name, f"{run}/summary.json", "train", [
         "configs/recipe.py",
         f"--data={data}",
-        f"--stages={stages(data, 28 + seed)}",
+        quoted("stages", stages(data, 28 + seed)),
         f"--total_samples={4 * steps}",
         f"--warmup_samples={4 * (steps // 20)}",
         f"--decay_samples={4 * (steps * 3 // 10)}",
@@ -164,7 +170,7 @@ def extended(folder, seed, name, theta):
         f"--data={data}",
         f"--block_size={LONG}",
         f"--rope_theta={theta}",
-        f"--stages={(('long', mixture, windows, 40 + seed),)}",
+        quoted("stages", (("long", mixture, windows, 40 + seed),)),
         "--batch_size=1",
         "--micro_batch=1",
         f"--total_samples={windows}",
@@ -186,7 +192,7 @@ def aligned(folder, seed):
     common = ["--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32"]
     common += [f"--seed={seed}", "--resume"]
     yield "sft", f"{sft}/hf/config.json", "posttrain.sft", [
-        f"--init_from={folder}/long", f"--data={mixture}", "--lr=1e-3", *common, f"--out={sft}"]
+        f"--init_from={folder}/long", quoted("data", mixture), "--lr=1e-3", *common, f"--out={sft}"]
     yield from examined(folder, "sft", "chat,cloze")
     yield "qrpo", f"{qrpo}/hf/config.json", "posttrain.qrpo", [
         f"--init_from={sft}",
@@ -488,7 +494,7 @@ def settled():
 def main():
     if not report:
         settled()
-        every = range(1, seeds + 1)
+        every = range(first_seed, first_seed + seeds)
         with tqdm(total=LINKS * seeds, desc="links", unit="link", smoothing=0) as bar:
             for seed in every:
                 run_links(bar, seed, "begin")
