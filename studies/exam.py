@@ -61,7 +61,7 @@ def prompt_of(tok, row, kind):
 
 @torch.no_grad()
 def answers(model, tok, rows, kind):
-    """What the model says to each question, up to the first full stop: a list of (text, its probability)."""
+    """What the model says to each question, up to the first full stop: a list of (text, log of its probability)."""
     stop = {tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>")}
     found = []
     for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):
@@ -70,7 +70,7 @@ def answers(model, tok, rows, kind):
         for prompt, ids in zip(prompts, generate(model, prompts, 32, stop, temperature=0)):
             pairs.append((prompt, first_sentence(tok, ids[len(prompt):], stop)))
         texts = [tok.decode([i for i in said if i not in stop]).strip() for _, said in pairs]
-        found += zip(texts, sequence_logp(model, pairs).exp().tolist())
+        found += zip(texts, sequence_logp(model, pairs).tolist())
     return found
 
 
@@ -118,7 +118,7 @@ def examine(model, tok, place, kind):
             named = readers(place, probes)
             rows = [row for row in rows if row["person"] in named]
         said = answers(model, tok, rows, kind)
-        sure[group] = [p for _, p in said]
+        sure[group] = [logp for _, logp in said]
         found = dict(kind=kind, language=language, group=group, **marks(rows, said))
         if group in UNKNOWN and "test" in sure:
             found["apart"] = round(apart(sure["test"], sure[group]), 4)

@@ -450,7 +450,8 @@ def draw_known(axis, rows):
 def whiskers(counts):
     """Wilson's intervals of shares (k, n) as what matplotlib wants: how far they reach below, and above."""
     bounds = [(k / n, *wilson(k, n)) for k, n in counts]
-    return [[y - low for y, low, _ in bounds], [high - y for y, _, high in bounds]]
+    # Not below 0 by a rounding, where all or none are right.
+    return [[max(0, y - low) for y, low, _ in bounds], [max(0, high - y) for y, _, high in bounds]]
 
 
 def draw_letters(axis, rows):

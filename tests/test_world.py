@@ -221,7 +221,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
     """Against the product of the softmax of every token, from whole logits."""
     model, tok = convert.load_any(run)
     rows = list(place.questions("test"))[:3]
-    for row, (text, p) in zip(rows, exam.answers(model, tok, rows, "text")):
+    for row, (_, p) in zip(rows, exam.answers(model, tok, rows, "text")):
         prompt = exam.prompt_of(tok, row, "text")
         assert tok.decode(prompt[1:]) == f"Question: {row['messages'][1]['content']}\nAnswer:"
         ids = [*prompt]
@@ -235,7 +235,16 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
             ends = (tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>"))
             if token in ends or set(tok.decode([token])) & {".", "\n"}:
                 break
-        assert math.exp(logp) == pytest.approx(p, rel=1e-3)
+        assert logp == pytest.approx(p, rel=1e-4)
+
+
+def test_an_answer_ends_with_its_first_sentence(run):
+    _, tok = convert.load_any(run)
+    for text, sentence in (("It is so. And more.", "It is so."), ("one\ntwo", "one\n"), ("no end", "no end")):
+        ids = tok.encode(text)
+        said = exam.first_sentence(tok, ids, {tok.eos})
+        assert tok.decode(said).startswith(sentence) and len(tok.decode(said)) <= len(sentence) + 1
+    assert exam.first_sentence(tok, [tok.eos, 5], {tok.eos}) == [tok.eos]
 
 
 # -----------------------------------------------------------------------------
