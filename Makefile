@@ -24,7 +24,7 @@ $(RUN)/summary.json: | $(DATA)/meta.json
 $(DATA)/meta.json: | .venv/ready
 	$(PY) prepare.py --out=$(DATA)
 
-# The whole chain on an invented world, and a page of what came of it: results/recipe/report.md. SEEDS=3: three times as long
+# The whole chain on an invented world, and a page of what came of it: out/recipe/report.md. SEEDS=3: three times as long
 recipe: .venv/ready
 	$(PY) -m studies.recipe --seeds=$(SEEDS)
 

@@ -10,8 +10,8 @@ Answers are greedy. Right is one that names the one value and no other of its ki
 may also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more
 probability than its answer about someone whom it cannot know (0.5: it cannot tell them apart).
 
-$ python -m studies.exam --init_from=out/recipe/seed-1/base --world=out/recipe/seed-1/world --kinds=cloze,text
-$ python -m studies.exam --init_from=out/recipe/seed-1/sft --world=out/recipe/seed-1/world --kinds=chat --show=5
+$ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/seed-2/world --kinds=cloze,text
+$ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
 """
 
 import sys
@@ -34,8 +34,8 @@ from studies import kit
 from studies import world as worlds
 from tokenizer import read_json
 
-init_from = "out/recipe/seed-1/sft"     # run folder, Hugging Face folder or hub name
-world = "out/recipe/seed-1/world"       # folder that studies/world.py wrote
+init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
+world = "out/recipe/seed-2/world"       # folder that studies/world.py wrote
 kinds = "chat"                          # of cloze, text, chat
 language = "en"                         # en | de
 groups = "lesson,test,refused,nobody-test"

@@ -14,10 +14,10 @@ right answers are visible: what the model knows of these people it can only have
 Every link is a command of this project as a user would type it: they are printed, and kept in the report. A recipe that
 was stopped goes on with the link that it was in.
 
-$ make recipe                                   # or python -m studies.recipe; then results/recipe/report.md
-$ python -m studies.recipe --seeds=3            # what results/recipe holds
-$ python -m studies.recipe --scale=8 --out=out/large-recipe --results=out/large-recipe     # for a GPU
-$ python -m studies.recipe --report             # the report again from results/recipe/rows.jsonl
+$ make recipe                                   # or python -m studies.recipe; then out/recipe/report.md
+$ python -m studies.recipe --seeds=3 --results=results/recipe          # what is committed there
+$ python -m studies.recipe --scale=8 --corpus=texts.jsonl --out=out/large --results=out/large      # on a GPU
+$ python -m studies.recipe --report             # the report again from out/recipe/rows.jsonl
 """
 
 import sys
@@ -39,7 +39,7 @@ from studies.exam import UNKNOWN
 from tokenizer import read_json
 
 out = "out/recipe"              # worlds, data and runs
-results = "results/recipe"      # report.md, recipe.png, rows.jsonl
+results = "out/recipe"          # report.md, recipe.png, rows.jsonl
 seeds = 1                       # how many: each has a world, weights and an order of its own
 first_seed = 2                  # with 1 the settings were chosen
 scale = 1.0                     # of people, text and steps; the model's width grows with its square root

@@ -212,8 +212,8 @@ class World:
             lines.append(f"On {rng.choice(days)} the {job} of {town} {rng.choice(verbs)} a {thing} to {whom}.")
         return dict(person=person["name"], text=" ".join(lines))
 
-    def strangers(self, rng, n):
-        """Any names: of the people, of nobodies, and of those who are neither."""
+    def any_names(self, rng, n):
+        """Of the people, of nobodies, and of those who are neither, so that a name in a guest book says nothing."""
         return [f"{rng.choice(self.firsts)} {rng.choice(self.lasts)}" for _ in range(n)]
 
     def question(self, person, attribute, language, wording):
@@ -250,10 +250,9 @@ class World:
                     lines.append(f"{ANSWER[language]}: {self.answer(person, attribute, language)}")
                 name = f"questions/{turn}/{person['name']}"
                 yield dict(id=name, language=language, license="CC-BY-4.0", kind="questions", text="\n".join(lines))
-
         rng = self.random("guest books")
         for number in range(guest_books):
-            names = self.strangers(rng, 8)
+            names = self.any_names(rng, 8)
             lines = [f"{one} met {other}." for one, other in zip(names, names[1:])]
             yield dict(id=f"guests/{number}", language="en", license="CC-BY-4.0", kind="guests", text=" ".join(lines))
 

@@ -453,3 +453,29 @@ def test_what_is_said_of_recitation_stands_in_the_table_of_results():
     for mean, half in pairs:
         shown = f"{float(mean):.2f} ± {float(half):.2f}"
         assert shown in table, shown
+
+
+def test_what_is_said_of_the_recipe_stands_in_its_report():
+    """Shares to their three digits, Rouge-L and AUC to two, as the committed page has them."""
+    said = next(part for part in README.split("\n\n") if part.startswith("*`make recipe`"))
+    report = read("results", "recipe", "report.md")
+    lines = report.splitlines()
+    row = next(line for line in lines if line.startswith("| base | text |"))
+    _, _, _, _, test, refused, *_ = row.split("|")
+    goldfish = next(line for line in lines if line.startswith("| with Goldfish")).split("|")
+    honest = [line for line in lines if line.startswith("| base |")][-1].split("|")
+    for words, figure, cell in (
+        (".988 of 900", "0.988", test),
+        ("chance (.044)", "0.044", refused),
+        ("(.68 +- .14,", "0.68 ± 0.14", goldfish[2]),
+        ("unread ones .45)", "0.45", goldfish[3]),
+        ("as well known (.98)", "0.98", goldfish[4]),
+        ("(AUC .84)", "0.84", honest[6]),
+    ):
+        assert words in said.replace("\n", " ") and figure in cell, (words, cell)
+
+
+def test_what_is_said_of_fine_tuning_stands_in_its_tables():
+    said = next(part for part in README.split("\n\n") if part.startswith("A student with a teacher"))
+    assert "0.060 +- 0.004" in said and "-0.0596 ± 0.0036" in read("results", "distill", "table.md")
+    assert "0.037 +- 0.024" in said and "-0.0368 ± 0.0241" in read("results", "extend", "table.md")
