@@ -129,8 +129,21 @@ def examine(model, tok, place, kind):
         yield found
 
 
+def check(place):
+    """ValueError for a way of asking, a language or a group of people that the world does not have."""
+    for name, asked, known in (
+        ("kinds", kinds, {"cloze", "text", "chat"}),
+        ("language", language, worlds.LANGUAGES),
+        ("groups", groups, {person["group"] for person in place.people}),
+    ):
+        for word in asked.split(","):
+            if word not in known:
+                raise ValueError(f"--{name}={asked}: there is no {word!r}, but {', '.join(sorted(known))}")
+
+
 def main():
     place = worlds.load(world)
+    check(place)
     model, tok = convert.load_any(init_from, dtype=torch.float32)
     model.eval()
     results = []

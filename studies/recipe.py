@@ -494,6 +494,8 @@ def settled():
 
 def main():
     if not report:
+        if seeds < 1:
+            raise ValueError(f"--seeds={seeds}: want at least one")
         settled()
         every = range(first_seed, first_seed + seeds)
         with tqdm(total=LINKS * seeds, desc="links", unit="link", smoothing=0) as bar:

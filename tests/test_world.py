@@ -217,6 +217,15 @@ def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, pla
     assert all(row["right"] <= row["n"] / 4 and row["answers"] for row in found)
 
 
+@pytest.mark.parametrize("flag, says", [
+    ("--kinds=text,clozes", "there is no 'clozes', but chat, cloze, text"),
+    ("--groups=test,tests", "there is no 'tests'"),
+    ("--language=fr", "there is no 'fr', but de, en"),
+])
+def test_an_examination_that_cannot_be_asked_is_told(flag, says, folder, run):
+    refused(script("studies.exam", f"--init_from={run}", f"--world={folder}/world", flag), says)
+
+
 def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
     """Against the product of the softmax of every token, from whole logits."""
     model, tok = convert.load_any(run)
@@ -336,6 +345,11 @@ def test_a_recipe_that_fails_says_the_command_and_goes_on_behind_what_is_done(sm
         for name, done, *_ in list(recipe.links(f"{recipe.out}/seed-1", 1, "chain"))[:7]:
             open(done, "w").close() if os.path.isdir(os.path.dirname(done)) else None
     assert [name for name, _ in calls].count("train") == 2
+
+
+def test_a_recipe_of_no_seed_is_refused_and_writes_nothing(tmp_path):
+    refused(script("studies.recipe", "--seeds=0", f"--out={tmp_path}/a", f"--results={tmp_path}/b"), "at least one")
+    assert os.listdir(tmp_path) == []
 
 
 def test_another_scale_in_the_same_folder_is_refused(tmp_path):
