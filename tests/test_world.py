@@ -352,9 +352,14 @@ def test_a_recipe_of_no_seed_is_refused_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_another_scale_in_the_same_folder_is_refused(tmp_path):
-    (tmp_path / "recipe.json").write_text(json.dumps(dict(scale=1.0, corpus="")))
-    refused(script("studies.recipe", f"--out={tmp_path}", "--scale=2"), "holds a recipe of", "name another --out")
+def test_another_scale_in_the_same_folder_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "out", str(tmp_path))
+    recipe.settled()
+    recipe.settled()        # the same again goes on
+    for name, value in (("scale", 2.0), ("corpus", "mine.jsonl")):
+        with monkeypatch.context() as m, pytest.raises(ValueError, match="holds a recipe of .* name another --out"):
+            m.setattr(recipe, name, value)
+            recipe.settled()
 
 
 COMMITTED = os.path.join(ROOT, "results", "recipe")
