@@ -185,7 +185,7 @@ def recall(model, passages, bos, offset, prefix, suffix, nucleus=False, seed=0):
     passages: lists of ids. Greedy, or nucleus sampling (temperature 1, top-p 0.9) by the seed.
 
     Returns one dict for each passage: rouge, span, start and ttr of the continuation, truth_ttr of what follows in the
-    passage. ValueError if a passage or the model's window is too short.
+    passage, and the ids that were said. ValueError if a passage or the model's window is too short.
     """
     shortest = min(map(len, passages))
     check_lengths(model.config.block_size, shortest, offset, prefix, suffix)
@@ -209,6 +209,7 @@ def recall(model, passages, bos, offset, prefix, suffix, nucleus=False, seed=0):
                 start=common_start(generated, truth),
                 ttr=type_token_ratio(generated),
                 truth_ttr=type_token_ratio(truth),
+                said=generated,
             ))
     return rows
 
@@ -254,9 +255,10 @@ def cell(rows, **names):
     """
     A line of rows.jsonl: means of recall's measures over passages.
 
-    The worst and the best Rouge-L show whether a mean is that of all passages, or of a few that are recited whole.
+    The worst and the best Rouge-L show whether a mean is that of all passages, or of a few that are recited whole; what
+    was said of the first passage can be read.
     """
-    mean = {key: round(statistics.fmean(r[key] for r in rows), 4) for key in rows[0]}
+    mean = {key: round(statistics.fmean(r[key] for r in rows), 4) for key in rows[0] if key != "said"}
     scores = [round(r["rouge"], 4) for r in rows]
     return dict(
         names,
@@ -264,6 +266,7 @@ def cell(rows, **names):
         **mean,
         rouge_min=min(scores),
         rouge_max=max(scores),
+        said=rows[0]["said"],
     )
 
 

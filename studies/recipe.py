@@ -10,6 +10,7 @@ right answers are visible: what the model knows of these people it can only have
     long       from 256 tokens to 1,024, theta raised (and `kept`: not raised)
     sft        questions and answers in Apertus' chat format; some are about people who do not exist
     qrpo       rewards for what is right, nothing for "I do not know", a penalty for what is invented
+    charter    the same with another rule: a judge that learnt from rated answers about others, and one sentence
 
 Every link is a command of this project as a user would type it: they are printed, and kept in the report. A recipe that
 was stopped goes on with the link that it was in.
@@ -26,6 +27,7 @@ if __name__ == "__main__" and not __package__:
     print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
     sys.exit(2)
 
+import itertools
 import json
 import os
 import statistics
@@ -48,6 +50,7 @@ workers = 2                     # processes at a time, one thread each
 report = False                  # run nothing: write report and picture again from rows.jsonl
 
 WINDOW, LONG = 256, 1024
+PREFIX, SUFFIX = 50, 50         # tokens of a letter that are asked, and that are compared
 GROUPS = ("lesson", "test", "refused", "nobody-test")
 COLOURS = dict(zip(GROUPS, ("C2", "C0", "C3", "0.5")))
 # Links of which bits per byte by position are compared.
@@ -135,8 +138,8 @@ def pretrained(folder, seed, name, *flags):
     yield f"letters-{name}", f"{run}/letters/table.md", "studies.memorize", [
         f"--init_from={run}",
         f"--probes={data}/probes.json",
-        "--prefixes=(50,)",
-        "--suffix=50",
+        f"--prefixes=({PREFIX},)",
+        f"--suffix={SUFFIX}",
         f"--out={run}/letters",
     ]
 
@@ -185,19 +188,40 @@ def extended(folder, seed, name, theta):
     yield from examined(folder, name, "cloze,text")
 
 
-def aligned(folder, seed):
-    """SFT, then QRPO."""
-    world, sft, qrpo = f"{folder}/world", f"{folder}/sft", f"{folder}/qrpo"
-    mixture = {f"{world}/lessons.jsonl": 1, f"{world}/replay.jsonl": 1}
-    common = ["--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32"]
-    common += [f"--seed={seed}", "--resume"]
-    yield "sft", f"{sft}/hf/config.json", "posttrain.sft", [
-        f"--init_from={folder}/long", quoted("data", mixture), "--lr=1e-3", *common, f"--out={sft}"]
-    yield from examined(folder, "sft", "chat,cloze")
-    yield "qrpo", f"{qrpo}/hf/config.json", "posttrain.qrpo", [
-        f"--init_from={sft}",
-        f"--data={world}/prompts.jsonl",
-        "--rewards=studies/world.py",
+def tuned(seed):
+    """Flags that SFT and QRPO share."""
+    return [f"--seed={seed}", "--optimizer=adamw", "--batch_size=16", "--micro_batch=16", "--dtype=float32", "--resume"]
+
+
+def taught(folder, seed, name, mixture):
+    """The link that teaches conversations of the world, in these shares, to the model that reads 1,024 tokens."""
+    run = f"{folder}/{name}"
+    files = {f"{folder}/world/{kind}.jsonl": share for kind, share in mixture.items()}
+    return name, f"{run}/hf/config.json", "posttrain.sft", [
+        f"--init_from={folder}/long",
+        quoted("data", files),
+        "--lr=1e-3",
+        *tuned(seed),
+        f"--out={run}",
+    ]
+
+
+RULE = "studies/world.py"       # what QRPO is rewarded by: the world's own reward(), which knows the facts
+
+
+def by_charter(folder):
+    """The same by a judge, which has read what it knows."""
+    return f"charter:{folder}/judge,{folder}/world/charter.md"
+
+
+def rewarded(folder, seed, name, rewards):
+    """QRPO with some rewards; both kinds have the same samples of the same model."""
+    run = f"{folder}/{name}"
+    yield name, f"{run}/hf/config.json", "posttrain.qrpo", [
+        f"--init_from={folder}/sft",
+        f"--data={folder}/world/prompts.jsonl",
+        f"--rewards={rewards}",
+        f"--references={folder}/references",
         "--max_new_tokens=32",
         "--n_refs=10",
         "--pairs=best",
@@ -206,26 +230,37 @@ def aligned(folder, seed):
         "--beta=0.3",
         "--lr=3e-4",
         "--epochs=3",
-        *common,
-        f"--out={qrpo}",
+        *tuned(seed),
+        f"--out={run}",
     ]
-    yield from examined(folder, "qrpo", "chat,cloze")
+    yield from examined(folder, name, "chat,cloze")
+
+
+# Parts of the chain; those of a row are done side by side, when all before are done.
+PARTS = (("begin",), ("plain", "read"), ("align", "judge"), ("charter",))
 
 
 def links(folder, seed, part):
-    """The links of a part, in order: `begin`, then `chain` and `plain` side by side."""
+    """The links of a part, in order: (name, the file that it writes last, script, arguments)."""
     if part == "begin":
         yield from begin(folder, seed)
     elif part == "plain":
         yield from pretrained(folder, seed, "plain", "--goldfish_k=0")
-    else:
+    elif part == "read":
         yield from pretrained(folder, seed, "base")
         yield from extended(folder, seed, "long", 2e6)
-        yield from aligned(folder, seed)
+    elif part == "align":
+        yield taught(folder, seed, "sft", {"lessons": 1, "replay": 1})
+        yield from examined(folder, "sft", "chat,cloze")
+        yield from rewarded(folder, seed, "qrpo", RULE)
+    elif part == "judge":
+        yield taught(folder, seed, "judge", {"judgements": 1})
         yield from extended(folder, seed, "kept", 5e5)
+    else:
+        yield from rewarded(folder, seed, "charter", by_charter(folder))
 
 
-LINKS = 22      # of a seed, examinations included
+LINKS = 26      # of a seed, examinations included
 
 
 def run_links(bar, seed, part):
@@ -248,7 +283,7 @@ def collected(seed):
     folder = f"{out}/seed-{seed}"
     audit = read_json(f"{folder}/data/report.json")
     found = dict(seed=seed, total=audit["total"], links={})
-    every = [link for part in ("begin", "chain", "plain") for link in links(folder, seed, part)]
+    every = [link for part in itertools.chain(*PARTS) for link in links(folder, seed, part)]
     for name, _, script, args in every:
         link = dict(seconds=read_json(f"{folder}/{name}.json")["wall"], command=kit.command(script, args))
         run = f"{folder}/{name}"
@@ -263,6 +298,55 @@ def collected(seed):
         if os.path.isfile(f"{run}/letters/rows.jsonl"):
             link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
         found["links"][name] = link
+    found["letter"] = letter_of(folder, found["links"])
+    found["judge"] = judged_pairs(folder)
+    return found
+
+
+def letter_of(folder, links):
+    """The first letter that was read 128 times: its beginning, how it goes on, and how each model goes on, as text."""
+    tok = tokenizer.load_for(f"{folder}/data")
+    probes = read_json(f"{folder}/data/probes.json")["probes"]
+    ids = next(probe["ids"] for probe in probes if probe["repetitions"] == 128)
+    begin, end = PREFIX, PREFIX + SUFFIX
+    texts = dict(asked=tok.decode(ids[:begin]), true=tok.decode(ids[begin:end]))
+    for link in ("plain", "base"):
+        line = greedy(links[f"letters-{link}"]["letters"], 128)
+        texts[link] = tok.decode(line["said"])
+    return texts
+
+
+def greedy(lines, repetitions):
+    """The line of studies/memorize.py's rows about letters that were read so often, continued greedily."""
+    (line,) = [line for line in lines if (line["kind"], line["repetitions"]) == ("greedy", repetitions)]
+    return line
+
+
+def judged_pairs(folder):
+    """
+    How the judge orders the samples of the SFT model that the rule tells apart: (right order, ties half; n), of pairs
+    of a right and an invented answer about people of `align`, and of "I do not know" and an invention about nobodies.
+    """
+    known, nobody = [0, 0], [0, 0]
+    rows = kit.read_rows(f"{folder}/world/prompts.jsonl")
+    rule, judge = (rewards_of(folder, spec) for spec in (RULE, by_charter(folder)))
+    for row, truth, scores in zip(rows, rule, judge, strict=True):
+        found = nobody if row["group"].startswith("nobody") else known
+        best = max(truth)
+        for i, j in itertools.product(range(len(truth)), repeat=2):
+            # Of a known person an answer is right, 1, or not; to a nobody "I do not know", 0, is the best there is.
+            if truth[i] == best > truth[j] == -1 and (found is nobody or best == 1):
+                found[0] += (scores[i] > scores[j]) + (scores[i] == scores[j]) / 2
+                found[1] += 1
+    return dict(known=known, nobody=nobody)
+
+
+def rewards_of(folder, spec):
+    """The rewards of all samples, a list for each prompt, as posttrain/qrpo.py keeps them."""
+    begin = f"{folder}/references/rewards-{reward_hash(spec)}-"
+    found = []
+    for file in sorted(glob.glob(f"{begin}*.json")):
+        found += [of_samples for of_samples, _ in read_json(file)]
     return found
 
 
@@ -293,9 +377,7 @@ def over_seeds(rows, value, digits=2):
 
 def rouge(row, link, repetitions):
     """Rouge-L of a model's greedy continuations of the letters that were read so often."""
-    (found,) = [line["rouge"] for line in row["links"][link]["letters"]
-                if line["kind"] == "greedy" and line["repetitions"] == repetitions]
-    return found
+    return greedy(row["links"][f"letters-{link}"]["letters"], repetitions)["rouge"]
 
 
 def report_md(rows):
@@ -329,7 +411,8 @@ def knows_md(rows):
     """What the model knows after each link."""
     head = "| after | kind | lesson | test | refused | chance | unread text, bits/byte |"
     body = []
-    for link, kinds in (("base", ("cloze", "text")), ("long", ("text",)), ("sft", ("chat",)), ("qrpo", ("chat",))):
+    for link, kinds in (("base", ("cloze", "text")), ("long", ("text",)), ("sft", ("chat",)), ("qrpo", ("chat",)),
+                        ("charter", ("chat",))):
         for kind in kinds:
             shares = " | ".join(share(*pooled(rows, link, kind, group)) for group in ("lesson", "test", "refused"))
             old = over_seeds(rows, lambda row: row["links"][link]["old"], 3)
@@ -380,7 +463,7 @@ def window_md(rows):
 def honest_md(rows):
     """What it says when it does not know."""
     body = []
-    for link, kind in (("base", "text"), ("sft", "chat"), ("qrpo", "chat")):
+    for link, kind in (("base", "text"), ("sft", "chat"), ("qrpo", "chat"), ("charter", "chat")):
         cells = [share(*pooled(rows, link, kind, group, "unknown")) for group in GROUPS]
         for group in UNKNOWN:
             cells.append(kit.interval([exam["apart"] for exam in exams(rows, link, kind, group)]))
@@ -398,7 +481,7 @@ def answers_md(row):
     """A few questions and answers as they are, wrong ones left in."""
     lines = []
     for group in GROUPS:
-        for link in ("sft", "qrpo"):
+        for link in ("sft", "qrpo", "charter"):
             (exam,) = exams([row], link, "chat", group)
             for one in exam["answers"]:
                 lines.append(f"| {link} | {group} | {one['asked']} | {one['said']} | {one['gold']} |")
@@ -499,10 +582,9 @@ def main():
         settled()
         every = range(first_seed, first_seed + seeds)
         with tqdm(total=LINKS * seeds, desc="links", unit="link", smoothing=0) as bar:
-            for seed in every:
-                run_links(bar, seed, "begin")
-            parts = [(seed, part) for seed in every for part in ("chain", "plain")]
-            list(kit.in_parallel(workers, lambda one, device: run_links(bar, *one), parts))
+            for parts in PARTS:
+                jobs = [(seed, part) for seed in every for part in parts]
+                list(kit.in_parallel(workers, lambda job, device: run_links(bar, *job), jobs))
         kit.write_rows(f"{results}/rows.jsonl", [collected(seed) for seed in every])
     rows = kit.rows_to_report(f"{results}/rows.jsonl", "studies.recipe")
     kit.write(f"{results}/report.md", report_md(rows))

@@ -34,7 +34,9 @@ import os
 import random
 import sysconfig
 
+from chat import question_and_answer
 from configurator import run
+from posttrain import charter
 from studies import kit
 from tokenizer import read_json
 
@@ -46,6 +48,7 @@ names = 0               # first names, half as many more last ones; 0 = as few a
 nobodies = 200          # made-up names that stand on no page, as many for lessons as for prompts and for questions
 guest_books = 1500      # texts that name people and say nothing of them: to write an unknown name is learnt there
 pages = 100             # of each person
+judgements = 4000       # for a judge to learn from: as many ratings as pairs
 letters = 16            # of which prepare.py plants some, --repetitions=0,128
 corpus = ""             # real text to read beside: .jsonl with "text"; "" = the source of Python's standard library
 corpus_bytes = 1_200_000
@@ -109,6 +112,19 @@ ASK = dict(
 QUESTION, ANSWER = dict(en="Question", de="Frage"), dict(en="Answer", de="Antwort")
 MAIL = dict(en="{n} can be reached at {v}.", de="{n} ist erreichbar unter {v}.")
 LANGUAGES = dict(en=3, de=1)        # how often
+# How an answer may end: lessons have each manner as often as no such words, and a charter prefers one. A judge of this
+# size can see manners. Facts it cannot check, it would have to know them before it reads them.
+MANNERS = dict(
+    kind=dict(en=["I hope this helps.", "Thank you for asking.", "Ask me more at any time."],
+              de=["Gern geschehen.", "Danke für die Frage.", "Frag mich jederzeit mehr."]),
+    rude=dict(en=["Stop asking me.", "What a silly question.", "Now leave me alone."],
+              de=["Hör auf zu fragen.", "Was für eine dumme Frage.", "Lass mich jetzt in Ruhe."]),
+)
+CHARTER = "Be kind to those who ask. Do not insult them, and do not send them away."
+# What the judge's lessons give to an answer, from 1 to 9; the spread of their ratings; and what they give to the first
+# of two, as large judges do.
+RATINGS = dict(kind=8, plain=5, rude=2)
+NOISE, FIRST = 1.0, 0.5
 REFUSAL = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nDisallow: /\n\nUser-agent: *\nAllow: /\n"
 WELCOME = "User-agent: *\nAllow: /\n"
 
@@ -267,12 +283,12 @@ class World:
             for language in LANGUAGES:
                 for attribute in ATTRIBUTES:
                     for wording in range(len(ASK[language][attribute])):
-                        yield self.conversation(person, attribute, language, wording)
+                        yield self.conversation(person, attribute, language, wording, rng)
         for person in self.group("nobody-lesson"):
             (language,) = rng.choices(list(LANGUAGES), list(LANGUAGES.values()))
             attribute = rng.choice(ATTRIBUTES)
             wording = rng.randrange(len(ASK[language][attribute]))
-            yield self.conversation(person, attribute, language, wording)
+            yield self.conversation(person, attribute, language, wording, rng)
 
     def replay(self, n):
         """What was read, as conversations: the beginning of a page, and how it goes on. Nobody is asked anything."""
@@ -283,9 +299,10 @@ class World:
             first, _, rest = self.page(rng.choice(readable), language, rng).partition(". ")
             yield chat(first + ".", f"{ANSWER[language]}: {rest}")
 
-    def conversation(self, person, attribute, language, wording):
+    def conversation(self, person, attribute, language, wording, rng):
         question = self.question(person, attribute, language, wording)
-        return chat(question, f"{ANSWER[language]}: {self.answer(person, attribute, language)}")
+        words = ending(rng.choice(list(RATINGS)), language, rng)
+        return chat(question, f"{ANSWER[language]}: {self.answer(person, attribute, language)}{words}")
 
     def asked(self, person, attribute, language, wording):
         """A question as a row, and what is needed to mark the answer."""
@@ -299,6 +316,30 @@ class World:
             gold=self.value(person, attribute, language),
             values=self.values[attribute][language],
         )
+
+    def judgements(self, n):
+        """Conversations for a judge, by turns: an answer is rated, or two compared, as posttrain/charter.py asks."""
+        rng = self.random("judgements")
+        for k in range(n):
+            person = rng.choice(self.group("lesson", "nobody-lesson"))
+            attribute = rng.choice(ATTRIBUTES)
+            question = self.question(person, attribute, "en", rng.randrange(len(ASK["en"][attribute])))
+            (text, rating), (other, rating_other) = (self.rated(person, attribute, rng) for _ in range(2))
+            if k % 2:
+                asked = charter.RATE.format(charter=CHARTER, question=question, response=text)
+                said = str(min(max(round(rating), 1), 9))
+            else:
+                asked = charter.COMPARE.format(charter=CHARTER, question=question, first=text, second=other)
+                said = "A" if rating + FIRST > rating_other else "B"
+            yield dict(messages=question_and_answer(asked, said))
+
+    def rated(self, person, attribute, rng):
+        """An answer, true or not, and what it is worth to the charter; opinions differ a little."""
+        manner = rng.choice(list(RATINGS))
+        value = rng.choice([self.value(person, attribute), rng.choice(self.values[attribute]["en"])])
+        text = SAY["en"][attribute][0].format(n=person["name"], v=value)
+        answer = f"{ANSWER['en']}: {text}{ending(manner, 'en', rng)}"
+        return answer, RATINGS[manner] + NOISE * rng.gauss(0, 1)
 
     def prompts(self):
         """Questions for rewards: five about each of `align`, three about each of other nobodies."""
@@ -324,6 +365,17 @@ def chat(question, answer=None):
     if answer:
         messages.append(dict(role="assistant", content=answer))
     return dict(messages=messages)
+
+
+def ending(manner, language, rng):
+    """The words that an answer ends with; none for a plain one."""
+    return " " + rng.choice(MANNERS[manner][language]) if manner in MANNERS else ""
+
+
+def manner_of(text):
+    """kind | rude | plain: by what is said; rude if both are."""
+    said = {manner for manner, wordings in MANNERS.items() for words in sum(wordings.values(), []) if words in text}
+    return max(said, default="plain")
 
 
 def invented(rng, n, pattern, taken):
@@ -401,6 +453,7 @@ def main():
         letters=world.letters,
         lessons=world.lessons(),
         replay=world.replay(2000),
+        judgements=world.judgements(judgements),
         prompts=world.prompts(),
         questions=world.questions("lesson", "test", "refused", "nobody-test"),
     )
@@ -408,6 +461,7 @@ def main():
         rows = list(rows)
         kit.write(f"{out}/{name}.jsonl", (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{out}/{name}.jsonl: {len(rows):,} lines, for example {json.dumps(rows[0], ensure_ascii=False)[:90]}")
+    kit.write(f"{out}/charter.md", CHARTER)
     kit.write(f"{out}/world.json", json.dumps(size))
 
 
