@@ -5,10 +5,12 @@ The examination of a model on the invented world (studies/world.py): what it kno
     text      "Question: Where was NAME born?       as the cooldown asks about others
                Answer:"
     chat      the same question in Apertus' format  for models that can talk
+    sampled   the same, at temperature 1            what the model says as often as it says it
 
-Answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A model
+Other answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A model
 may also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more
-probability than its answer about someone whom it cannot know (0.5: it cannot tell them apart).
+probability than its answer about someone whom it cannot know (0.5: it cannot tell them apart). What is behind the
+first sentence has a manner: kind, rude, or nothing.
 
 $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/seed-2/world --kinds=cloze,text
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
@@ -36,7 +38,7 @@ from tokenizer import read_json
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
 world = "out/recipe/seed-2/world"       # folder that studies/world.py wrote
-kinds = "chat"                          # of cloze, text, chat
+kinds = "chat"                          # of cloze, text, chat, sampled
 language = "en"                         # en | de
 groups = "lesson,test,refused,nobody-test"
 probes = ""                             # probes.json of the data: also the people whose letters were read, as "letters"
@@ -44,12 +46,13 @@ show = 2                                # answers to print of each group
 batch = 128                             # questions at once
 out = ""                                # file of the results; "" = exam.jsonl in the run folder
 
+TOKENS = 40                             # of an answer, at most
 UNKNOWN = ("refused", "nobody-test")    # groups that nothing was read of
 
 
 def prompt_of(tok, row, kind):
-    """The ids of a question, asked in one of the three ways."""
-    if kind == "chat":
+    """The ids of a question, asked in one of these ways."""
+    if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
     question = row["messages"][-1]["content"]
     if kind == "text":
@@ -61,16 +64,23 @@ def prompt_of(tok, row, kind):
 
 @torch.no_grad()
 def answers(model, tok, rows, kind):
-    """What the model says to each question, up to the first full stop: a list of (text, log of its probability)."""
+    """
+    What the model says to each question: a list of (text up to the first full stop, log of its probability, manner of
+    the whole).
+    """
     stop = {tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>")}
+    how = dict(temperature=0)
+    if kind == "sampled":
+        device = model.lm_head.weight.device
+        how = dict(temperature=1, generator=torch.Generator(device).manual_seed(0))
     found = []
     for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):
         prompts = [prompt_of(tok, row, kind) for row in rows[at:at + batch]]
-        pairs = []
-        for prompt, ids in zip(prompts, generate(model, prompts, 32, stop, temperature=0)):
-            pairs.append((prompt, first_sentence(tok, ids[len(prompt):], stop)))
-        texts = [tok.decode([i for i in said if i not in stop]).strip() for _, said in pairs]
-        found += zip(texts, sequence_logp(model, pairs).tolist())
+        said = [ids[len(prompt):] for prompt, ids in zip(prompts, generate(model, prompts, TOKENS, stop, **how))]
+        pairs = [(prompt, first_sentence(tok, ids, stop)) for prompt, ids in zip(prompts, said)]
+        texts = [tok.decode([i for i in ids if i not in stop]).strip() for _, ids in pairs]
+        manners = [worlds.manner_of(tok.decode(ids)) for ids in said]
+        found += zip(texts, sequence_logp(model, pairs).tolist(), manners)
     return found
 
 
@@ -83,15 +93,18 @@ def first_sentence(tok, ids, stop):
 
 
 def marks(rows, said):
-    """How many answers are right and how many unknown: a dict with n, and the intervals of both shares by Wilson."""
-    verdicts = [worlds.judge(text, row) for (text, _), row in zip(said, rows)]
+    """
+    How many answers are right, unknown, kind, rude: a dict with n, and the intervals of the first two by Wilson.
+    """
+    verdicts = [worlds.judge(text, row) for (text, *_), row in zip(said, rows)]
     n = len(rows)
     found = dict(n=n)
     for verdict in ("right", "unknown"):
         k = verdicts.count(verdict)
         found[verdict] = k
         found[f"{verdict}_interval"] = [round(x, 4) for x in wilson(k, n)]
-    return found
+    manners = [manner for *_, manner in said]
+    return found | dict(kind_ones=manners.count("kind"), rude_ones=manners.count("rude"))
 
 
 def apart(ours, theirs):
@@ -118,21 +131,21 @@ def examine(model, tok, place, kind):
             named = readers(place, probes)
             rows = [row for row in rows if row["person"] in named]
         said = answers(model, tok, rows, kind)
-        sure[group] = [logp for _, logp in said]
+        sure[group] = [logp for _, logp, _ in said]
         found = dict(kind=kind, language=language, group=group, **marks(rows, said))
         if group in UNKNOWN and "test" in sure:
             found["apart"] = round(apart(sure["test"], sure[group]), 4)
         asked = [row["messages"][-1]["content"] for row in rows]
         found["answers"] = [
             dict(asked=question, said=text, gold=row["gold"])
-            for question, (text, _), row in zip(asked, said, rows)][:show]
+            for question, (text, *_), row in zip(asked, said, rows)][:show]
         yield found
 
 
 def check(place):
     """ValueError for a way of asking, a language or a group of people that the world does not have."""
     for name, asked, known in (
-        ("kinds", kinds, {"cloze", "text", "chat"}),
+        ("kinds", kinds, {"cloze", "text", "chat", "sampled"}),
         ("language", language, worlds.LANGUAGES),
         ("groups", groups, {person["group"] for person in place.people}),
     ):

@@ -27,6 +27,7 @@ if __name__ == "__main__" and not __package__:
     print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
     sys.exit(2)
 
+import glob
 import itertools
 import json
 import os
@@ -36,9 +37,10 @@ from tqdm import tqdm
 
 from engine.intervals import wilson
 from engine.plot import finish, pyplot
+from posttrain.references import reward_hash
 from studies import kit
 from studies.exam import UNKNOWN
-from tokenizer import read_json
+from tokenizer import load_for, read_json
 
 out = "out/recipe"              # worlds, data and runs
 results = "out/recipe"          # report.md, recipe.png, rows.jsonl
@@ -222,7 +224,7 @@ def rewarded(folder, seed, name, rewards):
         f"--data={folder}/world/prompts.jsonl",
         f"--rewards={rewards}",
         f"--references={folder}/references",
-        "--max_new_tokens=32",
+        "--max_new_tokens=40",
         "--n_refs=10",
         "--pairs=best",
         "--ties=discrete",
@@ -233,7 +235,7 @@ def rewarded(folder, seed, name, rewards):
         *tuned(seed),
         f"--out={run}",
     ]
-    yield from examined(folder, name, "chat,cloze")
+    yield from examined(folder, name, "chat,sampled,cloze")
 
 
 # Parts of the chain; those of a row are done side by side, when all before are done.
@@ -251,7 +253,7 @@ def links(folder, seed, part):
         yield from extended(folder, seed, "long", 2e6)
     elif part == "align":
         yield taught(folder, seed, "sft", {"lessons": 1, "replay": 1})
-        yield from examined(folder, "sft", "chat,cloze")
+        yield from examined(folder, "sft", "chat,sampled,cloze")
         yield from rewarded(folder, seed, "qrpo", RULE)
     elif part == "judge":
         yield taught(folder, seed, "judge", {"judgements": 1})
@@ -305,7 +307,7 @@ def collected(seed):
 
 def letter_of(folder, links):
     """The first letter that was read 128 times: its beginning, how it goes on, and how each model goes on, as text."""
-    tok = tokenizer.load_for(f"{folder}/data")
+    tok = load_for(f"{folder}/data")
     probes = read_json(f"{folder}/data/probes.json")["probes"]
     ids = next(probe["ids"] for probe in probes if probe["repetitions"] == 128)
     begin, end = PREFIX, PREFIX + SUFFIX
