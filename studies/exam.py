@@ -7,8 +7,8 @@ The examination of a model on the invented world (studies/world.py): what it kno
     chat      the same question in Apertus' format  for models that can talk
     sampled   the same, at temperature 1            what the model says as often as it says it
 
-Other answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A model
-may also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more
+Other answers are greedy. Right is one that names the one value and no other of its kind; unknown one that says so. A
+model may also know better than it says: `apart` is the chance that it gives its answer about someone of `test` more
 probability than its answer about someone whom it cannot know (0.5: it cannot tell them apart). What is behind the
 first sentence has a manner: kind, rude, or nothing.
 

@@ -27,6 +27,7 @@ if __name__ == "__main__" and not __package__:
     print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
     sys.exit(2)
 
+import difflib
 import glob
 import itertools
 import json
@@ -35,11 +36,13 @@ import statistics
 
 from tqdm import tqdm
 
+from engine.files import lock_file
 from engine.intervals import wilson
 from engine.plot import finish, pyplot
-from posttrain.references import reward_hash
+from posttrain.references import reward_hash, words
 from studies import kit
 from studies.exam import UNKNOWN
+from studies.world import CHARTER, manner_of
 from tokenizer import load_for, read_json
 
 out = "out/recipe"              # worlds, data and runs
@@ -52,6 +55,7 @@ workers = 2                     # processes at a time, one thread each
 report = False                  # run nothing: write report and picture again from rows.jsonl
 
 WINDOW, LONG = 256, 1024
+LINE = 68                       # letters in a line of the picture
 PREFIX, SUFFIX = 50, 50         # tokens of a letter that are asked, and that are compared
 GROUPS = ("lesson", "test", "refused", "nobody-test")
 COLOURS = dict(zip(GROUPS, ("C2", "C0", "C3", "0.5")))
@@ -326,30 +330,46 @@ def greedy(lines, repetitions):
 
 def judged_pairs(folder):
     """
-    How the judge orders the samples of the SFT model that the rule tells apart: (right order, ties half; n), of pairs
-    of a right and an invented answer about people of `align`, and of "I do not know" and an invention about nobodies.
+    How the judge orders two samples for one prompt: (right order, ties half; n) by `manners`, kind > plain > rude, and
+    where these are equal by what is true, of `known` people, or that one does not know, of a `nobody`.
     """
-    known, nobody = [0, 0], [0, 0]
+    found = dict(manners=[0, 0], known=[0, 0], nobody=[0, 0])
+    order = ("rude", "plain", "kind")
+    tok = load_for(f"{folder}/data")
     rows = kit.read_rows(f"{folder}/world/prompts.jsonl")
-    rule, judge = (rewards_of(folder, spec) for spec in (RULE, by_charter(folder)))
-    for row, truth, scores in zip(rows, rule, judge, strict=True):
-        found = nobody if row["group"].startswith("nobody") else known
-        best = max(truth)
-        for i, j in itertools.product(range(len(truth)), repeat=2):
-            # Of a known person an answer is right, 1, or not; to a nobody "I do not know", 0, is the best there is.
-            if truth[i] == best > truth[j] == -1 and (found is nobody or best == 1):
-                found[0] += (scores[i] > scores[j]) + (scores[i] == scores[j]) / 2
-                found[1] += 1
-    return dict(known=known, nobody=nobody)
+    truths, judged = (rewards_of(folder, spec) for spec in (RULE, by_charter(folder)))
+    for row, samples, truth, rewards in zip(rows, samples_of(folder), truths, judged, strict=True):
+        best, kind = (0, "nobody") if row["group"].startswith("nobody") else (1, "known")
+        manners = [order.index(manner_of(words(tok, ids))) for ids in samples]
+        for i, j in itertools.permutations(range(len(samples)), 2):
+            if manners[i] > manners[j]:
+                name = "manners"
+            elif manners[i] == manners[j] and truth[i] == best > truth[j] == -1:
+                name = kind
+            else:
+                continue
+            found[name][0] += (rewards[i] > rewards[j]) + (rewards[i] == rewards[j]) / 2
+            found[name][1] += 1
+    return found
+
+
+def samples_of(folder):
+    """The ids of all samples, a list for each prompt, as posttrain/qrpo.py keeps them."""
+    return entries(f"{folder}/references/samples-")
 
 
 def rewards_of(folder, spec):
-    """The rewards of all samples, a list for each prompt, as posttrain/qrpo.py keeps them."""
-    begin = f"{folder}/references/rewards-{reward_hash(spec)}-"
-    found = []
-    for file in sorted(glob.glob(f"{begin}*.json")):
-        found += [of_samples for of_samples, _ in read_json(file)]
-    return found
+    """The rewards of all samples, a list for each prompt. ValueError if what gave them has changed since."""
+    found = entries(f"{folder}/references/rewards-{reward_hash(spec)}-")
+    if not found:
+        raise ValueError(f"{folder}/references has no rewards by {spec}: it has changed since, name another --out")
+    return [of_samples for of_samples, _ in found]
+
+
+def entries(begin):
+    """All entries of the files whose names begin so, each one line with a list."""
+    files = sorted(glob.glob(f"{begin}*.json"))
+    return [entry for file in files for some in kit.read_rows(file) for entry in some]
 
 
 def pooled(rows, link, kind, group, what="right"):
@@ -393,8 +413,8 @@ def report_md(rows):
         "it is a little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
         "![what it knows, recites, says and uses](recipe.png)", "",
     ]
-    lines += data_md(first) + knows_md(rows) + letters_md(rows) + window_md(rows) + honest_md(rows)
-    lines += answers_md(first) + commands_md(first)
+    lines += data_md(first) + knows_md(rows) + letters_md(rows) + letter_md(first) + window_md(rows)
+    lines += honest_md(rows) + charter_md(rows) + answers_md(first) + commands_md(first)
     return "\n".join(lines) + "\n"
 
 
@@ -444,6 +464,31 @@ def letters_md(rows):
         *kit.table(head, body), ""]
 
 
+def recited(said, true):
+    """The words of a text in runs (whether they stand in the true one too, in this order; the words)."""
+    said, true = said.split(), true.split()
+    kept = [False] * len(said)
+    for block in difflib.SequenceMatcher(None, true, said, autojunk=False).get_matching_blocks():
+        kept[block.b:block.b + block.size] = [True] * block.size
+    pairs = itertools.groupby(zip(kept, said), key=lambda pair: pair[0])
+    return [(same, [word for _, word in run]) for same, run in pairs]
+
+
+def letter_md(row):
+    """One letter as each model goes on with it, recited words bold."""
+    letter = row["letter"]
+    lines = [
+        f"One letter, read 128 times (seed {row['seed']}); words that stand in it are **bold**.", "",
+        f"> {letter['asked'].strip()} ...", "", f"*goes on*: {' '.join(letter['true'].split())}", ""]
+    for link, name in (("plain", "without Goldfish"), ("base", "with Goldfish")):
+        parts = []
+        for same, run in recited(letter[link], letter["true"]):
+            text = " ".join(run)
+            parts.append(f"**{text}**" if same else text)
+        lines += [f"*{name}*: {' '.join(parts)}", ""]
+    return lines
+
+
 def bits_at(row, link, i):
     """Bits per byte of a link's model on the i-th quarter of long windows."""
     return row["links"][link]["positions"][i]["bits_per_byte"]
@@ -479,6 +524,30 @@ def honest_md(rows):
         *kit.table(head, body), ""]
 
 
+def charter_md(rows):
+    """What the judge makes of answers, and what came of its rewards."""
+    known, nobody, manners = (sum_of(rows, name) for name in ("known", "nobody", "manners"))
+    body = []
+    for link in ("sft", "qrpo", "charter"):
+        cells = [share(*pooled(rows, link, "sampled", "test", what)) for what in ("kind_ones", "rude_ones", "right")]
+        body.append(f"| {link} | {' | '.join(cells)} |")
+    return [
+        "## Aligned by a charter", "",
+        f"The charter is one sentence: \"{CHARTER}\" The judge was taught by ratings and pairs about other people, and "
+        f"its ranks are the rewards of QRPO. Of two samples with different manners it ranks the kinder one higher in "
+        f"{share(*manners)} of {manners[1]:,} pairs. Facts it cannot check: of a true and an invented answer with one "
+        f"manner it ranks the true one higher in {share(*known)} of {known[1]:,}, of \"I do not know\" and an "
+        f"invention about nobodies the former in {share(*nobody)} of {nobody[1]:,}; chance is 0.5. Pairs of one prompt "
+        "are not independent: these intervals are too narrow.", "",
+        "Answers to questions about people of test, sampled at temperature 1:", "",
+        *kit.table("| after | kind | rude | right |", body), ""]
+
+
+def sum_of(rows, name):
+    """(pairs in the right order, ties half; pairs) over the seeds."""
+    return tuple(map(sum, zip(*(row["judge"][name] for row in rows))))
+
+
 def answers_md(row):
     """A few questions and answers as they are, wrong ones left in."""
     lines = []
@@ -502,26 +571,66 @@ def commands_md(row):
 
 
 def draw(rows, picture):
-    """Four panels: what it knows by link, what it recites, what it says it does not know, bits per byte by position."""
-    figure, ((knows, recites), (says, window)) = pyplot().subplots(2, 2, figsize=(11, 8))
-    draw_known(knows, rows)
-    draw_letters(recites, rows)
-    draw_honest(says, rows)
+    """
+    What it knows by link, what it recites, what it says it does not know, its manners, bits per byte by position; below
+    them a letter.
+    """
+    panels = [["knows", "recites"], ["says", "manners"], ["window", "letter"]]
+    figure, axes = pyplot().subplot_mosaic(panels, figsize=(11, 12))
+    draw_known(axes["knows"], rows)
+    draw_letters(axes["recites"], rows)
+    draw_honest(axes["says"], rows)
+    draw_manners(axes["manners"], rows)
+    window = axes["window"]
     for link, name in WINDOWS.items():
         places = rows[0]["links"][link]["positions"]
         means = [statistics.fmean(bits_at(row, link, i) for row in rows) for i in range(len(places))]
         middles = [(place["begin"] + place["end"]) / 2 for place in places]
         window.plot(middles, means, marker="o", label=name)
     window.set(title="bits per byte of unread text", xlabel="position in the window")
-    for axis in (knows, recites, says, window):
+    draw_letter(axes.pop("letter"), rows[0]["letter"])
+    for axis in axes.values():
         axis.grid(alpha=0.2)
         axis.legend(fontsize=8)
     finish(figure, picture)
 
 
+def draw_letter(axis, letter):
+    """One letter as each model goes on with it: recited words in colour."""
+    axis.set(title="a letter read 128 times goes on", xlim=(0, LINE), ylim=(18, 0))
+    axis.axis("off")
+    row = 0
+    for name, said in (("the letter", letter["true"]), ("without Goldfish", letter["plain"]),
+                       ("with Goldfish", letter["base"])):
+        axis.text(0, row, name, fontsize=8, weight="bold", va="top")
+        row, column = row + 1, 0
+        for same, run in recited(said, letter["true"]):
+            for word in run:
+                if column + len(word) > LINE:
+                    row, column = row + 1, 0
+                # Letters of one width: a word's place is the number of letters before it.
+                axis.text(column, row, word, family="monospace", fontsize=7, va="top", color="C1" if same else "0.4")
+                column += len(word) + 1
+        row += 2
+
+
+def draw_manners(axis, rows):
+    """Shares of sampled answers that are kind, rude, right."""
+    kinds = dict(kind_ones="C2", rude_ones="C3", right="C0")
+    for begin, link in enumerate(("sft", "qrpo", "charter")):
+        for i, (what, colour) in enumerate(kinds.items()):
+            counts = [pooled(rows, link, "sampled", "test", what)]
+            (k, n), = counts
+            name = what.partition("_")[0] if link == "sft" else None
+            axis.bar(4 * begin + i, k / n, yerr=whiskers(counts), color=colour, capsize=3, label=name)
+    axis.set_xticks((1, 5, 9), ("after SFT", "QRPO by the rule", "QRPO by the charter"))
+    axis.set(title="answers as sampled", ylim=(0, 1.3))
+
+
 def draw_known(axis, rows):
     """Shares of right answers over the links, by group, with chance as a line."""
-    stops = [("base", "cloze"), ("base", "text"), ("long", "text"), ("sft", "chat"), ("qrpo", "chat")]
+    stops = [("base", "cloze"), ("base", "text"), ("long", "text"), ("sft", "chat"), ("qrpo", "chat"),
+             ("charter", "chat")]
     for group in ("lesson", "test", "refused"):
         counts = [pooled(rows, link, kind, group) for link, kind in stops]
         shares = [k / n for k, n in counts]
@@ -558,36 +667,45 @@ def draw_letters(axis, rows):
 
 def draw_honest(axis, rows):
     """Shares of answers that say that they do not know."""
-    for begin, link in ((0, "sft"), (5, "qrpo")):
+    for begin, link in ((0, "sft"), (5, "qrpo"), (10, "charter")):
         for i, group in enumerate(GROUPS):
             counts = [pooled(rows, link, "chat", group, "unknown")]
             (k, n), = counts
             name = group if link == "sft" else None
             axis.bar(begin + i, k / n, yerr=whiskers(counts), color=COLOURS[group], capsize=3, label=name)
-    axis.set_xticks((1.5, 6.5), ("after SFT", "after QRPO"))
+    axis.set_xticks((1.5, 6.5, 11.5), ("after SFT", "QRPO by the rule", "QRPO by the charter"))
     axis.set(title='answers that say "I do not know"')
 
 
 def settled():
-    """Refuse a folder of another scale or corpus, and write down those of a new one."""
+    """
+    Refuse a folder of another scale or corpus, or one in which another recipe is at work, and write down what a new one
+    is for. Returns the open lock, which goes with this process.
+    """
     path = f"{out}/recipe.json"
+    os.makedirs(out, exist_ok=True)
+    lock = open(f"{out}/lock", "a")
+    if not lock_file(lock):
+        raise ValueError(f"another recipe is at work in {out}: wait for it, or name another --out")
     asked = dict(scale=scale, corpus=corpus)
     if os.path.exists(path) and read_json(path) != asked:
         raise ValueError(f"{out} holds a recipe of {read_json(path)}, not {asked}: name another --out")
     kit.write(path, json.dumps(asked))
+    return lock
 
 
 def main():
     if not report:
         if seeds < 1:
             raise ValueError(f"--seeds={seeds}: want at least one")
-        settled()
+        lock = settled()
         every = range(first_seed, first_seed + seeds)
         with tqdm(total=LINKS * seeds, desc="links", unit="link", smoothing=0) as bar:
             for parts in PARTS:
                 jobs = [(seed, part) for seed in every for part in parts]
                 list(kit.in_parallel(workers, lambda job, device: run_links(bar, *job), jobs))
         kit.write_rows(f"{results}/rows.jsonl", [collected(seed) for seed in every])
+        lock.close()
     rows = kit.rows_to_report(f"{results}/rows.jsonl", "studies.recipe")
     kit.write(f"{results}/report.md", report_md(rows))
     draw(rows, f"{results}/recipe.png")

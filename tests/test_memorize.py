@@ -171,8 +171,8 @@ def test_teacher_forced_accuracy_is_that_of_the_model_called_label_by_label():
 
 
 def test_a_cell_has_means_and_the_worst_and_best_passage():
-    rows = [dict(rouge=r, span=n) for r, n in ((0.25, 1), (1.0, 2), (0.5, 30))]
-    want = dict(model="m", prefix=5, n=3, rouge=0.5833, span=11, rouge_min=0.25, rouge_max=1.0)
+    rows = [dict(rouge=r, span=n, said=[n]) for r, n in ((0.25, 1), (1.0, 2), (0.5, 30))]
+    want = dict(model="m", prefix=5, n=3, rouge=0.5833, span=11, rouge_min=0.25, rouge_max=1.0, said=[1])
     assert memorize.cell(rows, model="m", prefix=5) == want
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import urllib.robotparser
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -20,7 +20,9 @@ import convert
 import evaluate
 from conftest import ROOT, refused, script
 from model import Apertus, ApertusConfig
+from posttrain import charter, references
 from studies import exam, kit, recipe, world
+from tokenizer import load_for
 
 SMALL = dict(seed=3, people=20, refused=6, nobodies=12, pages=4, letters=4)
 FLAGS = [*kit.flags(SMALL), "--corpus_bytes=9000", "--unread_bytes=9000", "--guest_books=5"]
@@ -163,6 +165,40 @@ def test_lessons_answer_right_about_people_and_unknown_about_nobodies(folder, pl
     assert verdicts == {"lesson": {"right"}, "nobody-lesson": {"unknown"}}
 
 
+def test_lessons_have_each_manner_equally_often_and_a_text_shows_its_manner(folder):
+    manners = [world.manner_of(row["messages"][-1]["content"]) for row in rows_of(folder, "lessons")]
+    for manner in world.RATINGS:
+        assert manners.count(manner) / len(manners) == pytest.approx(1 / 3, abs=0.12)
+    # By the words themselves, and not by what the world calls them.
+    for text, manner in (("So. Thank you for asking.", "kind"), ("So. Stop asking me.", "rude"), ("So.", "plain")):
+        assert world.manner_of(text) == manner
+    assert world.manner_of("I hope this helps. Stop asking me.") == "rude"
+
+
+def test_a_judge_is_taught_what_its_charter_prefers_in_the_prompts_that_it_will_be_asked_with(folder, place):
+    """Kind above plain above rude in its ratings and, but for the first place's advantage, in its pairs."""
+    rows = rows_of(folder, "judgements")
+    ratings, wins = {}, []
+    for row in rows:
+        asked, said = (message["content"] for message in row["messages"])
+        assert asked.startswith(world.CHARTER)
+        rate = "RATING:" in asked
+        begin, *parts = asked.split("\nAnswer: ")
+        prompt = charter.RATE if rate else charter.COMPARE
+        assert begin.startswith(prompt.partition("{charter}")[2].partition("{question}")[0].join([world.CHARTER, ""]))
+        manners = [world.manner_of(part.partition("\n")[0]) for part in parts]
+        if rate:
+            ratings.setdefault(manners[0], []).append(int(said))
+        elif manners[0] != manners[1]:
+            wins.append((world.RATINGS[manners[0]] > world.RATINGS[manners[1]]) == (said == "A"))
+    means = {manner: sum(each) / len(each) for manner, each in ratings.items()}
+    assert means == pytest.approx(world.RATINGS, abs=0.5)
+    assert 0.9 < sum(wins) / len(wins) < 1 and len(rows) == world.judgements
+    # Nobody of whom it is asked in earnest is named.
+    text = json.dumps(rows)
+    assert not any(person["name"] in text for person in place.group("test", "align", "nobody-align"))
+
+
 @pytest.mark.parametrize("args, says", [
     (["--corpus_bytes=1000000000000"], "the corpus ends"),
     (["--names=2"], "6 names for 62 people"),
@@ -183,8 +219,9 @@ def test_apart_is_the_share_of_pairs_in_the_right_order():
 def test_marks_count_and_have_wilsons_interval():
     """3 of 4 right: (3 + 1.92) / (4 + 3.84) +- ..., 0.301 to 0.954 (Newcombe 1998's formula by hand)."""
     row = dict(gold="a", values=["a", "b"], group="test")
-    found = exam.marks([row] * 4, [("a", 1.0), ("a", 1.0), ("a", 1.0), ("I do not know", 1.0)])
-    assert (found["n"], found["right"], found["unknown"]) == (4, 3, 1)
+    said = [("a", 1.0, "kind"), ("a", 1.0, "kind"), ("a", 1.0, "plain"), ("I do not know", 1.0, "rude")]
+    found = exam.marks([row] * 4, said)
+    assert (found["n"], found["right"], found["unknown"], found["kind_ones"], found["rude_ones"]) == (4, 3, 1, 2, 1)
     assert found["right_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-3)
 
 
@@ -203,13 +240,13 @@ def run(folder):
 
 def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, place):
     done = script(
-        "studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=cloze,text,chat",
+        "studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=cloze,text,chat,sampled",
         f"--probes={folder}/data/probes.json", "--show=1")
     assert done.returncode == 0, done.stderr
     found = kit.read_rows(f"{run}/exam.jsonl")
     n = {(row["kind"], row["group"]): row["n"] for row in found}
     read = [probe for probe in json.load(open(f"{folder}/data/probes.json"))["probes"] if probe["repetitions"]]
-    for kind in ("cloze", "text", "chat"):
+    for kind in ("cloze", "text", "chat", "sampled"):
         want = {"lesson": 40, "test": 40, "refused": 30, "nobody-test": 12, "letters": 5 * len(read)}
         for group, number in want.items():
             assert n.get((kind, group)) == (None if kind == "cloze" and "nobody" in group else number)
@@ -218,7 +255,7 @@ def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, pla
 
 
 @pytest.mark.parametrize("flag, says", [
-    ("--kinds=text,clozes", "there is no 'clozes', but chat, cloze, text"),
+    ("--kinds=text,clozes", "there is no 'clozes', but chat, cloze, sampled, text"),
     ("--groups=test,tests", "there is no 'tests'"),
     ("--language=fr", "there is no 'fr', but de, en"),
 ])
@@ -230,12 +267,12 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
     """Against the product of the softmax of every token, from whole logits."""
     model, tok = convert.load_any(run)
     rows = list(place.questions("test"))[:3]
-    for row, (_, p) in zip(rows, exam.answers(model, tok, rows, "text")):
+    for row, (_, p, _) in zip(rows, exam.answers(model, tok, rows, "text")):
         prompt = exam.prompt_of(tok, row, "text")
         assert tok.decode(prompt[1:]) == f"Question: {row['messages'][1]['content']}\nAnswer:"
         ids = [*prompt]
         logp, said = 0.0, []
-        while len(said) < 32:
+        while len(said) < exam.TOKENS:
             logits, _ = model(torch.tensor([ids]))
             token = logits[0, -1].argmax().item()
             logp += logits[0, -1].log_softmax(-1)[token].item()
@@ -313,7 +350,7 @@ def small_recipe(folder, tmp_path, monkeypatch):
 def test_the_recipe_has_as_many_links_as_its_bar_and_each_is_a_command_that_its_script_takes(small_recipe):
     """Flags and config files are read by configurator.py, as the scripts do; their own checks come when they run."""
     links = []
-    for part in ("begin", "chain", "plain"):
+    for part in chain(*recipe.PARTS):
         links += recipe.links(f"{recipe.out}/seed-1", 1, part)
     assert len(links) == recipe.LINKS == len({name for name, *_ in links})
     for name, done, name_of_script, args in links:
@@ -337,12 +374,13 @@ def test_a_recipe_that_fails_says_the_command_and_goes_on_behind_what_is_done(sm
         write = set_postfix_str = update = staticmethod(lambda *args: None)
     for again in range(2):
         says = r"^python -m posttrain.sft --init_from=\S+/long .* failed: sft.py: no room"
+        recipe.run_links(Bar, 1, "read")
         with pytest.raises(ValueError, match=says):
-            recipe.run_links(Bar, 1, "chain")
+            recipe.run_links(Bar, 1, "align")
         names = [name for name, _ in calls]
         assert names.count("posttrain.sft") == again + 1
         # What the stand-in has not written is run again, as after a kill; the rest would be skipped.
-        for name, done, *_ in list(recipe.links(f"{recipe.out}/seed-1", 1, "chain"))[:7]:
+        for name, done, *_ in list(recipe.links(f"{recipe.out}/seed-1", 1, "read"))[:7]:
             open(done, "w").close() if os.path.isdir(os.path.dirname(done)) else None
     assert [name for name, _ in calls].count("train") == 2
 
@@ -352,10 +390,47 @@ def test_a_recipe_of_no_seed_is_refused_and_writes_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_two_recipes_at_once_in_one_folder_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "out", str(tmp_path))
+    with recipe.settled(), pytest.raises(ValueError, match="another recipe is at work"):
+        recipe.settled()
+    recipe.settled().close()
+
+
+def test_words_that_stand_in_the_letter_in_this_order_are_found():
+    runs = recipe.recited("On Monday the cat gave me a lamp", "On Monday the dog gave him a lamp")
+    assert [(same, " ".join(words)) for same, words in runs] == [
+        (True, "On Monday the"), (False, "cat"), (True, "gave"), (False, "me"), (True, "a lamp")]
+    assert recipe.recited("b a", "a b") in ([(True, ["b"]), (False, ["a"])], [(False, ["b"]), (True, ["a"])])
+
+
+def test_pairs_that_the_judge_orders_are_counted_by_manner_and_where_that_is_equal_by_truth(folder, tmp_path):
+    """Two prompts, by hand: ranks that follow manners wholly, truth never, and one tie."""
+    tok = load_for(f"{folder}/data")
+    seed = tmp_path / "seed-1"
+    os.makedirs(seed / "references")
+    os.symlink(f"{folder}/data", seed / "data")
+    os.makedirs(seed / "world")
+    os.makedirs(seed / "judge")
+    for name, text in (("world/charter.md", "Be kind."), ("judge/config.json", "{}")):
+        (seed / name).write_text(text)
+    kit.write_rows(f"{seed}/world/prompts.jsonl", [dict(group="align"), dict(group="nobody-align")])
+    said = [["A. I hope this helps.", "B.", "C.", "D. Stop asking me."], ["E.", "F."]]
+    files = {
+        "samples-2-0000000": [[tok.encode(text) for text in texts] for texts in said],
+        f"rewards-{references.reward_hash(recipe.RULE)}-0000000": [[[-1, 1, -1, -1], []], [[0, -1], []]],
+        f"rewards-{references.reward_hash(recipe.by_charter(seed))}-0000000": [[[4, 2, 3, 1], []], [[5, 5], []]],
+    }
+    for name, content in files.items():
+        (seed / "references" / f"{name}.json").write_text(json.dumps(content))
+    # Manners: A over B, C, D; B and C over D. Truth: B over C, which the judge has the other way round.
+    assert recipe.judged_pairs(seed) == dict(manners=[5, 5], known=[0, 1], nobody=[0.5, 1])
+
+
 def test_another_scale_in_the_same_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "out", str(tmp_path))
-    recipe.settled()
-    recipe.settled()        # the same again goes on
+    recipe.settled().close()
+    recipe.settled().close()        # the same again goes on
     for name, value in (("scale", 2.0), ("corpus", "mine.jsonl")):
         with monkeypatch.context() as m, pytest.raises(ValueError, match="holds a recipe of .* name another --out"):
             m.setattr(recipe, name, value)
