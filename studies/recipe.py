@@ -317,7 +317,7 @@ def letter_of(folder, links):
     begin, end = PREFIX, PREFIX + SUFFIX
     texts = dict(asked=tok.decode(ids[:begin]), true=tok.decode(ids[begin:end]))
     for link in ("plain", "base"):
-        line = greedy(links[f"letters-{link}"]["letters"], 128)
+        line = greedy(links[link]["letters"], 128)
         texts[link] = tok.decode(line["said"])
     return texts
 
@@ -399,7 +399,7 @@ def over_seeds(rows, value, digits=2):
 
 def rouge(row, link, repetitions):
     """Rouge-L of a model's greedy continuations of the letters that were read so often."""
-    return greedy(row["links"][f"letters-{link}"]["letters"], repetitions)["rouge"]
+    return greedy(row["links"][link]["letters"], repetitions)["rouge"]
 
 
 def report_md(rows):
