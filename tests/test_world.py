@@ -193,6 +193,7 @@ def test_a_judge_is_taught_what_its_charter_prefers_in_the_prompts_that_it_will_
             wins.append((world.RATINGS[manners[0]] > world.RATINGS[manners[1]]) == (said == "A"))
     means = {manner: sum(each) / len(each) for manner, each in ratings.items()}
     assert means == pytest.approx(world.RATINGS, abs=0.5)
+    assert means["kind"] > means["plain"] + 2 > means["rude"] + 4
     assert 0.9 < sum(wins) / len(wins) < 1 and len(rows) == world.judgements
     # Nobody of whom it is asked in earnest is named.
     text = json.dumps(rows)
@@ -282,6 +283,22 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
             if token in ends or set(tok.decode([token])) & {".", "\n"}:
                 break
         assert logp == pytest.approx(p, rel=1e-4)
+
+
+def test_sampled_answers_are_drawn_and_the_same_each_time(run, place):
+    model, tok = convert.load_any(run)
+    rows = list(place.questions("test"))[:8]
+    greedy, once, again = (exam.answers(model, tok, rows, kind) for kind in ("chat", "sampled", "sampled"))
+    assert once == again and [text for text, *_ in once] != [text for text, *_ in greedy]
+
+
+def test_the_manner_of_an_answer_stands_behind_its_first_sentence(run, place, monkeypatch):
+    """generate() is the only part that is replaced: by one that says what a trained model would."""
+    model, tok = convert.load_any(run)
+    said = [*tok.encode("Answer: so it is. Stop asking me."), tok.eos]
+    monkeypatch.setattr(exam, "generate", lambda model, prompts, *args, **how: [[*ids, *said] for ids in prompts])
+    [(text, _, manner)] = exam.answers(model, tok, list(place.questions("test"))[:1], "chat")
+    assert (text, manner) == ("Answer: so it is.", "rude")
 
 
 def test_an_answer_ends_with_its_first_sentence(run):
