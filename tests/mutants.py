@@ -73,7 +73,7 @@ ALSO = {
     "parallel": ["test_train", "test_step", "test_lora", "test_distill"],
     "peers": ["test_bench"],
     "tracing": ["test_plan"],
-    "pii": ["test_robots"],
+    "pii": ["test_robots", "test_pii"],
     "readers": ["test_prepare", "test_conversations"],
     "qrpo": ["test_lora", "test_charter"],
     "recipe": ["test_world"],
