@@ -133,7 +133,8 @@ def _emails(text):
 _QUAD = re.compile(r"\.\d{1,3}\.\d{1,3}\.\d{1,3}", re.A)
 _VERSION = re.compile(r"\b(?:v|ver|version[a-z]*|release|rev|build|firmware)\W{0,3}\Z", re.I)
 # What stands before a version or a section: Chrome/, libfoo-, numpy==, rails (>=; Oracle and a space; §, Art.
-_NAMED = re.compile(r"""(?<![\w./:@-])([^\W\d_][\w.+#-]*)(?:["')\]]{0,2},? ?["'(]?(?:[=~<>!]=|~>|(?<=\()=) ?"?|[/-])\Z""")
+_NAMED = re.compile(r"""(?<![\w./:@-])([^\W\d_][\w.+#-]*)"""
+                    r"""(?:["')\]]{0,2},? ?["'(]?(?:[=~<>!]=|~>|(?<=\()=) ?"?|[/-])\Z""")
 _SPACED = re.compile(r"(§|\w[\w+#-]*\.?)\s{1,20}\Z")
 _SECTION = re.compile(r"""
     § | art\w*\.? | n[or]s?\.? | nrn?\. | numm?er\w* | num[eé]ro\w* | ziff(?:er)?n?\.?
@@ -144,7 +145,8 @@ _SECTION = re.compile(r"""
     """, re.I | re.X)
 # A name with one of these words in front is that of an address: "Server 10.0.0.1", ip.addr==10.0.0.1.
 _NETWORK = re.compile(r"""(?<![^\W_])(?:
-    ip(?:v4|s)? | add?r\w* | indirizz\w* | direcci\w* | (?:name|web)?servers? | serveur | servidor | host(?:s|name)? | src
+    ip(?:v4|s)? | add?r\w* | indirizz\w* | direcci\w* | (?:name|web)?servers? | serveur | servidor
+    | host(?:s|name)? | src
     | dst | dest\w* | sources? | clients? | kunde | users? | benutzer | node | peer | router | rechner | gateway | proxy
     | dns
     | resolver | (?:sub)?net(?:z|s|work\w*|mask|zwerk)? | [lw]an | vpn | inet | eth\d | remote | localhost
