@@ -3,7 +3,8 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
 
     sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
     judge      has the same text, or nearly the same, been there before: in the order of the input
-    order      by a hash of the document's id, which also says train or val: adding a file moves no other document
+    order      by a hash of the document's id; train or val by one of its text, so that whatever is joined later, and
+               however files are called, each text is on one side. Adding a file moves no other document
     tokenize   <s> text </s>, personal data replaced by <email-pii>, <ip-pii>, <iban-pii>
     report     documents in = kept + removed for a reason: report.md, report.json, flow.png, removed.jsonl.gz
 
@@ -18,8 +19,8 @@ The last one is, by its card, the best tenth of FineWeb-2 by the column quality_
 (FineWeb-Edu: score) --score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first
 pass over the scores of all files.
 
-Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 40 bytes
-a document stay, 152 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
+Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 48 bytes
+a document stay, 160 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
 same command goes on, and the result is the same to the byte, whatever the number of workers.
 """
 
@@ -57,7 +58,8 @@ paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
 train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
-val_share = 0.04            # of the documents, by hash of their id
+val_share = 0.04            # of the documents, by a hash of...
+split_by = ""               # ...their text | id; "" = text, and id for the stdlib, whose published figures are by id
 shard_tokens = 100_000_000  # tokens a shard at most
 # what is in the data
 text_field = "text"         # the column or field that holds the text
@@ -271,6 +273,8 @@ def read_rules(files, work):
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
+    if split_by not in ("", "text", "id"):
+        raise ValueError(f"split_by={split_by!r}: want text, id, or nothing")
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
                          "already: name it, --tokenizer=apertus")
@@ -407,7 +411,7 @@ def judge(rules, audit, path, passages):
         keys = np.array([fingerprint(text) for text in passages], np.uint64)
         exact = Seen()
         exact.first(keys.reshape(-1, 1))
-        seen_texts.append(("duplicate", exact, "key"))
+        seen_texts.append(("duplicate", exact, "text_hash"))
     if rules.near:
         seen_texts.append(("near-duplicate", rules.near.seen, "bands"))
     kept, written = [np.zeros(0, DOCUMENT)], 0
@@ -441,7 +445,10 @@ def without_copies(documents, info, seen_texts):
     stays = np.ones(len(documents), bool)
     for reason, seen, field in seen_texts:
         left = np.flatnonzero(stays)
-        again = left[~seen.first(documents[field][left])]
+        keys = documents[field][left]
+        if keys.ndim == 1:
+            keys = keys[:, None]
+        again = left[~seen.first(keys)]
         stays[again] = False
         for i in again.tolist():
             row, group, size = documents[["row", "group", "size"]][i].item()
@@ -479,12 +486,18 @@ def split(documents, audit, work):
     if halved:
         val = np.array([False, True])
     else:
-        val = documents["id_hash"] / 2.0**64 < val_share
-        # Of a handful of documents the first in the order validates.
-        if len(val) > 1 and not val.any():
-            val[documents["id_hash"].argmin()] = True
+        hashes = documents["id_hash" if by_id() else "text_hash"]
+        val = hashes / 2.0**64 < val_share
+        # Of a handful of documents the one of the least hash validates, with its copies if they are kept.
+        if not val.any() and hashes.min() < hashes.max():
+            val = hashes == hashes.min()
     halves["stream"] = 2 * source_of[halves["group"]] + val
     return sources.tolist(), halves, halved
+
+
+def by_id():
+    """Whether a hash of the id, and not of the text, says what validates."""
+    return (split_by or ("text" if paths else "id")) == "id"
 
 
 def halve(documents, work):
@@ -522,7 +535,7 @@ def plant(passages, work, stream):
             begin = f.tell()
             length = f.write(text.encode())
             for k in range(times):
-                copies.append((id_hash(f"{name}#{k}"), -1, begin, length, -1, stream))
+                copies.append((id_hash(f"{name}#{k}"), 0, -1, begin, length, -1, stream))
     return planted, np.array(copies, DOCUMENT)
 
 
@@ -653,9 +666,10 @@ def version_of(package):
 
 def outputs(meta, tok, halved):
     """The shards, and by which rule documents went to training or to validation."""
+    of = "BLAKE2b of its text, without differences of white space and Unicode form,"
     rule = (
-        "A document is for validation where the first 64 bits of the sha256 of its id, "
-        f"over 2^64, are below {val_share}."
+        f"A document is for validation where 64 bits of the {'sha256 of its id' if by_id() else of} over 2^64 are below "
+        f"{val_share}. Of near-duplicates that were looked for one is here, and stands for all."
     )
     if halved:
         rule = "The only document was cut in two: its end is for validation."

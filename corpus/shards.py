@@ -23,9 +23,10 @@ import numpy as np
 
 from engine.files import flush, lock_file, sha256
 
-# A document that stays: 32 bytes in memory, however long its text.
+# A document that stays: 40 bytes in memory, however long its text.
 DOCUMENT = np.dtype([
     ("id_hash", np.uint64),         # the final order
+    ("text_hash", np.uint64),       # train or val; the same for equal texts
     ("batch", np.int32),            # its text lies in {batch}.text of the spool...
     ("offset", np.int64),           # ...from this byte on...
     ("length", np.int32),           # ...and has so many bytes

@@ -87,6 +87,8 @@ def sift(rules, number, rows):
                 # In the order of spool_type. The stream, 0, is not known before all batches are.
                 spooled.append((
                     id_hash(one.id),
+                    # Of the text as it was: two that differ in an address alone are two.
+                    fingerprint(one.doc["text"]),
                     number,
                     begin,
                     f.tell() - begin,
@@ -94,8 +96,6 @@ def sift(rules, number, rows):
                     0,
                     one.row,
                     one.size,
-                    # Of the text as it was: two that differ in an address alone are two.
-                    [fingerprint(one.doc["text"])],
                     one.bands,
                     replaced,
                 ))
@@ -119,7 +119,6 @@ def spool_type(rules):
         *DOCUMENT.descr,                    # group: number of (source, language, license) in info.groups
         ("row", np.int64),                  # of the batch: the order of the input
         ("size", np.int64),                 # bytes before personal data was replaced
-        ("key", np.uint64, (1,)),           # the same for equal texts
         ("bands", np.uint64, (bands,)),     # near-duplicates share one
         ("pii", np.int64, (len(KINDS),)),   # what was replaced, by kind
     ])
@@ -150,7 +149,12 @@ def handfuls(docs, size=300_000):
 
 
 def fingerprint(text):
-    """A key for exact duplicates: an integer of 64 bits."""
+    """
+    An integer of 64 bits, the same for texts that are equal up to Unicode form and white space.
+
+    It finds exact duplicates, and where it is below val_share * 2^64 a document is for validation: whatever file or
+    folder a text comes from, it is on one side.
+    """
     return int.from_bytes(text_key(text)[:8], "little")
 
 
