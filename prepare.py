@@ -36,7 +36,7 @@ import sys
 import sysconfig
 import time
 from contextlib import closing
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -45,12 +45,13 @@ from tqdm import tqdm
 import tokenizer as tokenizers
 from configurator import ROOT, run, settings
 from corpus import audit as reports
-from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
+from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
+from corpus.kept import write_kept
 from corpus.quality import TOXICITY, TopShare
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
-from corpus.shards import claim, clear, publish
-from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
+from corpus.shards import claim, clear, publish, version
+from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from engine.files import sha256, write_flushed
 from engine.readers import batches, check, find, id_hash, rows_of
 
@@ -106,6 +107,7 @@ NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pack
 CODE = [
     "prepare.py",
     "tokenizer.py",
+    "corpus/kept.py",
     "corpus/sift.py",
     "corpus/shards.py",
     "engine/readers.py",
@@ -172,7 +174,10 @@ def prepare(here, final, tmp):
     tok, name = vocabulary(buckets, work, new)
     tokens = tokenize_all(tok, buckets, files, work)
 
-    shards = {} if dry_run else write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
+    shards, kept = {}, None
+    if not dry_run:
+        shards = write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
+        kept = write_kept(new, documents, tokens, list(audit.groups), shards, shard_tokens, work)
     meta = dict(
         tokenizer=name,
         tokenizer_hash=tok.hash,
@@ -180,13 +185,15 @@ def prepare(here, final, tmp):
         bos=tok.bos,
         eos=tok.eos,
         sources=shards,
+        about=audit.about(),
     )
+    meta["version"] = version(meta)
     count_tokens(audit, documents, tokens)
     account = reports.build(
         audit,
         describe(name, tok, began),
         files,
-        outputs(meta, tok, halved),
+        outputs(meta, tok, halved, kept),
         describe_robots(rules),
         dict(scrubbed=pii, in_code=pii_in_code),
         write_probes(planted, tok, documents, tokens, new) if planted else None,
@@ -195,7 +202,6 @@ def prepare(here, final, tmp):
         clear(tmp)
         print(reports.markdown(account))
         return
-    meta["about"] = audit.about()
     write_json(new / "meta.json", meta)
     write_json(new / "report.json", account)
     write_flushed(new / "report.md", reports.markdown(account))
@@ -514,8 +520,15 @@ def halve(documents, work):
     if not cut or not val_share:
         return documents
     halves = np.repeat(documents, 2)
-    halves["length"] = cut, len(raw) - cut
-    halves["offset"][1] += cut
+    halves["batch"] = -2
+    with open(work / f"{documents['batch'][0]}.text", "rb") as spooled:
+        spooled.seek(int(documents["offset"][0]) + len(raw))
+        about = json.loads(spooled.readline())
+    with open(work / "-2.text", "wb") as f:
+        for half, part, size in zip(halves, (raw[:cut], raw[cut:]), (about["bytes"], 0)):
+            half["offset"], half["length"] = f.tell(), len(part)
+            f.write(part)
+            f.write(json.dumps(dict(about, bytes=size)).encode() + b"\n")
     return halves
 
 
@@ -534,6 +547,9 @@ def plant(passages, work, stream):
             planted.append(dict(id=name, repetitions=times, text=text))
             begin = f.tell()
             length = f.write(text.encode())
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            about = dict(id=name, url=None, sha256=digest, bytes=length, **dict.fromkeys(KINDS, 0))
+            f.write(json.dumps(about).encode() + b"\n")
             for k in range(times):
                 copies.append((id_hash(f"{name}#{k}"), 0, -1, begin, length, -1, stream))
     return planted, np.array(copies, DOCUMENT)
@@ -659,21 +675,29 @@ def describe(name, tok, began):
 
 def version_of(package):
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
-def outputs(meta, tok, halved):
+def outputs(meta, tok, halved, kept):
     """The shards, and by which rule documents went to training or to validation."""
     of = "BLAKE2b of its text, without differences of white space and Unicode form,"
     rule = (
-        f"A document is for validation where 64 bits of the {'sha256 of its id' if by_id() else of} over 2^64 are below "
-        f"{val_share}. Of near-duplicates that were looked for one is here, and stands for all."
+        f"A document is for validation where 64 bits of the {'sha256 of its id' if by_id() else of} over 2^64 are "
+        f"below {val_share}. Of near-duplicates that were looked for one is here, and stands for all."
     )
     if halved:
         rule = "The only document was cut in two: its end is for validation."
-    return dict(shards=shards_of(meta), bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
+    return dict(
+        version=meta["version"],
+        shards=shards_of(meta),
+        kept=kept,
+        bos=tok.bos,
+        eos=tok.eos,
+        halved=halved,
+        rule=rule,
+    )
 
 
 def describe_robots(rules):

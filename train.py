@@ -244,6 +244,8 @@ def set_up():
     config = settings(globals())
     ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    # Which version of the data this is; older folders do not say.
+    config["data_version"] = meta.get("version")
     shape = ApertusConfig.of(config)
     ranks.check_split(block_size=block_size, n_kv_head=shape.n_kv_head)
     guides = None

@@ -12,6 +12,7 @@ written last stands under its final name, so a run that was killed does only wha
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -144,6 +145,18 @@ def shards_of(meta):
     return [shard for split in splits for shard in split["shards"]]
 
 
+def version(meta):
+    """
+    The hash that a version of a data set is known by: of all that meta.json says, the order of sources included, and so
+    of every token. It stands in meta.json, the report, and the config.json and checkpoints of every run.
+    """
+    meta = {name: value for name, value in meta.items() if name != "version"}
+    names = list(meta["sources"])
+    # Sorted keys would hide the order of the names: where it is another one, it is hashed beside them.
+    content = meta if names == sorted(names) else [meta, names]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def stream_of(stream, buckets, dtype, shard_tokens, work):
     """Yield the tokens of one stream as arrays, in order; none of them crosses a multiple of shard_tokens."""
     at = 0
@@ -195,6 +208,7 @@ WRITTEN = {
     "report.json",
     "report.md",
     "removed.jsonl.gz",
+    "kept.parquet",
     "flow.png",
     "tokenizer.json",
     "probes.json",
