@@ -633,17 +633,20 @@ def joined_meta(folders, final):
                     shard["file"] = os.path.relpath(os.path.realpath(path), final)
             joined["sources"][new] = source
             joined["about"][new] = about.get(name)
+    joined["version"] = version(joined)
     return joined
 
 
 def join_folders(folders, out):
     """
-    Write out/meta.json with the sources of all folders, whose shards stay where they are. `out` may be one
-    of them, to which the others come.
+    Write out/meta.json with the sources of all folders, whose shards stay where they are, and their audits
+    in one. Texts that stand there more than once are counted, and told. `out` may be one of them, to which
+    the others come.
 
     ValueError as joined_meta, and if `out` holds something that is not of an earlier --join.
     """
     # Imported here, since training does not need what can write a data folder.
+    from corpus.kept import join_audits
     from corpus.shards import claim, publish
 
     final = os.path.realpath(out)
@@ -660,6 +663,7 @@ def join_folders(folders, out):
         meta_file = os.path.join(data, "meta.json")
         with open(meta_file, "w", encoding="utf-8") as f:
             json.dump(joined, f, indent=1)
+        print(join_audits(folders, joined, final, data))
         publish(final, tmp)
 
 

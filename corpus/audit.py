@@ -675,13 +675,19 @@ def steps_done(path):
 
 
 def main():
+    from corpus.kept import folders_of
     if when and not find:
         raise ValueError(f"when={when}: say which document, --find=ID, URL, text or file")
     if find:
         for folder in paths or ["data/stdlib"]:
             ask(folder)
         return
+    places = []
     for folder in paths or ["data/stdlib"]:
+        # What --join joined is checked where it lies.
+        joined = "parts" in read_json(Path(folder, "report.json")) if Path(folder, "report.json").is_file() else False
+        places += folders_of(folder) if joined else [folder]
+    for folder in places:
         t = verify(folder)["total"]
         gone = sum(n for n, _ in t["removed"].values())
         print(f"{folder}: {t['documents_in']:,} in = {t['documents']:,} kept + {gone:,} removed; "

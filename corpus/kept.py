@@ -25,7 +25,7 @@ from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.pii import TAGS
 from corpus.robots import host_key
 from corpus.shards import shards_of
-from engine.files import read_json, sha256
+from engine.files import read_json, read_text, sha256, write_flushed
 
 FILE = "kept.parquet"
 # Documents of a row group: some megabytes of memory.
@@ -153,6 +153,66 @@ class Tokens:
 
     def of(self, row):
         return np.concatenate([self.shard(file)[begin:end] for file, begin, end in self.pieces(row)])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# join
+
+
+def join_audits(folders, meta, final, data):
+    """
+    Write report.json and report.md of joined folders into `data`, a folder that will stand at `final`: the reports of
+    all parts, and which texts stand in them more than once. Returns that as a sentence.
+
+    meta: meta.json of all of them. 18 bytes of memory a document.
+    """
+    parts, pages, older = {}, [], []
+    for folder in folders:
+        name = os.path.relpath(os.path.realpath(folder), final)
+        path = os.path.join(folder, "report.json")
+        report = read_json(path) if os.path.isfile(path) else {}
+        # Of a folder that was joined before, the parts.
+        parts.update(report.get("parts") or {name: report or None})
+        page = os.path.join(folder, "report.md")
+        if os.path.isfile(page):
+            pages.append(read_text(page))
+        older += [place for place in folders_of(folder) if not os.path.isfile(os.path.join(place, FILE))]
+    twice = None if older else texts_again(folders)
+    if older:
+        said = (f"{older[0]} has no {FILE}, being of the older format: whether its texts stand in the others too is "
+                "not known. prepare.py of the same files writes it anew")
+    else:
+        said = (f"{twice['documents']:,} documents ({twice['tokens']:,} tokens) have a text that stood there already, "
+                f"{twice['on_both_sides']:,} of the texts for training and for validation")
+        if twice["on_both_sides"]:
+            said += ": prepare the folders with one --val_share and --split_by=text, or --remove them from one"
+    report = dict(version=meta["version"], parts=parts, twice=twice)
+    write_flushed(os.path.join(data, "report.json"), json.dumps(report, indent=1, ensure_ascii=False))
+    head = f"# {len(parts)} folders in one\n\nVersion {meta['version']}. {said}.\n"
+    write_flushed(os.path.join(data, "report.md"), "\n".join([head, *pages]))
+    return said
+
+
+def texts_again(folders):
+    """What stands in folders more than once: {"documents", "tokens", "on_both_sides": texts in train and in val}."""
+    import pyarrow
+    columns = [], [], []
+    for folder in folders:
+        for _, table in tables(folder, ["text_hash", "tokens", "split"]):
+            # A planted passage is meant to stand there many times: its hash is 0.
+            table = table.filter(pyarrow.array(table["text_hash"].to_numpy() != 0))
+            for column, name in zip(columns, ("text_hash", "tokens", "split")):
+                values = table[name].to_numpy()
+                column.append(values == "val" if name == "split" else values)
+    hashes, tokens, val = map(np.concatenate, columns)  # (documents,)
+    order = np.argsort(hashes, kind="stable")
+    hashes, val = hashes[order], val[order]
+    first = np.flatnonzero(np.diff(hashes, prepend=hashes[:1] + np.uint64(1)))
+    again = np.ones(len(hashes), bool)
+    again[first] = False
+    both = np.logical_or.reduceat(val, first) & ~np.logical_and.reduceat(val, first)
+    sums = dict(documents=again.sum(), tokens=tokens[order][again].sum(), on_both_sides=both.sum())
+    return {name: int(n) for name, n in sums.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -318,9 +318,11 @@ def not_ours(folder, joined):
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
         files = {shard["file"] for shard in shards_of(meta)}
+        # The shards of a joined folder lie in others.
+        elsewhere = any(map(os.path.dirname, files))
         if joined:
-            ours = {"meta.json", "tokenizer.json"}
-        elif "report.json" in entries:
+            ours = {"meta.json", "tokenizer.json", "report.json", "report.md"}
+        elif "report.json" in entries and not elsewhere:
             ours = WRITTEN | files
     # There is no meta.json, or it is another program's.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -415,7 +415,7 @@ def test_the_shards_are_mapped_for_reading_alone(folder):
 def test_joined_folders_have_the_sources_of_all_and_copy_nothing(mixed, folder, tmp_path):
     both = tmp_path / "both"
     assert script("data.py", mixed, folder, f"--join={both}", "--block_size=16").returncode == 0
-    assert sorted(os.listdir(both)) == ["meta.json"]
+    assert sorted(os.listdir(both)) == ["meta.json", "report.json", "report.md"]
     data = TokenDataset(str(both), "train", 16)
     assert list(data.meta["sources"]) == ["a", "b", "c", "data"]
     assert data.n_tokens == sum(TokenDataset(part, "train", 16).n_tokens for part in (mixed, folder))

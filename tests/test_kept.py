@@ -162,6 +162,42 @@ def test_a_version_is_one_hash_of_all_that_meta_says(folder):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# joined
+
+
+def test_joined_folders_share_what_a_count_by_hand_says_and_each_text_is_on_one_side(tmp_path):
+    """200 documents in both of two folders. By ids, 22 of 39 documents for validation also stood in train."""
+    one, two = rows(300), rows(300, 100)
+    parts = [prepared(tmp_path / name, write(tmp_path / f"{name}.jsonl", records), "--val_share=0.1")
+             for name, records in (("one", one), ("two", two))]
+    both = tmp_path / "both"
+    done = script("data.py", *parts, f"--join={both}", "--block_size=64")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((both / "report.json").read_text())
+    # The document with addresses is not among the shared: its tokens are the letters and two more.
+    shared = sum(len(document(i)) + 2 for i in range(100, 300))
+    assert report["twice"] == dict(documents=200, tokens=shared, on_both_sides=0)
+    assert f"200 documents ({shared:,} tokens)" in done.stdout
+    assert list(report["parts"]) == ["../one", "../two"]
+    page = (both / "report.md").read_text()
+    assert report["version"] in page and page.count("300 documents (") == 2
+    # The questions go to the parts, and so does the check.
+    assert script("corpus.audit", both).stdout.count("all hashes as written") == 2
+    assert ask(both, "--find=https://h6.example/p/111").count(" is in ") == 2
+    assert "near it is" in ask(both, "--find=https://h6.exmple/p/111")
+    # Split by id they leak, and that is told.
+    three = prepared(tmp_path / "three", tmp_path / "two.jsonl", "--val_share=0.1", "--split_by=id")
+    said = script("data.py", both, three, f"--join={both}", "--block_size=64").stdout
+    val = {name: {row["text_hash"] for row in kept_rows(tmp_path / name) if row["split"] == "val"}
+           for name in ("two", "three")}
+    leaks = len(val["two"] ^ val["three"])
+    assert f"{leaks} of the texts for training and for validation: prepare" in said and leaks > 20
+    os.remove(three / "kept.parquet")
+    said = script("data.py", parts[0], three, f"--join={tmp_path / 'new'}", "--block_size=64").stdout
+    assert "of the older format: whether its texts stand" in said
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # when it was read
 
 
