@@ -585,6 +585,41 @@ def fingerprint(meta, sources=None):
     return sha256_of([vocabulary, rows])
 
 
+def first_changed(before, now, samples):
+    """
+    The first of so many samples that a run would read otherwise on data with another fingerprint; None if none.
+
+    A stage's own fingerprint says whether its windows are the same; without stages all of them count.
+    """
+    now = begun(now, samples)
+    for i, word in enumerate(begun(before, samples)):
+        if now[i:i + 1] != [word]:
+            _, _, begin = word.partition("@")
+            return int(begin or 0)
+    return None
+
+
+def since(folder, version):
+    """
+    What `prepare.py --remove` has taken out of a folder since it was of this version (meta.json), as a sentence; "" if
+    that is not how it became what it is.
+    """
+    report = os.path.join(folder, "report.json")
+    if not version or not os.path.isfile(report):
+        return ""
+    with open(report, encoding="utf-8") as f:
+        removals = json.load(f).get("removals", [])
+    gone, at = [], version
+    for removal in removals:
+        # Each names the version that it found.
+        if removal["before"] == at:
+            at = removal["after"]
+            gone.append(f"{removal['documents']:,} documents ({removal['tokens']:,} tokens) on {removal['date'][:10]}")
+    if not gone:
+        return ""
+    return f"from {folder} were removed, since this run began with version {version[:16]}, {', '.join(gone)}"
+
+
 def begun(fingerprint, samples):
     """
     The words of a fingerprint that count after so many samples: of a StagedDataset's, HASH@BEGIN of each

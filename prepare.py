@@ -10,6 +10,7 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
+$ python prepare.py --out=data/mine --remove=opted_out.txt     # documents that must go; the rest keeps its bytes
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/deu
@@ -52,6 +53,7 @@ from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish, version
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
+from corpus.withdraw import withdraw
 from engine.files import sha256, write_flushed
 from engine.readers import batches, check, find, id_hash, rows_of
 
@@ -92,6 +94,8 @@ seed = 42                   # of that choice
 dedup = True                # of equal texts keep the first
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
+# may it stay (corpus/withdraw.py)
+remove = ""                 # take documents out of --out: ids, URLs, hosts, one a line; .jsonl; a newer robots store
 # memorisation probes
 probes = ""                 # passages to plant: .jsonl with text, or one a line
 repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # how often: passages are dealt out to these; 0 = never, to compare
@@ -127,6 +131,9 @@ SMALL = 1 << 24
 
 def main():
     global out
+    if remove:
+        take_out()
+        return
     if paths and out == "data/stdlib":
         out = "data/mine"
     # The hub is asked later, and by a new run alone: a push in between must not end one that was interrupted.
@@ -146,6 +153,22 @@ def main():
             raise
         # A full disk shows in any library. Raised here it is an error of ours, which is told without a traceback.
         raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None
+
+
+def take_out():
+    """What --remove names leaves the folder `out`, which is as it was if that cannot be."""
+    if paths:
+        raise ValueError(
+            f"--remove={remove} takes documents out of --out={out} and reads no other file: leave {paths[0]} out"
+        )
+    final, tmp, lock = claim(out, [remove])
+    with lock:
+        try:
+            withdraw(remove, out, final, tmp)
+        finally:
+            # Where a run of prepare.py was killed, its work stays for the same command to go on with.
+            if not (tmp / "work").exists():
+                clear(tmp)
 
 
 def prepare(here, final, tmp):

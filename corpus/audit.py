@@ -61,6 +61,7 @@ REASONS = {
     "tokens": "too few or too many tokens",
     "duplicate": "the same text was kept before",
     "near-duplicate": "nearly the same text was kept before",
+    "withdrawn": "asked for or refused after the data were made (--remove)",
 }
 
 
