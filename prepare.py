@@ -10,6 +10,7 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
+$ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # data.py --join
 $ python prepare.py --out=data/mine --remove=opted_out.txt     # documents that must go; the rest keeps its bytes
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
@@ -47,7 +48,7 @@ import tokenizer as tokenizers
 from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
-from corpus.kept import write_kept
+from corpus.kept import tables, write_kept
 from corpus.quality import TOXICITY, TopShare
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
@@ -92,6 +93,7 @@ max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by langu
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
 dedup = True                # of equal texts keep the first
+known = ""                  # a data folder to which these files come: what it holds is a duplicate here (data.py --join)
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
 # may it stay (corpus/withdraw.py)
@@ -264,7 +266,7 @@ def survey(here, work, new):
     sizes = [stat.st_size for stat in stats]
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
-    named = [robots, blocked, agents, decontaminate, probes, vocabulary]
+    named = [robots, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -304,6 +306,8 @@ def read_rules(files, work):
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
     if split_by not in ("", "text", "id"):
         raise ValueError(f"split_by={split_by!r}: want text, id, or nothing")
+    if known and not dedup:
+        raise ValueError(f"known={known} says what is a duplicate, which dedup=False keeps: leave one of them out")
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
                          "already: name it, --tokenizer=apertus")
@@ -440,6 +444,8 @@ def judge(rules, audit, path, passages):
         keys = np.array([fingerprint(text) for text in passages], np.uint64)
         exact = Seen()
         exact.first(keys.reshape(-1, 1))
+        for _, table in tables(known, ["text_hash"]) if known else ():
+            exact.first(table["text_hash"].to_numpy()[:, None])
         seen_texts.append(("duplicate", exact, "text_hash"))
     if rules.near:
         seen_texts.append(("near-duplicate", rules.near.seen, "bands"))

@@ -197,6 +197,30 @@ def test_joined_folders_share_what_a_count_by_hand_says_and_each_text_is_on_one_
     assert "of the older format: whether its texts stand" in said
 
 
+def test_what_comes_to_known_data_and_is_joined_are_the_documents_and_splits_of_a_whole_run(tmp_path):
+    """New files cost themselves alone: what is known already goes, at the same line as if all files had been read."""
+    old = write(tmp_path / "old.jsonl", rows(60))
+    new = write(tmp_path / "new.jsonl", [dict(row, id=f"new {row['id']}") for row in rows(80, 30)])
+    flags = "--val_share=0.2", "--shard_tokens=2000"
+    mine = prepared(tmp_path / "mine", old, *flags)
+    more = prepared(tmp_path / "more", new, *flags, f"--known={mine}")
+    whole = prepared(tmp_path / "whole", old, new, *flags)
+    both = tmp_path / "both"
+    said = script("data.py", mine, more, f"--join={both}", "--block_size=64").stdout
+    assert said.startswith("0 documents (0 tokens) have a text that stood there already")
+    def documents(folder):
+        readers = {place: kept.Tokens(place) for place in kept.folders_of(folder)}
+        return sorted((row["id"], row["split"], readers[place].of(row).tolist())
+                      for place, table in kept.tables(folder) for row in table.to_pylist())
+    assert documents(both) == documents(whole) and len(documents(both)) == 110
+    removed = {line["id"] for line in (next(kept.removed_of(more, f"new.jsonl:new d{i}")) for i in range(30, 60))}
+    assert len(removed) == 30
+    refused(script("prepare.py", new, f"--out={tmp_path / 'x'}", "--tokenizer=byte", f"--known={mine}", "--dedup=False"),
+            "leave one of them out")
+    refused(script("prepare.py", new, f"--out={tmp_path / 'x'}", "--tokenizer=byte", f"--known={tmp_path}"),
+            "has no meta.json")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # when it was read
 
