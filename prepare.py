@@ -10,6 +10,7 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
+$ python prepare.py new_texts/ --out=data/mine --add
 $ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # data.py --join
 $ python prepare.py --out=data/mine --remove=opted_out.txt     # documents that must go; the rest keeps its bytes
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
@@ -48,6 +49,7 @@ import tokenizer as tokenizers
 from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
+from corpus.grow import can_grow, merge
 from corpus.kept import tables, write_kept
 from corpus.quality import TOXICITY, TopShare
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
@@ -93,10 +95,11 @@ max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by langu
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
 dedup = True                # of equal texts keep the first
-known = ""                  # a data folder to which these files come: what it holds is a duplicate here (data.py --join)
+known = ""                  # another data folder, to --join later: what it holds is a duplicate here
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
-# may it stay (corpus/withdraw.py)
+# what comes later, and what may not stay (corpus/grow.py, corpus/withdraw.py)
+add = False                 # these files come to what --out holds: the bytes of a run over all of them
 remove = ""                 # take documents out of --out: ids, URLs, hosts, one a line; .jsonl; a newer robots store
 # memorisation probes
 probes = ""                 # passages to plant: .jsonl with text, or one a line
@@ -114,6 +117,7 @@ CODE = [
     "prepare.py",
     "tokenizer.py",
     "corpus/kept.py",
+    "corpus/grow.py",
     "corpus/sift.py",
     "corpus/shards.py",
     "engine/readers.py",
@@ -148,6 +152,8 @@ def main():
     out = os.path.normpath(out)
     try:
         with lock:
+            if add:
+                go_on_from(out, tmp)
             prepare(here, final, tmp)
     except OSError as e:
         # One of ours has no number.
@@ -155,6 +161,21 @@ def main():
             raise
         # A full disk shows in any library. Raised here it is an error of ours, which is told without a traceback.
         raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None
+
+
+def go_on_from(folder, tmp):
+    """--add: what the folder holds is known. ValueError if the files cannot come to it."""
+    global known
+    try:
+        if not paths:
+            raise ValueError(f"--add wants the files that come to --out={folder}")
+        can_grow(folder, settings(globals()))
+    except ValueError:
+        # Where a run was killed, its work stays for the same command to go on with.
+        if not (tmp / "work").exists():
+            clear(tmp)
+        raise
+    known = folder
 
 
 def take_out():
@@ -233,6 +254,14 @@ def prepare(here, final, tmp):
     reports.picture(account, new / "flow.png")
     # Once more, from the files: in = kept + removed, hashes, tokens.
     reports.verify(new)
+    if add:
+        both = work / "both"
+        shutil.rmtree(both, ignore_errors=True)
+        meta, account = merge(final, new, both, shard_tokens, validates)
+        # Killed from here on, the next run begins anew: these are no longer the files that it would write.
+        os.remove(work / "plan.json")
+        shutil.rmtree(new)
+        os.rename(both, new)
     publish(final, tmp)
     say(meta, account, time.time() - began)
 
@@ -516,7 +545,7 @@ def split(documents, audit, work):
     """
     names = [name for name, _, _ in audit.groups]
     sources, source_of = np.unique(names, return_inverse=True)
-    halves = halve(documents, work) if len(documents) == 1 else documents
+    halves = halve(documents, work) if len(documents) == 1 and not add else documents
     halved = len(halves) > len(documents)
     if halved:
         val = np.array([False, True])
@@ -524,10 +553,16 @@ def split(documents, audit, work):
         hashes = documents["id_hash" if by_id() else "text_hash"]
         val = hashes / 2.0**64 < val_share
         # Of a handful of documents the one of the least hash validates, with its copies if they are kept.
-        if not val.any() and hashes.min() < hashes.max():
+        if not val.any() and not add and hashes.min() < hashes.max():
             val = hashes == hashes.min()
     halves["stream"] = 2 * source_of[halves["group"]] + val
     return sources.tolist(), halves, halved
+
+
+def validates(row):
+    """Whether a row of kept.parquet is for validation, by the rule."""
+    number = id_hash(row["id"]) if by_id() else row["text_hash"]
+    return np.uint64(number) / 2.0**64 < val_share
 
 
 def by_id():

@@ -1,7 +1,11 @@
 """What is in, where it stands and when it was read: kept.parquet against the shards, --when against a loader that reads."""
+import gzip
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -9,7 +13,7 @@ import pytest
 
 import tokenizer
 import train
-from conftest import refused, script
+from conftest import ROOT, refused, script
 from corpus import kept
 from data import SLOTS, StagedDataset, TokenDataset, begun, permute
 from schedule import samples_at, steps_in
@@ -219,6 +223,86 @@ def test_what_comes_to_known_data_and_is_joined_are_the_documents_and_splits_of_
             "leave one of them out")
     refused(script("prepare.py", new, f"--out={tmp_path / 'x'}", "--tokenizer=byte", f"--known={tmp_path}"),
             "has no meta.json")
+
+
+@pytest.mark.parametrize("by", ["--source_by=lang", "--source_by="])
+def test_files_that_are_added_make_the_bytes_of_a_run_over_all(tmp_path, by):
+    old = write(tmp_path / "old.jsonl", rows(60))
+    new = write(tmp_path / "new.jsonl", [dict(row, id=f"new {row['id']}") for row in rows(80, 30)])
+    third = write(tmp_path / "third.jsonl", [dict(row, lang="ita") for row in rows(5, 200)])
+    flags = "--val_share=0.2", "--shard_tokens=2000", by
+    whole = prepared(tmp_path / "whole" / "data", old, new, third, *flags)
+    grown = prepared(tmp_path / "data", old, *flags)
+    inodes = os.stat(grown).st_ino
+    for files in (new, third):
+        prepared(grown, files, *flags, "--add")
+    for name in sorted(os.listdir(whole)):
+        if name.endswith((".npy", ".parquet", "meta.json")):
+            assert (grown / name).read_bytes() == (whole / name).read_bytes(), name
+    one, other = (json.loads((folder / "report.json").read_text()) for folder in (grown, whole))
+    for report in (one, other):
+        for row in (report["total"], *report["table"]):
+            # An estimate, at the rate of what was kept when it was made.
+            del row["tokens_removed_about"]
+    for part in ("total", "table", "licenses", "pii", "inputs"):
+        assert one[part] == other[part], part
+    lines = [gzip.decompress((folder / "removed.jsonl.gz").read_bytes()) for folder in (grown, whole)]
+    assert lines[0] == lines[1] and lines[0].count(b"duplicate") == 30
+    assert sorted(os.listdir(grown)) == sorted(os.listdir(whole)) and os.stat(grown).st_ino != inodes
+    assert len(one["additions"]) == 2
+
+
+KILLED = """
+import os, sys
+import prepare
+from configurator import run
+left, true = int(sys.argv.pop()), os.rename
+prepare.reports.picture = lambda *args: None
+def rename(*names):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), 9)
+    true(*names)
+os.rename = rename
+run(prepare.main, vars(prepare))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+def test_killed_before_any_renaming_and_started_again_nothing_is_lost_and_nothing_comes_twice(tmp_path):
+    old = write(tmp_path / "old.jsonl", rows(60))
+    new = write(tmp_path / "new.jsonl", rows(30, 60))
+    flags = "--val_share=0.2", "--shard_tokens=2000", "--tokenizer=byte"
+    whole = prepared(tmp_path / "whole" / "data", old, new, *flags)
+    for at in range(4):
+        folder = prepared(tmp_path / str(at) / "data", old, *flags)
+        command = new, f"--out={folder}", *flags, "--add"
+        done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command), str(at)], cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == (-signal.SIGKILL if at < 3 else 0), done.stderr
+        if at == 3:
+            refused_again = script("prepare.py", *command)
+            assert "30 duplicate" in refused_again.stderr
+        else:
+            assert script("prepare.py", *command).returncode == 0
+        for name in sorted(os.listdir(whole)):
+            if name.endswith((".npy", ".parquet", "meta.json")):
+                assert (folder / name).read_bytes() == (whole / name).read_bytes(), (at, name)
+        assert sorted(os.listdir(folder)) == sorted(os.listdir(whole)) or at == 3
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--near_dedup=0.72"], "near_dedup looks at all documents"), (["--min_chars=3"], "min_chars=0, not 3"),
+    (["--tokenizer=apertus:300"], "another tokenizer")])
+def test_what_cannot_be_added_is_one_line_and_leaves_the_data_as_they_were(tmp_path, flags, says):
+    old = write(tmp_path / "old.jsonl", rows(60))
+    out = prepared(tmp_path / "out", old, "--val_share=0.2")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    new = write(tmp_path / "new.jsonl", rows(9, 90))
+    done = script("prepare.py", new, "--tokenizer=byte", "--val_share=0.2", "--add", f"--out={out}", *flags)
+    assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
