@@ -45,7 +45,7 @@ def can_grow(out, now):
         if json.dumps(then.get(name)) != json.dumps(now[name]):
             raise ValueError(f"--add: {out} was made with {name}={then.get(name)!r}, not {now[name]!r}: say the same")
     if not then["tokenizer"] and not now["tokenizer"]:
-        raise ValueError(f"--add: the vocabulary of {out} was learnt from its documents, and a run over all would learn "
+        raise ValueError(f"--add: the vocabulary of {out} was learnt from its documents, and all of them would make "
                          f"another: go on with it, --tokenizer={out}/tokenizer.json")
     if report["outputs"]["halved"]:
         raise ValueError(f"--add: the only document of {out} was cut in two: prepare all files together")
