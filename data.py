@@ -31,6 +31,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from corpus.shards import version
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the length of a window; g number of a sample in the run.
@@ -44,25 +45,32 @@ seed = 28            # of the order of windows
 # The order of samples
 
 
-def permute(i, n, seed, epoch):
+def permute(i, n, seed, epoch, back=False):
     """
     Bijection of [0, n) onto itself, keyed by (seed, epoch). i: array of int64 -> array of int64.
 
     Six Feistel rounds on the next even number of bits. Results >= n are permuted again until they fall
-    inside ("cycle-walking", fewer than 4 rounds expected).
+    inside ("cycle-walking", fewer than 4 rounds expected). back: the inverse, which is the same rounds with
+    the keys in reverse and the halves swapped, before and after.
     """
     bits = int(n - 1).bit_length()
     half = max(1, (bits + 1) // 2)
     mask = (1 << half) - 1
     keys = [round_key(f"{seed}:{epoch}:{r}") for r in range(6)]
+    if back:
+        keys.reverse()
     x = np.atleast_1d(i).astype(np.uint64)
     todo = np.ones(x.shape, dtype=bool)
     while todo.any():
         left = x[todo] >> half
         right = x[todo] & mask
+        if back:
+            left, right = right, left
         for key in keys:
             noise = mix(right ^ key) & mask
             left, right = right, left ^ noise
+        if back:
+            left, right = right, left
         x[todo] = left << half | right
         todo = x >= n
     return x.astype(np.int64)
@@ -82,12 +90,12 @@ def mix(x):
     return x ^ x >> 16
 
 
-def by_epoch(epoch, i, n, seed):
-    """permute(i, n, seed, epoch) where each i has an epoch of its own, in the order of i."""
+def by_epoch(epoch, i, n, seed, back=False):
+    """permute(i, n, seed, epoch, back) where each i has an epoch of its own, in the order of i."""
     out = np.empty_like(i)
     for e in np.unique(epoch):
         mine = epoch == e
-        out[mine] = permute(i[mine], n, seed, int(e))
+        out[mine] = permute(i[mine], n, seed, int(e), back)
     return out
 
 
@@ -322,6 +330,46 @@ class TokenDataset:
             window[mine] = by_epoch(epoch, i, n, self.seed)
         return stream, window
 
+    def samples_of(self, path, offset, n, until):
+        """
+        The inverse of where(): the samples below `until` whose window holds one of the tokens offset .. offset
+        + n - 1 of the shard at `path`, and those after it if the shard ends before. int64, rising.
+
+        A window is T + 1 tokens, so the one that two windows share is in both.
+        """
+        path = os.path.realpath(path)
+        found = [np.zeros(0, np.int64)]
+        for s, stream in enumerate(self.streams):
+            for shard, start in zip(stream.shards, stream.begins):
+                if os.path.realpath(shard.path) != path:
+                    continue
+                begin = start + offset
+                first = max(0, -(-(begin - self.T) // self.T))
+                last = min((begin + n - 1) // self.T, stream.n_windows - 1)
+                found += self._samples_with(s, np.arange(first, last + 1), until)
+        return np.unique(np.concatenate(found))
+
+    def _samples_with(self, s, windows, until):
+        """Yield, epoch by epoch, the samples below `until` that are one of these windows of stream s."""
+        N = self.streams[s].n_windows
+        epoch = 0
+        while True:
+            number = epoch * N + permute(windows, N, self.seed, epoch, back=True)
+            sample = number
+            if self.slots is not None:
+                block, slot = np.divmod(number, self.slots[s + 1] - self.slots[s])
+                slot += self.slots[s]
+                sample = block * SLOTS + by_epoch(block, slot, SLOTS, ~self.seed, back=True)
+            mine = sample < until
+            yield sample[mine]
+            # The least sample that the next epoch can have: with weights, the first of its block.
+            epoch += 1
+            least = epoch * N
+            if self.slots is not None:
+                least = least // (self.slots[s + 1] - self.slots[s]) * SLOTS
+            if least >= until:
+                return
+
     def _windows_of(self, first, n):
         """
         where(first .. first + n - 1). Few samples cost almost as much as many, so 1,024 of them (or an
@@ -462,6 +510,33 @@ class StagedDataset:
             at = end
         return tuple(map(torch.cat, zip(*batches)))
 
+    def samples_of(self, path, offset, n, until):
+        """As TokenDataset.samples_of."""
+        found = []
+        for begin, end, part in zip(self.begins, self.ends, self.parts):
+            if begin < until:
+                found.append(begin + part.samples_of(path, offset, n, min(until, end) - begin))
+        return np.concatenate(found)
+
+
+def data_of_run(config, samples):
+    """
+    The windows that a run of train.py with these settings (its config.json) has read in so many samples.
+
+    ValueError: the folder no longer holds the data that it read.
+    """
+    folder, T = config["data"], config["block_size"]
+    if config["stage"]:
+        data = StagedDataset(folder, config["stages"], T, stage=config["stage"].removeprefix("all"))
+    else:
+        data = TokenDataset(folder, "train", T, config["seed"])
+    if begun(data.fingerprint, samples) != begun(config["data_hash"], samples):
+        raise ValueError(
+            f"{folder} is no longer what the run has read: it is version {data.meta.get('version', '?')[:16]}, "
+            f"the run began with {config.get('data_version') or config['data_hash']:.16}"
+        )
+    return data
+
 
 # -----------------------------------------------------------------------------
 # meta.json: what a folder holds, and what of it a run depends on
@@ -496,11 +571,7 @@ def fingerprint(meta, sources=None):
     with their weights: others may come to the folder, and it may move. Where none are, all of meta.json counts.
     """
     if not sources:
-        names = list(meta["sources"])
-        if names == sorted(names):
-            return sha256_of(meta)
-        # sha256_of sorts the names, which would hide their order: it is hashed beside them.
-        return sha256_of([meta, names])
+        return version(meta)
     vocabulary = [meta.get(key) for key in VOCABULARY]
     rows = []
     for name in sources:
@@ -512,6 +583,41 @@ def fingerprint(meta, sources=None):
                 shards.append([split, shard["tokens"], content])
         rows.append([name, weight, shards])
     return sha256_of([vocabulary, rows])
+
+
+def first_changed(before, now, samples):
+    """
+    The first of so many samples that a run would read otherwise on data with another fingerprint; None if none.
+
+    A stage's own fingerprint says whether its windows are the same; without stages all of them count.
+    """
+    now = begun(now, samples)
+    for i, word in enumerate(begun(before, samples)):
+        if now[i:i + 1] != [word]:
+            _, _, begin = word.partition("@")
+            return int(begin or 0)
+    return None
+
+
+def since(folder, version):
+    """
+    What `prepare.py --remove` has taken out of a folder since it was of this version (meta.json), as a sentence; "" if
+    that is not how it became what it is.
+    """
+    report = os.path.join(folder, "report.json")
+    if not version or not os.path.isfile(report):
+        return ""
+    with open(report, encoding="utf-8") as f:
+        removals = json.load(f).get("removals", [])
+    gone, at = [], version
+    for removal in removals:
+        # Each names the version that it found.
+        if removal["before"] == at:
+            at = removal["after"]
+            gone.append(f"{removal['documents']:,} documents ({removal['tokens']:,} tokens) on {removal['date'][:10]}")
+    if not gone:
+        return ""
+    return f"from {folder} were removed, since this run began with version {version[:16]}, {', '.join(gone)}"
 
 
 def begun(fingerprint, samples):
@@ -562,17 +668,20 @@ def joined_meta(folders, final):
                     shard["file"] = os.path.relpath(os.path.realpath(path), final)
             joined["sources"][new] = source
             joined["about"][new] = about.get(name)
+    joined["version"] = version(joined)
     return joined
 
 
 def join_folders(folders, out):
     """
-    Write out/meta.json with the sources of all folders, whose shards stay where they are. `out` may be one
-    of them, to which the others come.
+    Write out/meta.json with the sources of all folders, whose shards stay where they are, and their audits
+    in one. Texts that stand there more than once are counted, and told. `out` may be one of them, to which
+    the others come.
 
     ValueError as joined_meta, and if `out` holds something that is not of an earlier --join.
     """
     # Imported here, since training does not need what can write a data folder.
+    from corpus.kept import join_audits
     from corpus.shards import claim, publish
 
     final = os.path.realpath(out)
@@ -589,6 +698,7 @@ def join_folders(folders, out):
         meta_file = os.path.join(data, "meta.json")
         with open(meta_file, "w", encoding="utf-8") as f:
             json.dump(joined, f, indent=1)
+        print(join_audits(folders, joined, final, data))
         publish(final, tmp)
 
 

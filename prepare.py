@@ -3,12 +3,16 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
 
     sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
     judge      has the same text, or nearly the same, been there before: in the order of the input
-    order      by a hash of the document's id, which also says train or val: adding a file moves no other document
+    order      by a hash of the document's id; train or val by one of its text, so that whatever is joined later, and
+               however files are called, each text is on one side. Adding a file moves no other document
     tokenize   <s> text </s>, personal data replaced by <email-pii>, <ip-pii>, <iban-pii>
     report     documents in = kept + removed for a reason: report.md, report.json, flow.png, removed.jsonl.gz
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
+$ python prepare.py new_texts/ --out=data/mine --add
+$ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # data.py --join
+$ python prepare.py --out=data/mine --remove=opted_out.txt     # documents that must go; the rest keeps its bytes
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=4e9 --out=data/edu
 $ python prepare.py "hf://datasets/HuggingFaceFW/fineweb-2/data/deu_Latn/train/*.parquet" --max_bytes=4e9 --out=data/deu
@@ -18,8 +22,8 @@ The last one is, by its card, the best tenth of FineWeb-2 by the column quality_
 (FineWeb-Edu: score) --score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first
 pass over the scores of all files.
 
-Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 40 bytes
-a document stay, 152 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
+Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 48 bytes
+a document stay, 160 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
 same command goes on, and the result is the same to the byte, whatever the number of workers.
 """
 
@@ -35,7 +39,7 @@ import sys
 import sysconfig
 import time
 from contextlib import closing
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +48,15 @@ from tqdm import tqdm
 import tokenizer as tokenizers
 from configurator import ROOT, run, settings
 from corpus import audit as reports
-from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, read_prompts
+from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
+from corpus.grow import can_grow, merge
+from corpus.kept import tables, write_kept
 from corpus.quality import TOXICITY, TopShare
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
-from corpus.shards import claim, clear, publish
-from corpus.sift import KINDS, Rules, fingerprint, ordered, scores, sift, sifted
+from corpus.shards import claim, clear, publish, version
+from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
+from corpus.withdraw import withdraw
 from engine.files import sha256, write_flushed
 from engine.readers import batches, check, find, id_hash, rows_of
 
@@ -57,7 +64,8 @@ paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
 train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
-val_share = 0.04            # of the documents, by hash of their id
+val_share = 0.04            # of the documents, by a hash of...
+split_by = ""               # ...their text | id; "" = text, and id for the stdlib, whose published figures are by id
 shard_tokens = 100_000_000  # tokens a shard at most
 # what is in the data
 text_field = "text"         # the column or field that holds the text
@@ -87,8 +95,12 @@ max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by langu
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
 dedup = True                # of equal texts keep the first
+known = ""                  # another data folder, to --join later: what it holds is a duplicate here
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
+# what comes later, and what may not stay (corpus/grow.py, corpus/withdraw.py)
+add = False                 # these files come to what --out holds: the bytes of a run over all of them
+remove = ""                 # take documents out of --out: ids, URLs, hosts, one a line; .jsonl; a newer robots store
 # memorisation probes
 probes = ""                 # passages to plant: .jsonl with text, or one a line
 repetitions = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # how often: passages are dealt out to these; 0 = never, to compare
@@ -104,6 +116,8 @@ NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-pack
 CODE = [
     "prepare.py",
     "tokenizer.py",
+    "corpus/kept.py",
+    "corpus/grow.py",
     "corpus/sift.py",
     "corpus/shards.py",
     "engine/readers.py",
@@ -123,6 +137,9 @@ SMALL = 1 << 24
 
 def main():
     global out
+    if remove:
+        take_out()
+        return
     if paths and out == "data/stdlib":
         out = "data/mine"
     # The hub is asked later, and by a new run alone: a push in between must not end one that was interrupted.
@@ -135,6 +152,8 @@ def main():
     out = os.path.normpath(out)
     try:
         with lock:
+            if add:
+                go_on_from(out, tmp)
             prepare(here, final, tmp)
     except OSError as e:
         # One of ours has no number.
@@ -142,6 +161,37 @@ def main():
             raise
         # A full disk shows in any library. Raised here it is an error of ours, which is told without a traceback.
         raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None
+
+
+def go_on_from(folder, tmp):
+    """--add: what the folder holds is known. ValueError if the files cannot come to it."""
+    global known
+    try:
+        if not paths:
+            raise ValueError(f"--add wants the files that come to --out={folder}")
+        can_grow(folder, settings(globals()))
+    except ValueError:
+        # Where a run was killed, its work stays for the same command to go on with.
+        if not (tmp / "work").exists():
+            clear(tmp)
+        raise
+    known = folder
+
+
+def take_out():
+    """What --remove names leaves the folder `out`, which is as it was if that cannot be."""
+    if paths:
+        raise ValueError(
+            f"--remove={remove} takes documents out of --out={out} and reads no other file: leave {paths[0]} out"
+        )
+    final, tmp, lock = claim(out, [remove])
+    with lock:
+        try:
+            withdraw(remove, out, final, tmp)
+        finally:
+            # Where a run of prepare.py was killed, its work stays for the same command to go on with.
+            if not (tmp / "work").exists():
+                clear(tmp)
 
 
 def prepare(here, final, tmp):
@@ -170,7 +220,10 @@ def prepare(here, final, tmp):
     tok, name = vocabulary(buckets, work, new)
     tokens = tokenize_all(tok, buckets, files, work)
 
-    shards = {} if dry_run else write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
+    shards, kept = {}, None
+    if not dry_run:
+        shards = write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
+        kept = write_kept(new, documents, tokens, list(audit.groups), shards, shard_tokens, work)
     meta = dict(
         tokenizer=name,
         tokenizer_hash=tok.hash,
@@ -178,13 +231,15 @@ def prepare(here, final, tmp):
         bos=tok.bos,
         eos=tok.eos,
         sources=shards,
+        about=audit.about(),
     )
+    meta["version"] = version(meta)
     count_tokens(audit, documents, tokens)
     account = reports.build(
         audit,
         describe(name, tok, began),
         files,
-        outputs(meta, tok, halved),
+        outputs(meta, tok, halved, kept),
         describe_robots(rules),
         dict(scrubbed=pii, in_code=pii_in_code),
         write_probes(planted, tok, documents, tokens, new) if planted else None,
@@ -193,13 +248,20 @@ def prepare(here, final, tmp):
         clear(tmp)
         print(reports.markdown(account))
         return
-    meta["about"] = audit.about()
     write_json(new / "meta.json", meta)
     write_json(new / "report.json", account)
     write_flushed(new / "report.md", reports.markdown(account))
     reports.picture(account, new / "flow.png")
     # Once more, from the files: in = kept + removed, hashes, tokens.
     reports.verify(new)
+    if add:
+        both = work / "both"
+        shutil.rmtree(both, ignore_errors=True)
+        meta, account = merge(final, new, both, shard_tokens, validates)
+        # Killed from here on, the next run begins anew: these are no longer the files that it would write.
+        os.remove(work / "plan.json")
+        shutil.rmtree(new)
+        os.rename(both, new)
     publish(final, tmp)
     say(meta, account, time.time() - began)
 
@@ -233,7 +295,7 @@ def survey(here, work, new):
     sizes = [stat.st_size for stat in stats]
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
-    named = [robots, blocked, agents, decontaminate, probes, vocabulary]
+    named = [robots, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -271,6 +333,10 @@ def read_rules(files, work):
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
+    if split_by not in ("", "text", "id"):
+        raise ValueError(f"split_by={split_by!r}: want text, id, or nothing")
+    if known and not dedup:
+        raise ValueError(f"known={known} says what is a duplicate, which dedup=False keeps: leave one of them out")
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
                          "already: name it, --tokenizer=apertus")
@@ -407,7 +473,9 @@ def judge(rules, audit, path, passages):
         keys = np.array([fingerprint(text) for text in passages], np.uint64)
         exact = Seen()
         exact.first(keys.reshape(-1, 1))
-        seen_texts.append(("duplicate", exact, "key"))
+        for _, table in tables(known, ["text_hash"]) if known else ():
+            exact.first(table["text_hash"].to_numpy()[:, None])
+        seen_texts.append(("duplicate", exact, "text_hash"))
     if rules.near:
         seen_texts.append(("near-duplicate", rules.near.seen, "bands"))
     kept, written = [np.zeros(0, DOCUMENT)], 0
@@ -441,7 +509,10 @@ def without_copies(documents, info, seen_texts):
     stays = np.ones(len(documents), bool)
     for reason, seen, field in seen_texts:
         left = np.flatnonzero(stays)
-        again = left[~seen.first(documents[field][left])]
+        keys = documents[field][left]
+        if keys.ndim == 1:
+            keys = keys[:, None]
+        again = left[~seen.first(keys)]
         stays[again] = False
         for i in again.tolist():
             row, group, size = documents[["row", "group", "size"]][i].item()
@@ -474,17 +545,29 @@ def split(documents, audit, work):
     """
     names = [name for name, _, _ in audit.groups]
     sources, source_of = np.unique(names, return_inverse=True)
-    halves = halve(documents, work) if len(documents) == 1 else documents
+    halves = halve(documents, work) if len(documents) == 1 and not add else documents
     halved = len(halves) > len(documents)
     if halved:
         val = np.array([False, True])
     else:
-        val = documents["id_hash"] / 2.0**64 < val_share
-        # Of a handful of documents the first in the order validates.
-        if len(val) > 1 and not val.any():
-            val[documents["id_hash"].argmin()] = True
+        hashes = documents["id_hash" if by_id() else "text_hash"]
+        val = hashes / 2.0**64 < val_share
+        # Of a handful of documents the one of the least hash validates, with its copies if they are kept.
+        if not val.any() and not add and hashes.min() < hashes.max():
+            val = hashes == hashes.min()
     halves["stream"] = 2 * source_of[halves["group"]] + val
     return sources.tolist(), halves, halved
+
+
+def validates(row):
+    """Whether a row of kept.parquet is for validation, by the rule."""
+    number = id_hash(row["id"]) if by_id() else row["text_hash"]
+    return np.uint64(number) / 2.0**64 < val_share
+
+
+def by_id():
+    """Whether a hash of the id, and not of the text, says what validates."""
+    return (split_by or ("text" if paths else "id")) == "id"
 
 
 def halve(documents, work):
@@ -501,8 +584,17 @@ def halve(documents, work):
     if not cut or not val_share:
         return documents
     halves = np.repeat(documents, 2)
-    halves["length"] = cut, len(raw) - cut
-    halves["offset"][1] += cut
+    halves["batch"] = -2
+    # Its end is not the same text a second time.
+    halves["text_hash"][1] = 0
+    with open(work / f"{documents['batch'][0]}.text", "rb") as spooled:
+        spooled.seek(int(documents["offset"][0]) + len(raw))
+        about = json.loads(spooled.readline())
+    with open(work / "-2.text", "wb") as f:
+        for half, part, size in zip(halves, (raw[:cut], raw[cut:]), (about["bytes"], 0)):
+            half["offset"], half["length"] = f.tell(), len(part)
+            f.write(part)
+            f.write(json.dumps(dict(about, bytes=size)).encode() + b"\n")
     return halves
 
 
@@ -521,8 +613,11 @@ def plant(passages, work, stream):
             planted.append(dict(id=name, repetitions=times, text=text))
             begin = f.tell()
             length = f.write(text.encode())
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            about = dict(id=name, url=None, sha256=digest, bytes=length, **dict.fromkeys(KINDS, 0))
+            f.write(json.dumps(about).encode() + b"\n")
             for k in range(times):
-                copies.append((id_hash(f"{name}#{k}"), -1, begin, length, -1, stream))
+                copies.append((id_hash(f"{name}#{k}"), 0, -1, begin, length, -1, stream))
     return planted, np.array(copies, DOCUMENT)
 
 
@@ -646,20 +741,29 @@ def describe(name, tok, began):
 
 def version_of(package):
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return None
 
 
-def outputs(meta, tok, halved):
+def outputs(meta, tok, halved, kept):
     """The shards, and by which rule documents went to training or to validation."""
+    of = "BLAKE2b of its text, without differences of white space and Unicode form,"
     rule = (
-        "A document is for validation where the first 64 bits of the sha256 of its id, "
-        f"over 2^64, are below {val_share}."
+        f"A document is for validation where 64 bits of the {'sha256 of its id' if by_id() else of} over 2^64 are "
+        f"below {val_share}. Of near-duplicates that were looked for one is here, and stands for all."
     )
     if halved:
         rule = "The only document was cut in two: its end is for validation."
-    return dict(shards=shards_of(meta), bos=tok.bos, eos=tok.eos, halved=halved, rule=rule)
+    return dict(
+        version=meta["version"],
+        shards=shards_of(meta),
+        kept=kept,
+        bos=tok.bos,
+        eos=tok.eos,
+        halved=halved,
+        rule=rule,
+    )
 
 
 def describe_robots(rules):

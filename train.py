@@ -33,7 +33,7 @@ import tokenizer
 from ademamix import build_optimizer
 from configurator import lengths, settings
 from configurator import run as configured
-from data import StagedDataset, TokenDataset, begun
+from data import StagedDataset, TokenDataset, begun, first_changed, since
 from engine import checkpoint, plot, runs
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
@@ -244,6 +244,8 @@ def set_up():
     config = settings(globals())
     ids = max(vocab_size, meta["vocab_size"]) if begin else meta["vocab_size"]
     config.update(vocab_size=ids, data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    # Which version of the data this is; older folders do not say.
+    config["data_version"] = meta.get("version")
     shape = ApertusConfig.of(config)
     ranks.check_split(block_size=block_size, n_kv_head=shape.n_kv_head)
     guides = None
@@ -304,7 +306,15 @@ def resume_from(model, optimizer, run):
         return 0
     path, manifest = found
     samples = samples_before(manifest["step"])
-    runs.refuse_another(path, what_decides(manifest["config"], samples), what_decides(run.config, samples))
+    before = manifest["config"]
+    changed = first_changed(before.get("data_hash", ""), run.config["data_hash"], samples)
+    removed = since(data, before.get("data_version"))
+    if changed is not None and removed:
+        first = steps_until(changed)
+        raise ValueError(f"{path}: {removed}. Windows are numbered anew, so all steps from {first} on would read other "
+                         f"ones, the {manifest['step'] - first} of them that are done too: begin anew with another "
+                         f"--out, or go on from these weights there with --init_from={out}")
+    runs.refuse_another(path, what_decides(before, samples), what_decides(run.config, samples))
     if run.guides:
         run.guides.end(manifest["step"], optimizer, manifest["config"])
     checkpoint.load(path, model, optimizer)

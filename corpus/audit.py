@@ -11,6 +11,12 @@ to kept) and removed.jsonl.gz (id, URL, reason of each document that is not ther
 report.md is the text for the boxes of the EU's public summary of training content: see eu_summary.
 
 $ python -m corpus.audit data/mine           # the invariants once more, from the files: counts, hashes of the shards
+$ python -m corpus.audit data/mine --find=https://example.org/page    # was it trained on? an id, a URL, or a text
+$ python -m corpus.audit data/mine --find=letter.txt --when=out/mine  # ... also nearly; and at which steps of a run
+
+The second and third read kept.parquet (corpus/kept.py). The order of training is a pure function of seed and step
+(data.py), so that nothing need have been written down for the third: not how often a run was stopped, nor on how many
+ranks it was, nor over how many of them a window was split.
 """
 
 import sys
@@ -27,10 +33,14 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.files import sha256
-from engine.plot import finish, pyplot
+from corpus.shards import version
+from engine.files import read_json, sha256
+from engine.plot import entry_of, finish, pyplot
 
-paths = []                          # data folders whose audit is to be checked
+paths = []                          # data folders whose audit is to be checked, or asked
+find = ""                           # an id, a URL, a text or a file that holds one: is it in there?
+similarity = 0.72                   # from which on another text is nearly the same (0.72: as near_dedup)
+when = ""                           # with find: a run folder of train.py; the steps that have read what was found
 
 # Reasons in the order of the rules, and what each says. "robots" is followed by agent and rule in removed.jsonl.gz.
 REASONS = {
@@ -51,6 +61,7 @@ REASONS = {
     "tokens": "too few or too many tokens",
     "duplicate": "the same text was kept before",
     "near-duplicate": "nearly the same text was kept before",
+    "withdrawn": "asked for or refused after the data were made (--remove)",
 }
 
 
@@ -310,6 +321,7 @@ def markdown(report):
         "## Inputs and outputs",
         *files(report["inputs"], report["outputs"]["shards"]),
         report["outputs"]["rule"],
+        *([f"Version {report['outputs']['version']}."] if "version" in report["outputs"] else []),
         f"```\n{run['command']}\n```",
         *eu_summary(report)]) + "\n"
 
@@ -568,11 +580,115 @@ def verify(folder):
     if (documents, tokens) != (begins, t["tokens"] + probes["tokens"]):
         raise ValueError(f"{folder}: {documents} documents and {tokens} tokens in the shards, {t['documents']} and "
                          f"{t['tokens']} kept and {probes['documents']} and {probes['tokens']} of probes in the report")
+    verify_kept(folder, outputs, documents, tokens)
     return report
 
 
+def verify_kept(folder, outputs, begins, tokens):
+    """The same of kept.parquet: its sha256, a row for each begin in the shards, in sum all of their tokens."""
+    from corpus.kept import tables
+    said = outputs.get("kept")
+    # Data of the older format have none.
+    if not said:
+        return
+    path = folder / said["file"]
+    if not path.is_file() or sha256(path) != said["sha256"]:
+        raise ValueError(f"{path} is not what prepare.py wrote: another sha256")
+    meta = json.loads((folder / "meta.json").read_bytes())
+    if not version(meta) == meta["version"] == outputs["version"]:
+        raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data")
+    n = total = 0
+    for _, table in tables(folder):
+        n += len(table)
+        total += int(table["tokens"].to_numpy().sum())
+        names, offsets = table["shard"].to_numpy(), table["offset"].to_numpy()
+        for name in np.unique(names):
+            shard = np.load(folder / name, mmap_mode="r", allow_pickle=False)
+            if (shard[offsets[names == name]] != outputs["bos"]).any():
+                raise ValueError(f"{path}: a document of {name} does not begin where it says")
+    if (n, total) != (begins, tokens):
+        raise ValueError(f"{path} has {n} documents and {total} tokens, the shards {begins} and {tokens}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the questions
+
+
+def ask(folder):
+    """Print whether what `find` names is in a data folder, and with `when` at which steps of that run it was read."""
+    from corpus import kept
+    read_by = reader(when) if when else None
+    found = kept.find(folder, find, similarity)
+    short_name = repr(find if len(find) <= 60 else find[:57] + "...")
+    for how, row in found:
+        about = ", ".join(filter(None, (row["url"], row["license"], row["language"])))
+        print(f"{row['id']} is in {folder}, by {how}: {row['tokens']:,} tokens of source {row['source']}, "
+              f"{row['split']}, from token {row['offset']:,} of {row['shard']} on" + (f" ({about})" if about else ""))
+        if read_by:
+            print(f"    {read_by(row)}")
+    for line in kept.removed_of(folder, find):
+        print(f"{line['id']} came in and was removed: {line['reason']}")
+        found.append(line)
+    if not found:
+        print(f"{short_name} is not in {folder}: {kept.near_names(folder, find)}")
+
+
+def reader(run):
+    """
+    A function: a row of kept.parquet -> a sentence that says at which steps the run has read that document.
+
+    ValueError: not a run of train.py, or its data are no longer what it read.
+    """
+    from data import data_of_run
+    from schedule import samples_at, steps_in
+    path = Path(run, "config.json")
+    config = read_json(path) if path.is_file() else {}
+    if not {"data_hash", "block_size", "batch_size"} <= config.keys():
+        raise ValueError(f"{run} is not a run of train.py: want its folder, with config.json and log.jsonl")
+    batch = config["batch_size"], config["batch_ramp_at"] or None
+    done = steps_done(Path(run, "log.jsonl"))
+    until = samples_at(done, *batch)
+    data = data_of_run(config, until)
+
+    def said(row):
+        if row["split"] != "train":
+            return f"for validation: no step of {run} has learnt from it"
+        shard = Path(row["folder"], row["shard"])
+        samples = data.samples_of(shard, row["offset"], row["tokens"], until)
+        steps = Counter(steps_in(int(sample), *batch) for sample in samples)
+        # Tokens of the run, from its begin to that of the step and to its end.
+        spans = [[samples_at(step + more, *batch) * config["block_size"] for more in (0, 1)] for step in sorted(steps)]
+        rows = [f"{step} (tokens {begin:,} to {end:,})" for step, (begin, end) in zip(sorted(steps), spans)]
+        if not rows:
+            return f"none of the {done:,} steps of {run} has read it"
+        begins = f"; it began from {config['init_from']}, which is another run" if config.get("init_from") else ""
+        return f"read at {len(rows):,} of the {done:,} steps of {run}: {first_ten(rows, 'more')}{begins}"
+    return said
+
+
+def steps_done(path):
+    """The steps in the log of a run: numbered from 0, so one more than the last. ValueError if there is none."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: it says how many steps the run has done")
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        entries = filter(None, map(entry_of, lines))
+        return 1 + max((entry["step"] for entry in entries if "lr" in entry), default=-1)
+
+
 def main():
+    from corpus.kept import folders_of
+    if when and not find:
+        raise ValueError(f"when={when}: say which document, --find=ID, URL, text or file")
+    if find:
+        for folder in paths or ["data/stdlib"]:
+            ask(folder)
+        return
+    places = []
     for folder in paths or ["data/stdlib"]:
+        # What --join joined is checked where it lies.
+        joined = "parts" in read_json(Path(folder, "report.json")) if Path(folder, "report.json").is_file() else False
+        places += folders_of(folder) if joined else [folder]
+    for folder in places:
         t = verify(folder)["total"]
         gone = sum(n for n, _ in t["removed"].values())
         print(f"{folder}: {t['documents_in']:,} in = {t['documents']:,} kept + {gone:,} removed; "

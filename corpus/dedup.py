@@ -41,6 +41,8 @@ prompts = ""         # evaluation prompts: text, one per line, or .jsonl; "" = n
 
 # For the audit, because signatures of the two do not mix.
 BACKEND = "rensa" if RMinHash else "numpy"
+# Characters of a document by which near-duplicates are judged.
+LONG = 1_000_000
 
 # Letters: n texts; N bytes, words or shingles of all of them, one after the other.
 
@@ -61,6 +63,16 @@ def text_key(text):
             normal = " " + normal
         digest.update(normal.encode("utf-8", "replace"))
     return digest.digest()
+
+
+def fingerprint(text):
+    """
+    An integer of 64 bits, the same for texts that are equal up to Unicode form and white space.
+
+    It finds exact duplicates, and where it is below val_share * 2^64 a document is for validation: whatever file or
+    folder a text comes from, it is on one side.
+    """
+    return int.from_bytes(text_key(text)[:8], "little")
 
 
 def pieces(text, size=1_000_000, overlap=0):
@@ -261,7 +273,7 @@ def minhash(text):
     estimates the Jaccard similarity of the sets, +- 0.04 at 0.8. Fewer than 5 words are one shingle. Broder 1997.
     Of a long text the first million characters count.
     """
-    ids, ends = words([text[:1_000_000]])
+    ids, ends = words([text[:LONG]])
     return signatures(ids, ends)[0]
 
 

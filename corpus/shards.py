@@ -12,6 +12,7 @@ written last stands under its final name, so a run that was killed does only wha
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -23,9 +24,10 @@ import numpy as np
 
 from engine.files import flush, lock_file, sha256
 
-# A document that stays: 32 bytes in memory, however long its text.
+# A document that stays: 40 bytes in memory, however long its text.
 DOCUMENT = np.dtype([
     ("id_hash", np.uint64),         # the final order
+    ("text_hash", np.uint64),       # train or val; the same for equal texts
     ("batch", np.int32),            # its text lies in {batch}.text of the spool...
     ("offset", np.int64),           # ...from this byte on...
     ("length", np.int32),           # ...and has so many bytes
@@ -143,6 +145,18 @@ def shards_of(meta):
     return [shard for split in splits for shard in split["shards"]]
 
 
+def version(meta):
+    """
+    The hash that a version of a data set is known by: of all that meta.json says, the order of sources included, and so
+    of every token. It stands in meta.json, the report, and the config.json and checkpoints of every run.
+    """
+    meta = {name: value for name, value in meta.items() if name != "version"}
+    names = list(meta["sources"])
+    # Sorted keys would hide the order of the names: where it is another one, it is hashed beside them.
+    content = meta if names == sorted(names) else [meta, names]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def stream_of(stream, buckets, dtype, shard_tokens, work):
     """Yield the tokens of one stream as arrays, in order; none of them crosses a multiple of shard_tokens."""
     at = 0
@@ -194,6 +208,7 @@ WRITTEN = {
     "report.json",
     "report.md",
     "removed.jsonl.gz",
+    "kept.parquet",
     "flow.png",
     "tokenizer.json",
     "probes.json",
@@ -303,9 +318,11 @@ def not_ours(folder, joined):
     try:
         meta = json.loads((folder / "meta.json").read_text("utf-8"))
         files = {shard["file"] for shard in shards_of(meta)}
+        # The shards of a joined folder lie in others.
+        elsewhere = any(map(os.path.dirname, files))
         if joined:
-            ours = {"meta.json", "tokenizer.json"}
-        elif "report.json" in entries:
+            ours = {"meta.json", "tokenizer.json", "report.json", "report.md"}
+        elif "report.json" in entries and not elsewhere:
             ours = WRITTEN | files
     # There is no meta.json, or it is another program's.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -8,6 +8,7 @@ else. All that a document meets here depends on the document alone. Duplicates d
 them, in the order of the input, by the keys that are computed here. Hence any number of processes gives the same bytes.
 """
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from corpus.audit import add
-from corpus.dedup import pieces, signatures, text_key, words
+from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import column_reason
 from corpus.robots import host_key, verdict
@@ -29,8 +30,6 @@ from engine.readers import documents, id_hash
 
 # Kinds of personal data: email, ip, iban.
 KINDS = tuple(TAGS)
-# Characters of a document by which near-duplicates are judged.
-LONG = 1_000_000
 
 
 class Rules(SimpleNamespace):
@@ -62,7 +61,7 @@ def sift(rules, number, rows):
     """
     Rows of a batch -> two files in the spool, which sifted() reads again.
 
-        {number}.text    UTF-8 of the documents that pass, in the order of the input, without anything between
+        {number}.text    UTF-8 of the documents that pass, in the order of the input, each with a line of JSON behind it
         {number}.npz     an array of spool_type; and as JSON their ids and URLs, the groups, what was removed and why,
                          what the hosts said
 
@@ -79,7 +78,8 @@ def sift(rules, number, rows):
             candidates = by_columns(rules, some, info)
             for one in by_words(rules, candidates, info):
                 begin = f.tell()
-                replaced, tokens = write_scrubbed(f, rules, one.doc)
+                replaced, tokens, digest = write_scrubbed(f, rules, one.doc)
+                end = f.tell()
                 if rules.tok and not rules.min_tokens <= tokens <= (rules.max_tokens or tokens):
                     f.seek(begin)
                     remove(one, "tokens", info)
@@ -87,18 +87,22 @@ def sift(rules, number, rows):
                 # In the order of spool_type. The stream, 0, is not known before all batches are.
                 spooled.append((
                     id_hash(one.id),
+                    # Of the text as it was: two that differ in an address alone are two.
+                    fingerprint(one.doc["text"]),
                     number,
                     begin,
-                    f.tell() - begin,
+                    end - begin,
                     one.group,
                     0,
                     one.row,
                     one.size,
-                    # Of the text as it was: two that differ in an address alone are two.
-                    [fingerprint(one.doc["text"])],
                     one.bands,
                     replaced,
                 ))
+                # For kept.parquet, which is written in another order: a line behind the text.
+                about = dict(id=one.id, url=one.url, sha256=digest, bytes=one.size)
+                about.update(zip(KINDS, replaced.tolist()))
+                f.write(json.dumps(about).encode() + b"\n")
                 info.ids.append(one.id)
                 info.urls.append(one.url)
                 date = one.doc.get("date")
@@ -119,7 +123,6 @@ def spool_type(rules):
         *DOCUMENT.descr,                    # group: number of (source, language, license) in info.groups
         ("row", np.int64),                  # of the batch: the order of the input
         ("size", np.int64),                 # bytes before personal data was replaced
-        ("key", np.uint64, (1,)),           # the same for equal texts
         ("bands", np.uint64, (bands,)),     # near-duplicates share one
         ("pii", np.int64, (len(KINDS),)),   # what was replaced, by kind
     ])
@@ -149,29 +152,26 @@ def handfuls(docs, size=300_000):
         yield some
 
 
-def fingerprint(text):
-    """A key for exact duplicates: an integer of 64 bits."""
-    return int.from_bytes(text_key(text)[:8], "little")
-
-
 def write_scrubbed(f, rules, doc):
     """
-    Write a document without personal data as UTF-8. Returns how much was replaced, by kind: int64 (kinds,); and, where
-    they are asked for, its tokens with begin and end.
+    Write a document without personal data as UTF-8. Returns how much was replaced, by kind: int64 (kinds,); where they
+    are asked for, its tokens with begin and end; and the sha256 of the text as it was.
 
     Part by part, since of a document of 100 MB one copy is enough. Apertus left code as it is.
     """
     scrub = rules.pii and (rules.pii_in_code or doc.get("language") != "code")
     replaced = np.zeros(len(KINDS), np.int64)
     tokens = 2
+    digest = hashlib.sha256()
     for part in long_parts(doc["text"]):
+        digest.update(part.encode())
         if scrub:
             part, counts = scrub_pii(part)
             replaced += [counts[kind] for kind in KINDS]
         f.write(part.encode())
         if rules.tok:
             tokens += len(rules.tok.encode_array(part))
-    return replaced, tokens
+    return replaced, tokens, digest.hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def id_hash(doc_id):
     """
     A 64-bit integer that depends on the id alone.
 
-    Documents are trained on in its order, and where it is below val_share * 2^64 they are for validation.
+    Documents are trained on in its order.
     """
     digest = hashlib.sha256(doc_id.encode()).digest()
     return int.from_bytes(digest[:8], "big")

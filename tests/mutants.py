@@ -47,6 +47,7 @@ ROOT = os.path.dirname(HERE)
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
+    "audit": ["test_kept"],
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
     "checkpoint": ["test_train", "test_lora", "test_extend"],
     "collapse": ["test_qrpo"],
@@ -54,6 +55,7 @@ ALSO = {
     "configurator": ["test_continue"],
     "conversations": ["test_sft"],
     "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue", "test_extend"],
+    "data": ["test_kept", "test_withdraw"],
     "dedup": ["test_quality", "test_prepare"],
     "digits": ["test_qrpo", "test_readme"],
     "exam": ["test_world"],
@@ -63,9 +65,11 @@ ALSO = {
     "files": ["test_checkpoint", "test_prepare"],
     "forget": ["test_forgetting"],
     "generate": ["test_model", "test_speed", "test_sample"],
+    "grow": ["test_kept"],
     "hardware": ["test_model", "test_parallel"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "judges": ["test_charter", "test_qrpo"],
+    "kept": ["test_withdraw"],
     "kit": ["test_ablate", "test_memorize", "test_qrpo"],
     "losses": ["test_qrpo"],
     "quantised": ["test_lora"],
@@ -73,7 +77,7 @@ ALSO = {
     "parallel": ["test_train", "test_step", "test_lora", "test_distill"],
     "peers": ["test_bench"],
     "tracing": ["test_plan"],
-    "pii": ["test_robots"],
+    "pii": ["test_robots", "test_pii"],
     "readers": ["test_prepare", "test_conversations"],
     "qrpo": ["test_lora", "test_charter"],
     "recipe": ["test_world"],

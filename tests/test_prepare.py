@@ -108,6 +108,12 @@ def split_texts(folder):
     return texts_in(folder, ["train"]), texts_in(folder, ["val"])
 
 
+def side(text):
+    """By which a document validates, in [0, 1): 64 bits of the BLAKE2b of its text with single spaces."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little") / 2**64
+
+
 def place(doc_id):
     """Where a document stands in the order, in [0, 1): the first 64 bits of the sha256 of its id."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8], "big") / 2**64
@@ -132,24 +138,48 @@ def test_every_format_of_the_same_rows_gives_the_same_documents(tmp_path):
         assert {r["language"] for r in account(out)["table"]} == set(LANGUAGES)
 
 
-def test_documents_stand_in_the_order_of_the_hash_of_their_ids(tmp_path):
+def test_documents_stand_in_the_order_of_the_hash_of_their_ids_and_validate_by_that_of_their_texts(tmp_path):
     records = rows(40)
     fill(tmp_path / "out", write_jsonl(tmp_path / "docs.jsonl", records), "--val_share=0.3")
     places = {r["text"]: place(f"docs.jsonl:{r['id']}") for r in records}
     ordered = sorted(places, key=places.get)
     train, val = split_texts(tmp_path / "out")
-    assert val == [text for text in ordered if places[text] < 0.3]
-    assert train == [text for text in ordered if places[text] >= 0.3]
+    assert val == [text for text in ordered if side(text) < 0.3]
+    assert train == [text for text in ordered if side(text) >= 0.3] and min(len(train), len(val)) > 5
     # The report says with which settings that was.
     asked = dict(out=str(tmp_path / "out"), tokenizer="byte", val_share=0.3, pii=True)
     assert asked.items() <= account(tmp_path / "out")["run"]["settings"].items()
 
 
-def test_of_a_handful_of_documents_the_first_in_the_order_validates(tmp_path):
-    records = rows(5)
-    fill(tmp_path / "out", write_jsonl(tmp_path / "docs.jsonl", records), "--val_share=1e-9")
-    first = min(records, key=lambda r: place(f"docs.jsonl:{r['id']}"))
-    assert texts_in(tmp_path / "out", ["val"]) == [first["text"]]
+def test_two_files_that_share_documents_leave_each_on_one_side_whatever_they_are_called(tmp_path):
+    """200 documents in both: by ids, 22 of 39 documents for validation also stood in train."""
+    write_jsonl(tmp_path / "one.jsonl", rows(300))
+    copies = [dict(r, id=f"other {r['id']}", text=r["text"].replace(" ", "\n")) for r in rows(300, 100)]
+    write_jsonl(tmp_path / "two.jsonl", copies)
+    train, val = [], []
+    for name in ("one", "two"):
+        fill(tmp_path / name, tmp_path / f"{name}.jsonl", "--val_share=0.1")
+        for found, texts in zip((train, val), split_texts(tmp_path / name)):
+            found += [" ".join(text.split()) for text in texts]
+    assert not set(train) & set(val)
+    assert len(train) + len(val) - len({*train, *val}) == 200 and len(val) - len(set(val)) > 10
+
+
+def test_by_id_a_document_validates_by_its_id_as_in_the_default_corpus(tmp_path):
+    records = rows(40)
+    path = write_jsonl(tmp_path / "docs.jsonl", records)
+    fill(tmp_path / "out", path, "--val_share=0.3", "--split_by=id")
+    assert {r["text"] for r in records if place(f"docs.jsonl:{r['id']}") < 0.3} == set(split_texts(tmp_path / "out")[1])
+    assert "of the sha256 of its id" in account(tmp_path / "out")["outputs"]["rule"]
+    assert prepare.by_id()
+
+
+def test_of_a_handful_of_documents_the_one_of_the_least_hash_validates_with_its_copies(tmp_path):
+    records = rows(5) + [dict(r, id=f"again {r['id']}") for r in rows(5)]
+    path = write_jsonl(tmp_path / "docs.jsonl", records)
+    fill(tmp_path / "out", path, "--val_share=1e-9", "--dedup=False")
+    first = min(records, key=lambda r: side(r["text"]))
+    assert split_texts(tmp_path / "out")[1] == [first["text"]] * 2
 
 
 def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
@@ -159,7 +189,7 @@ def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     run(tmp_path / "docs.jsonl", f"--out={tmp_path / 'out'}", "--train_bpe=400", "--val_share=0.5")
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
-    assert learnt == [word for i, word in enumerate(words) if place(f"docs.jsonl:{i}") >= 0.5]
+    assert learnt == [word for i, word in enumerate(words) if side(f"{word} " * 50) >= 0.5]
     assert 5 < len(learnt) < 15
 
 
@@ -676,6 +706,7 @@ def test_each_thing_that_cannot_be_read_is_counted_named_and_stops_a_strict_run(
     (["--decontaminate=nowhere.txt"], "nowhere.txt"),
     (["--score_field=score", "--keep_top=33"], "above 0 and at most 1"),
     (["--val_share=2"], "a part of 1"),
+    (["--split_by=url"], "want text, id"),
     (["--agents=nowhere"], "nowhere")])
 def test_a_setting_that_does_not_fit_is_one_line(tmp_path, args, says):
     path = write_jsonl(tmp_path / "d.jsonl", rows(120))

@@ -65,6 +65,7 @@ def write_files(root):
         prompts.append(dict(messages=prompt, completions=["yes", "no"]))
     write_rows(root / "pages.jsonl", pages)
     write_rows(root / "robots.jsonl", robots)
+    (root / "opted_out.txt").write_text("1.txt\n", encoding="utf-8")
     write_rows(root / "conversations.jsonl", chats)
     write_rows(root / "prompts.jsonl", prompts)
     turns = [[("system", "s"), ("human", f"{i}?"), ("gpt", "yes")] for i in range(4)]
@@ -114,6 +115,9 @@ def small(command, root):
     """The arguments that make a README command small; they stand behind its own."""
     if "train.py" in command:
         return small_training(command, root)
+    if "--remove" in command:
+        shutil.copytree(f"{root}/data", f"{root}/less")
+        return [f"--out={root}/less"]
     model = f"--init_from={root}/run"
     tuning = "--micro_batch=2 --batch_size=4 --max_length=250 --dtype=float32"
     arguments = {
@@ -190,6 +194,9 @@ def replacements(place):
         "out/swiglu": run,
         "out/adamw": run,
         "--teacher=out/laptop": f"--teacher={run}",
+        "--find=notes.md": f"--find={os.path.join(ROOT, 'README.md')}",
+        "--when=out/laptop": f"--when={run}",
+        "--remove=opted_out.txt": f"--remove={place}/opted_out.txt",
         "--nproc_per_node=8": "--nproc_per_node=2",
     }
     for name in ("my_texts/", "pages.jsonl"):
