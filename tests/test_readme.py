@@ -471,6 +471,10 @@ def test_what_is_said_of_the_recipe_stands_in_its_report():
     _, _, _, _, test, refused, *_ = row.split("|")
     goldfish = next(line for line in lines if line.startswith("| with Goldfish")).split("|")
     honest = [line for line in lines if line.startswith("| base |")][-1].split("|")
+    # The last table of both: as sampled.
+    manners = lines[lines.index("## Aligned by a charter"):]
+    sft, charter = (next(line for line in manners if line.startswith(f"| {link} |")).split("|")
+                    for link in ("sft", "charter"))
     for words, figure, cell in (
         (".988 of 900", "0.988", test),
         ("chance (.044)", "0.044", refused),
@@ -478,6 +482,12 @@ def test_what_is_said_of_the_recipe_stands_in_its_report():
         ("unread ones .45)", "0.45", goldfish[3]),
         ("as well known (.98)", "0.98", goldfish[4]),
         ("(AUC .84)", "0.84", honest[6]),
+        ("kind .23 to", "0.226", sft[2]),
+        ("to .52, rude .24 to", "0.521", charter[2]),
+        ("rude .24 to", "0.240", sft[3]),
+        ("to .05, right", "0.047", charter[3]),
+        ("right .67 to", "0.674", sft[4]),
+        ("to .60. Three", "0.604", charter[4]),
     ):
         assert words in said.replace("\n", " ") and figure in cell, (words, cell)
 
