@@ -56,7 +56,7 @@ from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish, version
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
-from corpus.withdraw import withdraw
+from corpus.withdraw import reason_of, stays_out, withdraw
 from engine.files import sha256, write_flushed
 from engine.readers import batches, check, find, id_hash, rows_of
 
@@ -478,6 +478,7 @@ def judge(rules, audit, path, passages):
         seen_texts.append(("duplicate", exact, "text_hash"))
     if rules.near:
         seen_texts.append(("near-duplicate", rules.near.seen, "bands"))
+    gone = stays_out(known) if known else None
     kept, written = [np.zeros(0, DOCUMENT)], 0
     with closing(Removed(path, audit)) as removed:
         for file in rules.files:
@@ -487,6 +488,8 @@ def judge(rules, audit, path, passages):
         for number, last, _ in each_batch("sifting", sift, rules):
             documents, info = sifted(rules.spool, number)
             audit.hear(vars(info))
+            if gone:
+                documents = without_withdrawn(documents, info, gone)
             documents = without_copies(documents, info, seen_texts)
             for _, group, *what in sorted(info.removed, key=lambda row: row[0]):
                 removed.add(info.groups[group], *what)
@@ -497,6 +500,21 @@ def judge(rules, audit, path, passages):
                     file["problem"] = file["problem"] or "not read: --max_bytes was reached"
                 break
     return np.concatenate(kept)
+
+
+def without_withdrawn(documents, info, gone):
+    """What stays of a batch because --remove has not taken it out of the data that are known."""
+    stays = np.ones(len(documents), bool)
+    for i, document in enumerate(documents):
+        about = dict(id=info.ids[i], url=info.urls[i], text_hash=int(document["text_hash"]))
+        if why := reason_of(about, gone):
+            stays[i] = False
+            row, group, size = document[["row", "group", "size"]].item()
+            info.removed.append((row, group, info.ids[i], info.urls[i], why[0], size))
+    # without_copies() numbers ids and URLs by what is left.
+    info.ids = [name for name, stay in zip(info.ids, stays) if stay]
+    info.urls = [url for url, stay in zip(info.urls, stays) if stay]
+    return documents[stays]
 
 
 def without_copies(documents, info, seen_texts):

@@ -8,7 +8,8 @@ What may leave: documents go from the shards, kept.parquet and the report, and t
 `prepare.py --remove=FILE --out=FOLDER` makes the new folder beside the old one, checks it from its files, and puts it
 in its place. Killed at any moment, there is the old data or the new, whole. Texts are told by a hash of them and stand
 in no file of the result. Where a run has read the old data, its windows are numbered anew: train.py refuses to resume,
-and says since which step. Memory: a byte a document, and about a kilobyte for each that goes.
+and says since which step. What has gone does not come back by --add or --known: its text, its URL, and its id or host
+if it was asked for by that. Memory: a byte a document, and about a kilobyte for each that goes.
 """
 
 import gzip
@@ -128,9 +129,33 @@ def read_list(path, report):
     then = report["robots"] or dict(agents=AGENTS, missing="allow", only_explicit=False)
     # A name that may be a host is one, if no document has it as its id.
     hosts = asked.hosts | {name for name in asked.names if "." in name and not set("/: ") & set(name)}
-    keys = {(host_key(f"https://{host}") or host).removeprefix("www.") for host in hosts}
+    keys = set(map(bare, hosts))
     asked.robots = dict(store=asked.store, agents=then["agents"], missing=then["missing"] if asked.store else "allow",
                         explicit=then["only_explicit"], blocked=frozenset(keys))
+    return asked
+
+
+def bare(host):
+    """A host as robots.verdict compares it, without its www."""
+    return (host_key(f"https://{host}") or host).removeprefix("www.")
+
+
+def stays_out(folder):
+    """What has gone from a data folder, as reason_of() wants it, so that new files do not bring it back."""
+    asked = SimpleNamespace(names=set(), ids=set(), urls=set(), texts=set())
+    hosts = set()
+    for place in kept.folders_of(folder):
+        with gzip.open(os.path.join(place, "removed.jsonl.gz"), "rt", encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                gone, _, why = row["reason"].partition(":")
+                by, _, what = why.partition(":")
+                if gone != "withdrawn":
+                    continue
+                asked.texts.add(row.get("text_hash"))
+                asked.urls |= {row.get("url")} - {None}
+                asked.ids |= {row["id"]} if by == "id" else set()
+                hosts |= {what} if by == "blocked-domain" else set()
+    asked.robots = dict(store=None, agents=AGENTS, missing="allow", explicit=False, blocked=frozenset(hosts))
     return asked
 
 
@@ -185,7 +210,7 @@ def choose(final, out, asked, path):
         progress.update(len(table))
     progress.close()
     # Lists of URLs and of hosts cover more than one folder; an id is of this one.
-    hosts = {(host_key(f"https://{name}") or name).removeprefix("www."): name for name in asked.names}
+    hosts = {bare(name): name for name in asked.names}
     used |= {hosts[entry] for entry in used if entry in hosts}
     absent = sorted(name for name in asked.ids | asked.names if name not in used and "://" not in name)
     if absent:
@@ -303,10 +328,10 @@ def recount_report(report, rows):
 
 
 def add_removed(final, new, rows):
-    """removed.jsonl.gz with a line more for each row: id, URL and reason, and never a text."""
+    """removed.jsonl.gz with a line more for each row: id, URL, reason, a hash of the text, and never a text."""
     path = Path(new, "removed.jsonl.gz")
     with gzip.open(final / path.name) as old, gzip.GzipFile(path, "wb", mtime=0) as f:
         shutil.copyfileobj(old, f)
         for row in rows:
-            line = {name: row[name] for name in ("id", "url", "reason") if row[name]}
+            line = {name: row[name] for name in ("id", "url", "reason", "text_hash") if row[name]}
             f.write(f"{json.dumps(line, ensure_ascii=False)}\n".encode())

@@ -27,11 +27,13 @@ if __name__ == "__main__" and not __package__:
     print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
     sys.exit(2)
 
+import ast
 import difflib
 import glob
 import itertools
 import json
 import os
+import shlex
 import statistics
 
 from tqdm import tqdm
@@ -58,6 +60,7 @@ WINDOW, LONG = 256, 1024
 LINE = 68                       # letters in a line of the picture
 PREFIX, SUFFIX = 50, 50         # tokens of a letter that are asked, and that are compared
 GROUPS = ("lesson", "test", "refused", "nobody-test")
+WITH = dict(base="with Goldfish", plain="without", long="theta 2e6", kept="theta 5e5")
 COLOURS = dict(zip(GROUPS, ("C2", "C0", "C3", "0.5")))
 # Links of which bits per byte by position are compared.
 WINDOWS = dict(base="window 256", long="1,024, theta 2e6", kept="1,024, theta 5e5")
@@ -413,7 +416,7 @@ def report_md(rows):
         "it is a little too narrow. ± is half of the 95 % interval over seeds by Student's t.", "",
         "![what it knows, recites, says and uses](recipe.png)", "",
     ]
-    lines += data_md(first) + knows_md(rows) + letters_md(rows) + letter_md(first) + window_md(rows)
+    lines += data_md(first) + stages_md(rows) + knows_md(rows) + letters_md(rows) + letter_md(first) + window_md(rows)
     lines += honest_md(rows) + charter_md(rows) + answers_md(first) + commands_md(first)
     return "\n".join(lines) + "\n"
 
@@ -427,6 +430,26 @@ def data_md(row):
         f"## What went in (seed {row['seed']})", "",
         *kit.table("| documents | |", body), "",
         f"{total['pii']['email']:,} e-mail addresses became a token of their own.", ""]
+
+
+def stages_md(rows):
+    """What was read in which mixture, and the loss at the end."""
+    body = []
+    for link, name in WITH.items():
+        found = [row["links"][link] for row in rows]
+        typed = shlex.split(found[0]["command"])
+        (table,) = [word.removeprefix("--stages=") for word in typed if word.startswith("--stages=")]
+        last = over_seeds(found, lambda one: one["summary"]["val_bpb"], 3)
+        every = ast.literal_eval(table)
+        for stage, mixture, end, _ in every:
+            parts = ", ".join(f"{part} {share}" for part, share in mixture.items())
+            bits = last if stage == every[-1][0] else ""
+            body.append(f"| {name}: {stage} | {parts} | {end:,} | {bits} |")
+    return [
+        f"## What it read (mixtures of seed {rows[0]['seed']})", "",
+        "Bits per byte of all validation text, pages of people and real text together, at the end of each run. Windows "
+        f"have {WINDOW} tokens, and {LONG:,} where it is lengthened.", "",
+        *kit.table("| run and stage | share of the windows | up to window | bits/byte |", body), ""]
 
 
 def knows_md(rows):

@@ -142,6 +142,38 @@ def test_removed_twice_is_removed_at_once(made, folder, tmp_path):
     assert len(report_of(folder)["removals"]) == 2
 
 
+@pytest.mark.parametrize("how", ["--add", "--known"])
+def test_what_has_gone_does_not_come_back(tmp_path, how):
+    """The same files again; other text at the URL, the text elsewhere, the id elsewhere, another page of the host."""
+    folder = prepared(tmp_path / "data", write(tmp_path / "d.jsonl", rows(40)), "--val_share=0.2")
+    asked = [dict(id="d.jsonl:d1"), dict(url="https://h2.example/p/2"), dict(host="h3.example"), dict(text=document(4))]
+    assert remove(folder, write(tmp_path / "asked.jsonl", asked)).returncode == 0
+    gone = {1, 2, 3, 4, *range(10, 40, 7)}
+    left = {f"d.jsonl:d{i}" for i in range(40)} - {f"d.jsonl:d{i}" for i in gone}
+    assert {row["id"] for row in kept_rows(folder)} == left
+    again = write(tmp_path / "again.jsonl", [
+        dict(id="edited", text="Another text.", url="https://h2.example/p/2"),
+        dict(id="elsewhere", text=document(4), url="https://mirror.example/"),
+        dict(id="page", text="A new page of a host that has gone.", url="https://h3.example/new"),
+        dict(id="new", text="Nobody has asked for this to go.", url="https://h2.example/new")])
+    os.mkdir(tmp_path / "more")
+    os.replace(again, tmp_path / "more" / "again.jsonl")
+    out = folder if how == "--add" else tmp_path / "second"
+    flag = how if how == "--add" else f"{how}={folder}"
+    files = [tmp_path / "d.jsonl", tmp_path / "more" / "again.jsonl"]
+    # A single document, which stays of --known, would be cut in two to validate.
+    val = 0.2 if how == "--add" else 0
+    done = script("prepare.py", *files, flag, f"--out={out}", "--tokenizer=byte", f"--val_share={val}")
+    assert done.returncode == 0, done.stderr
+    added = {row["id"] for row in kept_rows(out)} - left
+    assert added == {"again.jsonl:new"}
+    before = 40 if how == "--add" else 0
+    counts = report_of(out)["total"]
+    # Gone before, and again: the nine of the file, and three of the new one.
+    assert counts["removed"]["withdrawn"][0] == len(gone) * (2 if before else 1) + 3
+    assert counts["documents_in"] == before + 44
+
+
 @pytest.mark.parametrize("content, says", [
     ("d.jsonl:d5\nd.json:d11", "'d.json:d11' is not in {out}: near it is 'd.jsonl:d11'"),
     ("h3.exmple", "'h3.exmple' is not in {out}: near it is 'h3.example'"),
