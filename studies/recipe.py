@@ -60,7 +60,6 @@ WINDOW, LONG = 256, 1024
 LINE = 68                       # letters in a line of the picture
 PREFIX, SUFFIX = 50, 50         # tokens of a letter that are asked, and that are compared
 GROUPS = ("lesson", "test", "refused", "nobody-test")
-WITH = dict(base="with Goldfish", plain="without", long="theta 2e6", kept="theta 5e5")
 COLOURS = dict(zip(GROUPS, ("C2", "C0", "C3", "0.5")))
 # Links of which bits per byte by position are compared.
 WINDOWS = dict(base="window 256", long="1,024, theta 2e6", kept="1,024, theta 5e5")
@@ -435,7 +434,7 @@ def data_md(row):
 def stages_md(rows):
     """What was read in which mixture, and the loss at the end."""
     body = []
-    for link, name in WITH.items():
+    for link in ("base", "plain", "long", "kept"):
         found = [row["links"][link] for row in rows]
         typed = shlex.split(found[0]["command"])
         (table,) = [word.removeprefix("--stages=") for word in typed if word.startswith("--stages=")]
@@ -444,11 +443,11 @@ def stages_md(rows):
         for stage, mixture, end, _ in every:
             parts = ", ".join(f"{part} {share}" for part, share in mixture.items())
             bits = last if stage == every[-1][0] else ""
-            body.append(f"| {name}: {stage} | {parts} | {end:,} | {bits} |")
+            body.append(f"| {link}: {stage} | {parts} | {end:,} | {bits} |")
     return [
         f"## What it read (mixtures of seed {rows[0]['seed']})", "",
-        "Bits per byte of all validation text, pages of people and real text together, at the end of each run. Windows "
-        f"have {WINDOW} tokens, and {LONG:,} where it is lengthened.", "",
+        "Bits per byte of all validation text, pages of people and real text together, at the end of each run; plain is "
+        f"without Goldfish. Windows have {WINDOW} tokens; long and kept {LONG:,}, theta raised and not.", "",
         *kit.table("| run and stage | share of the windows | up to window | bits/byte |", body), ""]
 
 
