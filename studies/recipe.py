@@ -446,8 +446,8 @@ def stages_md(rows):
             body.append(f"| {link}: {stage} | {parts} | {end:,} | {bits} |")
     return [
         f"## What it read (mixtures of seed {rows[0]['seed']})", "",
-        "Bits per byte of all validation text, pages of people and real text together, at the end of each run; plain is "
-        f"without Goldfish. Windows have {WINDOW} tokens; long and kept {LONG:,}, theta raised and not.", "",
+        "Bits per byte of all validation text, pages of people and real text together, at the end of each run; plain "
+        f"is without Goldfish. Windows have {WINDOW} tokens; long and kept {LONG:,}, theta raised and not.", "",
         *kit.table("| run and stage | share of the windows | up to window | bits/byte |", body), ""]
 
 
