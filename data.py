@@ -519,6 +519,19 @@ class StagedDataset:
         return np.concatenate(found)
 
 
+def share_of_one(data, until, n=64):
+    """
+    The share of windows that hold a single document, of n samples spread evenly over the first `until` of a run on these
+    data (either class). What is longer than most documents teaches little that a shorter window would not.
+    """
+    samples = sorted({i * until // n for i in range(n)})
+    single = 0
+    for sample in samples:
+        doc = data.batch(sample, 1)[3]    # (1, T)
+        single += bool(doc.min() == doc.max())
+    return single / len(samples)
+
+
 def data_of_run(config, samples):
     """
     The windows that a run of train.py with these settings (its config.json) has read in so many samples.

@@ -33,7 +33,7 @@ import tokenizer
 from ademamix import build_optimizer
 from configurator import lengths, settings
 from configurator import run as configured
-from data import StagedDataset, TokenDataset, begun, first_changed, since
+from data import StagedDataset, TokenDataset, begun, first_changed, share_of_one, since
 from engine import checkpoint, plot, runs
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
@@ -438,6 +438,8 @@ def introduce(run, model, end):
     print(f"{model.num_params():,} parameters on {device} in {str(run.dtype)[6:]}, "
           f"{steps:,} steps of {batch_size} x {block_size} tokens; "
           f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
+    single = share_of_one(run.train, samples_before(end))
+    print(f"{single:.0%} of its windows hold one document, the others parts of several")
     if run.teacher:
         print(f"{distill:.0%} of the loss is what {teacher} thinks of the next token: "
               f"{run.teacher.model.num_params():,} parameters, whole on each rank")

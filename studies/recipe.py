@@ -116,7 +116,7 @@ def begin(folder, seed):
     yield "prepare", f"{data}/meta.json", "prepare", [
         f"{world}/documents.jsonl",
         f"--robots={world}/robots.jsonl",
-        "--keep_licenses=CC-BY-4.0,PSF-2.0",
+        f"--keep_licenses=CC-BY-4.0,{'user-supplied' if corpus else 'PSF-2.0'}",
         f"--probes={world}/letters.jsonl",
         "--repetitions=0,128",
         "--source_by=kind",

@@ -391,10 +391,12 @@ def invented(rng, n, pattern, taken):
 
 
 def real_text(path):
-    """Yields rows of real text: of a .jsonl, or the standard library's modules by name."""
+    """Yields rows of real text: of a .jsonl, under its user's responsibility, or the standard library's modules."""
+    language, license = "code", "PSF-2.0"
     if path:
         rows = kit.read_rows(path)
         texts = [(row.get("id", f"corpus/{i}"), row["text"]) for i, row in enumerate(rows)]
+        language, license = "any", "user-supplied"
     else:
         folder = sysconfig.get_paths()["stdlib"]
         names = sorted(name for name in os.listdir(folder) if name.endswith(".py"))
@@ -403,7 +405,7 @@ def real_text(path):
             with open(os.path.join(folder, name), encoding="utf-8", errors="replace") as f:
                 texts.append((f"stdlib/{name}", f.read()))
     for name, text in texts:
-        yield dict(id=name, language="code", license="PSF-2.0", kind="corpus", text=text)
+        yield dict(id=name, language=language, license=license, kind="corpus", text=text)
 
 
 def judge(text, row):

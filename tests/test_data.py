@@ -16,7 +16,7 @@ import tokenizer
 import train
 from configurator import configure
 from conftest import ROOT, script
-from data import Shard, StagedDataset, TokenDataset, begun, permute
+from data import Shard, StagedDataset, TokenDataset, begun, permute, share_of_one
 from goldfish import goldfish_mask
 from schedule import steps_in, wsd
 
@@ -163,6 +163,28 @@ def test_window_scope_keeps_the_first_labels(folder):
     data = TokenDataset(folder, "train", 64, goldfish_k=2, goldfish_h=13)
     idx, _, keep, _ = data.batch(0, 20)
     assert torch.equal(keep[:, :12], (idx != data.eos)[:, :12]) and not keep[:, 12:].all()
+
+
+@pytest.mark.parametrize("T", [16, 48, 400])
+def test_the_share_of_windows_with_one_document_is_that_of_windows_without_a_begin_inside(mixed, T):
+    """A window holds one document if none begins behind its first token: counted on the tokens, over an epoch."""
+    data = TokenDataset(mixed, "train", T)
+    stream = read_by_numpy(data)
+    starts = range(0, data.n_windows * T, T)
+    whole = sum(data.bos not in stream[start + 1:start + T] for start in starts)
+    assert share_of_one(data, data.n_windows, data.n_windows) == whole / data.n_windows
+
+
+def test_the_share_of_windows_is_of_the_stages_that_a_run_reads(tmp_path):
+    """The first stage reads documents longer than any window, the second ones of a few tokens: half, all or none."""
+    rows = [dict(source="long", text=f"{i}" * 3000) for i in range(100, 140)]
+    rows += [dict(source="short", text=f"{i} ab") for i in range(4000)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = prepared(tmp_path / "data", tmp_path / "d.jsonl", "--source_by=source")
+    stages = (("one", ["long"], 1000, 1), ("two", ["short"], 2000, 2))
+    data = StagedDataset(folder, stages, 64)
+    for until, share in ((1000, 1), (2000, 0.5)):
+        assert share_of_one(data, until) == pytest.approx(share, abs=0.05)
 
 
 def test_bits_per_byte_are_over_all_sources_that_are_read(mixed):
