@@ -521,8 +521,8 @@ class StagedDataset:
 
 def share_of_one(data, until, n=64):
     """
-    The share of windows that hold a single document, of n samples spread evenly over the first `until` of a run on these
-    data (either class). What is longer than most documents teaches little that a shorter window would not.
+    The share of windows that hold a single document, of n samples spread evenly over the first `until` of a run on
+    these data (of either class). What is longer than most documents teaches little that a shorter window would not.
     """
     samples = sorted({i * until // n for i in range(n)})
     single = 0

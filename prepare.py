@@ -22,12 +22,11 @@ The last one is, by its card, the best tenth of FineWeb-2 by the column quality_
 (FineWeb-Edu: score) --score_field=quality_score --keep_top=0.33 keeps the best third of each language, after a first
 pass over the scores of all files.
 
-Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 48 bytes
-a document stay, 160 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
+Batches of a few megabytes go to all cores and come back through files, so memory does not grow with the text: 52 bytes
+a document stay, 164 with near-duplicates, and on disk three times the text while it runs. Killed at any moment, the
 same command goes on, and the result is the same to the byte, whatever the number of workers.
 """
 
-import glob
 import gzip
 import hashlib
 import json
@@ -58,9 +57,10 @@ from corpus.shards import claim, clear, publish, version
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.withdraw import reason_of, stays_out, withdraw
 from engine.files import sha256, write_flushed
-from engine.readers import batches, check, find, id_hash, rows_of
+from engine.inputs import find, ignored, matches
+from engine.readers import batches, check, id_hash, rows_of
 
-paths = []                  # files, folders, globs, hf://: .txt .md .py .jsonl(.gz .zst) .parquet; none: the stdlib
+paths = []                  # files, folders, globs, hf://: text, .html, .json(l), tables, .parquet; none: the stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
 train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
@@ -69,6 +69,7 @@ split_by = ""               # ...their text | id; "" = text, and id for the stdl
 shard_tokens = 100_000_000  # tokens a shard at most
 # what is in the data
 text_field = "text"         # the column or field that holds the text
+encoding = ""               # of the files, like latin-1 or utf-16; "" = UTF-8
 source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
 default_language = ""       # of documents that do not say (columns language or lang)
 default_license = ""        # of documents that do not say (column license)
@@ -120,6 +121,7 @@ CODE = [
     "corpus/grow.py",
     "corpus/sift.py",
     "corpus/shards.py",
+    "engine/inputs.py",
     "engine/readers.py",
     "corpus/quality.py",
     "corpus/dedup.py",
@@ -147,7 +149,7 @@ def main():
     here = find(local) if paths else standard_library()
     read = [path for _, path in here]
     for pattern in [*paths, robots]:
-        read += glob.glob(pattern, recursive=True)
+        read += matches(pattern)
     final, tmp, lock = claim(out, read)
     out = os.path.normpath(out)
     try:
@@ -203,6 +205,9 @@ def prepare(here, final, tmp):
     began = time.time()
     work, new = tmp / "work", tmp / "data"
     files = survey(here, work, new)
+    others = ignored(paths)
+    if others:
+        print(f"ignored {sum(others.values()):,} files: {', '.join(f'{kind} {n:,}' for kind, n in others.items())}")
     new.mkdir(exist_ok=True)
     rules = read_rules(files, work)
     audit = reports.Audit()
@@ -239,6 +244,7 @@ def prepare(here, final, tmp):
         audit,
         describe(name, tok, began),
         files,
+        others,
         outputs(meta, tok, halved, kept),
         describe_robots(rules),
         dict(scrubbed=pii, in_code=pii_in_code),
@@ -308,7 +314,7 @@ def survey(here, work, new):
     shutil.rmtree(new, ignore_errors=True)
 
     inputs = find(paths) if paths else here
-    tasks = [(None, (name, path, text_field)) for name, path in inputs]
+    tasks = [(None, (name, path, text_field, encoding)) for name, path in inputs]
     # A file on the hub takes a second, whatever its size.
     size = sum(sizes) if len(inputs) == len(here) else math.inf
     checked = ordered(check, (), tasks, processes(size))

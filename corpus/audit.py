@@ -201,12 +201,12 @@ def estimate(groups):
             group["tokens_removed_about"][reason] = round(tokens)
 
 
-def build(audit, run, inputs, outputs, robots, pii, probes):
+def build(audit, run, inputs, ignored, outputs, robots, pii, probes):
     """
     report.json as a dict; see the module docstring.
 
-    run, inputs, outputs, pii, probes: what prepare.py knows of them. robots: the same, None if no store was asked.
-    Something was kept, or there is nothing to report.
+    run, inputs, ignored, outputs, pii, probes: what prepare.py knows of them. robots: the same, None if no store was
+    asked. Something was kept, or there is nothing to report.
     """
     groups = audit.groups
     estimate(groups.values())
@@ -217,6 +217,7 @@ def build(audit, run, inputs, outputs, robots, pii, probes):
     return dict(
         run=run,
         inputs=inputs,
+        ignored=ignored,
         total=everything,
         dates=audit.dates,
         robots=robots and {**robots, **opt_outs(audit, everything)},
@@ -319,7 +320,7 @@ def markdown(report):
         "## Licences of what was kept",
         by_license(report["licenses"]),
         "## Inputs and outputs",
-        *files(report["inputs"], report["outputs"]["shards"]),
+        *files(report["inputs"], report.get("ignored"), report["outputs"]["shards"]),
         report["outputs"]["rule"],
         *([f"Version {report['outputs']['version']}."] if "version" in report["outputs"] else []),
         f"```\n{run['command']}\n```",
@@ -423,8 +424,8 @@ def by_license(licenses):
     return table(("licence", "documents", "MB", "tokens"), rows)
 
 
-def files(inputs, shards):
-    """What was read and what was written, by the first half of a hash."""
+def files(inputs, ignored, shards):
+    """What was read, what was passed over, by its ending, and what was written, by the first half of a hash."""
     read = []
     for file in inputs:
         problem = f" ({file['problem']})" if file["problem"] else ""
@@ -432,7 +433,9 @@ def files(inputs, shards):
         read.append((file["name"] + problem, file["bytes"], sha[:16]))
     written = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in shards]
     nothing = [("none: this was a dry run", "", "")]
+    others = ", ".join(f"{kind} {n:,}" for kind, n in (ignored or {}).items())
     return [table(("input", "bytes", "sha256"), read, at_most=40),
+            *([f"Files in these folders that are of no kind that can be read: {others}."] if others else []),
             table(("shard", "tokens", "sha256"), written or nothing)]
 
 

@@ -26,7 +26,8 @@ from engine.readers import id_hash
 # What a run over all files would judge anew, with the value that leaves it out.
 ALONE = dict(near_dedup=0.0, score_field="", max_bytes=0.0, probes="")
 # Settings that decide nothing about a document, or are looked at elsewhere.
-FREE = {"workers", "strict", "dry_run", "add", "known", "remove", "out", "paths", "tokenizer", "train_bpe", *ALONE}
+FREE = {"workers", "strict", "dry_run", "add", "known", "remove", "out", "paths", "encoding", "tokenizer",
+        "train_bpe", *ALONE}
 
 
 def can_grow(out, now):
@@ -150,6 +151,8 @@ def sum_of(old, new):
         zero = dict(source=row["source"], language=row["language"], **audit.empty())
         audit.add(table.setdefault(key, zero), {name: row[name] for name in audit.empty()})
     account = dict(new, inputs=old["inputs"] + new["inputs"], table=[table[key] for key in sorted(table)])
+    # All that the folders of both runs hold besides; of one folder twice, the files that it holds now.
+    account["ignored"] = dict(old.get("ignored") or {}, **new["ignored"])
     account["total"] = audit.total(account["table"])
     for key in ("licenses", "pii"):
         both = json.loads(json.dumps(old[key]))

@@ -80,6 +80,14 @@ class TopShare:
         return out
 
 
+def as_number(field, value):
+    """A value of the column `field` as a float; null and nothing are None. ValueError for what is no number."""
+    try:
+        return None if value in (None, "") else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"column {field}: {str(value)[:60]!r} where a number was expected") from None
+
+
 def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=None,
                   top=None, below=None, rate=None, seed=42):
     """
@@ -95,6 +103,9 @@ def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=Non
             if name in doc:
                 return doc[name]
         raise ValueError(f"no column {' or '.join(names)} in the data; it has {', '.join(doc)}")
+
+    def score_of(field):
+        return as_number(field, column(field))
 
     def of_language(table):
         if not isinstance(table, dict):
@@ -112,13 +123,13 @@ def column_reason(doc, licenses=None, languages=None, min_chars=0, max_chars=Non
     # The comparisons are written so that a score that is not a number fails both rules.
     if top is not None:
         field, thresholds = top
-        score = column(field)
+        score = score_of(field)
         threshold = of_language(thresholds)
         if threshold is not None and (score is None or not score >= threshold):
             return "score"
     if below is not None:
         field, thresholds = below
-        score = column(field)
+        score = score_of(field)
         threshold = of_language(thresholds)
         if threshold is not None and score is not None and not score < threshold:
             return "above"

@@ -24,13 +24,13 @@ import numpy as np
 
 from engine.files import flush, lock_file, sha256
 
-# A document that stays: 40 bytes in memory, however long its text.
+# A document that stays: 44 bytes in memory, however long its text.
 DOCUMENT = np.dtype([
     ("id_hash", np.uint64),         # the final order
     ("text_hash", np.uint64),       # train or val; the same for equal texts
     ("batch", np.int32),            # its text lies in {batch}.text of the spool...
     ("offset", np.int64),           # ...from this byte on...
-    ("length", np.int32),           # ...and has so many bytes
+    ("length", np.int64),           # ...and has so many bytes
     ("group", np.int32),            # number of (source, language, license) in the audit, -1 for a probe
     ("stream", np.int32),           # 2 * number of the source, and 1 more for validation
 ])

@@ -23,7 +23,7 @@ import numpy as np
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.pii import TAGS, scrub_pii
-from corpus.quality import column_reason
+from corpus.quality import as_number, column_reason
 from corpus.robots import host_key, verdict
 from corpus.shards import DOCUMENT, long_parts
 from engine.readers import documents, id_hash
@@ -183,8 +183,8 @@ def by_columns(rules, docs, info):
     staying = []
     for row, doc in docs:
         for column, value in rules.defaults.items():
-            if value:
-                doc.setdefault(column, value)
+            if value and doc.get(column) is None:
+                doc[column] = value
         source = str(doc.get(rules.source_by) or "none") if rules.source_by else rules.name
         language, license = (str(doc.get(column) or "") for column in ("language", "license"))
         group = info.groups.setdefault((source, language, license), len(info.groups))
@@ -288,9 +288,10 @@ def scores(rules, number, rows, field):
             continue
         if field not in doc:
             raise ValueError(f"no column {field!r} for --score_field; the data has {', '.join(doc)}")
-        if doc[field] is not None:
+        score = as_number(field, doc[field])
+        if score is not None:
             language = doc.get("language") or rules.defaults["language"]
-            found.append((doc["id"], str(language), float(doc[field])))
+            found.append((doc["id"], str(language), score))
     return found
 
 

@@ -29,6 +29,7 @@ from corpus.pii import TAGS
 from corpus.robots import AGENTS, host_key, open_robots, verdict
 from corpus.shards import publish, shards_of, version, write_shard
 from engine.files import sha256, write_flushed
+from engine.inputs import kind_of
 from engine.readers import has_lines, open_lines, open_parquet
 
 
@@ -111,7 +112,7 @@ def read_list(path, report):
         raise ValueError(f"--remove={path}: there is no such file")
     if os.path.isdir(path):
         asked.store = open_robots(path)
-    elif not has_lines(path) and not path.endswith(".parquet"):
+    elif not has_lines(path) and kind_of(path) != "parquet":
         with open(path, encoding="utf-8-sig", errors="replace") as lines:
             asked.names = {line.strip() for line in lines} - {""}
     else:
@@ -160,8 +161,8 @@ def stays_out(folder):
 
 
 def records(path):
-    """The rows of a .parquet or .jsonl as they are."""
-    if path.endswith(".parquet"):
+    """The rows of a .parquet, .jsonl, .json or .csv as they are."""
+    if kind_of(path) == "parquet":
         for batch in open_parquet(path).iter_batches(1024):
             yield from batch.to_pylist()
         return

@@ -1,37 +1,40 @@
 """
-Files to rows: what the command line names -> batches of raw rows -> documents, or the rows as they are.
+Files to rows: what engine/inputs.py finds -> batches of raw rows -> documents, or the rows as they are.
 
-    .txt .md .py           a document a file                    id = its path below what was named
-    .jsonl (.gz, .zst)     a document a line, field "text"      id = file:id, or file:number of the line
-    .parquet               a document a row, column "text"      the same; read row group by row group
-    hf://datasets/...      parquet on the hub, streamed the same way, nothing else is downloaded
+    text, html            a document a file            id = its path below what was named
+    lines, json, table    a document a row             id = file:id, or file:number of the row
+    parquet               the same; read row group by row group
 
 prepare.py makes documents of them, {"id", "text", url, language, license, ...}; posttrain/sft.py conversations.
 
 The main process cuts files into batches of about 4 MB of whole lines, so that neither a long file nor a long list of
-files is ever in memory; worker processes parse them. What cannot be read (bytes that are no UTF-8, lines that are no
-JSON, a torn archive) is a row with a problem instead of a text: it is counted and named, never silently lost.
+files is ever in memory; worker processes parse them. A list or a table becomes lines of JSON on the way. What cannot be
+read (bytes that are no UTF-8, lines that are no JSON, a torn archive) is a row with a problem instead of a text: it is
+counted and named, never silently lost.
 """
 
-import glob
+import codecs
+import csv
 import gzip
 import hashlib
 import io
 import json
+import logging
 import os
-import time
+import re
 import zlib
 from functools import lru_cache
-
-from tqdm import tqdm
+from importlib.util import find_spec
 
 from engine.files import sha256
+from engine.inputs import ending, hub_try, kind_of, unreadable
 
-ENDINGS = (".txt", ".md", ".py", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # Bytes of raw text in a batch, about. A worker needs some ten times as much memory.
 BATCH = 4 << 20
 # Bytes of a parquet row group that are read at once. Larger row groups are cut by rows.
 SLICE = 64 << 20
+# Of rows, which become lines of JSON where they are not.
+ROWS = ("lines", "json", "table")
 
 
 def id_hash(doc_id):
@@ -45,80 +48,77 @@ def id_hash(doc_id):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what the command line names
+# one look at each file
 
 
-def find(paths, endings=ENDINGS):
-    """
-    [(name, path)] of all files that the command line names: files, folders, globs, hf://. endings: what is taken of a
-    folder.
-
-    A name is relative to what the user named, so that moving a folder changes no id. Where two files would share one,
-    the later gets the folder that the user named in front. ValueError: nothing matches, or even then two share a name.
-    """
-    files = {}
-    for path in paths:
-        if path.startswith("hf://"):
-            files.update(hub_files(path))
-            continue
-        matches = sorted(glob.glob(path, recursive=True))
-        # A file whose own name reads like a pattern, as notes[1].txt does, matches no glob.
-        if not matches and os.path.exists(path):
-            matches = [path]
-        if not matches:
-            raise ValueError(f"no such file, folder or pattern: {path!r}")
-        for match in matches:
-            root, inside = files_of(match, endings)
-            for file in inside:
-                name = os.path.relpath(file, root).replace(os.sep, "/")
-                if files.get(name, file) != file:
-                    name = f"{os.path.basename(os.path.abspath(root))}/{name}"
-                if files.setdefault(name, file) != file:
-                    raise ValueError(
-                        f"{file} and {files[name]} would both be called {name!r}: name a folder above both instead"
-                    )
-    return list(files.items())
-
-
-def files_of(path, endings):
-    """(the folder that names are relative to, the files): of a folder those that can be read, at any depth."""
-    if not os.path.isdir(path):
-        return os.path.dirname(path), [path]
-    inside = sorted(glob.glob(os.path.join(path, "**", "*"), recursive=True))
-    return path, [file for file in inside if file.endswith(endings) and os.path.isfile(file)]
-
-
-def check(name, path, text_field="text"):
+def check(name, path, text_field="text", encoding=""):
     """
     Read a file once from end to end: {"name", "path", "bytes", "sha256", "problem"}, problem None if it can be used.
 
     Compressed files are unpacked to their end, since a torn one shows only there, and half a file must not be used.
-    "unpacked" is then their size in bytes. ValueError if a parquet file has no text column (text_field "": none is
-    wanted); OSError if the hub cannot be reached.
+    "unpacked" is then their size in bytes. encoding: of text, "" = UTF-8. ValueError if a parquet file has no text
+    column (text_field "": none is wanted); OSError if the hub cannot be reached.
     """
     file = dict(name=name, path=path, bytes=0, sha256=None, problem=None)
+    kind = kind_of(path)
+    if encoding and kind != "parquet":
+        try:
+            "".encode(encoding)
+        except LookupError:
+            raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
+        file["encoding"] = encoding
     if path.startswith("hf://"):
         return hub_info(file, text_field)
-    if not path.endswith(ENDINGS):
-        return dict(file, problem="unknown kind of file")
+    if not kind:
+        return dict(file, problem=unreadable(path))
+    if kind == "html" and not find_spec("trafilatura"):
+        return dict(file, problem="HTML needs `pip install trafilatura lxml_html_clean`")
     parquet = None
     try:
         file["bytes"] = os.path.getsize(path)
         file["sha256"] = sha256(path)
-        if path.endswith(".parquet"):
+        if kind == "parquet":
             parquet = open_parquet(path)
             file["unpacked"] = sum(size for _, size in row_groups(parquet))
-        elif has_lines(path):
-            with open_lines(path) as f:
-                if b"\0" in f.read(1 << 16):
-                    file["problem"] = "binary"
-                while path.endswith((".gz", ".zst")) and f.read(1 << 20):
-                    file["unpacked"] = f.tell()
+        elif kind in ROWS:
+            with open_bytes(path) as f:
+                file["problem"] = problem_of(f.read(1 << 16), encoding)
+        if kind != "parquet" and not file["problem"]:
+            file.update(unpacked_size(path, kind, encoding))
+    except UnicodeError:
+        file["problem"] = f"not {encoding}"
     except (OSError, EOFError, zlib.error, ValueError):
         file["problem"] = "unreadable"
     if parquet and text_field:
         want_column(parquet, path, text_field)
     return file
+
+
+def unpacked_size(path, kind, encoding):
+    """{"unpacked": bytes} of a file that is not read as it lies on the disk, read to its end; {} of another."""
+    if ending(path) == os.path.splitext(path)[1].lower() and not encoding and kind not in ("json", "table"):
+        return {}
+    with open_lines(path, encoding) if kind in ROWS else open_bytes(path, encoding) as f:
+        return dict(unpacked=sum(map(len, iter(lambda: f.read(1 << 20), b""))))
+
+
+def problem_of(raw, encoding=""):
+    """What is wrong with the first bytes of a text, None if nothing is: "binary", or another encoding by its name."""
+    if encoding:
+        return None
+    # Of Latin letters in UTF-16 every other byte is a zero.
+    even = raw[::2].count(0)
+    odd = raw[1::2].count(0)
+    striped = len(raw) > 8 and abs(even - odd) > len(raw) / 4
+    if striped or raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16, not UTF-8: read it with --encoding=utf-16"
+    return "binary" if even or odd else None
+
+
+def not_utf8(raw):
+    """The problem of a text that is no UTF-8: its likely encoding. Latin-1 has no letters where cp1252 has dashes."""
+    likely = "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"
+    return f"not UTF-8, perhaps {likely}: --encoding={likely}"
 
 
 class NoColumn(ValueError):
@@ -133,20 +133,141 @@ def want_column(parquet, path, text_field):
         raise NoColumn(f"{path}: no column {text_field!r}; it has {have}. Choose one with --text_field")
 
 
-def has_lines(path):
-    """Is every line of the file a document?"""
-    return ".jsonl" in os.path.basename(path)
+# ----------------------------------------------------------------------------------------------------------------------
+# bytes, and lines of them
 
 
-def open_lines(path):
-    """A binary stream of a .jsonl, .jsonl.gz or .jsonl.zst. Reading a torn one raises."""
-    if path.endswith(".gz"):
-        return gzip.open(path, "rb")
-    if path.endswith(".zst"):
+def open_bytes(path, encoding=""):
+    """A binary stream of a file, here or on the hub, unpacked, and as UTF-8. Reading a torn one raises."""
+    f = Pieces(hub_pieces(path)) if path.startswith("hf://") else open(path, "rb")
+    if path.lower().endswith(".gz"):
+        f = gzip.open(f, "rb")
+    elif path.lower().endswith(".zst"):
         # The reader of the package zstandard ends a torn stream in silence.
         import pyarrow
-        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
-    return open(path, "rb")
+        f = pyarrow.CompressedInputStream(f, "zstd")
+    return Pieces(as_utf8(f, encoding)) if encoding else f
+
+
+def as_utf8(f, encoding):
+    """Yield a stream of another encoding as UTF-8."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    while block := f.read(1 << 20):
+        yield decoder.decode(block).encode()
+    yield decoder.decode(b"", final=True).encode()
+
+
+def has_lines(path):
+    """Is every row of the file a document?"""
+    return kind_of(path) in ROWS
+
+
+def open_lines(path, encoding=""):
+    """A binary stream of lines, which are JSON but in a text: a list and a table become so."""
+    f = open_bytes(path, encoding)
+    kind = kind_of(path)
+    if kind == "json":
+        return Pieces(json_lines(f))
+    return Pieces(table_lines(f)) if kind == "table" else f
+
+
+class Pieces(io.BufferedReader):
+    """A binary stream of the pieces that an iterator yields."""
+
+    def __init__(self, pieces):
+        super().__init__(RawPieces(pieces), 1 << 20)
+
+
+class RawPieces(io.RawIOBase):
+    def __init__(self, pieces):
+        self.pieces = pieces
+        self.rest = memoryview(b"")
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.rest:
+            piece = next(self.pieces, None)
+            if piece is None:
+                return 0
+            self.rest = memoryview(piece)
+        n = min(len(buffer), len(self.rest))
+        buffer[:n] = self.rest[:n]
+        self.rest = self.rest[n:]
+        return n
+
+
+def json_lines(f):
+    """
+    Yield the values of a JSON list, or values one after the other, each as a line. What is no JSON, from there to the
+    end, is one line as it is, which json_document() will not read.
+    """
+    # Bytes that are no UTF-8 come back as they were, in the line that they stand in.
+    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape")
+    rest = ""
+    size = BATCH
+    begun = False
+    more = True
+    while more:
+        block = text.read(size)
+        more = bool(block)
+        rest += block
+        if not begun:
+            rest = rest.lstrip().removeprefix("[")
+            begun = bool(rest)
+        at = 0
+        for begin, end in values_in(rest):
+            # A number may go on in the next block.
+            if end == len(rest) and more:
+                break
+            yield one_line(rest[begin:end])
+            at = end
+        rest = rest[at:]
+        # A value that is longer than a block is tried again when there is twice as much.
+        size = max(BATCH, len(rest))
+    if rest.strip(" \t\r\n,]"):
+        yield one_line(rest)
+
+
+def values_in(text):
+    """Yield (begin, end) of the JSON values that a text begins with; white space, commas and ] may stand between."""
+    decode = json.JSONDecoder().raw_decode
+    end = 0
+    while True:
+        begin = _BETWEEN.match(text, end).end()
+        try:
+            _, end = decode(text, begin)
+        # RecursionError: a million brackets.
+        except (ValueError, RecursionError):
+            return
+        yield begin, end
+
+
+_BETWEEN = re.compile(r"[\s,\]]*")
+
+
+def one_line(text):
+    """A JSON value as a line of bytes. Its line breaks stand between values, since in a string they are escaped."""
+    flat = text.replace("\n", " ").replace("\r", " ")
+    return flat.encode(errors="surrogateescape") + b"\n"
+
+
+def table_lines(f):
+    """Yield the rows of a .csv (RFC 4180) or .tsv, under a line of names, as lines of JSON; all values are text."""
+    # The largest that the C code takes: a document is a field.
+    csv.field_size_limit(2**31 - 1)
+    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="")
+    first = text.readline()
+    # Tables of countries with a decimal comma have semicolons.
+    delimiter = max(",;\t", key=first.count)
+    (names,) = csv.reader([first], delimiter=delimiter) if first.strip() else [[]]
+    try:
+        for row in csv.reader(text, delimiter=delimiter):
+            line = json.dumps(dict(zip(names, row)), ensure_ascii=False)
+            yield line.encode(errors="surrogateescape") + b"\n"
+    except csv.Error as e:
+        raise ValueError(f"no table: {e}") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -162,7 +283,7 @@ def rows_of(path, *columns, comments=False, errors="strict"):
     ValueError if the file is damaged or lacks a column.
     """
     try:
-        if path.endswith(".parquet"):
+        if kind_of(path) == "parquet":
             table = open_parquet(path)
             names = present(path, columns, table.schema_arrow.names)
             for batch in table.iter_batches(1024, columns=names):
@@ -227,13 +348,13 @@ def batches(files, most=None):
 
 def pieces_of(i, file):
     """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i."""
-    path = file["path"]
-    if path.endswith(".parquet"):
+    path, encoding = file["path"], file.get("encoding", "")
+    if kind_of(path) == "parquet":
         yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
     elif has_lines(path):
-        yield from line_blocks(i, path)
+        yield from line_blocks(i, path, encoding)
     else:
-        with open(path, "rb") as f:
+        with open_bytes(path, encoding) as f:
             raw = f.read()
         yield (i, 0, raw), len(raw)
 
@@ -250,10 +371,10 @@ def row_ranges(i, groups):
         row += rows
 
 
-def line_blocks(i, path):
+def line_blocks(i, path, encoding=""):
     """Pieces of a file of lines: raw is whole lines, of about BATCH bytes. The last line may lack its line break."""
     row, rest = 0, []
-    with open_lines(path) as f:
+    with open_lines(path, encoding) as f:
         while block := f.read(BATCH):
             cut = block.rfind(b"\n") + 1
             # A line longer than a block is collected, and joined only once.
@@ -282,15 +403,17 @@ def documents(files, pieces, text_field="text", columns=()):
     """
     for i, first, raw in pieces:
         name, path = files[i]["name"], files[i]["path"]
-        if path.endswith(".parquet"):
+        if kind_of(path) == "parquet":
             yield from parquet_documents(name, path, first, raw, text_field, columns)
         elif has_lines(path):
             for row, line in enumerate(raw.split(b"\n"), first):
                 if line and not line.isspace():
                     yield json_document(name, row, line, text_field)
+        elif kind_of(path) == "html":
+            yield html_document(name, raw)
         else:
             doc = file_document(name, raw)
-            yield dict(doc, language="code") if path.endswith(".py") else doc
+            yield dict(doc, language="code") if ending(path) == ".py" else doc
 
 
 def broken(name, doc_id, problem, columns=()):
@@ -299,19 +422,28 @@ def broken(name, doc_id, problem, columns=()):
 
 
 def file_document(name, raw):
-    if b"\0" in raw:
-        return broken(name, name, "binary")
+    if problem := problem_of(raw):
+        return broken(name, name, problem)
     try:
         return dict(file=name, id=name, text=raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return broken(name, name, "not UTF-8")
+        return broken(name, name, not_utf8(raw))
+
+
+def html_document(name, raw):
+    """The main text of a page, without menus and comments. It says itself what its encoding is."""
+    import trafilatura
+    # It tells of every empty page; here these are counted.
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
+    text = trafilatura.extract(raw, include_comments=False)
+    return dict(file=name, id=name, text=writable(text)) if text else broken(name, name, "HTML without a main text")
 
 
 def json_document(name, row, line, text_field):
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return broken(name, f"{name}:{row}", "not UTF-8")
+        return broken(name, f"{name}:{row}", not_utf8(line))
     except (ValueError, RecursionError):
         # RecursionError: a line of a million brackets.
         record = None
@@ -327,11 +459,24 @@ def document(name, row, record, text_field, problem):
     own = record.get("id")
     own_id = row if own is None else own
     doc = dict(record, file=name, text=writable(text), id=writable(f"{name}:{own_id}"))
-    language = record.get("language") or record.get("lang")
-    script = record.get("language_script")
+    for column in NAMED:
+        value = doc.get(column)
+        # A list of one is that one. Of several it is not known which of them says what may be done.
+        if isinstance(value, list) and len(value) == 1:
+            (value,) = value
+        if isinstance(value, (list, dict)):
+            return broken(name, doc["id"], f"a {column} that is a {type(value).__name__}, not a name", record)
+        if column in doc:
+            doc[column] = None if value is None else writable(str(value))
+    language = doc.get("language") or doc.get("lang")
+    script = doc.get("language_script")
     if language:
         doc["language"] = f"{language}_{script}" if script and "_" not in language else language
     return doc
+
+
+# Columns whose values are names.
+NAMED = ("language", "lang", "language_script", "license")
 
 
 def writable(text):
@@ -389,40 +534,9 @@ def row_groups(parquet):
     return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the hub
-
-
-def hub():
-    """The hub as a file system. Imported here, since most runs do not need it."""
-    from huggingface_hub import HfFileSystem
-    return HfFileSystem()
-
-
-def hub_try(path, ask):
-    """
-    ask(file system), again after 1, 4 and 16 seconds where the network fails.
-
-    OSError, one line, if it stays away. ValueError and FileNotFoundError are answers, and are raised at once.
-    """
-    for pause in (1, 4, 16, None):
-        try:
-            return ask(hub())
-        except (ValueError, FileNotFoundError):
-            raise
-        # Errors of the network come from httpx, requests and the hub, and share no class.
-        except Exception as e:
-            kind = type(e).__name__
-            why = " ".join(str(e).split())[:200]
-            hopeless = ("OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError")
-            if kind in hopeless or not pause:
-                break
-            tqdm.write(f"{path}: {kind}; again in {pause} s")
-            time.sleep(pause)
-    raise OSError(
-        f"{path} could not be read from the hub ({kind}: {why}). "
-        "Nothing is lost: the same command goes on where it stopped"
-    )
 
 
 # A footer describes all row groups: it is downloaded once, not once for each of them.
@@ -432,42 +546,24 @@ def hub_parquet(fs, path):
     return pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb"))
 
 
-def hub_files(path):
-    """
-    hf://datasets/OWNER/NAME[@revision][/FOLDER | /GLOB.parquet] -> {name: path at the revision of now}. Only parquet.
 
-    Of a whole data set those files are taken that have "train" in their name, if there are any: the others are tests.
-    """
-    parts = path.removeprefix("hf://").rstrip("/").split("/", 3)
-    if len(parts) < 3 or parts[0] != "datasets":
-        raise ValueError(
-            f"{path!r}: want hf://datasets/OWNER/NAME, and behind it /FOLDER or /FILES.parquet, where FILES may be a "
-            "pattern like data/*/train/*"
-        )
-    _, owner, name, *inside = parts
-    pattern = "".join(inside)
-    if not pattern.endswith(".parquet"):
-        pattern = "/".join([*inside, "**/*.parquet"])
-    # One commit for the whole run, so that a push to the repository in between mixes nothing.
-    name, _, revision = name.partition("@")
-    if not revision:
-        revision = hub_try(path, lambda fs: fs._api.dataset_info(f"{owner}/{name}").sha)
-    root = f"datasets/{owner}/{name}@{revision}/"
-    found = hub_try(path, lambda fs: fs.glob(root + pattern))
-    if not found:
-        raise ValueError(f"no file on the hub matches {path!r} ({pattern}); only parquet is read there")
-    files = sorted(file.split("/", 3)[3] for file in found)
-    if not inside:
-        files = [file for file in files if "train" in file] or files
-    return {f"{owner}/{name}/{file}": f"hf://{root}{file}" for file in files}
+def hub_pieces(path):
+    """Yield the bytes of a file on the hub, in order, each piece asked for again where the network fails."""
+    at = 0
+    while piece := hub_try(path, lambda fs: fs.cat_file(path.removeprefix("hf://"), at, at + BATCH)):
+        yield piece
+        at += len(piece)
 
 
 def hub_info(file, text_field):
     """What is known of a file on the hub without a download: size, sha256 of its LFS object, row groups (footer)."""
     path = file["path"]
     info = hub_try(path, lambda fs: fs.info(path.removeprefix("hf://")))
+    lfs = info.get("lfs") or {}
+    file = dict(file, bytes=info["size"], sha256=lfs.get("sha256"))
+    if kind_of(path) != "parquet":
+        return file
     parquet = open_parquet(path)
     if text_field:
         want_column(parquet, path, text_field)
-    lfs = info.get("lfs") or {}
-    return dict(file, bytes=info["size"], sha256=lfs.get("sha256"), groups=row_groups(parquet))
+    return dict(file, groups=row_groups(parquet))

@@ -1,7 +1,7 @@
 """
 The conversations of SFT: from files of any form to ids on disk, and which of them a step takes.
 
-    --data=chats.jsonl | chats.parquet | FOLDER | "GLOB" | hf://datasets/OWNER/NAME[/FOLDER | /FILES.parquet]
+    --data=chats.jsonl | chats.json | chats.parquet | FOLDER | "GLOB" | hf://datasets/OWNER/NAME[/FOLDER | /FILES]
     --data="{'a.jsonl': 2, 'hf://datasets/OWNER/NAME': 1}"        two of three conversations of the run are of a.jsonl
 
 Rows become ids once, in out/<run>/tokens: each rank takes its share of the batches, and what a killed run has left is
@@ -27,12 +27,11 @@ from chat import count, learnable, left_out
 from configurator import literal
 from corpus import dedup, quality
 from data import SLOTS, by_epoch, mix_weights
-from engine import checkpoint, readers
+from engine import checkpoint, inputs, readers
 from engine.files import sha256, write_flushed
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 PART = 2**26                    # bytes of text that become one file
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 WANT = f"a JSON object with {chat.CONVERSATION}, or with another form that --help lists"
@@ -58,13 +57,17 @@ def weights_of(data):
 def files_of(source):
     """[(name, path)] of what a source names. ValueError: nothing, or nothing that can be read."""
     files = []
-    for name, path in readers.find([source], ENDINGS):
-        if path.endswith(ENDINGS):
+    for name, path in inputs.find([source], holds_rows):
+        if holds_rows(path):
             files.append((name, path))
     if not files:
-        raise ValueError(f"{source}: want {', '.join(ENDINGS)}; a JSON list becomes lines with "
-                         "jq -c '.[]' FILE.json > FILE.jsonl")
+        raise ValueError(f"{source}: want .jsonl, .json or .parquet")
     return files
+
+
+def holds_rows(path):
+    """Does a file hold rows, which may be conversations?"""
+    return inputs.kind_of(path) in ("lines", "json", "parquet")
 
 
 def survey(data, ranks):
@@ -104,7 +107,7 @@ def numbered(file, pieces):
     """
     path = file["path"]
     for _, first, raw in pieces:
-        if path.endswith(".parquet"):
+        if inputs.kind_of(path) == "parquet":
             records = readers.parquet_records(path, raw, COLUMNS)
             records = sound(path, records)
             for n, record in enumerate(records, first + 1):
@@ -248,7 +251,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
         contamination = dedup.Contamination(dedup.read_prompts(decontaminate))
     judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
     # The code that decides the format, and which turns are learnt, is part of a file's name.
-    modules = (chat, tokenizer, readers, dedup, quality)
+    modules = (chat, tokenizer, inputs, readers, dedup, quality)
     code = [sha256(module.__file__) for module in modules]
     code.append(sha256(__file__))
     decisive = [tok.hash, max_length, date, rules, code]

@@ -253,7 +253,7 @@ def by_hand():
     shard = dict(file="train_00000.npy", tokens=1_950_000, sha256="cd" * 32)
     outputs = dict(shards=[shard], rule="The rule.", halved=False, bos=1, eos=2)
     robots = dict(store="r", agents=["GPTBot", "*"], missing="allow")
-    return report.build(audit, run, files, outputs, robots, dict(scrubbed=True, in_code=True), None)
+    return report.build(audit, run, files, {".pdf": 2}, outputs, robots, dict(scrubbed=True, in_code=True), None)
 
 
 def test_what_the_batches_heard_is_added_up(by_hand):

@@ -12,7 +12,7 @@ import pytest
 import chat
 import tokenizer
 from conftest import script
-from engine import readers
+from engine import inputs, readers
 from engine.parallel import Ranks
 from posttrain import common, conversations
 from test_prepare import Hub
@@ -246,7 +246,7 @@ def test_a_data_set_on_the_hub_is_read_by_its_name_without_its_tests(tmp_path, m
     for k, split in enumerate(("train", "train", "test")):
         write_parquet(tmp_path / "hub" / "data" / f"{split}-{k}.parquet", rows[4 * k:4 * k + 4])
     hub = Hub(str(tmp_path / "hub"))
-    monkeypatch.setattr(readers, "hub", lambda: hub)
+    monkeypatch.setattr(inputs, "hub", lambda: hub)
     want = [chat.render(TOK, row, "2025-01-01")[0] for row in rows]
     name = "hf://datasets/org/name"
     found, _, identity = read(tmp_path, name)
@@ -264,8 +264,8 @@ def test_a_data_set_on_the_hub_is_read_by_its_name_without_its_tests(tmp_path, m
     ("{1: 1}", "want a path, or weights by path"),
     ("{}", "want a positive number for each source"),
     ("{'a.jsonl': 1, 'none.jsonl': 1}", "no such file, folder or pattern: 'none.jsonl'"),
-    ("list.json", "a JSON list becomes lines with jq"),
-    ("empty", "a JSON list becomes lines with jq"),
+    ("notes.txt", "notes.txt: want .jsonl, .json or .parquet"),
+    ("empty", "empty: want .jsonl, .json or .parquet"),
     ("hf://datasets/one", "want hf://datasets/OWNER/NAME"),
     ("torn.jsonl.gz", "torn.jsonl.gz: damaged, or not what its name says"),
     ("torn.parquet", "torn.parquet: damaged, or not what its name says"),
@@ -275,7 +275,7 @@ def test_data_that_cannot_be_read_are_told_in_one_line(tmp_path, monkeypatch, da
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "a.jsonl", rows_like(3))
     (tmp_path / "empty").mkdir()
-    (tmp_path / "list.json").write_text(json.dumps(rows_like(3)))
+    (tmp_path / "notes.txt").write_text("What was said.")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(os.urandom(3000))[:-1000])
     (tmp_path / "torn.parquet").write_bytes(b"PAR1, and no more")
     write_parquet(tmp_path / "none.jsonl.parquet", [dict(text="words")])

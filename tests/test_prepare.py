@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine import inputs
 from engine import readers as documents
 from corpus import sift as pipeline
 import prepare
@@ -24,7 +25,8 @@ import tokenizer
 from configurator import settings
 from conftest import ROOT, script
 from data import read_meta
-from engine.readers import batches, check, find
+from engine.inputs import find
+from engine.readers import batches, check
 from engine.files import sha256
 
 BYTE = tokenizer.load("byte")
@@ -372,7 +374,7 @@ def another(value):
 def test_a_run_goes_on_only_with_the_settings_that_decide_what_it_writes(goes_on, monkeypatch):
     for name, value in settings(vars(prepare)).items():
         if name != "paths":
-            monkeypatch.setattr(prepare, name, another(value))
+            monkeypatch.setattr(prepare, name, "latin-1" if name == "encoding" else another(value))
             assert goes_on() == (name in ("workers", "strict", "dry_run")), name
 
 
@@ -918,8 +920,8 @@ def fake_hub(tmp_path, monkeypatch):
     for k in range(3):
         write_parquet(tmp_path / "hub" / "data" / f"{k}.parquet", rows(40, 40 * k), row_group_size=10)
     fs = Hub(str(tmp_path / "hub"))
-    monkeypatch.setattr(documents, "hub", lambda: fs)
-    monkeypatch.setattr(documents.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(inputs, "hub", lambda: fs)
+    monkeypatch.setattr(inputs.time, "sleep", lambda seconds: None)
     return fs
 
 

@@ -1,0 +1,326 @@
+"""engine/inputs.py and engine/readers.py: every file is read once, or counted and named; every format says the same."""
+import csv
+import gzip
+import io
+import json
+import os
+import random
+
+import numpy as np
+import pytest
+
+from conftest import script
+from corpus.quality import column_reason
+from corpus.shards import DOCUMENT
+from engine import inputs, readers
+from engine.inputs import find, ignored
+from engine.readers import batches, check, documents
+
+TEXTS = ["plain", 'says "so", twice', "two\nlines\r\nand more", "Zürich, 苏黎世; 🏔", " a\ttab ", "x" * 3000, "[1, {2}]"]
+ROWS = [dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}") for i, text in enumerate(TEXTS * 3)]
+
+
+def read(*paths, encoding="", **options):
+    """The documents of some files, as a worker gives them."""
+    files = [check(name, path, encoding=encoding) for name, path in find(list(map(str, paths)))]
+    assert all(not file["problem"] or options.get("bad") for file in files), files
+    return [doc for _, pieces, _ in batches(files) for doc in documents(files, pieces, columns=("score",))]
+
+
+def columns(docs):
+    return [(doc["text"], doc["language"], doc["score"]) for doc in docs]
+
+
+WANT = [(row["text"], row["language"], row["score"]) for row in ROWS]
+
+
+def table(delimiter):
+    """A table by Python's own writer of RFC 4180."""
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, list(ROWS[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(ROWS)
+    return out.getvalue()
+
+
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+FORMATS = {
+    "a.jsonl": LINES,
+    "a.NDJSON": LINES,
+    "a.json": json.dumps(ROWS),
+    "wide.json": json.dumps(ROWS, indent=4, ensure_ascii=False),
+    "after.json": LINES.replace("}\n", "}\n\n"),
+    "a.csv": table(","),
+    "semicolons.csv": table(";"),
+    "a.TSV": table("\t"),
+}
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_the_same_in_each_format_packed_or_not_wherever_a_block_ends(tmp_path, monkeypatch, name, packed):
+    zstd = pytest.importorskip("zstandard")
+    raw = FORMATS[name].encode("utf-8-sig" if name == "a.csv" else "utf-8")
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}[packed]
+    (tmp_path / (name + packed)).write_bytes(pack(raw))
+    for size in (97, 4 << 20):
+        monkeypatch.setattr(readers, "BATCH", size)
+        docs = read(tmp_path / (name + packed))
+        assert columns(docs) == WANT
+        assert [doc["id"] for doc in docs] == [f"{name}{packed}:{row['id']}" for row in ROWS]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-16-be", "shift_jis"])
+@pytest.mark.parametrize("ending", ["txt", "txt.gz", "jsonl", "csv", "json"])
+def test_another_encoding_is_read_by_its_name(tmp_path, encoding, ending):
+    text = "自然言語" if encoding == "shift_jis" else "Grüezi, élève"
+    rows = dict(jsonl=json.dumps(dict(text=text), ensure_ascii=False), csv=f'text\r\n"{text}"\r\n')
+    rows["json"] = "[" + rows["jsonl"] + "]"
+    raw = rows.get(ending, text).encode(encoding)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
+    (doc,) = read(path, encoding=encoding)
+    assert doc["text"] == text
+
+
+@pytest.mark.parametrize("encoding, says", [
+    ("utf-16", "UTF-16"), ("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "perhaps latin-1"),
+    ("cp1252", "perhaps cp1252")])
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "csv"])
+def test_an_encoding_that_was_not_asked_for_is_called_by_its_name(tmp_path, encoding, says, ending):
+    text = "Grüezi – im Dörfli" if encoding == "cp1252" else "Grüezi im Dörfli"
+    row = dict(jsonl=json.dumps(dict(text=text), ensure_ascii=False) + "\n", csv=f"text\n{text}\n").get(ending, text)
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(row.encode(encoding))
+    file = check("a", str(path))
+    problem = file["problem"] or next(documents([file], [(0, 0, readers.open_bytes(str(path)).read())])
+                                      if ending == "txt" else iter(read(path)))["problem"]
+    assert says in problem and "--encoding=" in problem
+    name = problem.rpartition("--encoding=")[2]
+    assert read(path, encoding=name if "utf" not in encoding else encoding)[0]["text"] == text
+
+
+def test_text_in_another_encoding_than_was_said_is_no_text(tmp_path):
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xff\xfe odd"))
+    assert check("a", f"{tmp_path}/a.txt.gz", encoding="ascii")["problem"] == "not ascii"
+    with pytest.raises(ValueError, match="encoding=utf-7000: want a name"):
+        check("a", f"{tmp_path}/a.txt.gz", encoding="utf-7000")
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_an_intact_zst_of_any_size_and_number_of_frames_is_read(tmp_path, frames):
+    zstd = pytest.importorskip("zstandard")
+    rng = random.Random(1)
+    lines = [json.dumps(dict(text="%030x" % rng.getrandbits(120))) + "\n" for _ in range(9_000)]
+    parts = np.array_split(lines, frames)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"".join(zstd.compress("".join(part).encode()) for part in parts))
+    file = check("a", str(path))
+    assert file["problem"] is None and file["unpacked"] == sum(map(len, lines)) > 2**18
+    assert len(read(path)) == 9_000
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# nothing lost silently
+
+
+def fill(folder):
+    """A folder of files that are read, and of others. Returns the names of the first."""
+    taken = ["a.TXT", "b.markdown", "c.txt.gz", "d.csv", "e.htm", "sub/f.json", "notes[1]/g.md"]
+    others = ["x.pdf", "y.PDF", "z.docx", "LICENSE", ".hidden", ".git/config.txt", "old.parquet.gz"]
+    for name in [*taken, *others]:
+        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
+        (folder / name).write_bytes(b"")
+    os.symlink("nowhere.txt", folder / "dangling.txt")
+    return taken
+
+
+def test_every_file_of_a_folder_is_found_or_counted_by_its_ending(tmp_path):
+    taken = fill(tmp_path)
+    assert sorted(name for name, _ in find([str(tmp_path)])) == sorted(taken)
+    want = {".pdf": 2, "hidden": 2, ".docx": 1, "no ending": 1, ".parquet": 1, "broken link": 1}
+    assert ignored([str(tmp_path)]) == want
+    every = sum(len(files) for _, _, files in os.walk(tmp_path))
+    assert every == len(taken) + sum(want.values())
+
+
+def test_what_was_passed_over_is_told_and_stands_in_the_audit(tmp_path):
+    (tmp_path / "texts").mkdir()
+    fill(tmp_path / "texts")
+    for i in range(30):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"text number {i}")
+    args = [tmp_path / "texts", f"--out={tmp_path}/data", "--tokenizer=byte"]
+    done = script("prepare.py", *args)
+    said = "ignored 8 files: .pdf 2, hidden 2, "
+    assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert report["ignored"][".pdf"] == 2 and ".pdf 2, hidden 2" in (tmp_path / "data" / "report.md").read_text()
+
+
+def test_a_folder_whose_name_reads_like_a_pattern_is_a_folder(tmp_path):
+    fill(tmp_path)
+    assert [name for name, _ in find([f"{tmp_path}/notes[1]"])] == ["g.md"]
+    assert [name for name, _ in find([f"{tmp_path}/*.TXT"])] == ["a.TXT"]
+
+
+def test_loops_of_links_end_and_a_file_with_several_links_is_there_once(tmp_path):
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "deep" / "x.txt").write_text("x")
+    (tmp_path / "y.txt").write_text("y")
+    os.symlink("..", tmp_path / "b" / "deep" / "loop")
+    os.symlink(tmp_path, tmp_path / "b" / "whole")
+    # In the order of names the links would come first.
+    os.symlink("b/deep", tmp_path / "a_link")
+    os.symlink("y.txt", tmp_path / "a.txt")
+    os.link(tmp_path / "y.txt", tmp_path / "z.txt")
+    assert [name for name, _ in find([str(tmp_path)])] == ["b/deep/x.txt", "y.txt"]
+    # What links alone lead to is read too, once, wherever it was named.
+    (tmp_path / "c").mkdir()
+    os.symlink(tmp_path / "b", tmp_path / "c" / "outside")
+    assert [name for name, _ in find([f"{tmp_path}/c"])] == ["outside/deep/x.txt", "outside/whole/y.txt"]
+    assert [name for name, _ in find([f"{tmp_path}/b/deep/x.txt", str(tmp_path)])] == ["x.txt", "y.txt"]
+
+
+@pytest.mark.parametrize("name, says", [
+    ("a.pdf", "pdftotext"), ("a.warc.gz", "WarcReader"), ("a.docx", "pandoc"), ("a.bin", "unknown kind of file")])
+def test_a_named_file_of_another_kind_says_what_to_convert_it_with(tmp_path, name, says):
+    (tmp_path / name).write_bytes(b"x")
+    assert says in check(name, f"{tmp_path}/{name}")["problem"]
+
+
+@pytest.mark.parametrize("name, raw, bad", [
+    ("torn.json", b'[{"text": "a"}, {"text": "b"}, {"tex', 1),
+    ("no.json", b"what is this?", 1),
+    ("deep.json", b'[{"text": "a"}, {"text": "b"}, ' + b"[" * 100_000, 1),
+    ("bytes.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', 1),
+    ("bytes.csv", b"id,text\n1,a\n2,\xff\n3,b\n", 1),
+    ("short.csv", b"id,text\n1,a\n2\n3,b,more\n", 1),
+    ("quote.csv", b'id,text\n1,a\n3,b\n4,"c\n', 0),
+    ("empty.csv", b"", 0),
+    ("empty.json", b"", 0)])
+def test_what_cannot_be_read_of_a_list_or_a_table_is_counted_and_the_rest_is_read(tmp_path, name, raw, bad):
+    (tmp_path / name).write_bytes(raw)
+    docs = read(tmp_path / name)
+    texts = [doc["text"] for doc in docs]
+    assert texts.count(None) == bad
+    if len(raw) > 20:
+        assert {"a", "b"} <= set(texts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# pages
+
+
+PAGE = """<html><head><title>On lakes</title><meta charset="utf-8"></head><body>
+<nav><ul><li><a href="/">Home</a></li><li><a href="/about">About us</a></li></ul></nav>
+<article><h1>On lakes</h1><p>The lake of Zürich is forty kilometres long, and its water leaves it through the
+Limmat, in the middle of the city, where swans are fed by everybody.</p>
+<p>In the winter of 1963 it froze over, and for some weeks people walked across it, from one side to the other.</p>
+</article><footer>All rights reserved. <a href="/imprint">Imprint</a></footer></body></html>"""
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+def test_of_a_page_the_main_text_is_read_as_trafilatura_gives_it(tmp_path, encoding):
+    trafilatura = pytest.importorskip("trafilatura")
+    raw = PAGE.replace("utf-8", encoding).encode(encoding)
+    (tmp_path / "a.html").write_bytes(raw)
+    (doc,) = read(tmp_path / "a.html")
+    assert doc["text"] == trafilatura.extract(PAGE, include_comments=False)
+    assert "forty kilometres" in doc["text"] and "Zürich" in doc["text"] and "Imprint" not in doc["text"]
+
+
+def test_without_the_library_a_page_says_which(tmp_path, monkeypatch):
+    (tmp_path / "a.html").write_text(PAGE)
+    monkeypatch.setattr(readers, "find_spec", lambda name: None)
+    assert "pip install trafilatura" in check("a", f"{tmp_path}/a.html")["problem"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# columns
+
+
+@pytest.mark.parametrize("value, want", [
+    (None, None), (5, "5"), (["deu_Latn"], "deu_Latn"), ([], "list"), (["deu", "fra"], "list"), ({"deu": 1}, "dict"),
+    (True, "True"), ("deu_Latn", "deu_Latn")])
+@pytest.mark.parametrize("column", ["language", "license"])
+def test_a_language_or_licence_that_is_no_text_is_its_name_or_a_problem(tmp_path, column, value, want):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x", column: value}))
+    (doc,) = read(tmp_path / "a.jsonl")
+    if want in ("list", "dict"):
+        assert doc["text"] is None and doc["problem"] == f"a {column} that is a {want}, not a name"
+    else:
+        assert doc["text"] == "x" and doc[column] == want
+
+
+@pytest.mark.parametrize("value, fate", [
+    ("0.9", None), (0.9, None), (1, None), ("0.1", "score"), (None, "score"), ("", "score"), ("nan", "score")])
+def test_a_score_that_is_written_as_text_is_a_number_and_nothing_is_null(value, fate):
+    assert column_reason(dict(text="x", score=value), top=("score", 0.5)) == fate
+
+
+@pytest.mark.parametrize("value", ["high", [0.9], {}])
+def test_a_score_that_is_no_number_is_one_line(value):
+    with pytest.raises(ValueError, match="column score: .* where a number was expected"):
+        column_reason(dict(text="x", score=value), below=("score", 0.5))
+
+
+def test_a_null_in_a_column_has_the_default(tmp_path):
+    rows = [dict(text=f"text {i}", language=None if i % 2 else "deu_Latn", license=None) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = script("prepare.py", tmp_path / "a.jsonl", f"--out={tmp_path}/data", "--tokenizer=byte",
+                  "--default_language=und", "--default_license=cc0", "--keep_licenses=cc0")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    assert {row["language"]: row["documents"] for row in report["table"]} == {"deu_Latn": 20, "und": 20}
+    assert report["licenses"]["cc0"]["documents"] == 40
+
+
+def test_a_document_may_have_more_bytes_than_32_bits_count():
+    size = 5 * 2**32
+    document = np.array([(1, 2, 3, 4, size, 0, 0)], DOCUMENT)
+    assert document["length"][0] == size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the hub
+
+
+class Hub:
+    """A data set on the hub, from a folder of this machine; every third answer is that the network fails."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.asked = 0
+        self._api = self
+
+    def local(self, path):
+        self.asked += 1
+        if self.asked % 3 == 0:
+            raise RuntimeError("connection reset by peer")
+        return self.folder / path.partition("@c0ffee/")[2]
+
+    def dataset_info(self, repo):
+        return type("Info", (), dict(sha="c0ffee"))
+
+    def glob(self, path):
+        root = path[:path.index("@c0ffee/") + 8]
+        return [root + str(file.relative_to(self.folder)) for file in self.folder.glob(path[len(root):])]
+
+    def info(self, path):
+        return dict(size=self.local(path).stat().st_size)
+
+    def cat_file(self, path, start, end):
+        return self.local(path).read_bytes()[start:end]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "wide.json"])
+def test_lines_tables_and_lists_on_the_hub_are_streamed_as_they_are_here(tmp_path, monkeypatch, name):
+    raw = FORMATS[name.removesuffix(".gz")].encode()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (tmp_path / "README.md").write_text("# What it is")
+    monkeypatch.setattr(inputs, "hub", lambda hub=Hub(tmp_path): hub)
+    monkeypatch.setattr(inputs.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(readers, "BATCH", 1000)
+    assert columns(read("hf://datasets/org/name")) == WANT
+    assert columns(read(f"hf://datasets/org/name/data/{name}")) == WANT
