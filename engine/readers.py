@@ -218,9 +218,6 @@ def json_lines(f):
             begun = bool(rest)
         at = 0
         for begin, end in values_in(rest):
-            # A number may go on in the next block.
-            if end == len(rest) and more:
-                break
             yield one_line(rest[begin:end])
             at = end
         rest = rest[at:]
