@@ -51,13 +51,14 @@ from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerpri
 from corpus.grow import can_grow, merge
 from corpus.kept import tables, write_kept
 from corpus.quality import TOXICITY, TopShare
+from corpus.reservations import COLUMNS, open_reservations
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
 from corpus.shards import claim, clear, publish, version
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.withdraw import reason_of, stays_out, withdraw
 from engine.files import sha256, write_flushed
-from engine.inputs import find, ignored, matches
+from engine.inputs import files_of, find, ignored, matches
 from engine.readers import batches, check, id_hash, rows_of
 
 paths = []                  # files, folders, globs, hf://: text, .html, .json(l), tables, .parquet; none: the stdlib
@@ -74,9 +75,10 @@ source_by = ""              # a set of shards for each value of this column (lan
 default_language = ""       # of documents that do not say (columns language or lang)
 default_license = ""        # of documents that do not say (column license)
 max_bytes = 0.0             # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
-# may one train on it (corpus/robots.py)
+# may one train on it (corpus/robots.py); what pages say themselves always counts (corpus/reservations.py)
 robots = ""                 # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
 blocked = ""                # list of blocked domains
+reservations = ""           # store of tdmrep.json and ai.txt (corpus/reservations.py): a folder, .jsonl, .parquet
 missing = "allow"           # a host without robots.txt: allow (Apertus) | deny
 agents = ""                 # file of agents, one a line; "" = the 15 of Apertus
 agents_no_star = False      # only opt-outs that name an AI agent, not those for everybody
@@ -125,6 +127,7 @@ CODE = [
     "engine/readers.py",
     "corpus/quality.py",
     "corpus/dedup.py",
+    "corpus/reservations.py",
     "corpus/robots.py",
     "corpus/pii.py",
     "corpus/audit.py",
@@ -148,7 +151,7 @@ def main():
     local = [path for path in paths if not path.startswith("hf://")]
     here = find(local) if paths else standard_library()
     read = [path for _, path in here]
-    for pattern in [*paths, robots]:
+    for pattern in [*paths, robots, reservations]:
         read += matches(pattern)
     final, tmp, lock = claim(out, read)
     out = os.path.normpath(out)
@@ -301,7 +304,7 @@ def survey(here, work, new):
     sizes = [stat.st_size for stat in stats]
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
-    named = [robots, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
+    named = [robots, reservations, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -329,7 +332,8 @@ def digest(path):
     """The sha256 of a file, or of the names and the sha256 of all files in a folder."""
     if not os.path.isdir(path):
         return sha256(path)
-    lines = [f"{name} {sha256(file)}" for name, file in find([path])]
+    root, files = files_of(path)
+    lines = [f"{os.path.relpath(file, root)} {sha256(file)}" for file in files if os.path.isfile(file)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -367,7 +371,7 @@ def read_rules(files, work):
     rules = Rules(
         files=files,
         text_field=text_field,
-        wanted=[column for column in (score_field, max_field, source_by) if column],
+        wanted=[*COLUMNS, *filter(None, (score_field, max_field, source_by))],
         spool=work,
         name=os.path.basename(os.path.normpath(out)),
         source_by=source_by,
@@ -376,6 +380,7 @@ def read_rules(files, work):
             license=default_license or ("" if paths else "PSF-2.0"),
         ),
         robots=asked if robots or blocked else None,
+        reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,

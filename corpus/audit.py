@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.reservations import RESERVED
 from corpus.shards import version
 from engine.files import read_json, sha256
 from engine.plot import entry_of, finish, pyplot
@@ -51,6 +52,7 @@ REASONS = {
     "no-robots": "the host has no robots.txt (--missing=deny)",
     "unparsable": "what the host serves as robots.txt is none (--missing=deny)",
     "bad-url": "the URL is none (--missing=deny)",
+    **RESERVED,
     "license": "licence not on the list",
     "language": "language not on the list",
     "length": "too short or too long",
@@ -235,7 +237,7 @@ def opt_outs(audit, everything):
     # The hosts that lost the most bytes come first.
     top = sorted(blocked.items(), key=lambda host: (-host[1][1], host[0]))
     removed = everything["removed"]
-    gone = sum(removed[reason][1] for reason in ("robots", "blocked-domain") if reason in removed)
+    gone = sum(removed[reason][1] for reason in ("robots", "blocked-domain", *RESERVED) if reason in removed)
     return dict(
         hosts=dict(
             seen=len(audit.hosts),
@@ -312,6 +314,7 @@ def markdown(report):
         *flow(report["total"], run["tokenizer"]),
         "## Opt-outs",
         *opt_out_blocks(report["robots"]),
+        *reservation_blocks(report["total"]["removed"]),
         "## Personal data",
         personal_data(report["pii"]),
         *probe_blocks(report["probes"]),
@@ -374,6 +377,18 @@ def opt_out_blocks(robots):
     if rows:
         blocks.append(table(("host", "documents", "MB"), rows))
     return blocks
+
+
+def reservation_blocks(removed):
+    """What was removed for opt-outs beyond robots.txt."""
+    found = beyond_robots(removed)
+    return [f"Documents removed because the page, its headers or a file of its host reserve it "
+            f"(corpus/reservations.py): {found}."] if found else []
+
+
+def beyond_robots(removed):
+    """Documents by what reserved them, as a phrase; "" where nothing did."""
+    return ", ".join(f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed)
 
 
 def personal_data(pii):
@@ -496,14 +511,16 @@ def first_ten(names, more):
 
 def reservations(robots, removed):
     """Box 3.1: whose opt-outs were applied, to how much, and what silence was taken for."""
+    pages = beyond_robots(removed)
+    beyond = f" Removed for reservations in pages, headers, tdmrep.json and ai.txt: {pages}." if pages else ""
     if not robots:
-        return "none was looked up."
+        return f"no robots.txt was looked up.{beyond}" if pages else "none was looked up."
     reasons = ("robots", "blocked-domain", "no-robots", "unparsable", "bad-url")
     gone = sum(removed[reason][0] for reason in reasons if reason in removed)
     silent = "left out" if robots["missing"] == "deny" else "taken as not having opted out"
     return (f"robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any date, for "
             f"{len(robots['agents']):,} agents ({', '.join(robots['agents'][:4])}, ...); {gone:,} documents removed. "
-            f"A host without a file was {silent}.")
+            f"A host without a file was {silent}.{beyond}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

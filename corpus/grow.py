@@ -19,6 +19,7 @@ import shutil
 import numpy as np
 
 from corpus import audit, kept
+from corpus.reservations import RESERVED
 from corpus.shards import safe, shards_of, version, write_shard
 from engine.files import read_json, sha256, write_flushed
 from engine.readers import id_hash
@@ -163,7 +164,7 @@ def sum_of(old, new):
     if old["robots"]:
         for key in ("hosts", "outcomes", "removed_by_agent", "top_blocked_hosts"):
             audit.add(account["robots"][key], old["robots"][key])
-        gone = sum(account["total"]["removed"].get(key, (0, 0))[1] for key in ("robots", "blocked-domain"))
+        gone = sum(account["total"]["removed"].get(key, (0, 0))[1] for key in ("robots", "blocked-domain", *RESERVED))
         account["robots"]["share_of_bytes_removed"] = gone / account["total"]["bytes_in"]
     account["additions"] = [*old.get("additions", ()), dict(
         date=new["run"]["date"], documents=new["total"]["documents"], before=old["outputs"]["version"])]

@@ -106,10 +106,15 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     refused = refusals(parts[1], groups, agents, explicit)
     if not refused:
         return True, "allowed"
+    agent = named_first(refused, groups)
+    return False, f"robots:{agent}:{refused[agent]}"
+
+
+def named_first(refused, groups):
+    """The first of the refused agents that the file names, `*` if it names none of them."""
     named = [agent for agent in refused if product_token(agent) in groups]
     # The first that is not `*`, which is always named where it refuses.
-    agent = min(named or refused, key="*".__eq__)
-    return False, f"robots:{agent}:{refused[agent]}"
+    return min(named or refused, key="*".__eq__)
 
 
 def refusals(path, groups, agents=AGENTS, explicit=False):
@@ -129,10 +134,17 @@ def refusals(path, groups, agents=AGENTS, explicit=False):
 
 def _decision(rules, path):
     """(allow, rule as written) of the first rule that matches: parse_robots has put the longest in front."""
-    for _, allow, written, start, rest, anchored in rules:
-        if path.startswith(start) and _goes_on(path, len(start), rest, anchored):
+    for rule in rules:
+        if matching(path, rule):
+            _, allow, written, *_ = rule
             return allow, written
     return True, None
+
+
+def matching(path, rule):
+    """Does a rule, one of compiled(), match a path from split_url?"""
+    *_, start, rest, anchored = rule
+    return path.startswith(start) and _goes_on(path, len(start), rest, anchored)
 
 
 def _goes_on(path, at, rest, anchored):
@@ -273,7 +285,7 @@ def parse_robots(content):
                 groups[name].append((kind == "a", value))
     if not known and re.search(r"^[ \t]*[^#\s]", text, re.M):
         return None
-    return {name: _compile(rules) for name, rules in groups.items()}
+    return {name: compiled(rules) for name, rules in groups.items()}
 
 
 def _text(content):
@@ -288,15 +300,15 @@ def _text(content):
     return text.lstrip("\ufeff\ufffd")
 
 
-def _compile(rules):
+def compiled(rules):
     """[(allow, rule as written)] -> the tuples of parse_robots, the longest first, of equally long ones allow first."""
-    compiled = []
+    tuples = []
     for allow, written in rules:
         pattern = _percent(written)
         start, *rest = pattern.removesuffix("$").replace("$", "%24").split("*")
-        compiled.append((len(pattern), allow, written, start, rest, pattern.endswith("$")))
-    compiled.sort(key=itemgetter(0, 1), reverse=True)
-    return compiled
+        tuples.append((len(pattern), allow, written, start, rest, pattern.endswith("$")))
+    tuples.sort(key=itemgetter(0, 1), reverse=True)
+    return tuples
 
 
 # ----------------------------------------------------------------------------------------------------------------------

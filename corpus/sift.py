@@ -24,6 +24,7 @@ from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import as_number, column_reason
+from corpus.reservations import RESERVED, reservation
 from corpus.robots import host_key, verdict
 from corpus.shards import DOCUMENT, long_parts
 from engine.readers import documents, id_hash
@@ -41,6 +42,7 @@ class Rules(SimpleNamespace):
         name, source_by                 the name of the only source, or the column that names it
         defaults                        {"language", "license"} of documents that do not say
         robots                          arguments of robots.verdict, or None
+        reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
         contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
         tok, min_tokens, max_tokens     the vocabulary by which a document is too short or too long, or None
@@ -217,11 +219,14 @@ def reason_by_columns(rules, one, info):
         raise ValueError(f"{one.id}: {url!r} is not a URL (--strict)")
     if not doc["text"].strip():
         return "empty"
+    outcome = verdict(url, **rules.robots) if rules.robots else "kept:"
+    reserved = reservation(doc, rules.reservations) if outcome.startswith("kept:") else None
+    if reserved:
+        outcome = f"drop:{reserved}"
     if rules.robots:
-        outcome = verdict(url, **rules.robots)
         note_outcome(info, outcome, host_key(url), one.size)
-        if outcome.startswith("drop:"):
-            return outcome.removeprefix("drop:")
+    if outcome.startswith("drop:"):
+        return outcome.removeprefix("drop:")
     # A token has at least one byte: most texts that are too short need not be tokenized.
     few = rules.tok and one.size + 2 < rules.min_tokens
     return column_reason(doc, **rules.columns) or ("tokens" if few else None)
@@ -235,7 +240,7 @@ def note_outcome(info, outcome, host, size):
         info.hosts[host] = has.get(reason, "with")
     one = [1, size]
     add(info.robots["outcomes"], {f"{fate}:{reason}": one})
-    if reason in ("robots", "blocked-domain"):
+    if reason in ("robots", "blocked-domain", *RESERVED):
         add(info.robots["blocked"], {host: one})
     if reason == "robots":
         add(info.robots["agents"], {particulars[0]: one})

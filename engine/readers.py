@@ -433,7 +433,14 @@ def html_document(name, raw):
     # It tells of every empty page; here these are counted.
     logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
     text = trafilatura.extract(raw, include_comments=False)
-    return dict(file=name, id=name, text=writable(text)) if text else broken(name, name, "HTML without a main text")
+    if not text:
+        return broken(name, name, "HTML without a main text")
+    return dict(file=name, id=name, text=writable(text), metas=metas(trafilatura.load_html(raw)))
+
+
+def metas(tree):
+    """[(name, content)] of the <meta> of a page, an lxml tree."""
+    return [(meta.get("name") or "", meta.get("content") or "") for meta in tree.iter("meta")]
 
 
 def json_document(name, row, line, text_field):

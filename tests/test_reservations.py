@@ -1,0 +1,186 @@
+"""corpus/reservations.py: opt-outs beyond robots.txt, by the published examples of those who defined them."""
+import gzip
+import json
+
+import pytest
+
+from conftest import script
+from corpus.reservations import RESERVED, headers_of, open_reservations, parse_tdmrep, reservation, robots_directive
+
+# What datadiligence 0.1.7 (Spawning) makes of the header, without an agent and as GPTBot: may one train on it?
+X_ROBOTS = {
+    "": True, "noai": False, "noimageai": False, "other, noai": False, "noindex": True, "other, noindex": True,
+    "GPTBot: noai": False, "GPTBot:noai": False, "GPTBot: all": True, "other, GPTBot: noimageai": False,
+    "somebot: noai": True, "demobot: noai, examplebot: noai, GPTBot: all": True, ":,": True, ":, :, ,;: -:: ": True,
+    "noindex, nofollow": True, "none": True, "all, noai": False}
+TDM = {"": True, "0": True, "1": False, "other": True, "2": True, " 1": False}
+
+
+@pytest.mark.parametrize("said", X_ROBOTS)
+def test_a_header_of_robots_is_read_as_by_datadiligence(said):
+    assert (robots_directive(said) is None) == X_ROBOTS[said]
+    for doc in (dict(x_robots_tag=said), dict(headers={"X-Robots-Tag": said}), dict(metas=[("Robots", said)])):
+        assert (reservation(doc) is None) == X_ROBOTS[said]
+
+
+@pytest.mark.parametrize("said", TDM)
+def test_a_header_of_tdmrep_is_read_as_by_datadiligence(said):
+    assert (reservation(dict(tdm_reservation=said)) is None) == TDM[said]
+    assert (reservation(dict(headers=f"Content-type: text/html\r\nTDM-Reservation: {said}\r\n")) is None) == TDM[said]
+
+
+@pytest.mark.parametrize("directive", ["noai", "noimageai", "noml"])
+def test_each_directive_has_its_own_name_in_any_case(directive):
+    assert reservation(dict(x_robots_tag=f"noindex, {directive.upper()}")) == directive
+    assert reservation(dict(metas=[("gptbot", f"nofollow, {directive}")])) == directive
+    assert reservation(dict(metas=[("googlebot", directive)])) is None
+
+
+# The second example of the report, section "TDM File on the Origin Server".
+EXAMPLE = """[
+  {"location": "/directory-a/", "tdm-reservation": 1},
+  {"location": "/directory-b/html/", "tdm-reservation": 1, "tdm-policy": "https://provider.com/policies/policy.json"},
+  {"location": "/directory-b/images/*.jpg", "tdm-reservation": 0}
+]"""
+FIRST = '[{"location": "/b/open/", "tdm-reservation": 0}, {"location": "/b", "tdm-reservation": 1}]'
+LAST = '[{"location": "/b", "tdm-reservation": 1}, {"location": "/b/open/", "tdm-reservation": 0}]'
+
+
+def of_host(**files):
+    """A store of one host's files."""
+    return {name: {"provider.com": files.get(key)} for name, key in (("tdmrep.json", "tdmrep"), ("ai.txt", "ai_txt"))}
+
+
+@pytest.mark.parametrize("content, path, reserved", [
+    ('[{"location": "/", "tdm-reservation": 1}]', "/any/file.pdf", "/"),
+    (EXAMPLE, "/directory-a/x.pdf", "/directory-a/"),
+    (EXAMPLE, "/directory-b/html/x?y=1", "/directory-b/html/"),
+    (EXAMPLE, "/directory-b/images/x.jpg", None),
+    (EXAMPLE, "/directory-c/", None),
+    (EXAMPLE, "/Directory-a/x.pdf", None),
+    # "The most specific match is the first in sequence."
+    (FIRST, "/b/open/x", None),
+    (LAST, "/b/open/x", "/b"),
+    (FIRST, "/b/x", "/b"),
+    # The table of special characters: the end, anything, and a dollar itself.
+    ('[{"location": "/this/path/exactly$", "tdm-reservation": 1}]', "/this/path/exactly", "/this/path/exactly$"),
+    ('[{"location": "/this/path/exactly$", "tdm-reservation": 1}]', "/this/path/exactly/not", None),
+    ('[{"location": "/this/*/then", "tdm-reservation": 1}]', "/this/and/then/x", "/this/*/then"),
+    ('[{"location": "/path/foo-%24", "tdm-reservation": 1}]', "/path/foo-$", "/path/foo-%24"),
+    # Other values are errors, and the property is unset.
+    ('[{"location": "/", "tdm-reservation": 2}]', "/x", None),
+    ('[{"location": "/", "tdm-reservation": "1"}]', "/x", "/"),
+    ('{"location": "/", "tdm-reservation": 1}', "/x", None),
+    ("<html>not found</html>", "/x", None),
+    ("[" * 100_000, "/x", None),
+    (b"\xff", "/x", None)])
+def test_a_file_of_tdmrep_reserves_what_the_report_says(content, path, reserved):
+    found = reservation(dict(url=f"https://provider.com{path}"), of_host(tdmrep=content))
+    assert found == (reserved and f"tdm-file:{reserved}")
+
+
+RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
+
+
+@pytest.mark.parametrize("header, meta, want", [
+    (None, None, "tdm-file:/"), ("0", None, None), ("1", None, "tdm-header"), (None, "0", None), ("0", "1", "tdm-meta"),
+    ("1", "0", None), ("maybe", "", "tdm-file:/")])
+def test_a_header_supersedes_the_file_and_a_meta_the_header_and_silence_changes_nothing(header, meta, want):
+    doc = dict(url="https://provider.com/x", tdm_reservation=header, meta_tdm_reservation=meta)
+    assert reservation(doc, of_host(tdmrep=RESERVES)) == want
+    page = dict(url="https://provider.com/x", headers={"tdm-reservation": header}, metas=[("tdm-reservation", meta or "")])
+    assert reservation(page, of_host(tdmrep=RESERVES)) == want
+
+
+# As Spawning's generator writes it for a site that refuses text and allows images.
+AI_TXT = "# Spawning AI\nUser-Agent: *\nDisallow: *.txt\nDisallow: *.html\nDisallow: *.pdf\nAllow: *.jpg\n"
+
+
+@pytest.mark.parametrize("content, path, want", [
+    (AI_TXT, "/a.html", "ai-txt:*:*.html"), (AI_TXT, "/a/page", "ai-txt:*:*.html"), (AI_TXT, "/", "ai-txt:*:*.html"),
+    (AI_TXT, "/a.jpg", None), (AI_TXT, "/a/page?x=.css", "ai-txt:*:*.html"), (AI_TXT, "/a.css", None),
+    ("User-Agent: *\nDisallow: /", "/a.jpg", "ai-txt:*:/"), ("User-Agent: *\nDisallow:", "/a", None),
+    ("User-Agent: GPTBot\nDisallow: /", "/a", "ai-txt:GPTBot:/"), ("User-Agent: other\nDisallow: /", "/a", None),
+    ("<html></html>", "/a", None)])
+def test_an_ai_txt_is_read_like_robots_txt_about_kinds_of_files(content, path, want):
+    assert reservation(dict(url=f"https://provider.com{path}"), of_host(ai_txt=content)) == want
+
+
+@pytest.mark.parametrize("said", [
+    "HTTP/1.1 200 OK\r\nX-Robots-Tag: noindex\r\nx-robots-tag: noai\r\n", [["X-Robots-Tag", "noai"]],
+    {"x-robots-tag": "noai"}, '{"X-Robots-Tag": "noai"}', '[["x-robots-tag", "noai"]]'])
+def test_headers_may_come_in_any_form(said):
+    assert "noai" in headers_of(said)["x-robots-tag"] and reservation(dict(headers=said)) == "noai"
+
+
+@pytest.mark.parametrize("said", [None, "", "{", 5, [1, 2], [["x"]], "no colon"])
+def test_headers_that_are_none_say_nothing(said):
+    assert reservation(dict(headers=said if said != 5 else None, url=said)) is None
+
+
+def test_a_store_is_rows_or_a_mirror_of_hosts(tmp_path):
+    rows = [dict(domain="www.provider.com", file="tdmrep.json", content=RESERVES),
+            dict(domain="b.org", file="/ai.txt", content=AI_TXT), dict(domain="c.org", file="ai.txt", content=None)]
+    with gzip.open(tmp_path / "store.jsonl.gz", "wt") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "mirror" / "provider.com" / ".well-known").mkdir(parents=True)
+    (tmp_path / "mirror" / "b.org").mkdir()
+    (tmp_path / "mirror" / "provider.com" / ".well-known" / "tdmrep.json").write_text(RESERVES)
+    (tmp_path / "mirror" / "b.org" / "ai.txt").write_text(AI_TXT)
+    for path in ("store.jsonl.gz", "mirror"):
+        store = open_reservations(tmp_path / path)
+        assert reservation(dict(url="https://www.provider.com/x"), store) == "tdm-file:/"
+        assert reservation(dict(url="https://b.org/x.txt"), store) == "ai-txt:*:*.txt"
+        assert reservation(dict(url="https://c.org/x"), store) is None
+
+
+@pytest.mark.parametrize("row, says", [
+    (dict(host="a.org", content="x"), "no column file"), (dict(domain="a.org", file="robots.txt", content="x"), "want tdm"),
+    (dict(domain="a.org", file="ai.txt"), "no column content"), (dict(domain="a.org", file="ai.txt", content=None), "no opt-outs")])
+def test_a_store_of_other_columns_is_one_line(tmp_path, row, says):
+    (tmp_path / "store.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=says):
+        open_reservations(tmp_path / "store.jsonl")
+
+
+PAGE = """<html><head><title>{0}</title>{1}</head><body><article><p>The lake number {0} is forty kilometres long, and its
+water leaves it through a river, in the middle of the city, where swans are fed by everybody who comes.</p>
+<p>In the winter of 1963 it froze over, and for some weeks people walked across it, to the other side.</p></article>
+</body></html>"""
+
+
+def test_each_kind_is_removed_under_its_own_name_and_stands_in_the_audit(tmp_path):
+    """Rows and pages; one document of each kind, and twenty that say nothing."""
+    kinds = dict(noai=dict(x_robots_tag="noai"), noimageai=dict(headers={"X-Robots-Tag": "noimageai"}),
+                 noml=dict(meta_robots="noml"), header=dict(tdm_reservation="1"), meta=dict(meta_tdm_reservation="1"),
+                 file=dict(url="https://provider.com/x"), ai=dict(url="https://b.org/x"))
+    rows = [dict(id=name, text=f"a text about {name}", **columns) for name, columns in kinds.items()]
+    rows += [dict(id=f"d{i}", text=f"some text {i}", url=f"https://a{i}.org/") for i in range(20)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in" / "free.html").write_text(PAGE.format(1, ""))
+    (tmp_path / "in" / "page.html").write_text(PAGE.format(2, '<META name="robots" content="index, noai">'))
+    (tmp_path / "in" / "tdm.html").write_text(PAGE.format(3, '<meta name="tdm-reservation" content="1">'))
+    store = [dict(domain="provider.com", file="tdmrep.json", content=RESERVES),
+             dict(domain="b.org", file="ai.txt", content=AI_TXT)]
+    (tmp_path / "store.jsonl").write_text("".join(json.dumps(row) + "\n" for row in store))
+    done = script("prepare.py", tmp_path / "in", f"--out={tmp_path}/data", "--tokenizer=byte",
+                  f"--reservations={tmp_path}/store.jsonl")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "data" / "report.json").read_text())
+    removed = {reason: n for reason, (n, _) in report["total"]["removed"].items()}
+    want = {reason: 1 for reason in RESERVED} | {"noai": 2, "tdm-meta": 2}
+    has_html = "unreadable" not in removed
+    assert removed == (want if has_html else want | {"noai": 1, "tdm-meta": 1, "unreadable": 3})
+    assert report["total"]["documents"] == 20 + has_html
+    page = (tmp_path / "data" / "report.md").read_text()
+    assert "tdm-file 1, tdm-header 1" in page and "Reservations of rights: no robots.txt was looked up." in page
+    with gzip.open(tmp_path / "data" / "removed.jsonl.gz", "rt") as lines:
+        reasons = {row["id"]: row["reason"] for row in map(json.loads, lines)}
+    assert reasons["rows.jsonl:file"] == "tdm-file:/" and reasons["rows.jsonl:ai"] == "ai-txt:*:*.html"
+
+
+def test_a_rule_of_any_form_takes_linear_time():
+    rule = json.dumps([{"location": "/" + "*a" * 2000 + "$", "tdm-reservation": 1}])
+    assert len(parse_tdmrep(rule)) == 1
+    assert reservation(dict(url="https://provider.com/" + "a" * 100_000 + "b"), of_host(tdmrep=rule)) is None
