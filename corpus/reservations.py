@@ -21,8 +21,8 @@ IETF's Content-Usage (draft-ietf-aipref-attach), whose words still change, and m
 Columns of a document that are read: headers (text, pairs, or a dict), x_robots_tag, tdm_reservation, meta_robots,
 meta_tdm_reservation; of .html files their own <meta>. Files of hosts come from a store:
 
-$ python prepare.py pages.jsonl --reservations=store.jsonl.gz       # rows of domain, file (tdmrep.json, ai.txt), content
-$ python prepare.py pages.jsonl --reservations=mirror/              # HOST/ai.txt, HOST/.well-known/tdmrep.json
+$ python prepare.py pages.jsonl --reservations=store.jsonl.gz     # rows of domain, file (tdmrep.json, ai.txt), content
+$ python prepare.py pages.jsonl --reservations=mirror/            # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
 import json
