@@ -79,6 +79,8 @@ ALSO = {
     "tracing": ["test_plan"],
     "pii": ["test_robots", "test_pii"],
     "inputs": ["test_readers", "test_prepare", "test_conversations"],
+    "cluster": ["test_cluster"],
+    "steps": ["test_cluster"],
     "readers": ["test_readers", "test_prepare", "test_conversations"],
     "qrpo": ["test_lora", "test_charter"],
     "recipe": ["test_world"],

@@ -69,8 +69,9 @@ LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
 LEAVE |= {("posttrain.conversations", f"corpus.{name}") for name in ("dedup", "quality")}
 LEAVE |= {("train", f"posttrain.{name}") for name in ("start", "forgetting")}
 # At which steps a run has read a document follows from the order of samples; its tokens become text again.
+LEAVE |= {("corpus.cluster", "prepare"), ("corpus.steps", "prepare")}
 LEAVE |= {("corpus.audit", "data"), ("corpus.audit", "schedule"), ("corpus.kept", "tokenizer")}
-LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "dedup", "pii", "quality", "robots")}
+LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "cluster", "dedup", "pii", "quality", "robots")}
 
 
 def room(name):

@@ -1,0 +1,193 @@
+"""corpus/cluster.py: datatrove's executors make of the same texts the tokens that prepare.py makes, however often killed."""
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import ROOT, script
+
+pytest.importorskip("datatrove")
+import pyarrow.parquet  # noqa: E402
+
+from corpus.steps import keys_of, share_of, write_keys  # noqa: E402
+from engine.files import lock_file  # noqa: E402
+
+WORDS = [f"w{i}" for i in range(3000)]
+HOSTS = ["a.org", "b.org", "c.org", "d.org"]
+ROBOTS = [dict(domain="b.org", content="User-agent: GPTBot\nDisallow: /"), dict(domain="a.org", content="User-agent: *")]
+
+
+def rows(n, seed=0):
+    rng = random.Random(seed)
+    return [dict(id=f"{seed}-{i}", text=" ".join(rng.choices(WORDS, k=rng.randint(60, 120))) + f" mail {i}@x.org",
+                 url=f"https://{rng.choice(HOSTS)}/{seed}/{i}", license=rng.choice(["cc0", "mit", "none"]),
+                 language=rng.choice(["deu", "fra"]), date=f"20{10 + i % 9}-01-01") for i in range(n)]
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Files with copies of each other's documents, in the order of the input and against it; an empty one, no text."""
+    root = tmp_path_factory.mktemp("texts")
+    (root / "in").mkdir()
+    every = [rows(80, seed) for seed in range(4)]
+    every[3] += [dict(row, id=f"copy {i}") for i, row in enumerate(every[0][:15])]
+    every[1] = [dict(row, id=f"early {i}") for i, row in enumerate(every[2][:15])] + every[1]
+    for seed, records in enumerate(every):
+        write(root / "in" / f"{seed}.jsonl", records)
+    (root / "in" / "empty.jsonl").write_text("")
+    (root / "in" / "x.txt").write_bytes(b"Gr\xfcezi")
+    (root / "in" / "y.pdf").write_bytes(b"%PDF")
+    write(root / "robots.jsonl", ROBOTS)
+    return root
+
+
+def flags(root, *more):
+    return [f"{root}/in", f"--robots={root}/robots.jsonl", "--keep_licenses=cc0,mit", "--tokenizer=byte",
+            "--min_tokens=100", "--source_by=language", *more]
+
+
+def cluster(out, *args, **options):
+    command = [sys.executable, "-m", "corpus.cluster", *map(str, args), f"--out={out}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(texts):
+    """What prepare.py makes of them."""
+    done = script("prepare.py", *flags(texts), f"--out={texts}/alone/data")
+    assert done.returncode == 0, done.stderr
+    return texts / "alone" / "data"
+
+
+def streams(folder):
+    """{(source, split): all of its tokens, in order}"""
+    meta = json.loads((folder / "meta.json").read_text())
+    return {(name, split): np.concatenate([np.zeros(0, np.uint16), *(np.load(folder / shard["file"])
+                                                                     for shard in part["shards"])]).tolist()
+            for name, source in meta["sources"].items() for split, part in source.items()}
+
+
+def listed(folder):
+    """The rows of kept.parquet but for the places, which other cuts between shards move."""
+    table = pyarrow.parquet.read_table(folder / "kept.parquet")
+    return table.drop_columns(["shard", "offset"]).to_pylist()
+
+
+def removed(folder):
+    with gzip.open(folder / "removed.jsonl.gz", "rt") as lines:
+        return Counter(lines)
+
+
+def same(folder, alone):
+    """Tokens and their order, the list of what is in, what was removed, the audit."""
+    assert streams(folder) == streams(alone) and any(map(len, streams(alone).values()))
+    assert listed(folder) == listed(alone) and removed(folder) == removed(alone)
+    reports = [json.loads((one / "report.json").read_text()) for one in (folder, alone)]
+    for key in reports[0].keys() - {"run", "outputs"}:
+        assert reports[0][key] == reports[1][key], key
+    assert reports[1]["total"]["removed"].keys() >= {"robots", "license", "duplicate", "unreadable"}
+
+
+@pytest.mark.parametrize("tasks, parts", [(4, 3), (1, 1), (9, 2)])
+def test_any_number_of_tasks_makes_the_tokens_of_prepare_in_its_order(texts, alone, tmp_path, tasks, parts):
+    done = cluster(tmp_path / "data", *flags(texts, f"--tasks={tasks}", f"--parts={parts}", "--shard_tokens=5000"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    same(tmp_path / "data", alone)
+    # The tokens of a document stand where kept.parquet says.
+    meta = json.loads((tmp_path / "data" / "meta.json").read_text())
+    for row in pyarrow.parquet.read_table(tmp_path / "data" / "kept.parquet").to_pylist():
+        assert np.load(tmp_path / "data" / row["shard"])[row["offset"]] == meta["bos"]
+    assert script("data.py", f"{tmp_path}/data").returncode == 0
+
+
+def test_killed_in_every_stage_and_started_again_it_makes_the_same(texts, alone, tmp_path):
+    out, kills = tmp_path / "data", 0
+    command = [sys.executable, "-m", "corpus.cluster", *flags(texts, "--tasks=4", "--parts=3"), f"--out={out}"]
+    for place in ("judged", "keys", "parts", "kept"):
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=-3, stderr=-3)
+        while process.poll() is None and not (out / "work" / place).exists():
+            time.sleep(0.01)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+        assert not (out / "meta.json").exists()
+    # Another run does not go on in it, and this one does.
+    other = cluster(out, *flags(texts, "--tasks=4", "--parts=2"))
+    assert other.returncode == 2 and "holds another run" in other.stderr.splitlines()[-1]
+    assert cluster(out, *flags(texts, "--tasks=4", "--parts=3")).returncode == 0 and kills == 4
+    same(out, alone)
+    again = cluster(out, *flags(texts, "--tasks=4", "--parts=3"))
+    assert again.returncode == 2 and "is finished" in again.stderr
+
+
+def test_of_near_duplicates_in_pairs_the_first_stays_as_in_prepare(tmp_path):
+    """Ten pages with one copy each in which a word is another, in other files."""
+    (tmp_path / "in").mkdir()
+    first, second = rows(60, 1), rows(60, 2)
+    for i in range(10):
+        second[3 * i]["text"] = first[5 * i]["text"].replace(first[5 * i]["text"].split()[40], "other", 1)
+    for name, records in (("a", first), ("b", second)):
+        write(tmp_path / "in" / f"{name}.jsonl", records)
+    args = [f"{tmp_path}/in", "--tokenizer=byte", "--near_dedup=0.72"]
+    assert script("prepare.py", *args, f"--out={tmp_path}/alone/data").returncode == 0
+    assert cluster(tmp_path / "data", *args, "--tasks=2", "--parts=2").returncode == 0
+    assert streams(tmp_path / "data") == streams(tmp_path / "alone" / "data")
+    assert removed(tmp_path / "data") == removed(tmp_path / "alone" / "data") and sum(removed(tmp_path / "data").values()) > 5
+
+
+def test_keys_are_written_as_datatrove_reads_them(tmp_path):
+    from datatrove.pipeline.dedup.minhash import read_sigs
+    from datatrove.io import get_datafolder
+    keys = np.random.default_rng(1).integers(0, 2**64, (50, 3), np.uint64)
+    write_keys(tmp_path, 7, keys)
+    for number in range(3):
+        file = get_datafolder(str(tmp_path)).open(f"bucket_{number:03d}/00007.minhash.sig")
+        found = [(one.sig, one.doc_id) for one in read_sigs(file, 0, keys_of(2))]
+        halves = [((int(key) >> 32, int(key) % 2**32), i) for i, key in enumerate(keys[:, number])]
+        assert found == sorted(halves)
+
+
+def test_tasks_have_neighbouring_files_and_all_of_them_once():
+    from types import SimpleNamespace
+    plan = SimpleNamespace(files=list(range(40)), sizes=np.random.default_rng(2).integers(0, 1000, 40).tolist())
+    for tasks in (1, 3, 40, 100):
+        assert sum((share_of(plan, rank, tasks) for rank in range(tasks)), []) == plan.files
+
+
+@pytest.mark.parametrize("more, says", [
+    (["--tokenizer="], "name the texts and a --tokenizer"), (["--max_bytes=5"], "--max_bytes looks at all"),
+    (["--executor=cloud"], "want local, slurm or ray"), (["--executor=slurm"], "wants --partition"),
+    (["--tasks=0"], "at least one"), (["--missing=perhaps"], "want 'allow'"), (["--task=3"], "did you mean 'tasks'")])
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(texts, tmp_path, more, says):
+    done = cluster(tmp_path / "data", *flags(texts, *more))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_task_that_fails_says_in_a_line_that_nothing_is_lost_and_two_at_once_are_refused(texts, tmp_path):
+    done = cluster(tmp_path / "data", *flags(texts, "--strict"))
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "(--strict)" in last and "the same command goes on" in last
+    with open(tmp_path / "data" / "work" / "lock", "a") as lock:
+        assert lock_file(lock)
+        done = cluster(tmp_path / "data", *flags(texts, "--strict"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another run is at work" in done.stderr
+
+
+def test_a_folder_of_others_is_left_alone(texts, tmp_path):
+    (tmp_path / "note.txt").write_text("mine")
+    done = cluster(tmp_path, *flags(texts))
+    assert done.returncode == 2 and "holds something else" in done.stderr and os.listdir(tmp_path) == ["note.txt"]
