@@ -38,10 +38,12 @@ DOCUMENT = np.dtype([
 
 def texts(documents, spool):
     """Yield the texts of an array of DOCUMENT, in order. spool: the folder that sift() wrote to."""
-    # Batches are many, and the files that a process may have open are few.
-    mapped = lru_cache(200)(lambda batch: np.memmap(spool / f"{batch}.text", mode="r"))
+    # Batches are many, and the files that a process may have open are few. Mapped, they would count as its memory.
+    opened = lru_cache(200)(lambda batch: open(spool / f"{batch}.text", "rb"))
     for batch, offset, length in documents[["batch", "offset", "length"]].tolist():
-        yield mapped(batch)[offset:offset + length].tobytes().decode()
+        file = opened(batch)
+        file.seek(offset)
+        yield file.read(length).decode()
 
 
 def dtype_of(tok):

@@ -22,7 +22,7 @@ $ python -m tools.bench optim                   # AdEMAMix against AdamW (fused)
 $ python -m tools.bench goldfish                # the mask against the published expression
 $ python -m tools.bench loader                  # batches from disk, with and without Goldfish, against nanoGPT's
 $ python -m tools.bench tokenize                # Apertus' tokenizer against Hugging Face's
-$ python -m tools.bench prepare                 # prepare.py with every filter and with none
+$ python -m tools.bench prepare --peers         # prepare.py with every filter and with none; datatrove
 $ python -m tools.bench decode                  # greedy generation at batch 1
 $ python -m tools.bench memory                  # peak memory of a pass with a vocabulary of 131,072
 $ python -m tools.bench cold                    # seconds from `python train.py` to the end of its first step
@@ -85,6 +85,7 @@ threads = 1             # of the CPU; 0 = torch's choice
 tokens = 64             # to generate in `decode`, after a prompt of 32
 widths = (512, 1024, 2048)  # of the model, in `ffn`; the MLP is four times as wide
 data = "data/stdlib"    # what prepare.py wrote, for `cold`
+peers = False           # `prepare`: datatrove and Hugging Face too
 seed = 28               # of weights, batches and documents
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
@@ -935,14 +936,17 @@ def tokenize():
 
 def prepare():
     """
-    prepare.py from start to end, one process, on 120 MB of pages: with every filter on, and with none.
+    prepare.py from start to end, one process, on 200 MB of pages: with every filter on, and with none; with --peers,
+    what datatrove and Hugging Face's tokenizers take to read and tokenize them, the ids being the same.
 
     By the CPU clock it is the child's time that counts. MB are those of the text that is kept.
     """
+    import convert
+    import tokenizer
     totals = {}
     with tempfile.TemporaryDirectory() as folder:
         at = functools.partial(os.path.join, folder)
-        write_pages(folder, full_or_tiny(120e6, 2e5))
+        write_pages(folder, full_or_tiny(200e6, 2e5))
         every = [
             "--near_dedup=0.72",
             "--keep_licenses=MIT",
@@ -955,13 +959,22 @@ def prepare():
             f"--decontaminate={at('prompts.txt')}"]
         filters = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
         always = [at("pages.jsonl"), "--workers=1"]
-        always += flags(dict(out=at("out"), tokenizer=full_or_tiny("apertus", "byte")))
+        named = full_or_tiny("apertus", "apertus:2048")
+        always += flags(dict(out=at("out"), tokenizer=named))
+        with open(at("tokenizer.json"), "w") as f:
+            json.dump(convert.hf_files(tokenizer.load(named))["tokenizer.json"], f)
 
         def run(name, n):
             before = os.times()
-            finished("prepare", *always, *filters[name])
+            if name in filters:
+                finished("prepare", *always, *filters[name])
+            else:
+                count = finished("tools.prepare_peers", name, at("pages.jsonl"), at("tokenizer.json"), at("out"))
             after = os.times()
-            totals[name] = read_json(at("out", "report.json"))["total"]
+            if name in filters:
+                totals[name] = read_json(at("out", "report.json"))["total"]
+            else:
+                totals[name] = dict(bytes=totals["tokenizing alone"]["bytes"], tokens=int(count))
             shutil.rmtree(at("out"))
             # On the wall clock race() takes the time; here it is user and system time of child processes.
             if clock == "cpu":
@@ -970,7 +983,14 @@ def prepare():
         def rates(name, seconds, _):
             return {"MB/s": totals[name]["bytes"] / seconds / 1e6}
 
-        rows = compete(chosen(*filters), run, rates)
+        names = [*filters, *(["datatrove", "hf"] if peers else [])]
+        rows = compete(chosen(*names), run, rates)
+    alone = totals["tokenizing alone"]
+    for name in {"datatrove", "hf"} & totals.keys():
+        # Ours has a begin and an end around each document. What a text spells like a control token is one for others.
+        inner = alone["tokens"] - 2 * alone["documents"]
+        if abs(totals[name]["tokens"] - inner) > inner / 1000:
+            raise ValueError(f"{name} makes {totals[name]['tokens']:,} tokens of what is {alone['tokens']:,} with ours")
     ours = totals["ours"]
     return rows, dict(bytes_in=ours["bytes_in"], bytes_kept=ours["bytes"])
 
