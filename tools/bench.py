@@ -959,6 +959,8 @@ def prepare():
             f"--decontaminate={at('prompts.txt')}"]
         filters = {"ours": every, "tokenizing alone": ["--dedup=False", "--pii=False"]}
         always = [at("pages.jsonl"), "--workers=1"]
+        with open(at("pages.jsonl"), encoding="utf-8") as lines:
+            size = sum(len(json.loads(line)["text"].encode()) for line in lines)
         named = full_or_tiny("apertus", "apertus:2048")
         always += flags(dict(out=at("out"), tokenizer=named))
         with open(at("tokenizer.json"), "w") as f:
@@ -974,7 +976,7 @@ def prepare():
             if name in filters:
                 totals[name] = read_json(at("out", "report.json"))["total"]
             else:
-                totals[name] = dict(bytes=totals["tokenizing alone"]["bytes"], tokens=int(count))
+                totals[name] = dict(bytes=size, tokens=int(count))
             shutil.rmtree(at("out"))
             # On the wall clock race() takes the time; here it is user and system time of child processes.
             if clock == "cpu":
@@ -985,8 +987,8 @@ def prepare():
 
         names = [*filters, *(["datatrove", "hf"] if peers else [])]
         rows = compete(chosen(*names), run, rates)
-    alone = totals["tokenizing alone"]
-    for name in {"datatrove", "hf"} & totals.keys():
+    alone = totals.get("tokenizing alone")
+    for name in {"datatrove", "hf"} & totals.keys() if alone else ():
         # Ours has a begin and an end around each document. What a text spells like a control token is one for others.
         inner = alone["tokens"] - 2 * alone["documents"]
         if abs(totals[name]["tokens"] - inner) > inner / 1000:

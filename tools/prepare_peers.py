@@ -5,9 +5,14 @@ $ python -m tools.prepare_peers datatrove pages.jsonl tokenizer.json out/peer   
 $ python -m tools.prepare_peers hf pages.jsonl tokenizer.json out/peer
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("prepare_peers.py: start it from the project's root, python -m tools.prepare_peers", file=sys.stderr)
+    sys.exit(2)
+
 import json
 import os
-import sys
 
 import numpy as np
 
