@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,6 +111,31 @@ def test_any_number_of_tasks_makes_the_tokens_of_prepare_in_its_order(texts, alo
     for row in pyarrow.parquet.read_table(tmp_path / "data" / "kept.parquet").to_pylist():
         assert np.load(tmp_path / "data" / row["shard"])[row["offset"]] == meta["bos"]
     assert script("data.py", f"{tmp_path}/data").returncode == 0
+
+
+STAND_INS = dict(
+    # Runs each task of an array at once, in order, as the script of the job says.
+    sbatch="""array=$(grep -o '^#SBATCH --array=.*' "${@: -1}" | sed 's/.*=//; s/%.*//')
+for task in $(seq ${array%-*} ${array#*-}); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=7 SLURM_NODELIST=here bash "${@: -1}" || exit 1
+done
+echo Submitted batch job 7""",
+    srun="shift 3; exec \"$@\"",
+    scontrol="echo localhost")
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="jobs of Slurm are scripts of bash")
+def test_the_jobs_that_are_given_to_slurm_make_the_same(texts, alone, tmp_path):
+    """Real job scripts and pickles, on a stand-in for the three commands of Slurm."""
+    (tmp_path / "bin").mkdir()
+    for name, lines in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = dict(os.environ, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    done = cluster(tmp_path / "data", *flags(texts, "--tasks=2", "--parts=2", "--executor=slurm", "--partition=cpu"),
+                   env=env)
+    assert done.returncode == 0 and "submitted" in done.stdout, done.stderr[-2000:]
+    same(tmp_path / "data", alone)
 
 
 def test_killed_in_every_stage_and_started_again_it_makes_the_same(texts, alone, tmp_path):
