@@ -1,7 +1,7 @@
 """
 Documents -> token shards that train.py reads, and an audit of what is in them and what is not.
 
-    sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
+    sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, rules, contamination)
     judge      has the same text, or nearly the same, been there before: in the order of the input
     order      by a hash of the document's id; train or val by one of its text, so that whatever is joined later, and
                however files are called, each text is on one side. Adding a file moves no other document
@@ -49,6 +49,7 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.grow import can_grow, merge
+from corpus.heuristics import read_limits
 from corpus.kept import tables, write_kept
 from corpus.quality import TOXICITY, TopShare
 from corpus.reservations import COLUMNS, open_reservations
@@ -85,7 +86,8 @@ agents_no_star = False      # only opt-outs that name an AI agent, not those for
 keep_licenses = ""          # only these, with commas between
 pii = True                  # replace e-mail and IP addresses and IBANs...
 pii_in_code = False         # ...in .py files and documents of language "code" too; Apertus left code as it is
-# is it worth it (corpus/quality.py)
+# is it worth it (corpus/quality.py, corpus/heuristics.py)
+heuristics = ""             # rules about text: gopher,repetition,c4,fineweb are FineWeb's; few-words:20 sets a limit
 keep_languages = ""         # only these, with commas between
 min_chars = 0               # of a document
 max_chars = 0               # 0 = any
@@ -126,6 +128,7 @@ CODE = [
     "engine/inputs.py",
     "engine/readers.py",
     "corpus/quality.py",
+    "corpus/heuristics.py",
     "corpus/dedup.py",
     "corpus/reservations.py",
     "corpus/robots.py",
@@ -382,6 +385,7 @@ def read_rules(files, work):
         robots=asked if robots or blocked else None,
         reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
+        limits=read_limits(heuristics),
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,
         tok=tokenizers.load(tokenizer) if min_tokens or max_tokens else None,

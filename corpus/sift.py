@@ -1,7 +1,7 @@
 """
 What every process of prepare.py does first: a batch of rows through the rules that look at one document alone.
 
-    rows -> documents -> robots, licence, language, length, scores, contamination -> personal data replaced -> spool
+    rows -> documents -> robots, licence, language, length, scores, heuristics, contamination -> personal data replaced
 
 A result is a file under its final name, or it is not there: after kill -9 the missing work is done again, and nothing
 else. All that a document meets here depends on the document alone. Duplicates depend on others, so prepare.py judges
@@ -22,6 +22,7 @@ import numpy as np
 
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
+from corpus.heuristics import reason as broken_rule
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import as_number, column_reason
 from corpus.reservations import RESERVED, reservation
@@ -44,6 +45,7 @@ class Rules(SimpleNamespace):
         robots                          arguments of robots.verdict, or None
         reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
+        limits                          {rule: limit} of heuristics.reason; of code they ask nothing
         contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
         tok, min_tokens, max_tokens     the vocabulary by which a document is too short or too long, or None
         pii, pii_in_code                is personal data replaced, and in code too?
@@ -229,7 +231,11 @@ def reason_by_columns(rules, one, info):
         return outcome.removeprefix("drop:")
     # A token has at least one byte: most texts that are too short need not be tokenized.
     few = rules.tok and one.size + 2 < rules.min_tokens
-    return column_reason(doc, **rules.columns) or ("tokens" if few else None)
+    reason = column_reason(doc, **rules.columns) or ("tokens" if few else None)
+    language = str(doc.get("language") or "")
+    if not reason and rules.limits and language != "code":
+        reason = broken_rule(doc["text"], language, rules.limits)
+    return reason
 
 
 def note_outcome(info, outcome, host, size):

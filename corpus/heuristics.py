@@ -1,0 +1,350 @@
+"""
+Quality by rules: what three papers found wrong with pages of the web, as one table of measures and limits.
+
+    gopher        too few words, too many symbols, lists, no stop words     Rae et al. 2021, arXiv 2112.11446, A.1.1
+    repetition    lines, paragraphs and n-grams that come again             the same, table A1
+    c4            lorem ipsum, code, fewer than five sentences              Raffel et al. 2020, arXiv 1910.10683, 2.2
+    fineweb       lists of short lines without punctuation                  Penedo et al. 2024, arXiv 2406.17557, 3.6
+
+A page that is beyond one limit goes, and the audit counts it under the name of that rule. FineWeb is all four, one
+after the other, as datatrove has them, whose verdicts these are where a word is what stands between white space.
+Here they judge pages and change none: C4 also took single lines out of the pages that it kept.
+
+The limits were chosen for English. Stop words are asked of pages in English alone, words not of scripts without spaces.
+For another language look at the quantiles first, and set limits of your own.
+
+$ python -m corpus.heuristics docs.jsonl                                   # what each rule would take, and quantiles
+$ python -m corpus.heuristics docs.jsonl --heuristics=gopher,long-words:14
+$ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb --out=data/mine
+"""
+
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("heuristics.py: start it from the project's root, python -m corpus.heuristics", file=sys.stderr)
+    sys.exit(2)
+
+import difflib
+import math
+import re
+from collections import Counter, namedtuple
+
+import numpy as np
+import regex
+from tqdm import tqdm
+
+from corpus.dedup import LONG
+from engine.readers import batches, check, documents, find
+
+paths = []                # files and folders of documents, as prepare.py reads them
+heuristics = "gopher,repetition,c4,fineweb"     # sets of rules and rules, with commas; rule:limit for another limit
+text_field = "text"       # the column or field that holds the text
+
+# The set, the rule, the values with which a page stays, and what the others have.
+TABLE = """
+gopher     few-words            >= 50      too few words
+gopher     many-words           <= 100000  too many words
+gopher     short-words          >= 3       words too short on average
+gopher     long-words           <= 10      words too long on average
+gopher     hashes               <= 0.1     too many # for its words
+gopher     ellipses             <= 0.1     too many ellipses for its words
+gopher     bullets              <= 0.9     too many lines begin with a bullet
+gopher     cut-lines            <= 0.3     too many lines end with an ellipsis
+gopher     letters              >= 0.8     too many words without a letter
+gopher     stop-words           >= 2       too few of the, be, to, of, and, that, have, with
+repetition same-paragraphs      <= 0.3     paragraphs that come again
+repetition same-paragraph-chars <= 0.2     characters in paragraphs that come again
+repetition same-lines           <= 0.3     lines that come again
+repetition same-line-chars      <= 0.2     characters in lines that come again
+repetition top-2-gram           <= 0.2     characters in one pair of words
+repetition top-3-gram           <= 0.18    characters in one run of 3 words
+repetition top-4-gram           <= 0.16    characters in one run of 4 words
+repetition same-5-grams         <= 0.15    characters in runs of 5 words that come again
+repetition same-6-grams         <= 0.14    characters in runs of 6 words that come again
+repetition same-7-grams         <= 0.13    characters in runs of 7 words that come again
+repetition same-8-grams         <= 0.12    characters in runs of 8 words that come again
+repetition same-9-grams         <= 0.11    characters in runs of 9 words that come again
+repetition same-10-grams        <= 0.1     characters in runs of 10 words that come again
+c4         lorem-ipsum          <= 0       lorem ipsum
+c4         curly-brackets       <= 0       a curly bracket
+c4         sentences            >= 5       too few sentences
+fineweb    punctuation          >= 0.12    too few lines end a sentence
+fineweb    short-lines          <= 0.67    too many lines of at most 30 characters
+fineweb    same-chars           <= 0.01    too many characters in lines that come again
+fineweb    line-breaks          <= 0.3     too many line breaks for its words
+"""
+Rule = namedtuple("Rule", "source sign limit says")
+
+
+def read_table():
+    """{rule: Rule}, in the order of the table."""
+    rules = {}
+    for line in TABLE.strip().splitlines():
+        source, name, sign, limit, says = line.split(maxsplit=4)
+        rules[name] = Rule(source, sign, float(limit), says)
+    return rules
+
+
+RULES = read_table()
+# Where no spaces stand between words, nothing is known of words.
+OF_WORDS = {"few-words", "many-words", "short-words", "long-words", "hashes", "ellipses", "letters", "line-breaks"}
+OF_WORDS |= {name for name in RULES if "-gram" in name}
+STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
+ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
+# Lines about the page itself, which C4 does not count.
+POLICY = re.compile("terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies")
+# Unicode's sentence terminals, whatever the script: re has no such property.
+TERMINAL = regex.compile(r"\p{Sentence_Terminal}")
+# A period behind a capital is one of U.S.A. or of J. S. Bach.
+SENTENCE = regex.compile(r"(?!(?<=\p{Lu})\.)\p{Sentence_Terminal}+")
+UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
+
+
+def read_limits(text):
+    """'gopher,long-words:14' -> {rule: limit}, in the order of RULES. ValueError for a name or a limit that is none."""
+    sets = {rule.source for rule in RULES.values()}
+    asked = set()
+    own = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, colon, number = part.partition(":")
+        if name not in sets | RULES.keys():
+            near = difflib.get_close_matches(name, [*sets, *RULES], 3, 0.4)
+            raise ValueError(f"heuristics: there is no {name!r}; want {', '.join(near or sorted(sets))}")
+        asked.add(name)
+        if colon:
+            own[name] = own_limit(part, name, number)
+    return {name: own.get(name, rule.limit) for name, rule in RULES.items() if asked & {name, rule.source}}
+
+
+def own_limit(part, name, number):
+    """The number behind the colon of a part like few-words:20. ValueError where it is none, or not one rule's."""
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if math.isnan(limit) or name not in RULES:
+        raise ValueError(f"heuristics: {part!r}: want a rule and its limit, like few-words:20")
+    return limit
+
+
+def stays(name, value, limit):
+    """Whether a page with this value stays by a rule."""
+    return value >= limit if RULES[name].sign == ">=" else value <= limit
+
+
+def reason(text, language, limits):
+    """The first rule that a page breaks, or None. text: not empty; its first million characters count."""
+    for name, value in measures(text, language, limits.keys()):
+        if not stays(name, value, limits[name]):
+            return name
+    return None
+
+
+def measures(text, language, names):
+    """
+    Yield (rule, value) for the rules that are named and that can be asked of a text in this language ("" if not known).
+
+    Cheap sets come first, and nothing is computed before it is asked for: most pages that go cost little.
+    """
+    text = text[:LONG]
+    words = text.split()
+    if not words:
+        return
+    begin = text[:1000]
+    # Where it is a fifth of the characters, a script without spaces has more than half of the words.
+    if 5 * len(UNSPACED.findall(begin)) > len(begin):
+        names = names - OF_WORDS
+    if not ENGLISH.match(language):
+        names = names - {"stop-words"}
+    sets = {RULES[name].source for name in names}
+    for measure in (fineweb, gopher, c4, repetition):
+        if measure.__name__ in sets:
+            for name, value in measure(text, words):
+                if name in names:
+                    yield name, value
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the sets: each yields (rule, value) of a text and its words, in the order in which datatrove looks
+
+
+def share(holds, parts):
+    """The part of `parts` for which holds(part)."""
+    return sum(map(holds, parts)) / len(parts)
+
+
+def fineweb(text, words):
+    lines = [line for line in text.split("\n") if line.strip()]
+    # Of each line the last character.
+    ends = "".join(line[-1] for line in lines)
+    breaks = text.count("\n")
+    _, characters = again(lines)
+    yield "punctuation", len(TERMINAL.findall(ends)) / len(lines)
+    yield "short-lines", share(lambda line: len(line) <= 30, lines)
+    yield "same-chars", characters / (len(text) - breaks)
+    yield "line-breaks", breaks / len(words)
+
+
+def gopher(text, words):
+    # A dash between two words is none.
+    plain = [word for word in words if has(str.isalnum, word)]
+    yield "few-words", len(plain)
+    yield "many-words", len(plain)
+    length = sum(map(len, plain)) / max(len(plain), 1)
+    yield "short-words", length
+    yield "long-words", length
+    yield "hashes", text.count("#") / len(words)
+    ellipses = text.count("...") + text.count("\u2026")
+    yield "ellipses", ellipses / len(words)
+    lines = text.splitlines()
+    yield "bullets", share(lambda line: line.lstrip().startswith(("\u2022", "-")), lines)
+    yield "cut-lines", share(lambda line: line.rstrip().endswith(("...", "\u2026")), lines)
+    yield "letters", share(lambda word: has(str.isalpha, word), words)
+    yield "stop-words", len(STOP_WORDS.intersection(words))
+
+
+def has(kind, word):
+    """Whether a word has a character of a kind. Most words are of that kind from end to end, which is soon known."""
+    return kind(word) or any(map(kind, word))
+
+
+def c4(text, words):
+    lorem = curly = sentences = 0
+    for line in text.splitlines():
+        own = line.split()
+        # Counted are lines of three words at least, none of which has more than a thousand characters.
+        if len(own) < 3 or len(max(own, key=len)) > 1000:
+            continue
+        lower = line.lower()
+        lorem += "lorem ipsum" in lower
+        if "javascript" in lower:
+            continue
+        curly += "{" in line
+        if not POLICY.search(lower):
+            sentences += max(1, len(SENTENCE.findall(line)))
+    yield "lorem-ipsum", lorem
+    yield "curly-brackets", curly
+    yield "sentences", sentences
+
+
+def repetition(text, words):
+    paragraphs = re.split(r"\n{2,}", text.strip())
+    lines = re.split(r"\n+", text)
+    for name, parts in (("paragraph", paragraphs), ("line", lines)):
+        n, characters = again(parts)
+        yield f"same-{name}s", n / len(parts)
+        yield f"same-{name}-chars", characters / len(text)
+    for name, characters in runs(words):
+        yield name, characters / len(text)
+
+
+def again(parts):
+    """How many parts of a text stood there before, and their characters."""
+    once = set(parts)
+    characters = sum(map(len, parts)) - sum(map(len, once))
+    return len(parts) - len(once), characters
+
+
+def runs(words):
+    """
+    Yield (rule, characters) of runs of n words: for n = 2, 3, 4 those of the most frequent one, with its spaces; for
+    n = 5 to 10 those of all that come again, none counted twice.
+
+    A run can come again only where its first and its last n - 1 words do. So each n looks only at what the n before
+    has left, which is little, and the words are made numbers once.
+    """
+    table = {}
+    numbered = map(table.setdefault, words, range(len(words)))
+    ids = np.fromiter(numbered, np.int64, len(words))   # (N,) where an equal word stood first
+    ends = np.cumsum([0, *map(len, words)])             # (N + 1,) characters before each word
+    equal = ids.copy()                                  # (N,) where a run equal to the one there began first
+    at = np.arange(len(words))                          # (M,) where runs begin that may come again
+    for n in range(2, min(len(words), 10) + 1):
+        candidate = np.zeros(len(words) + 1, bool)
+        candidate[at] = True
+        at = at[candidate[at + 1]]
+        at = at[at + n <= len(words)]
+        # The run of n - 1 words and the word behind it, as one number.
+        keys = equal[at] * len(words) + ids[at + n - 1]
+        _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        equal[at] = at[first[inverse]]
+        if n < 5:
+            # Where no run comes again, datatrove takes the first.
+            most = counts.max(initial=1)
+            begin = at[first[counts == most].min()] if most > 1 else 0
+            length = ends[begin + n] - ends[begin] + n - 1
+            yield f"top-{n}-gram", most * length
+        at = at[counts[inverse] > 1]
+        if n > 4:
+            yield f"same-{n}-grams", covered(at, equal, ends, n)
+
+
+def covered(at, equal, ends, n):
+    """The characters of runs that stood there before, read from left to right: what overlaps such a run begins none."""
+    seen = set()
+    free = characters = 0
+    for i, run in zip(at.tolist(), equal[at].tolist()):
+        if i < free:
+            continue
+        if run in seen:
+            characters += ends[i + n] - ends[i]
+            free = i + n
+        seen.add(run)
+    return characters
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the command
+
+
+def main():
+    if not paths:
+        raise ValueError("name files of documents: python -m corpus.heuristics docs.jsonl")
+    limits = read_limits(heuristics)
+    values = {name: [] for name in limits}
+    goes = Counter()
+    for doc in each_document():
+        language = str(doc.get("language") or "")
+        goes[reason(doc["text"], language, limits)] += 1
+        for name, value in measures(doc["text"], language, limits.keys()):
+            values[name].append(float(value))
+    if not goes:
+        raise ValueError(f"no text in {', '.join(paths)}")
+    print_table(limits, values, goes)
+
+
+def each_document():
+    """The documents of all files that have a text."""
+    files = [check(name, path, text_field) for name, path in find(paths)]
+    size = sum(file.get("unpacked") or file["bytes"] for file in files)
+    with tqdm(desc="measuring", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
+        for _, pieces, seen in batches(files):
+            for doc in documents(files, pieces, text_field):
+                if doc["text"] and not doc["text"].isspace():
+                    yield doc
+            progress.update(seen - progress.n)
+
+
+def print_table(limits, values, goes):
+    """
+    A line for each rule.
+
+    limits: {rule: limit}. values: {rule: what was measured}. goes: how many documents a rule takes that those before
+    it have left; None is the rule of those that stay.
+    """
+    total = goes.total()
+    print(f"{'rule':22}{'stays if':>12}{'goes':>9}{'goes first':>12}{'1 %':>10}{'50 %':>10}{'99 %':>10}")
+    for name, limit in limits.items():
+        bad = sum(not stays(name, value, limit) for value in values[name])
+        asked = f"{RULES[name].sign}{limit:g}"
+        line = f"{name:22}{asked:>12}{bad / total:9.1%}{goes[name] / total:12.1%}"
+        if values[name]:
+            quantiles = np.quantile(values[name], (0.01, 0.5, 0.99))
+            line += "".join(f"{quantile:10.4g}" for quantile in quantiles)
+        print(line)
+    print(f"{goes[None]:,} of {total:,} documents stay")
+
+
+if __name__ == "__main__":
+    from configurator import run
+    run(main, globals())
