@@ -303,7 +303,7 @@ def main():
     limits = read_limits(heuristics)
     values = {name: [] for name in limits}
     goes = Counter()
-    for doc in each_document():
+    for doc in each_document(paths, text_field):
         language = str(doc.get("language") or "")
         goes[reason(doc["text"], language, limits)] += 1
         for name, value in measures(doc["text"], language, limits.keys()):
@@ -313,11 +313,11 @@ def main():
     print_table(limits, values, goes)
 
 
-def each_document():
-    """The documents of all files that have a text."""
+def each_document(paths, text_field):
+    """Yield the documents of files that have a text."""
     files = [check(name, path, text_field) for name, path in find(paths)]
     size = sum(file.get("unpacked") or file["bytes"] for file in files)
-    with tqdm(desc="measuring", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
+    with tqdm(desc="reading", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
         for _, pieces, seen in batches(files):
             for doc in documents(files, pieces, text_field):
                 if doc["text"] and not doc["text"].isspace():

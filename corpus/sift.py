@@ -23,6 +23,7 @@ import numpy as np
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.heuristics import reason as broken_rule
+from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import as_number, column_reason
 from corpus.reservations import RESERVED, reservation
@@ -42,6 +43,8 @@ class Rules(SimpleNamespace):
         spool                           the folder that batches are written to
         name, source_by                 the name of the only source, or the column that names it
         defaults                        {"language", "license"} of documents that do not say
+        sure                            probability from which a language is believed that no column says; 0: none is
+        classifiers                     {column: quality.Classifier} of the scores that are computed here
         robots                          arguments of robots.verdict, or None
         reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
@@ -53,8 +56,20 @@ class Rules(SimpleNamespace):
     """
 
     def documents(self, rows):
-        """The documents of a batch."""
-        return documents(self.files, rows, self.text_field, self.wanted)
+        """The documents of a batch, with what classifiers say of them: a language that no column says, and scores."""
+        for some in handfuls(documents(self.files, rows, self.text_field, self.wanted)):
+            docs = [doc for _, doc in some]
+            readable = [doc for doc in docs if doc["text"] is not None]
+            if self.sure:
+                for doc in readable:
+                    language = doc.get("language") or detect(doc["text"], self.sure)
+                    if language:
+                        doc["language"] = language
+            for column, classifier in self.classifiers.items():
+                texts = [doc["text"] for doc in readable]
+                for doc, score in zip(readable, classifier.scores(texts)):
+                    doc[column] = score
+            yield from docs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
