@@ -34,7 +34,8 @@ import regex
 from tqdm import tqdm
 
 from corpus.dedup import LONG
-from engine.readers import batches, check, documents, find
+from engine.inputs import find
+from engine.readers import batches, check, documents
 
 paths = []                # files and folders of documents, as prepare.py reads them
 heuristics = "gopher,repetition,c4,fineweb"     # sets of rules and rules, with commas; rule:limit for another limit
