@@ -49,7 +49,7 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.grow import can_grow, merge
-from corpus.heuristics import read_limits
+from corpus.heuristics import Limits
 from corpus.kept import tables, write_kept
 from corpus.language import identifier
 from corpus.quality import TOXICITY, Classifier, TopShare
@@ -89,7 +89,7 @@ keep_licenses = ""          # only these, with commas between
 pii = True                  # replace e-mail and IP addresses and IBANs...
 pii_in_code = False         # ...in .py files and documents of language "code" too; Apertus left code as it is
 # is it worth it (corpus/quality.py, corpus/heuristics.py)
-heuristics = ""             # rules about text: gopher,repetition,c4,fineweb are FineWeb's; few-words:20 sets a limit
+heuristics = ""             # rules about text: gopher,repetition,c4,fineweb, few-words:20, a folder of FineWeb-2's
 keep_languages = ""         # only these, with commas between
 min_chars = 0               # of a document
 max_chars = 0               # 0 = any
@@ -311,7 +311,7 @@ def survey(here, work, new):
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
-    named += [score_field, max_field]
+    named += [score_field, max_field, *Limits(heuristics).files()]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -360,6 +360,7 @@ def read_rules(files, work):
     if max_field.endswith(".npz") and max_value == "apertus":
         raise ValueError(f"max_field={max_field} is a classifier of your own, Apertus' thresholds are another's: "
                          "want --max_value, like 0.9")
+    limits = Limits(heuristics) if heuristics else None
     if detect_language:
         # Loaded before the workers are started, who then share it.
         identifier()
@@ -397,7 +398,7 @@ def read_rules(files, work):
         robots=asked if robots or blocked else None,
         reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
-        limits=read_limits(heuristics),
+        limits=limits,
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,
         tok=tokenizers.load(tokenizer) if min_tokens or max_tokens else None,

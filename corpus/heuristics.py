@@ -10,12 +10,16 @@ A page that is beyond one limit goes, and the audit counts it under the name of 
 after the other, as datatrove has them, whose verdicts these are where a word is what stands between white space.
 Here they judge pages and change none: C4 also took single lines out of the pages that it kept.
 
-The limits were chosen for English. Stop words are asked of pages in English alone, words not of scripts without spaces.
-For another language look at the quantiles first, and set limits of your own.
+The limits were chosen for English. FineWeb-2 has its own for 1,929 languages, in a folder with a file for each: where
+it is named, a document of these languages meets the rules of FineWeb-2 (no C4) with the limits and the stop words of
+its language. Without it stop words are asked of English alone. A script without spaces has no words here: of it only
+what is known of lines is asked.
 
 $ python -m corpus.heuristics docs.jsonl                                   # what each rule would take, and quantiles
 $ python -m corpus.heuristics docs.jsonl --heuristics=gopher,long-words:14
 $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb --out=data/mine
+$ git clone https://github.com/huggingface/fineweb-2
+$ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb-2/configs --out=data/mine
 """
 
 import sys
@@ -25,20 +29,24 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import difflib
+import glob
 import math
+import os
 import re
-from collections import Counter, namedtuple
+from collections import Counter, defaultdict, namedtuple
+from functools import lru_cache
 
 import numpy as np
 import regex
 from tqdm import tqdm
 
 from corpus.dedup import LONG
+from engine.files import read_text
 from engine.inputs import find
 from engine.readers import batches, check, documents
 
 paths = []                # files and folders of documents, as prepare.py reads them
-heuristics = "gopher,repetition,c4,fineweb"     # sets of rules and rules, with commas; rule:limit for another limit
+heuristics = "gopher,repetition,c4,fineweb"     # sets, rules, rule:limit, a folder of FineWeb-2's, with commas
 text_field = "text"       # the column or field that holds the text
 
 # The set, the rule, the values with which a page stays, and what the others have.
@@ -52,7 +60,7 @@ gopher     ellipses             <= 0.1     too many ellipses for its words
 gopher     bullets              <= 0.9     too many lines begin with a bullet
 gopher     cut-lines            <= 0.3     too many lines end with an ellipsis
 gopher     letters              >= 0.8     too many words without a letter
-gopher     stop-words           >= 2       too few of the, be, to, of, and, that, have, with
+gopher     stop-words           >= 2       too few stop words of its language
 repetition same-paragraphs      <= 0.3     paragraphs that come again
 repetition same-paragraph-chars <= 0.2     characters in paragraphs that come again
 repetition same-lines           <= 0.3     lines that come again
@@ -88,9 +96,14 @@ def read_table():
 
 RULES = read_table()
 # Where no spaces stand between words, nothing is known of words.
-OF_WORDS = {"few-words", "many-words", "short-words", "long-words", "hashes", "ellipses", "letters", "line-breaks"}
-OF_WORDS |= {name for name in RULES if "-gram" in name}
-STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
+OF_WORDS = {"hashes", "ellipses", "letters", "line-breaks"}
+OF_WORDS |= {name for name in RULES if "-words" in name or "-gram" in name}
+# What FineWeb-2 asks of every language alike, and under which names its files have the limits of one.
+OF_FINEWEB2 = {"few-words": 50, "many-words": 100_000, "hashes": 0.1, "ellipses": 0.1, "bullets": 0.9, "cut-lines": 0.3,
+               "stop-words": 2, "same-chars": 0.1}
+IN_FINEWEB2 = {"same-lines": "dup_line_frac", "short-words": "min_avg_word_length", "long-words": "max_avg_word_length",
+               "letters": "max_non_alpha_words_ratio", "punctuation": "line_punct_thr", "line-breaks": "new_line_ratio"}
+STOP_WORDS = frozenset("the be to of and that have with".split())
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
 # Lines about the page itself, which C4 does not count.
 POLICY = re.compile("terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies")
@@ -101,20 +114,72 @@ SENTENCE = regex.compile(r"(?!(?<=\p{Lu})\.)\p{Sentence_Terminal}+")
 UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 
 
-def read_limits(text):
-    """'gopher,long-words:14' -> {rule: limit}, in the order of RULES. ValueError for a name or a limit that is none."""
-    sets = {rule.source for rule in RULES.values()}
-    asked = set()
-    own = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, colon, number = part.partition(":")
-        if name not in sets | RULES.keys():
-            near = difflib.get_close_matches(name, [*sets, *RULES], 3, 0.4)
-            raise ValueError(f"heuristics: there is no {name!r}; want {', '.join(near or sorted(sets))}")
-        asked.add(name)
-        if colon:
-            own[name] = own_limit(part, name, number)
-    return {name: own.get(name, rule.limit) for name, rule in RULES.items() if asked & {name, rule.source}}
+class Limits:
+    """
+    What a setting like 'gopher,long-words:14,fineweb-2/configs' asks of a document.
+
+    own: limits of the user. named: {rule: limit} for any language. folder: of FineWeb-2's files, or "". ValueError for
+    a name or a limit that is none.
+    """
+
+    def __init__(self, setting):
+        self.folder = ""
+        self.own = {}
+        sets = {rule.source for rule in RULES.values()}
+        asked = set()
+        for part in filter(None, map(str.strip, setting.split(","))):
+            name, colon, number = part.partition(":")
+            if name in sets | RULES.keys():
+                asked.add(name)
+            elif files_of(part):
+                self.folder = part
+            else:
+                near = difflib.get_close_matches(name, [*sets, *RULES], 3, 0.4)
+                raise ValueError(f"heuristics: there is no {part!r}; want {', '.join(near or sorted(sets))}, "
+                                 "or a folder of FineWeb-2's limits, LANGUAGE.yml")
+            if colon and name in asked:
+                self.own[name] = own_limit(part, name, number)
+        self.named = {name: rule.limit for name, rule in RULES.items() if asked & {name, rule.source}}
+        self.named.update(self.own)
+
+    def files(self):
+        """The files that decide, beside the setting."""
+        return files_of(self.folder) if self.folder else []
+
+    def of(self, language):
+        """({rule: limit}, stop words) for a document in this language, "" if it does not say."""
+        if self.folder and re.fullmatch(r"\w+", language):
+            theirs = fineweb2(f"{self.folder}/{language}.yml")
+            if theirs:
+                limits, stops = theirs
+                return {**limits, **self.own}, stops
+        limits = dict(self.named)
+        if not ENGLISH.match(language):
+            limits.pop("stop-words", None)
+        return limits, STOP_WORDS
+
+
+def files_of(folder):
+    """The limits of FineWeb-2 in a folder: deu_Latn.yml and so on."""
+    return sorted(glob.glob(f"{glob.escape(folder)}/*_*.yml"))
+
+
+@lru_cache(None)
+def fineweb2(path):
+    """({rule: limit}, stop words) of a file of FineWeb-2's, None where there is none. ValueError if it is another."""
+    import yaml
+    if not os.path.isfile(path):
+        return None
+    try:
+        said = yaml.safe_load(read_text(path))
+        # As in datatrove, a limit of 0 is none.
+        limits = {name: float(said[theirs]) for name, theirs in IN_FINEWEB2.items() if said[theirs]}
+        limits.update({f"top-{n}-gram": float(share) for n, share in said["top_n_grams"]})
+        limits.update({f"same-{n}-grams": float(share) for n, share in said["dup_n_grams"]})
+        stops = frozenset(map(str, said["stopwords"]))
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged, or no file of FineWeb-2's limits ({' '.join(str(e).split())})") from None
+    return {**OF_FINEWEB2, **limits}, stops
 
 
 def own_limit(part, name, number):
@@ -134,39 +199,41 @@ def stays(name, value, limit):
 
 
 def reason(text, language, limits):
-    """The first rule that a page breaks, or None. text: not empty; its first million characters count."""
-    for name, value in measures(text, language, limits.keys()):
+    """The first rule that a page breaks, or None. text: its first million characters count. limits: Limits."""
+    limits, stops = limits.of(language)
+    for name, value in measures(text, limits.keys(), stops):
         if not stays(name, value, limits[name]):
             return name
     return None
 
 
-def measures(text, language, names):
+Page = namedtuple("Page", "text words stops")
+
+
+def measures(text, names, stops):
     """
-    Yield (rule, value) for the rules that are named and that can be asked of a text in this language ("" if not known).
+    Yield (rule, value) for the rules that are named and that can be asked of a text. stops: the stop words.
 
     Cheap sets come first, and nothing is computed before it is asked for: most pages that go cost little.
     """
     text = text[:LONG]
-    words = text.split()
-    if not words:
+    page = Page(text, text.split(), stops)
+    if not page.words:
         return
     begin = text[:1000]
     # Where it is a fifth of the characters, a script without spaces has more than half of the words.
     if 5 * len(UNSPACED.findall(begin)) > len(begin):
         names = names - OF_WORDS
-    if not ENGLISH.match(language):
-        names = names - {"stop-words"}
     sets = {RULES[name].source for name in names}
     for measure in (fineweb, gopher, c4, repetition):
         if measure.__name__ in sets:
-            for name, value in measure(text, words):
+            for name, value in measure(page):
                 if name in names:
                     yield name, value
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the sets: each yields (rule, value) of a text and its words, in the order in which datatrove looks
+# the sets: each yields (rule, value) of a page, in the order in which datatrove looks
 
 
 def share(holds, parts):
@@ -174,7 +241,8 @@ def share(holds, parts):
     return sum(map(holds, parts)) / len(parts)
 
 
-def fineweb(text, words):
+def fineweb(page):
+    text = page.text
     lines = [line for line in text.split("\n") if line.strip()]
     # Of each line the last character.
     ends = "".join(line[-1] for line in lines)
@@ -183,10 +251,11 @@ def fineweb(text, words):
     yield "punctuation", len(TERMINAL.findall(ends)) / len(lines)
     yield "short-lines", share(lambda line: len(line) <= 30, lines)
     yield "same-chars", characters / (len(text) - breaks)
-    yield "line-breaks", breaks / len(words)
+    yield "line-breaks", breaks / len(page.words)
 
 
-def gopher(text, words):
+def gopher(page):
+    text, words = page.text, page.words
     # A dash between two words is none.
     plain = [word for word in words if has(str.isalnum, word)]
     yield "few-words", len(plain)
@@ -201,7 +270,7 @@ def gopher(text, words):
     yield "bullets", share(lambda line: line.lstrip().startswith(("\u2022", "-")), lines)
     yield "cut-lines", share(lambda line: line.rstrip().endswith(("...", "\u2026")), lines)
     yield "letters", share(lambda word: has(str.isalpha, word), words)
-    yield "stop-words", len(STOP_WORDS.intersection(words))
+    yield "stop-words", len(page.stops.intersection(words))
 
 
 def has(kind, word):
@@ -209,12 +278,12 @@ def has(kind, word):
     return kind(word) or any(map(kind, word))
 
 
-def c4(text, words):
+def c4(page):
     lorem = curly = sentences = 0
-    for line in text.splitlines():
-        own = line.split()
+    for line in page.text.splitlines():
+        words = line.split()
         # Counted are lines of three words at least, none of which has more than a thousand characters.
-        if len(own) < 3 or len(max(own, key=len)) > 1000:
+        if len(words) < 3 or len(max(words, key=len)) > 1000:
             continue
         lower = line.lower()
         lorem += "lorem ipsum" in lower
@@ -228,14 +297,15 @@ def c4(text, words):
     yield "sentences", sentences
 
 
-def repetition(text, words):
+def repetition(page):
+    text = page.text
     paragraphs = re.split(r"\n{2,}", text.strip())
     lines = re.split(r"\n+", text)
     for name, parts in (("paragraph", paragraphs), ("line", lines)):
         n, characters = again(parts)
         yield f"same-{name}s", n / len(parts)
         yield f"same-{name}-chars", characters / len(text)
-    for name, characters in runs(words):
+    for name, characters in runs(page.words):
         yield name, characters / len(text)
 
 
@@ -301,17 +371,18 @@ def covered(at, equal, ends, n):
 def main():
     if not paths:
         raise ValueError("name files of documents: python -m corpus.heuristics docs.jsonl")
-    limits = read_limits(heuristics)
-    values = {name: [] for name in limits}
+    asked = Limits(heuristics)
+    values = defaultdict(list)
     goes = Counter()
     for doc in each_document(paths, text_field):
         language = str(doc.get("language") or "")
-        goes[reason(doc["text"], language, limits)] += 1
-        for name, value in measures(doc["text"], language, limits.keys()):
-            values[name].append(float(value))
+        goes[reason(doc["text"], language, asked)] += 1
+        limits, stops = asked.of(language)
+        for name, value in measures(doc["text"], limits.keys(), stops):
+            values[name].append((float(value), limits[name]))
     if not goes:
         raise ValueError(f"no text in {', '.join(paths)}")
-    print_table(limits, values, goes)
+    print_table(values, goes)
 
 
 def each_document(paths, text_field):
@@ -326,23 +397,24 @@ def each_document(paths, text_field):
             progress.update(seen - progress.n)
 
 
-def print_table(limits, values, goes):
+def print_table(values, goes):
     """
     A line for each rule.
 
-    limits: {rule: limit}. values: {rule: what was measured}. goes: how many documents a rule takes that those before
-    it have left; None is the rule of those that stay.
+    values: {rule: [(what was measured, limit)]}. goes: how many documents a rule takes that those before it have left;
+    None is the rule of those that stay.
     """
     total = goes.total()
-    print(f"{'rule':22}{'stays if':>12}{'goes':>9}{'goes first':>12}{'1 %':>10}{'50 %':>10}{'99 %':>10}")
-    for name, limit in limits.items():
-        bad = sum(not stays(name, value, limit) for value in values[name])
-        asked = f"{RULES[name].sign}{limit:g}"
-        line = f"{name:22}{asked:>12}{bad / total:9.1%}{goes[name] / total:12.1%}"
-        if values[name]:
-            quantiles = np.quantile(values[name], (0.01, 0.5, 0.99))
-            line += "".join(f"{quantile:10.4g}" for quantile in quantiles)
-        print(line)
+    print(f"{'rule':22}{'stays if':>16}{'goes':>9}{'goes first':>12}{'1 %':>10}{'50 %':>10}{'99 %':>10}")
+    for name in filter(values.__contains__, RULES):
+        measured, limits = np.transpose(values[name])
+        bad = sum(not stays(name, *pair) for pair in values[name])
+        low, high = limits.min(), limits.max()
+        # Each language may have its own.
+        asked = f"{RULES[name].sign} {low:g}" + (f"..{high:g}" if low < high else "")
+        quantiles = np.quantile(measured, (0.01, 0.5, 0.99))
+        line = f"{name:22}{asked:>16}{bad / total:9.1%}{goes[name] / total:12.1%}"
+        print(line + "".join(f"{quantile:10.4g}" for quantile in quantiles))
     print(f"{goes[None]:,} of {total:,} documents stay")
 
 

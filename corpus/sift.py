@@ -48,7 +48,7 @@ class Rules(SimpleNamespace):
         robots                          arguments of robots.verdict, or None
         reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
-        limits                          {rule: limit} of heuristics.reason; of code they ask nothing
+        limits                          heuristics.Limits, of code they ask nothing; or None
         contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
         tok, min_tokens, max_tokens     the vocabulary by which a document is too short or too long, or None
         pii, pii_in_code                is personal data replaced, and in code too?

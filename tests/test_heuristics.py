@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from conftest import ROOT, script
 from corpus import heuristics
-from corpus.heuristics import RULES, read_limits, reason
+from corpus.heuristics import RULES, Limits, measures, reason, stays
 
 # What datatrove calls the rule.
 NAMES = {
@@ -81,7 +82,30 @@ def page(seed):
 
 def ours(name, text):
     """Our verdict about an English page by one of the four sets."""
-    return reason(text, "eng_Latn", read_limits(name))
+    return reason(text, "eng_Latn", Limits(name))
+
+
+# In the form of FineWeb-2's files; the numbers are ours.
+LIMITS = """
+dup_line_frac: 0.25
+dup_n_grams: [[5, 0.2], [6, 0.19], [7, 0.18], [8, 0.17], [9, 0.16], [10, 0.15]]
+language_score: 0.7
+line_punct_thr: 0.3
+max_avg_word_length: 6
+max_non_alpha_words_ratio: 0.7
+min_avg_word_length: 3.5
+new_line_ratio: 0.1
+stopwords: [the, in, \u00e9t\u00e9]
+top_n_grams: [[2, 0.25], [3, 0.22], [4, 0.2]]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder like FineWeb-2's, of one language."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "xyz_Latn.yml").write_text(LIMITS, encoding="utf-8")
+    return str(tmp_path / "configs")
 
 
 def golden():
@@ -105,13 +129,13 @@ def test_the_verdicts_are_those_of_datatrove(name):
 
 def test_every_rule_is_met_by_a_page_of_the_golden_file():
     """Only many-words is not: it would take a page of half a megabyte."""
-    met = {rule for rules in golden().values() for rule in rules}
+    met = {rule for name in SETS for rule in golden()[name]}
     assert met == RULES.keys() - {"many-words"}
 
 
 @pytest.fixture
 def datatrove(monkeypatch):
-    """{set: text -> the name of our rule, or None} by datatrove's own filters."""
+    """{set: text -> the name of our rule, or None} by datatrove's own filters, and those with LIMITS as fineweb2."""
     pytest.importorskip("datatrove")
     from datatrove.data import Document
     from datatrove.pipeline.filters import c4_filters, fineweb_quality_filter
@@ -139,12 +163,27 @@ def datatrove(monkeypatch):
             said = one.filter(Document(text=text, id=""))
             return None if said is True else NAMES[said[1]]
         return verdict
-    return dict(zip(SETS, map(asked, filters)))
+
+    # As FineWeb-2's pipeline passes them on.
+    limits = yaml.safe_load(LIMITS)
+    shared = ("max_avg_word_length", "min_avg_word_length", "max_non_alpha_words_ratio")
+    fineweb2 = (
+        gopher_repetition_filter.GopherRepetitionFilter(
+            dup_para_frac=0, dup_line_char_frac=0, dup_para_char_frac=0, dup_line_frac=limits["dup_line_frac"],
+            top_n_grams=limits["top_n_grams"], dup_n_grams=limits["dup_n_grams"]),
+        fineweb_quality_filter.FineWebQualityFilter(
+            short_line_thr=999, char_duplicates_ratio=0.1, line_punct_thr=limits["line_punct_thr"],
+            new_line_ratio=limits["new_line_ratio"]),
+        gopher_quality_filter.GopherQualityFilter(
+            stop_words=limits["stopwords"], **{name: limits[name] for name in shared}),
+    )
+    return {**dict(zip(SETS, map(asked, filters))), "fineweb2": list(map(asked, fineweb2))}
 
 
 def test_the_golden_file_is_what_datatrove_says(datatrove):
     """The first 200 pages: all of them take seconds."""
-    for name, verdict in datatrove.items():
+    for name in SETS:
+        verdict = datatrove[name]
         said = {rule: [seed for seed in seeds if seed < 200] for rule, seeds in golden()[name].items()}
         assert by_rule(verdict, 200) == {rule: seeds for rule, seeds in said.items() if seeds}
 
@@ -159,8 +198,65 @@ def test_the_verdicts_about_real_pages_are_those_of_datatrove(name, datatrove):
     # datatrove's C4 takes a second a megabyte.
     texts = [text for text in texts if len(text) < 30_000]
     assert len(texts) > 20
-    for kind, verdict in datatrove.items():
-        assert [ours(kind, text) for text in texts] == list(map(verdict, texts))
+    for kind in SETS:
+        assert [ours(kind, text) for text in texts] == list(map(datatrove[kind], texts))
+
+
+def by_set(folder):
+    """Our verdicts with LIMITS, by one set of rules after the other."""
+    limits, stops = Limits(folder).of("xyz_Latn")
+
+    def asked(source):
+        names = {name for name in limits if RULES[name].source == source}
+        return lambda text: next(
+            (name for name, value in measures(text, names, stops) if not stays(name, value, limits[name])), None)
+    return [asked(source) for source in ("repetition", "fineweb", "gopher")]
+
+
+def test_with_limits_of_a_language_the_verdicts_are_those_of_fineweb_2(folder):
+    got = {}
+    for verdict in by_set(folder):
+        got.update(by_rule(verdict))
+    assert got == golden()["fineweb2"]
+    # No rule that FineWeb-2 left out, and each that it has but for many words.
+    left_out = {name for name, rule in RULES.items() if rule.source == "c4" or "paragraph" in name}
+    assert RULES.keys() - got.keys() == left_out | {"short-lines", "same-line-chars", "many-words"}
+
+
+def test_the_golden_verdicts_of_fineweb_2_are_what_datatrove_says(datatrove):
+    """The first 200 pages."""
+    got = {}
+    for verdict in datatrove["fineweb2"]:
+        got.update(by_rule(verdict, 200))
+    said = {rule: [seed for seed in seeds if seed < 200] for rule, seeds in golden()["fineweb2"].items()}
+    assert got == {rule: seeds for rule, seeds in said.items() if seeds}
+
+
+def test_a_language_without_a_file_meets_what_else_is_named(folder):
+    limits = Limits(f"c4,sentences:2,{folder}")
+    assert limits.of("deu_Latn")[0] == {"lorem-ipsum": 0, "curly-brackets": 0, "sentences": 2}
+    own, stops = limits.of("xyz_Latn")
+    # One's own limit holds everywhere.
+    assert own["sentences"] == 2 and "curly-brackets" not in own and own["long-words"] == 6
+    assert stops == {"the", "in", "\u00e9t\u00e9"}
+    # A language is no path.
+    assert limits.of("../configs/xyz_Latn") == limits.of("deu_Latn")
+
+
+@pytest.mark.parametrize("line, zero", [("dup_line_frac: 0.25", "same-lines"), ("max_avg_word_length: 6", "long-words")])
+def test_a_limit_of_0_is_none_as_in_datatrove(folder, line, zero):
+    Path(folder, "abc_Latn.yml").write_text(LIMITS.replace(line, line.split()[0] + " 0"), encoding="utf-8")
+    limits = Limits(folder)
+    assert limits.of("xyz_Latn")[0].keys() - limits.of("abc_Latn")[0].keys() == {zero}
+
+
+@pytest.mark.parametrize("damage", ["stopwords: 3", "line_punct_thr: much", "]["])
+def test_a_damaged_file_of_limits_is_one_line(folder, tmp_path, damage):
+    Path(folder, "bad_Latn.yml").write_text(f"{LIMITS}\n{damage}", encoding="utf-8")
+    (tmp_path / "d.jsonl").write_text(json.dumps(dict(text="a b", lang="bad_Latn")))
+    done = script("prepare.py", tmp_path / "d.jsonl", f"--heuristics={folder}", f"--out={tmp_path / 'out'}")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "bad_Latn.yml is damaged, or no file of" in done.stderr.splitlines()[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -189,12 +285,12 @@ def test_a_page_of_too_many_words():
     ("c4,sentences:2", {"lorem-ipsum": 0, "curly-brackets": 0, "sentences": 2}),
 ])
 def test_sets_and_rules_and_limits_of_ones_own(setting, want):
-    assert read_limits(setting) == want
+    assert Limits(setting).named == want
 
 
 @pytest.mark.parametrize("setting, says", [
     ("gofer", "there is no 'gofer'; want gopher"),
-    ("xyzzy", "want c4, fineweb, gopher, repetition"),
+    ("xyzzy", "want c4, fineweb, gopher, repetition, or a folder"),
     ("sentences:few", "want a rule and its limit"),
     ("c4:3", "want a rule and its limit"),
 ])
@@ -212,7 +308,7 @@ CHINESE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5
 
 
 def test_stop_words_are_asked_of_english_alone():
-    limits = read_limits("gopher")
+    limits = Limits("gopher")
     languages = ("en", "eng_Latn", "en-GB", "English", "enm_Latn", "deu_Latn", "")
     asked = [reason(GERMAN, language, limits) for language in languages]
     assert asked == ["stop-words"] * 4 + [None] * 3
@@ -221,7 +317,7 @@ def test_stop_words_are_asked_of_english_alone():
 def test_words_are_not_asked_of_a_script_without_spaces():
     """Lines of the Universal Declaration: one word by white space, of 14 characters. As many letters are too long."""
     text = "".join(CHINESE.replace("\u751f", chr(0x4e00 + i)) for i in range(20))
-    assert reason(text, "zho_Hans", read_limits("gopher")) is None
+    assert reason(text, "zho_Hans", Limits("gopher")) is None
     assert ours("long-words", re.sub(r"[^\n]", "x", text)) == "long-words"
     # What is known of lines is asked, and a Chinese full stop ends one.
     assert ours("punctuation", text) is None and ours("punctuation", text.replace("\u3002", "")) == "punctuation"
@@ -247,7 +343,8 @@ def test_prepare_keeps_what_no_set_removes_and_all_code(tmp_path):
     assert done.returncode == 0, done.stderr
     with gzip.open(out / "removed.jsonl.gz", "rt") as lines:
         removed = {row["id"].removeprefix("d.jsonl:"): row["reason"] for row in map(json.loads, lines)}
-    gone = {str(seed) for rules in golden().values() for seeds in rules.values() for seed in seeds if seed < 400}
+    sets = [golden()[name] for name in SETS]
+    gone = {str(seed) for rules in sets for seeds in rules.values() for seed in seeds if seed < 400}
     assert removed.keys() == gone and 0 < len(gone) < 400
     # The audit has a row for each rule.
     counts = {rule: n for rule, (n, _) in json.loads((out / "report.json").read_text())["total"]["removed"].items()}

@@ -71,8 +71,13 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path, monkeypatch
     assert done.returncode == 2 and "pip install py3langid==" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_prepare_asks_where_no_column_says_it(py3langid, tmp_path):
+def test_prepare_asks_where_no_column_says_it(tmp_path, monkeypatch):
     """What a column says, and that code is code, stays; what is not sure gets the default."""
+    said = {"All": ("en", 0.9), "Alle": ("de", 0.6), "Tous": ("fr", 0.5), "12": ("la", 0.4), '"""All': ("en", 0.9)}
+
+    class FirstWord:
+        classify = staticmethod(lambda text: said[text.split()[0]])
+    monkeypatch.setattr(language, "identifier", FirstWord)
     rows = [dict(text=ARTICLE[name]) for name in ("eng_Latn", "deu_Latn", "fra_Latn")]
     rows += [dict(text=ARTICLE["deu_Latn"] + " x", lang="gsw_Latn"), dict(text="12 34 56 78")]
     (tmp_path / "in").mkdir()
