@@ -1,7 +1,7 @@
 """
 Documents -> token shards that train.py reads, and an audit of what is in them and what is not.
 
-    sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, length, contamination)
+    sift       every document: may one train on it (robots.txt, licence), is it worth it (scores, rules, contamination)
     judge      has the same text, or nearly the same, been there before: in the order of the input
     order      by a hash of the document's id; train or val by one of its text, so that whatever is joined later, and
                however files are called, each text is on one side. Adding a file moves no other document
@@ -49,8 +49,10 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.grow import can_grow, merge
+from corpus.heuristics import Limits
 from corpus.kept import tables, write_kept
-from corpus.quality import TOXICITY, TopShare
+from corpus.language import identifier
+from corpus.quality import TOXICITY, Classifier, TopShare
 from corpus.reservations import COLUMNS, open_reservations
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
@@ -72,6 +74,7 @@ shard_tokens = 100_000_000  # tokens a shard at most
 text_field = "text"         # the column or field that holds the text
 encoding = ""               # of the files, like latin-1 or utf-16; "" = UTF-8
 source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
+detect_language = 0.0       # name it where none is said and its probability is at least this, like 0.9; 0 = off
 default_language = ""       # of documents that do not say (columns language or lang)
 default_license = ""        # of documents that do not say (column license)
 max_bytes = 0.0             # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
@@ -85,15 +88,16 @@ agents_no_star = False      # only opt-outs that name an AI agent, not those for
 keep_licenses = ""          # only these, with commas between
 pii = True                  # replace e-mail and IP addresses and IBANs...
 pii_in_code = False         # ...in .py files and documents of language "code" too; Apertus left code as it is
-# is it worth it (corpus/quality.py)
+# is it worth it (corpus/quality.py, corpus/heuristics.py)
+heuristics = ""             # rules about text: gopher,repetition,c4,fineweb, few-words:20, a folder of FineWeb-2's
 keep_languages = ""         # only these, with commas between
 min_chars = 0               # of a document
 max_chars = 0               # 0 = any
 min_tokens = 0              # of a document, its begin and end included: needs a --tokenizer
 max_tokens = 0              # 0 = any
-score_field = ""            # column of a quality score, of which...
+score_field = ""            # column of a quality score, or a classifier.npz of corpus/quality.py, of which...
 keep_top = 0.33             # ...this share of each language is kept
-max_field = ""              # column of a score like toxicity, which must be below...
+max_field = ""              # column of a score like toxicity, or a classifier.npz, which must be below...
 max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
@@ -126,6 +130,8 @@ CODE = [
     "engine/inputs.py",
     "engine/readers.py",
     "corpus/quality.py",
+    "corpus/heuristics.py",
+    "corpus/language.py",
     "corpus/dedup.py",
     "corpus/reservations.py",
     "corpus/robots.py",
@@ -305,6 +311,7 @@ def survey(here, work, new):
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
+    named += [score_field, max_field, *Limits(heuristics).files()]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -350,6 +357,13 @@ def read_rules(files, work):
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
                          "already: name it, --tokenizer=apertus")
+    if max_field.endswith(".npz") and max_value == "apertus":
+        raise ValueError(f"max_field={max_field} is a classifier of your own, Apertus' thresholds are another's: "
+                         "want --max_value, like 0.9")
+    limits = Limits(heuristics) if heuristics else None
+    if detect_language:
+        # Loaded before the workers are started, who then share it.
+        identifier()
     asked = dict(
         store=open_robots(robots) if robots else None,
         agents=asked_agents(),
@@ -379,9 +393,12 @@ def read_rules(files, work):
             language=default_language or ("" if paths else "code"),
             license=default_license or ("" if paths else "PSF-2.0"),
         ),
+        sure=detect_language,
+        classifiers={name: Classifier.load(name) for name in (score_field, max_field) if name.endswith(".npz")},
         robots=asked if robots or blocked else None,
         reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
+        limits=limits,
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,
         tok=tokenizers.load(tokenizer) if min_tokens or max_tokens else None,
@@ -753,7 +770,7 @@ def describe(name, tok, began):
         git = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     except OSError:
         git = ""
-    packages = ("numpy", "tiktoken", "pyarrow", "rensa", "huggingface_hub")
+    packages = ("numpy", "tiktoken", "pyarrow", "rensa", "huggingface_hub", "py3langid")
     return dict(
         out=out,
         command=" ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -33,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.heuristics import RULES
 from corpus.reservations import RESERVED
 from corpus.shards import version
 from engine.files import read_json, sha256
@@ -59,6 +60,7 @@ REASONS = {
     "score": "below the top share of its language",
     "above": "above the threshold of its language (toxicity)",
     "rate": "not drawn (random share)",
+    **{name: f"{rule.says} ({rule.source})" for name, rule in RULES.items()},
     "contaminated": "contains an evaluation prompt",
     "tokens": "too few or too many tokens",
     "duplicate": "the same text was kept before",
@@ -482,7 +484,7 @@ def eu_summary(report):
     languages = sorted(filter(sizes.get, sizes), key=sizes.get, reverse=True)
     sources = [file["name"] for file in report["inputs"] if not file["problem"]]
     latest = (report["dates"][1] or "")[:10] or "not stated in the data; write it here"
-    others = ("license", "score", "above", "contaminated", "duplicate", "near-duplicate")
+    others = ("license", "score", "above", *RULES, "contaminated", "duplicate", "near-duplicate")
     measures = ", ".join(f"{reason} {t['removed'][reason][0]:,}" for reason in others if reason in t["removed"])
     boxes = [f"1.3 Modality: Text. Training data size: {bracket} tokens ({tokens:,} tokens of "
              f"{report['run']['tokenizer']}, {t['bytes_written'] / 1e9:,.3f} GB).",

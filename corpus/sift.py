@@ -1,7 +1,7 @@
 """
 What every process of prepare.py does first: a batch of rows through the rules that look at one document alone.
 
-    rows -> documents -> robots, licence, language, length, scores, contamination -> personal data replaced -> spool
+    rows -> documents -> robots, licence, language, length, scores, heuristics, contamination -> personal data replaced
 
 A result is a file under its final name, or it is not there: after kill -9 the missing work is done again, and nothing
 else. All that a document meets here depends on the document alone. Duplicates depend on others, so prepare.py judges
@@ -22,6 +22,8 @@ import numpy as np
 
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
+from corpus.heuristics import reason as broken_rule
+from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.quality import as_number, column_reason
 from corpus.reservations import RESERVED, reservation
@@ -41,9 +43,12 @@ class Rules(SimpleNamespace):
         spool                           the folder that batches are written to
         name, source_by                 the name of the only source, or the column that names it
         defaults                        {"language", "license"} of documents that do not say
+        sure                            probability from which a language is believed that no column says; 0: none is
+        classifiers                     {column: quality.Classifier} of the scores that are computed here
         robots                          arguments of robots.verdict, or None
         reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
+        limits                          heuristics.Limits, of code they ask nothing; or None
         contamination, near             dedup.Contamination and dedup.NearDuplicates, or None
         tok, min_tokens, max_tokens     the vocabulary by which a document is too short or too long, or None
         pii, pii_in_code                is personal data replaced, and in code too?
@@ -51,8 +56,20 @@ class Rules(SimpleNamespace):
     """
 
     def documents(self, rows):
-        """The documents of a batch."""
-        return documents(self.files, rows, self.text_field, self.wanted)
+        """The documents of a batch, with what classifiers say of them: a language that no column says, and scores."""
+        for some in handfuls(documents(self.files, rows, self.text_field, self.wanted)):
+            docs = [doc for _, doc in some]
+            readable = [doc for doc in docs if doc["text"] is not None]
+            if self.sure:
+                for doc in readable:
+                    language = doc.get("language") or detect(doc["text"], self.sure)
+                    if language:
+                        doc["language"] = language
+            for column, classifier in self.classifiers.items():
+                texts = [doc["text"] for doc in readable]
+                for doc, score in zip(readable, classifier.scores(texts)):
+                    doc[column] = score
+            yield from docs
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,7 +246,11 @@ def reason_by_columns(rules, one, info):
         return outcome.removeprefix("drop:")
     # A token has at least one byte: most texts that are too short need not be tokenized.
     few = rules.tok and one.size + 2 < rules.min_tokens
-    return column_reason(doc, **rules.columns) or ("tokens" if few else None)
+    reason = column_reason(doc, **rules.columns) or ("tokens" if few else None)
+    language = str(doc.get("language") or "")
+    if not reason and rules.limits and language != "code":
+        reason = broken_rule(doc["text"], language, rules.limits)
+    return reason
 
 
 def note_outcome(info, outcome, host, size):

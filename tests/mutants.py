@@ -89,7 +89,7 @@ ALSO = {
     "start": ["test_continue", "test_extend", "test_distill"],
     "sft": ["test_lora"],
     "shards": ["test_prepare", "test_data"],
-    "sift": ["test_prepare"],
+    "sift": ["test_prepare", "test_quality", "test_language", "test_heuristics"],
     "talk": ["test_sample"],
     "tokenizer": ["test_published", "test_continue", "test_extend"],
     "train": ["test_step", "test_continue", "test_extend", "test_distill", "test_forgetting", "test_parallel"],

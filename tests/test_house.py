@@ -71,7 +71,8 @@ LEAVE |= {("train", f"posttrain.{name}") for name in ("start", "forgetting")}
 # At which steps a run has read a document follows from the order of samples; its tokens become text again.
 LEAVE |= {("corpus.cluster", "prepare"), ("corpus.steps", "prepare")}
 LEAVE |= {("corpus.audit", "data"), ("corpus.audit", "schedule"), ("corpus.kept", "tokenizer")}
-LEAVE |= {(f"corpus.{name}", "configurator") for name in ("audit", "cluster", "dedup", "pii", "quality", "robots")}
+SCRIPTS = ("audit", "cluster", "dedup", "heuristics", "pii", "quality", "robots")
+LEAVE |= {(f"corpus.{name}", "configurator") for name in SCRIPTS}
 
 
 def room(name):

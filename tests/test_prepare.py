@@ -351,7 +351,7 @@ def goes_on(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(goes_on, monkeypatch):
-    corpus = ("sift", "shards", "quality", "dedup", "robots", "pii", "audit")
+    corpus = ("sift", "shards", "quality", "heuristics", "language", "dedup", "robots", "pii", "audit")
     rooms = ("engine/readers.py", *(f"corpus/{name}.py" for name in corpus))
     for name in ("prepare.py", "tokenizer.py", *rooms):
         with open(goes_on.code / name, "a") as f:

@@ -1,4 +1,8 @@
-"""Selection against numpy quantiles, duplicates against Jaccard and the LSH formula, contamination against difflib."""
+"""
+Selection against numpy quantiles, a classifier against scikit-learn, duplicates against Jaccard and the LSH formula,
+contamination against difflib.
+"""
+import gzip
 import json
 import random
 import re
@@ -9,9 +13,9 @@ from difflib import SequenceMatcher
 import numpy as np
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, script
 from corpus import dedup, quality
-from corpus.quality import TopShare, column_reason, uniform
+from corpus.quality import BITS, Classifier, TopShare, area, column_reason, features, learn, roc, standard_error, uniform
 from corpus.dedup import Contamination, NearDuplicates, minhash, minhash_numpy, ngrams, text_key
 
 
@@ -96,6 +100,200 @@ def test_another_seed_draws_others():
     for seed in (42, 1):
         assert drawn(0.3135, seed=seed) == {i for i in range(500) if uniform(str(i), seed=seed) < 0.3135}
     assert drawn(0.3135, seed=42) == drawn(0.3135) != drawn(0.3135, seed=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# a classifier of one's own
+
+GOOD = "river mountain because therefore theorem history chapter between explain".split()
+BAD = "click here buy cheap now free offer subscribe best".split()
+
+
+def lines(n, seed=0, of_the_other=0.35):
+    """(texts, labels) of two kinds, whose words are mixed: a third of each is of the other kind."""
+    rng = random.Random(seed)
+    texts, labels = [], []
+    for i in range(n):
+        label = i % 2
+        kinds = (BAD, GOOD) if label else (GOOD, BAD)
+        words = [rng.choice(kinds[rng.random() > of_the_other]) for _ in range(rng.randrange(3, 25))]
+        texts.append(" ".join(words))
+        labels.append(label)
+    return texts, np.array(labels, np.float64)
+
+
+def test_features_are_the_words_and_their_pairs_each_once():
+    """Counted from the words, with Python's sets. 20 bits tell so few apart."""
+    texts = ["a b a b c", "", "One, two.", "two one", "a"]
+    keys, counts = features(texts)
+    for text, own in zip(texts, np.split(keys, np.cumsum(counts)[:-1])):
+        words = re.findall(r"\w+", text.lower())
+        assert len(own) == len(set(words) | set(zip(words, words[1:])))
+        assert own.tolist() == sorted(features([text])[0].tolist())
+    # The words of "One, two." are those of "two one", its pair is not.
+    assert len(set(features(["One, two."])[0]) & set(features(["two one"])[0])) == 2
+
+
+def test_what_is_learnt_is_what_scikit_learn_finds():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    sparse = pytest.importorskip("scipy.sparse")
+    texts, labels = lines(300)
+    weights, bias = learn(texts, labels, decay=0.5)
+    keys, counts = features(texts)
+    values = np.repeat(1 / np.sqrt(counts), counts)
+    seen, keys = np.unique(keys, return_inverse=True)
+    matrix = sparse.csr_matrix((values, keys, [0, *np.cumsum(counts)]))
+    theirs = linear_model.LogisticRegression(C=2, tol=1e-8, max_iter=1000).fit(matrix, labels)
+    assert np.abs(theirs.coef_[0] - weights[seen]).max() < 1e-3 and np.abs(weights).max() > 1
+    assert abs(theirs.intercept_[0] - bias) < 1e-3
+    scores = Classifier(weights, bias, {}).scores(texts)
+    np.testing.assert_allclose(scores, theirs.predict_proba(matrix)[:, 1], rtol=0, atol=1e-4)
+
+
+def test_at_the_minimum_the_gradient_is_nothing():
+    """The gradient of the cross-entropy in closed form: sum of (score - label) x + decay w = 0, and over the labels 0."""
+    texts, labels = lines(200)
+    weights, bias = learn(texts, labels, decay=0.1)
+    keys, counts = features(texts)
+    wrong = Classifier(weights, bias, {}).scores(texts) - labels
+    pull = np.bincount(keys, np.repeat(wrong / np.sqrt(counts), counts), 1 << BITS)
+    assert np.abs(pull + 0.1 * weights).max() < 1e-3 < 0.1 * np.abs(weights).max()
+    assert abs(wrong.sum()) < 1e-3
+
+
+def test_the_score_of_a_text_is_its_own():
+    texts, labels = lines(100)
+    classifier = Classifier(*learn(texts, labels, 0.1), {})
+    alone = [float(classifier.scores([text])[0]) for text in texts]
+    assert classifier.scores(texts[::-1]).tolist() == alone[::-1]
+    # Of a text without words nothing is known but how frequent the kinds are.
+    assert classifier.scores(["", "..."]).tolist() == [1 / (1 + np.exp(-classifier.bias))] * 2
+
+
+def test_the_roc_and_its_area_are_those_of_every_pair():
+    """By definition: the share of pairs of one of each kind in which that of kind 1 has the higher score; ties half."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 150).astype(np.float64)
+    scores = np.round(rng.normal(labels), 1)
+    ones, zeros = scores[labels == 1], scores[labels == 0]
+    pairs = np.sign(ones[:, None] - zeros)
+    thresholds, wrong, right = roc(scores, labels)
+    assert area(wrong, right) == pytest.approx((1 + pairs.mean()) / 2, abs=1e-12)
+    for threshold, x, y in zip(thresholds, wrong, right):
+        assert (x, y) == ((zeros >= threshold).mean(), (ones >= threshold).mean())
+
+
+@pytest.mark.parametrize("zeros, ones", [(20, 60), (60, 20)])
+def test_the_standard_error_of_an_area_is_its_spread(zeros, ones):
+    """For exponential scores the formula of Hanley and McNeil is exact: against 2,000 draws, of which 1.6 % are noise."""
+    rng = np.random.default_rng(0)
+    low, high = rng.exponential(1, (2000, zeros, 1)), rng.exponential(5, (2000, 1, ones))
+    areas = (high > low).mean((1, 2))
+    assert areas.std() == pytest.approx(standard_error(5 / 6, zeros, ones), rel=0.05)
+
+
+def write_labelled(path, texts, labels, names=("spam", "prose")):
+    with open(path, "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(dict(text=text, label=names[int(label)])) + "\n" for text, label in zip(texts, labels))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The command on 600 lines: (folder, what it said, the lines)."""
+    folder = tmp_path_factory.mktemp("classifier")
+    texts, labels = lines(600)
+    write_labelled(folder / "lines.jsonl", texts, labels)
+    done = script("corpus.quality", f"--train={folder / 'lines.jsonl'}", "--positive=prose", f"--out={folder / 'c.npz'}")
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout, texts, labels
+
+
+def test_the_command_holds_lines_out_and_draws_their_roc(trained):
+    """AUC by scikit-learn, on the fifth of the lines that the hashes of their texts choose."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    folder, said, texts, labels = trained
+    held = np.array([dedup.fingerprint(text) / 2**64 < 0.2 for text in texts])
+    classifier = Classifier.load(folder / "c.npz")
+    scores = classifier.scores([text for text, out in zip(texts, held) if out])
+    auc = metrics.roc_auc_score(labels[held], scores)
+    assert f"{held.sum()} lines held out, {int(labels[held].sum())} of them 'prose': AUC {auc:.3f} +- " in said
+    assert 0.8 < auc < 1 and classifier.about["auc"] == pytest.approx(auc, abs=1e-12)
+    assert (folder / "c.png").stat().st_size > 5_000
+    # What was held out was not learnt from.
+    learnt = learn([text for text, out in zip(texts, held) if not out], labels[~held], 0.1)
+    assert (learnt[0] == classifier.weights).all()
+    row = next(line.split() for line in said.splitlines() if line.split()[:1] == ["33%"])
+    best = scores >= np.quantile(scores, 1 - 0.33)
+    assert float(row[2].rstrip("%")) == pytest.approx(100 * best[labels[held] == 1].mean(), abs=0.06)
+
+
+def test_documents_are_scored_a_line_each(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("buy cheap\nnow")
+    done = script("corpus.quality", tmp_path / "a.txt", f"--out={trained[0] / 'c.npz'}")
+    score, = Classifier.load(trained[0] / "c.npz").scores(["buy cheap now"])
+    assert done.stdout == f"{score:.4f} a.txt  buy cheap now\n" and score < 0.2
+
+
+def kept_by(tmp_path, records, *args):
+    """The texts that prepare.py keeps of these documents."""
+    with open(tmp_path / "d.jsonl", "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(record) + "\n" for record in records)
+    done = script("prepare.py", tmp_path / "d.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=byte", "--dedup=False",
+                  *args)
+    assert done.returncode == 0, done.stderr
+    with gzip.open(tmp_path / "out" / "removed.jsonl.gz", "rt") as removed:
+        gone = {row["id"]: row["reason"] for row in map(json.loads, removed)}
+    return {i: gone.get(f"d.jsonl:{i}") for i in range(len(records))}
+
+
+def test_prepare_keeps_the_top_share_of_each_language_by_a_classifier(trained, tmp_path):
+    """The share by numpy's quantile; an empty document is removed as such."""
+    texts, _ = lines(120, seed=1)
+    records = [dict(text=text, lang=("de", "fr")[i % 3 == 0]) for i, text in enumerate(texts)]
+    path = trained[0] / "c.npz"
+    fates = kept_by(tmp_path, [*records, dict(text=" ", lang="it")], f"--score_field={path}", "--keep_top=0.25")
+    scores = Classifier.load(path).scores(texts)
+    assert fates.pop(120) == "empty"
+    for language in ("de", "fr"):
+        mine = [i for i in range(120) if records[i]["lang"] == language]
+        threshold = -np.quantile(-scores[mine], 0.25, method="inverted_cdf")
+        assert {i: fates[i] for i in mine} == {i: None if scores[i] >= threshold else "score" for i in mine}
+
+
+def test_prepare_removes_what_a_classifier_puts_above(trained, tmp_path):
+    texts, _ = lines(60, seed=2)
+    path = trained[0] / "c.npz"
+    fates = kept_by(tmp_path, [dict(text=text) for text in texts], f"--max_field={path}", "--max_value=0.6")
+    scores = Classifier.load(path).scores(texts)
+    assert fates == {i: None if score < 0.6 else "above" for i, score in enumerate(scores)}
+    assert set(fates.values()) == {None, "above"}
+
+
+@pytest.mark.parametrize("name, args, says", [
+    ("corpus.quality", [], "name labelled lines"),
+    ("corpus.quality", ["--train=lines.jsonl", "--out=b.npz"], "0 of 600 lines have label '1'"),
+    ("corpus.quality", ["--train=lines.jsonl", "--out=c.npz", "--positive=prose"], "is there already"),
+    ("corpus.quality", ["--train=lines.jsonl", "--out=b", "--positive=prose"], "is a file.npz"),
+    ("corpus.quality", ["--train=lines.jsonl", "--out=b.npz", "--label_field=kind"], "no column kind"),
+    ("corpus.quality", ["--train=nulls.jsonl", "--out=b.npz"], "line 1 is no text"),
+    ("corpus.quality", ["lines.jsonl", "--out=b.npz"], "there is no classifier"),
+    ("corpus.quality", ["lines.jsonl", "--out=lines.jsonl"], "is damaged, or no classifier"),
+    ("corpus.quality", ["lines.jsonl", "--out=torn.npz"], "is damaged, or no classifier"),
+    ("prepare.py", ["lines.jsonl", "--score_field=b.npz", "--out=out"], "there is no classifier"),
+    ("prepare.py", ["lines.jsonl", "--max_field=c.npz", "--out=out"], "want --max_value"),
+])
+def test_what_cannot_be_learnt_or_used_is_one_line(trained, name, args, says):
+    folder = trained[0]
+    (folder / "nulls.jsonl").write_text('{"text": null, "label": 1}\n')
+    (folder / "torn.npz").write_bytes((folder / "c.npz").read_bytes()[:-9])
+    there = {path.name for path in folder.iterdir()}
+    args = [re.sub(r"^(--(train|out|score_field|max_field)=)?(\S+\.(jsonl|npz)|b|out)$",
+                   lambda m: (m[1] or "") + str(folder / m[3]), arg) for arg in args]
+    done = script(name, *args)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
+    # prepare.py goes on from out.tmp.
+    assert {path.name for path in folder.iterdir()} <= there | {"out.tmp"}
 
 
 def test_exact_duplicates_are_equal_up_to_unicode_form_and_white_space():
