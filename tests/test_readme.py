@@ -135,6 +135,8 @@ def small(command, root):
         "tools.bench": f"--preset=tiny --impls=hf --rounds=2 --warmup=1 --out={root}/bench",
     }
     name = script_of(command.split())
+    if name == "corpus.cluster":
+        return [f"--out={root}/many", "--tokenizer=byte", "--tasks=2", "--parts=1"]
     return arguments.get(name, "").split()
 
 
