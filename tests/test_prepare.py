@@ -896,9 +896,10 @@ class Hub:
         self.local("")
         return type("Info", (), dict(sha="c0ffee"))
 
-    def glob(self, path):
+    def glob(self, path, detail):
         root = path[:path.index("@c0ffee/") + 8]
-        return [root + os.path.relpath(file, self.folder) for file in glob.glob(self.local(path), recursive=True)]
+        return {root + os.path.relpath(file, self.folder): dict(type="directory" if os.path.isdir(file) else "file")
+                for file in glob.glob(self.local(path), recursive=True)}
 
     def info(self, path):
         file = self.local(path)
