@@ -106,7 +106,7 @@ def find(paths, wanted=kind_of):
                 if file != match and why_not(file, root, wanted) or identity(file) in known:
                     continue
                 known.add(identity(file))
-                name = os.path.relpath(file, root).replace(os.sep, "/")
+                name = below(root, file)
                 if name in files:
                     name = f"{os.path.basename(os.path.abspath(root))}/{name}"
                 if files.setdefault(name, file) != file:
@@ -130,9 +130,10 @@ def ignored(paths):
             continue
         for match in matches(path):
             root, inside = files_of(match)
+            here = os.path.abspath(root)
             for file in inside:
                 reason = None if file == match else why_not(file, root, kind_of)
-                file = os.path.abspath(file)
+                file = f"{here}/{below(root, file)}"
                 if reason:
                     others[file] = reason
                 else:
@@ -143,13 +144,18 @@ def ignored(paths):
 
 def why_not(file, root, wanted):
     """Why a file of the folder `root` is not taken: its ending, "hidden", "broken link", ...; None if it is."""
-    if any(part.startswith(".") for part in os.path.relpath(file, root).split(os.sep)):
+    if any(part.startswith(".") for part in below(root, file).split("/")):
         return "hidden"
     if not os.path.isfile(file):
         return "broken link"
     if not_utf8(file):
         return "name not UTF-8"
     return None if wanted(file) else ending(file) or "no ending"
+
+
+def below(root, file):
+    """The name of a file of files_of() relative to its root. (os.path.relpath asks for the working folder each time.)"""
+    return file[len(root):].replace(os.sep, "/").lstrip("/")
 
 
 def not_utf8(path):
@@ -185,8 +191,8 @@ def files_of(path):
             continue
         entered.add(identity(folder))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            # entry.is_dir() raises where a link leads to itself.
-            if os.path.isdir(entry.path):
+            # entry.is_dir() asks the disk for links alone, but raises where one leads to itself.
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
                 later = folders.append if entry.is_symlink() else folders.appendleft
                 later(entry.path)
             else:

@@ -117,6 +117,9 @@ def problem_of(raw, encoding=""):
 
 def not_utf8(raw):
     """The problem of a text that is no UTF-8: its likely encoding. Latin-1 has no letters where cp1252 has dashes."""
+    # In a language of Latin letters most are ASCII; in Cyrillic, or in Shift JIS, they are not.
+    if len(re.findall(rb"[\x80-\xff]", raw[:1 << 20])) > len(raw[:1 << 20]) / 3:
+        return "not UTF-8: name what it is, like --encoding=cp1251"
     likely = "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"
     return f"not UTF-8, perhaps {likely}: --encoding={likely}"
 
@@ -286,6 +289,7 @@ def table_lines(f, tabs):
     # Tables of countries with a decimal comma have semicolons.
     delimiter = "\t" if tabs else max(",;\t", key=first.count)
     (names,) = csv.reader([first], delimiter=delimiter) if first.strip() else [[]]
+    names = [name.strip() for name in names]
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     while True:
         try:
@@ -491,15 +495,16 @@ def json_document(name, row, line, text_field):
         record = None
     if record == NO_ROW:
         return broken(name, f"{name}:{row}", NO_ROW)
-    record = record if isinstance(record, dict) else {}
-    return document(name, row, record, text_field, "a line without JSON text")
+    if not isinstance(record, dict):
+        return broken(name, f"{name}:{row}", "a line that is no JSON object")
+    return document(name, row, record, text_field)
 
 
-def document(name, row, record, text_field, problem):
-    """A row of named columns as a document; one with `problem` if it has no text."""
+def document(name, row, record, text_field):
+    """A row of named columns as a document."""
     text = record.get(text_field)
     if not isinstance(text, str):
-        return broken(name, f"{name}:{row}", problem, record)
+        return broken(name, f"{name}:{row}", f"a row without text in its column {text_field!r}", record)
     own = record.get("id")
     own_id = row if own is None else own
     doc = dict(record, file=name, text=writable(text), id=writable(f"{name}:{own_id}"))
@@ -537,7 +542,7 @@ def parquet_documents(name, path, first, rows, text_field, columns):
     wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
     try:
         for row, record in enumerate(parquet_records(path, rows, wanted), first):
-            yield document(name, row, record, text_field, "a row without text")
+            yield document(name, row, record, text_field)
     # What pyarrow says of damaged contents is a ValueError.
     except ValueError:
         yield broken(name, f"{name}:row group {rows[0]}", "unreadable")

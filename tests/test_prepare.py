@@ -693,7 +693,8 @@ def test_each_thing_that_cannot_be_read_is_counted_named_and_stops_a_strict_run(
     bad = [row["id"] for row in removed_from(tmp_path / "out") if row["reason"].startswith("unreadable")]
     assert sorted(doc_id.split(":")[0] for doc_id in bad) == sorted(cases)
     assert account(tmp_path / "out")["total"]["removed"]["unreadable"] == [len(cases), 0]
-    assert "skipped 5: a line without JSON text (the first: bad.jsonl:1)" in done.stdout
+    assert "skipped 3: a line that is no JSON object (the first: bad.jsonl:1)" in done.stdout
+    assert "skipped 2: a row without text in its column 'text' (the first: field.jsonl:1)" in done.stdout
 
 
 @pytest.mark.parametrize("args, says", [

@@ -101,6 +101,14 @@ def test_an_encoding_that_was_not_asked_for_is_called_by_its_name(tmp_path, enco
     assert read(path, encoding=name if "utf" not in encoding else encoding)[0]["text"] == text
 
 
+@pytest.mark.parametrize("encoding, text", [
+    ("shift_jis", "自然言語処理"), ("gb18030", "人人生而自由"), ("cp1251", "Все люди рождаются"), ("koi8-r", "и равными")])
+def test_letters_that_are_not_latin_are_not_called_latin(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    (doc,) = read(tmp_path / "a.txt", bad=True)
+    assert doc["problem"].startswith("not UTF-8: name what it is")
+
+
 def test_text_in_another_encoding_than_was_said_is_no_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xff\xfe odd"))
     assert check("a", f"{tmp_path}/a.txt.gz", encoding="ascii")["problem"] == "not ascii"
@@ -196,7 +204,8 @@ def test_what_was_passed_over_is_told_and_stands_in_the_audit(tmp_path):
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
     assert ".pdf: pdftotext FILE.pdf makes text of it\n" in done.stdout
     report = json.loads((tmp_path / "data" / "report.json").read_text())
-    assert report["ignored"][".pdf"] == 2 and ".pdf 2, broken link 2, hidden 2" in (tmp_path / "data" / "report.md").read_text()
+    page = (tmp_path / "data" / "report.md").read_text()
+    assert report["ignored"][".pdf"] == 2 and ".pdf 2, broken link 2, hidden 2, " in page
 
 
 def test_a_folder_whose_name_reads_like_a_pattern_is_a_folder(tmp_path):
@@ -236,7 +245,7 @@ def test_a_named_file_of_another_kind_says_what_to_convert_it_with(tmp_path, nam
     ("deep.json", b'[{"text": "a"}, {"text": "b"}, ' + b"[" * 100_000, 1),
     ("bytes.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', 1),
     ("bytes.csv", b"id,text\n1,a\n2,\xff\n3,b\n", 1),
-    ("short.csv", b"id,text\n1,a\n2\n\n3,b\n", 1),
+    ("short.csv", b"id, text\n1,a\n2\n\n3,b\n", 1),
     ("comma.csv", b"id,text\n1,a\n2,well, well\n3,b\n", 1),
     ("quote.csv", b'id,text\n1,a\n3,b\n4,"c\n', 1),
     ("quoted.tsv", b'id\ttext\n1\ta\n2\t"Yes" she said\n3\tb\n', 1),
