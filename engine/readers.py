@@ -386,16 +386,20 @@ def batches(files, most=None):
 
 
 def pieces_of(i, file):
-    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i."""
+    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i. ValueError if it is damaged."""
     path, encoding = file["path"], file.get("encoding", "")
-    if kind_of(path) == "parquet":
-        yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
-    elif has_lines(path):
-        yield from line_blocks(i, path, encoding)
-    else:
-        with open_bytes(path, encoding) as f:
-            raw = f.read()
-        yield (i, 0, raw), len(raw)
+    try:
+        if kind_of(path) == "parquet":
+            yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
+        elif has_lines(path):
+            yield from line_blocks(i, path, encoding)
+        else:
+            with open_bytes(path, encoding) as f:
+                raw = f.read()
+            yield (i, 0, raw), len(raw)
+    # check() has read the files of this machine to their ends, but none of the hub.
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise ValueError(f"{path} is damaged ({e}): name the other files without it") from None
 
 
 def row_ranges(i, groups):

@@ -398,6 +398,16 @@ def test_lines_tables_and_lists_on_the_hub_are_streamed_as_they_are_here(data_se
     assert data_set.sent == 2 * file.stat().st_size
 
 
+@pytest.mark.parametrize("packed", ["gz", "zst"])
+def test_a_torn_file_on_the_hub_is_one_line_with_its_name(data_set, packed):
+    zstd = pytest.importorskip("zstandard")
+    raw = dict(gz=gzip.compress, zst=zstd.compress)[packed](LINES.encode())
+    for bad in (raw[:-9], b"other" * 20):
+        (data_set.folder / "data" / f"a.jsonl.{packed}").write_bytes(bad)
+        with pytest.raises(ValueError, match=rf"a.jsonl.{packed} is damaged \(.*name the other files"):
+            read("hf://datasets/org/name")
+
+
 def test_what_is_passed_over_on_the_hub_is_counted(data_set):
     for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl", "more.csv", "paper.pdf"):
         (data_set.folder / "data" / name).write_text("")
