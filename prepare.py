@@ -60,7 +60,7 @@ from corpus.shards import claim, clear, publish, version
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.withdraw import reason_of, stays_out, withdraw
 from engine.files import sha256, write_flushed
-from engine.inputs import files_of, find, ignored, matches
+from engine.inputs import CONVERTERS, files_of, find, ignored, matches
 from engine.readers import batches, check, id_hash, rows_of
 
 paths = []                  # files, folders, globs, hf://: text, .html, .json(l), tables, .parquet; none: the stdlib
@@ -213,10 +213,12 @@ def prepare(here, final, tmp):
     """
     began = time.time()
     work, new = tmp / "work", tmp / "data"
-    files = survey(here, work, new)
-    others = ignored(paths)
+    files, others = survey(here, work, new)
     if others:
         print(f"ignored {sum(others.values()):,} files: {', '.join(f'{kind} {n:,}' for kind, n in others.items())}")
+    for kind in others:
+        if kind in CONVERTERS:
+            print(f"{kind}: {CONVERTERS[kind]} makes text of it")
     new.mkdir(exist_ok=True)
     rules = read_rules(files, work)
     audit = reports.Audit()
@@ -297,7 +299,8 @@ def standard_library():
 
 def survey(here, work, new):
     """
-    The files with their hashes, as readers.check says. here: (name, path) of the inputs on this machine.
+    The files with their hashes, as readers.check says, and what is ignored(). here: (name, path) of the inputs on this
+    machine.
 
     A run that was killed left them in work/plan.json. Where settings, inputs and code are still the same, all that it
     left is used; otherwise it is removed, since results of two different runs must not be mixed.
@@ -319,7 +322,7 @@ def survey(here, work, new):
     found = tokenizers.read_json(plan) if plan.exists() else {}
     if found.get("key") == key:
         print(f"going on with what the run before left in {work}")
-        return found["files"]
+        return found["files"], found["ignored"]
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(new, ignore_errors=True)
 
@@ -331,8 +334,9 @@ def survey(here, work, new):
     checked = tqdm(checked, "looking at the files", len(tasks), unit="file", disable=None, leave=False)
     files = [file for _, file in checked]
     os.makedirs(work)
-    write_json(plan, dict(key=key, files=files))
-    return files
+    others = ignored(paths)
+    write_json(plan, dict(key=key, files=files, ignored=others))
+    return files, others
 
 
 def digest(path):
@@ -833,8 +837,8 @@ def nothing_left(audit):
     have = f"; they have {', '.join(audit.columns)}" if audit.columns else ""
     why = f" (removed: {', '.join(f'{n} {reason}' for reason, (n, _) in removed.items())})" if removed else ""
     return (
-        f"no text left of {paths}: .txt, .md, .py are documents, "
-        f".jsonl and .parquet need a field {text_field!r}{have}{why}"
+        f"no text left of {paths}: .txt, .html and the like are documents, rows need a column {text_field!r}, or "
+        f"another by --text_field{have}{why}"
     )
 
 

@@ -46,6 +46,8 @@ CONVERTERS = {
     ".zip": "unzip",
     ".tar": "tar -x",
     ".tgz": "tar -xz",
+    ".bz2": "bunzip2",
+    ".xz": "unxz",
 }
 
 
@@ -99,10 +101,12 @@ def find(paths, wanted=kind_of):
         for match in found:
             root, inside = files_of(match)
             for file in inside:
+                if file == match and not_utf8(file):
+                    raise ValueError(f"{file!r}: rename it, its name is not UTF-8")
                 if file != match and why_not(file, root, wanted) or identity(file) in known:
                     continue
                 known.add(identity(file))
-                name = os.path.relpath(file, root).replace(os.sep, "/")
+                name = below(root, file)
                 if name in files:
                     name = f"{os.path.basename(os.path.abspath(root))}/{name}"
                 if files.setdefault(name, file) != file:
@@ -113,22 +117,54 @@ def find(paths, wanted=kind_of):
 
 
 def ignored(paths):
-    """What find() takes no notice of in the folders that are named: {ending: number of files}, the most first."""
-    counts = Counter()
+    """
+    What find() takes no notice of in the folders that are named, here or on the hub: {ending: number of files}, the
+    most first. What is read under another of the paths, or stands in two of them, is not counted again.
+    """
+    others, read = {}, set()
     for path in paths:
+        if path.startswith("hf://"):
+            _, root, files, rest = hub_listing(path)
+            read.update(root + file for file in files)
+            others.update((root + file, reason) for file, reason in rest.items())
+            continue
         for match in matches(path):
             root, inside = files_of(match)
-            counts.update(filter(None, (why_not(file, root, kind_of) for file in inside if file != match)))
+            here = os.path.abspath(root)
+            for file in inside:
+                reason = None if file == match else why_not(file, root, kind_of)
+                file = f"{here}/{below(root, file)}"
+                if reason:
+                    others[file] = reason
+                else:
+                    read.add(file)
+    counts = Counter(others[file] for file in others.keys() - read)
     return dict(sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def why_not(file, root, wanted):
-    """Why a file of the folder `root` is not taken: its ending, "hidden", "broken link"; None if it is."""
-    if any(part.startswith(".") for part in os.path.relpath(file, root).split(os.sep)):
+    """Why a file of the folder `root` is not taken: its ending, "hidden", "broken link", ...; None if it is."""
+    if any(part.startswith(".") for part in below(root, file).split("/")):
         return "hidden"
     if not os.path.isfile(file):
         return "broken link"
+    if not_utf8(file):
+        return "name not UTF-8"
     return None if wanted(file) else ending(file) or "no ending"
+
+
+def below(root, file):
+    """The name of a file of files_of() relative to its root. os.path.relpath takes thirty times as long."""
+    return file[len(root):].replace(os.sep, "/").lstrip("/")
+
+
+def not_utf8(path):
+    """Is a name of other bytes than UTF-8, as old archives have? It could be written into no report."""
+    try:
+        path.encode()
+        return False
+    except UnicodeEncodeError:
+        return True
 
 
 def identity(path):
@@ -155,7 +191,8 @@ def files_of(path):
             continue
         entered.add(identity(folder))
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if entry.is_dir():
+            # entry.is_dir() asks the disk for links alone, but raises where one leads to itself.
+            if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
                 later = folders.append if entry.is_symlink() else folders.appendleft
                 later(entry.path)
             else:
@@ -209,6 +246,14 @@ def hub_files(path):
     Of a folder the files of one kind are taken: parquet, else lines, tables or lists. Of a whole data set those that
     have "train" in their name, if there are any: the others are tests.
     """
+    data_set, root, files, _ = hub_listing(path)
+    return {f"{data_set}/{file}": f"hf://{root}{file}" for file in files}
+
+
+def hub_listing(path):
+    """
+    (OWNER/NAME, what stands before the names, the files that hub_files() takes, {other file: why it is not taken}).
+    """
     parts = path.removeprefix("hf://").rstrip("/").split("/", 3)
     if len(parts) < 3 or parts[0] != "datasets":
         raise ValueError(
@@ -226,13 +271,18 @@ def hub_files(path):
     if not revision:
         revision = hub_try(path, lambda fs: fs._api.dataset_info(f"{owner}/{name}").sha)
     root = f"datasets/{owner}/{name}@{revision}/"
-    found = hub_try(path, lambda fs: fs.glob(root + pattern))
+    found = hub_try(path, lambda fs: fs.glob(root + pattern, detail=True))
+    every = sorted(file.split("/", 3)[3] for file, info in found.items() if info["type"] == "file")
     for kind in kinds:
-        files = sorted(file.split("/", 3)[3] for file in found if kind_of(file) == kind)
+        files = [file for file in every if kind_of(file) == kind]
         if files:
             break
     else:
         raise ValueError(f"no file on the hub matches {path!r} ({pattern}); of a folder {', '.join(kinds)} are read")
+    others = {file: ending(file) or "no ending" for file in every}
+    others.update((file, f"{ending(file)} without train in its name") for file in files)
     if not inside:
         files = [file for file in files if "train" in file] or files
-    return {f"{owner}/{name}/{file}": f"hf://{root}{file}" for file in files}
+    for file in files:
+        del others[file]
+    return f"{owner}/{name}", root, files, others

@@ -117,6 +117,9 @@ def problem_of(raw, encoding=""):
 
 def not_utf8(raw):
     """The problem of a text that is no UTF-8: its likely encoding. Latin-1 has no letters where cp1252 has dashes."""
+    # In a language of Latin letters most are ASCII; in Cyrillic, or in Shift JIS, they are not.
+    if len(re.findall(rb"[\x80-\xff]", raw[:1 << 20])) > len(raw[:1 << 20]) / 3:
+        return "not UTF-8: name what it is, like --encoding=cp1251"
     likely = "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"
     return f"not UTF-8, perhaps {likely}: --encoding={likely}"
 
@@ -143,10 +146,31 @@ def open_bytes(path, encoding=""):
     if path.lower().endswith(".gz"):
         f = gzip.open(f, "rb")
     elif path.lower().endswith(".zst"):
-        # The reader of the package zstandard ends a torn stream in silence.
-        import pyarrow
-        f = pyarrow.CompressedInputStream(f, "zstd")
+        f = Pieces(unzstd(f))
     return Pieces(as_utf8(f, encoding)) if encoding else f
+
+
+def unzstd(f):
+    """
+    Yield a zstd stream unpacked, of any number of frames and any window: `zstd --long=31` has one of 2 GiB.
+
+    EOFError where it is torn: stream_reader() of the package ends there in silence.
+    """
+    import zstandard
+    unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
+    frame = None
+    # Small blocks, since a byte may stand for thousands.
+    while block := f.read(1 << 14):
+        while block:
+            frame = frame or unpacker.decompressobj()
+            try:
+                yield frame.decompress(block)
+            except zstandard.ZstdError as e:
+                raise ValueError(f"no zstd: {e}") from None
+            block = frame.unused_data
+            frame = None if frame.eof else frame
+    if frame:
+        raise EOFError("the last frame has no end")
 
 
 def as_utf8(f, encoding):
@@ -168,7 +192,7 @@ def open_lines(path, encoding=""):
     kind = kind_of(path)
     if kind == "json":
         return Pieces(json_lines(f))
-    return Pieces(table_lines(f)) if kind == "table" else f
+    return Pieces(table_lines(f, ending(path) == ".tsv")) if kind == "table" else f
 
 
 class Pieces(io.BufferedReader):
@@ -250,21 +274,39 @@ def one_line(text):
     return flat.encode(errors="surrogateescape") + b"\n"
 
 
-def table_lines(f):
-    """Yield the rows of a .csv (RFC 4180) or .tsv, under a line of names, as lines of JSON; all values are text."""
-    # The largest that the C code takes: a document is a field.
+def table_lines(f, tabs):
+    """
+    Yield the rows of a .csv (RFC 4180) or .tsv, under a line of names, as lines of JSON; all values are text.
+
+    A row of more fields than there are names, or with a quote that does not end where a field ends, is a JSON string,
+    of which json_document() makes a row with a problem: a comma or a quote that was meant as text would else take a
+    part of the text with it, or join rows. tabs: are they all that stands between fields?
+    """
+    # The largest that the C code takes on every system: a document is a field.
     csv.field_size_limit(2**31 - 1)
     text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="")
     first = text.readline()
     # Tables of countries with a decimal comma have semicolons.
-    delimiter = max(",;\t", key=first.count)
+    delimiter = "\t" if tabs else max(",;\t", key=first.count)
     (names,) = csv.reader([first], delimiter=delimiter) if first.strip() else [[]]
-    try:
-        for row in csv.reader(text, delimiter=delimiter):
-            line = json.dumps(dict(zip(names, row)), ensure_ascii=False)
+    names = [name.strip() for name in names]
+    rows = csv.reader(text, delimiter=delimiter, strict=True)
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        # Of a wrong quote; the next line is a row again.
+        except csv.Error:
+            row = None
+        if row != []:
+            good = row is not None and len(row) <= len(names)
+            line = json.dumps(dict(zip(names, row)) if good else NO_ROW, ensure_ascii=False)
             yield line.encode(errors="surrogateescape") + b"\n"
-    except csv.Error as e:
-        raise ValueError(f"no table: {e}") from None
+
+
+# Where a table has a row that is none. None of its text, which may be personal, goes to the report.
+NO_ROW = "a row of more fields than names, or with a quote inside a field"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -344,16 +386,20 @@ def batches(files, most=None):
 
 
 def pieces_of(i, file):
-    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i."""
+    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i. ValueError if it is damaged."""
     path, encoding = file["path"], file.get("encoding", "")
-    if kind_of(path) == "parquet":
-        yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
-    elif has_lines(path):
-        yield from line_blocks(i, path, encoding)
-    else:
-        with open_bytes(path, encoding) as f:
-            raw = f.read()
-        yield (i, 0, raw), len(raw)
+    try:
+        if kind_of(path) == "parquet":
+            yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
+        elif has_lines(path):
+            yield from line_blocks(i, path, encoding)
+        else:
+            with open_bytes(path, encoding) as f:
+                raw = f.read()
+            yield (i, 0, raw), len(raw)
+    # check() has read the files of this machine to their ends, but none of the hub.
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as e:
+        raise ValueError(f"{path} is damaged ({e}): name the other files without it") from None
 
 
 def row_ranges(i, groups):
@@ -451,15 +497,18 @@ def json_document(name, row, line, text_field):
     except (ValueError, RecursionError):
         # RecursionError: a line of a million brackets.
         record = None
-    record = record if isinstance(record, dict) else {}
-    return document(name, row, record, text_field, "a line without JSON text")
+    if record == NO_ROW:
+        return broken(name, f"{name}:{row}", NO_ROW)
+    if not isinstance(record, dict):
+        return broken(name, f"{name}:{row}", "a line that is no JSON object")
+    return document(name, row, record, text_field)
 
 
-def document(name, row, record, text_field, problem):
-    """A row of named columns as a document; one with `problem` if it has no text."""
+def document(name, row, record, text_field):
+    """A row of named columns as a document."""
     text = record.get(text_field)
     if not isinstance(text, str):
-        return broken(name, f"{name}:{row}", problem, record)
+        return broken(name, f"{name}:{row}", f"a row without text in its column {text_field!r}", record)
     own = record.get("id")
     own_id = row if own is None else own
     doc = dict(record, file=name, text=writable(text), id=writable(f"{name}:{own_id}"))
@@ -497,7 +546,7 @@ def parquet_documents(name, path, first, rows, text_field, columns):
     wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
     try:
         for row, record in enumerate(parquet_records(path, rows, wanted), first):
-            yield document(name, row, record, text_field, "a row without text")
+            yield document(name, row, record, text_field)
     # What pyarrow says of damaged contents is a ValueError.
     except ValueError:
         yield broken(name, f"{name}:row group {rows[0]}", "unreadable")
@@ -538,7 +587,6 @@ def row_groups(parquet):
     return [(group.num_rows, group.total_byte_size) for group in groups]
 
 
-
 # ----------------------------------------------------------------------------------------------------------------------
 # the hub
 
@@ -550,11 +598,11 @@ def hub_parquet(fs, path):
     return pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb"))
 
 
-
 def hub_pieces(path):
     """Yield the bytes of a file on the hub, in order, each piece asked for again where the network fails."""
     at = 0
-    while piece := hub_try(path, lambda fs: fs.cat_file(path.removeprefix("hf://"), at, at + BATCH)):
+    # The usual cache reads 5 MB ahead, and is thrown away after each piece: everything would be downloaded twice.
+    while piece := hub_try(path, lambda fs: fs.cat_file(path.removeprefix("hf://"), at, at + BATCH, cache_type="none")):
         yield piece
         at += len(piece)
 

@@ -694,7 +694,8 @@ def test_each_thing_that_cannot_be_read_is_counted_named_and_stops_a_strict_run(
     bad = [row["id"] for row in removed_from(tmp_path / "out") if row["reason"].startswith("unreadable")]
     assert sorted(doc_id.split(":")[0] for doc_id in bad) == sorted(cases)
     assert account(tmp_path / "out")["total"]["removed"]["unreadable"] == [len(cases), 0]
-    assert "skipped 5: a line without JSON text (the first: bad.jsonl:1)" in done.stdout
+    assert "skipped 3: a line that is no JSON object (the first: bad.jsonl:1)" in done.stdout
+    assert "skipped 2: a row without text in its column 'text' (the first: field.jsonl:1)" in done.stdout
 
 
 @pytest.mark.parametrize("args, says", [
@@ -897,9 +898,10 @@ class Hub:
         self.local("")
         return type("Info", (), dict(sha="c0ffee"))
 
-    def glob(self, path):
+    def glob(self, path, detail):
         root = path[:path.index("@c0ffee/") + 8]
-        return [root + os.path.relpath(file, self.folder) for file in glob.glob(self.local(path), recursive=True)]
+        return {root + os.path.relpath(file, self.folder): dict(type="directory" if os.path.isdir(file) else "file")
+                for file in glob.glob(self.local(path), recursive=True)}
 
     def info(self, path):
         file = self.local(path)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -100,6 +101,14 @@ def test_an_encoding_that_was_not_asked_for_is_called_by_its_name(tmp_path, enco
     assert read(path, encoding=name if "utf" not in encoding else encoding)[0]["text"] == text
 
 
+@pytest.mark.parametrize("encoding, text", [
+    ("shift_jis", "自然言語処理"), ("gb18030", "人人生而自由"), ("cp1251", "Все люди рождаются"), ("koi8-r", "и равными")])
+def test_letters_that_are_not_latin_are_not_called_latin(tmp_path, encoding, text):
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    (doc,) = read(tmp_path / "a.txt", bad=True)
+    assert doc["problem"].startswith("not UTF-8: name what it is")
+
+
 def test_text_in_another_encoding_than_was_said_is_no_text(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xff\xfe odd"))
     assert check("a", f"{tmp_path}/a.txt.gz", encoding="ascii")["problem"] == "not ascii"
@@ -120,6 +129,38 @@ def test_an_intact_zst_of_any_size_and_number_of_frames_is_read(tmp_path, frames
     assert len(read(path)) == 9_000
 
 
+def packed_frames(window_log=20):
+    """(two frames of 30 kB with one to be skipped between them, as RFC 8878 has it; where the first ends; the lines)"""
+    zstd = pytest.importorskip("zstandard")
+    rng = random.Random(2)
+    lines = [json.dumps(dict(text="%030x" % rng.getrandbits(120))) + "\n" for _ in range(2_000)]
+    options = zstd.ZstdCompressionParameters.from_level(3, window_log=window_log, enable_ldm=True)
+    frames = []
+    for part in np.array_split(lines, 2):
+        packer = zstd.ZstdCompressor(compression_params=options).compressobj()
+        frames.append(packer.compress("".join(part).encode()) + packer.flush())
+    skipped = bytes.fromhex("502a4d18" "04000000") + b"\xff" * 4
+    return skipped.join(frames), len(frames[0]), lines
+
+
+@pytest.mark.parametrize("window_log", [20, 27, 31])
+def test_a_zst_of_a_long_window_is_read_as_large_archives_have_it(tmp_path, window_log):
+    raw, _, lines = packed_frames(window_log)
+    (tmp_path / "a.jsonl.zst").write_bytes(raw)
+    assert [doc["text"] for doc in read(tmp_path / "a.jsonl.zst")] == [json.loads(line)["text"] for line in lines]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20_000])
+def test_a_zst_that_is_torn_in_any_frame_or_has_something_behind_it_is_unreadable(tmp_path, cut):
+    raw, first, _ = packed_frames()
+    path = tmp_path / "a.jsonl.zst"
+    for bad in (raw[:-cut], raw[:first - cut], raw + b"more", b"no zstd" * 10):
+        path.write_bytes(bad)
+        assert check("a", str(path))["problem"] == "unreadable"
+    path.write_bytes(raw[:first])
+    assert check("a", str(path))["problem"] is None
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # nothing lost silently
 
@@ -132,14 +173,22 @@ def fill(folder):
         os.makedirs(os.path.dirname(folder / name), exist_ok=True)
         (folder / name).write_bytes(b"")
     os.symlink("nowhere.txt", folder / "dangling.txt")
+    os.symlink("itself", folder / "itself")
+    with open(os.fsencode(folder) + b"/Z\xfcrich.txt", "w") as latin:
+        latin.write("a name of an old archive")
     return taken
 
 
 def test_every_file_of_a_folder_is_found_or_counted_by_its_ending(tmp_path):
     taken = fill(tmp_path)
     assert sorted(name for name, _ in find([str(tmp_path)])) == sorted(taken)
-    want = {".pdf": 2, "hidden": 2, ".docx": 1, "no ending": 1, ".parquet": 1, "broken link": 1}
+    want = {".pdf": 2, "hidden": 2, "broken link": 2, ".docx": 1, ".parquet": 1, "no ending": 1}
+    want["name not UTF-8"] = 1
     assert ignored([str(tmp_path)]) == want
+    # However often a folder is named, a file counts once; and not at all where another path names it alone.
+    assert ignored([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"]) == want | {".pdf": 1}
+    with pytest.raises(ValueError, match=r"Z.udcfcrich.*rename it"):
+        find([f"{tmp_path}/Z*"])
     every = sum(len(files) for _, _, files in os.walk(tmp_path))
     assert every == len(taken) + sum(want.values())
 
@@ -151,10 +200,12 @@ def test_what_was_passed_over_is_told_and_stands_in_the_audit(tmp_path):
         (tmp_path / "texts" / f"{i}.txt").write_text(f"text number {i}")
     args = [tmp_path / "texts", f"--out={tmp_path}/data", "--tokenizer=byte"]
     done = script("prepare.py", *args)
-    said = "ignored 8 files: .pdf 2, hidden 2, "
+    said = "ignored 10 files: .pdf 2, broken link 2, hidden 2, "
     assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+    assert ".pdf: pdftotext FILE.pdf makes text of it\n" in done.stdout
     report = json.loads((tmp_path / "data" / "report.json").read_text())
-    assert report["ignored"][".pdf"] == 2 and ".pdf 2, hidden 2" in (tmp_path / "data" / "report.md").read_text()
+    page = (tmp_path / "data" / "report.md").read_text()
+    assert report["ignored"][".pdf"] == 2 and ".pdf 2, broken link 2, hidden 2, " in page
 
 
 def test_a_folder_whose_name_reads_like_a_pattern_is_a_folder(tmp_path):
@@ -194,8 +245,13 @@ def test_a_named_file_of_another_kind_says_what_to_convert_it_with(tmp_path, nam
     ("deep.json", b'[{"text": "a"}, {"text": "b"}, ' + b"[" * 100_000, 1),
     ("bytes.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', 1),
     ("bytes.csv", b"id,text\n1,a\n2,\xff\n3,b\n", 1),
-    ("short.csv", b"id,text\n1,a\n2\n3,b,more\n", 1),
-    ("quote.csv", b'id,text\n1,a\n3,b\n4,"c\n', 0),
+    ("short.csv", b"id, text\n1,a\n2\n\n3,b\n", 1),
+    ("comma.csv", b"id,text\n1,a\n2,well, well\n3,b\n", 1),
+    ("quote.csv", b'id,text\n1,a\n3,b\n4,"c\n', 1),
+    ("quoted.tsv", b'id\ttext\n1\ta\n2\t"Yes" she said\n3\tb\n', 1),
+    # From one quote to the next is one row, which is counted.
+    ("open.tsv", b'id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n', 1),
+    ("commas.tsv", b"text\na\nb\nwell, well; well\n", 0),
     ("empty.csv", b"", 0),
     ("empty.json", b"", 0)])
 def test_what_cannot_be_read_of_a_list_or_a_table_is_counted_and_the_rest_is_read(tmp_path, name, raw, bad):
@@ -204,7 +260,7 @@ def test_what_cannot_be_read_of_a_list_or_a_table_is_counted_and_the_rest_is_rea
     texts = [doc["text"] for doc in docs]
     assert texts.count(None) == bad
     if len(raw) > 20:
-        assert {"a", "b"} <= set(texts)
+        assert {"a", "b"} <= set(texts) <= {"a", "b", "well, well; well", None}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,42 +341,79 @@ def test_a_document_may_have_more_bytes_than_32_bits_count():
 # the hub
 
 
-class Hub:
+class File(fsspec.spec.AbstractBufferedFile):
+    """A file of HfFileSystem but for the network: the class that its own files are of."""
+
+    def _fetch_range(self, start, end):
+        self.fs.asked += 1
+        if self.fs.asked % 3 == 0:
+            raise RuntimeError("connection reset by peer")
+        raw = (self.fs.folder / self.path.partition("@c0ffee/")[2]).read_bytes()[start:end]
+        self.fs.sent += len(raw)
+        return raw
+
+
+class Hub(fsspec.AbstractFileSystem):
     """A data set on the hub, from a folder of this machine; every third answer is that the network fails."""
 
-    def __init__(self, folder):
-        self.folder = folder
-        self.asked = 0
-        self._api = self
+    cachable = False
 
-    def local(self, path):
-        self.asked += 1
-        if self.asked % 3 == 0:
-            raise RuntimeError("connection reset by peer")
-        return self.folder / path.partition("@c0ffee/")[2]
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+        self.asked = self.sent = 0
+        self._api = self
 
     def dataset_info(self, repo):
         return type("Info", (), dict(sha="c0ffee"))
 
-    def glob(self, path):
-        root = path[:path.index("@c0ffee/") + 8]
-        return [root + str(file.relative_to(self.folder)) for file in self.folder.glob(path[len(root):])]
+    def ls(self, path, detail=True):
+        root, _, inside = f"{path}/".partition("@c0ffee/")
+        return [dict(name=f"{root}@c0ffee/{file.relative_to(self.folder)}", size=file.stat().st_size,
+                     type="directory" if file.is_dir() else "file") for file in (self.folder / inside).iterdir()]
 
-    def info(self, path):
-        return dict(size=self.local(path).stat().st_size)
+    def _open(self, path, mode, block_size=None, **options):
+        return File(self, path, mode, block_size or "default", **options)
 
-    def cat_file(self, path, start, end):
-        return self.local(path).read_bytes()[start:end]
+
+@pytest.fixture
+def data_set(tmp_path, monkeypatch):
+    hub = Hub(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("# What it is")
+    monkeypatch.setattr(inputs, "hub", lambda: hub)
+    monkeypatch.setattr(inputs.time, "sleep", lambda seconds: None)
+    return hub
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "wide.json"])
-def test_lines_tables_and_lists_on_the_hub_are_streamed_as_they_are_here(tmp_path, monkeypatch, name):
+def test_lines_tables_and_lists_on_the_hub_are_streamed_as_they_are_here(data_set, monkeypatch, name):
     raw = FORMATS[name.removesuffix(".gz")].encode()
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-    (tmp_path / "README.md").write_text("# What it is")
-    monkeypatch.setattr(inputs, "hub", lambda hub=Hub(tmp_path): hub)
-    monkeypatch.setattr(inputs.time, "sleep", lambda seconds: None)
+    file = data_set.folder / "data" / name
+    file.write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     monkeypatch.setattr(readers, "BATCH", 1000)
     assert columns(read("hf://datasets/org/name")) == WANT
     assert columns(read(f"hf://datasets/org/name/data/{name}")) == WANT
+    # What was asked for is sent once to each of the two.
+    assert data_set.sent == 2 * file.stat().st_size
+
+
+@pytest.mark.parametrize("packed", ["gz", "zst"])
+def test_a_torn_file_on_the_hub_is_one_line_with_its_name(data_set, packed):
+    zstd = pytest.importorskip("zstandard")
+    raw = dict(gz=gzip.compress, zst=zstd.compress)[packed](LINES.encode())
+    for bad in (raw[:-9], b"other" * 20):
+        (data_set.folder / "data" / f"a.jsonl.{packed}").write_bytes(bad)
+        with pytest.raises(ValueError, match=rf"a.jsonl.{packed} is damaged \(.*name the other files"):
+            read("hf://datasets/org/name")
+
+
+def test_what_is_passed_over_on_the_hub_is_counted(data_set):
+    for name in ("train-0.jsonl", "train-1.jsonl", "test.jsonl", "more.csv", "paper.pdf"):
+        (data_set.folder / "data" / name).write_text("")
+    names = ["org/name/data/train-0.jsonl", "org/name/data/train-1.jsonl"]
+    assert [name for name, _ in find(["hf://datasets/org/name"])] == names
+    want = {".csv": 1, ".jsonl without train in its name": 1, ".md": 1, ".pdf": 1}
+    assert ignored(["hf://datasets/org/name"]) == want
+    assert ignored(["hf://datasets/org/name", "hf://datasets/org/name/data/*.csv"]) == {
+        kind: n for kind, n in want.items() if kind != ".csv"}
