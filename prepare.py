@@ -49,7 +49,7 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.grow import can_grow, merge
-from corpus.heuristics import Limits
+from corpus.heuristics import Limits, limit_files
 from corpus.kept import tables, write_kept
 from corpus.language import identifier
 from corpus.quality import TOXICITY, Classifier, TopShare
@@ -314,7 +314,7 @@ def survey(here, work, new):
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
-    named += [score_field, max_field, *Limits(heuristics).files()]
+    named += [score_field, max_field, *limit_files(heuristics)]
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])

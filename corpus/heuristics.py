@@ -131,7 +131,7 @@ class Limits:
             name, colon, number = part.partition(":")
             if name in sets | RULES.keys():
                 asked.add(name)
-            elif files_of(part):
+            elif limit_files(part):
                 self.folder = part
             else:
                 near = difflib.get_close_matches(name, [*sets, *RULES], 3, 0.4)
@@ -141,10 +141,6 @@ class Limits:
                 self.own[name] = own_limit(part, name, number)
         self.named = {name: rule.limit for name, rule in RULES.items() if asked & {name, rule.source}}
         self.named.update(self.own)
-
-    def files(self):
-        """The files that decide, beside the setting."""
-        return files_of(self.folder) if self.folder else []
 
     def of(self, language):
         """({rule: limit}, stop words) for a document in this language, "" if it does not say."""
@@ -159,9 +155,10 @@ class Limits:
         return limits, STOP_WORDS
 
 
-def files_of(folder):
-    """The limits of FineWeb-2 in a folder: deu_Latn.yml and so on."""
-    return sorted(glob.glob(f"{glob.escape(folder)}/*_*.yml"))
+def limit_files(setting):
+    """The files of FineWeb-2's limits, like deu_Latn.yml, in the folders that a setting names."""
+    folders = [part.strip() for part in setting.split(",")]
+    return [file for folder in folders if folder for file in sorted(glob.glob(f"{glob.escape(folder)}/*_*.yml"))]
 
 
 @lru_cache(None)

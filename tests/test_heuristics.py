@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import prepare
 from conftest import ROOT, script
 from corpus import heuristics
 from corpus.heuristics import RULES, Limits, measures, reason, stays
@@ -248,6 +249,16 @@ def test_a_limit_of_0_is_none_as_in_datatrove(folder, line, zero):
     Path(folder, "abc_Latn.yml").write_text(LIMITS.replace(line, line.split()[0] + " 0"), encoding="utf-8")
     limits = Limits(folder)
     assert limits.of("xyz_Latn")[0].keys() - limits.of("abc_Latn")[0].keys() == {zero}
+
+
+def test_a_run_does_not_go_on_with_other_limits(folder, monkeypatch):
+    """What prepare.py goes on by are the files that it names, and a changed one is another input."""
+    monkeypatch.setattr(prepare, "sha256", lambda path: seen.append(str(path)) or "")
+    seen = []
+    monkeypatch.setattr(prepare, "heuristics", f"c4, {folder}")
+    monkeypatch.setattr(prepare, "standard_library", list)
+    prepare.survey([], f"{folder}/work", f"{folder}/data")
+    assert os.path.join(folder, "xyz_Latn.yml") in seen
 
 
 @pytest.mark.parametrize("damage", ["stopwords: 3", "line_punct_thr: much", "]["])
