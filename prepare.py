@@ -784,6 +784,7 @@ def describe(name, tok, began):
         python=sys.version.split()[0],
         settings={name: value for name, value in settings(globals()).items() if name != "paths"},
         packages={package: version_of(package) for package in packages},
+        classifiers={path: Classifier.load(path).about for path in (score_field, max_field) if path.endswith(".npz")},
         tokenizer=name,
         tokenizer_sha256=tok.hash,
     )

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,6 +341,31 @@ def test_a_long_text_is_judged_by_its_first_million_characters():
     assert ours("curly-brackets", good + "a { b") == "curly-brackets"
     assert ours("curly-brackets", good + " " * heuristics.LONG + "a { b") is None
     assert ours("gopher,repetition,c4,fineweb", " " * heuristics.LONG + "a { b") is None
+
+
+def test_the_command_shows_what_each_rule_takes(tmp_path):
+    """A line a rule: the share that it takes by itself, the share that is its by the order, and what stays."""
+    with open(tmp_path / "d.jsonl", "w", encoding="utf-8") as f:
+        f.writelines(json.dumps(dict(text=page(seed), lang="eng_Latn")) + "\n" for seed in range(200))
+    said = script("corpus.heuristics", tmp_path / "d.jsonl", "--heuristics=c4").stdout.splitlines()
+    gone = {rule: sum(seed < 200 for seed in seeds) for rule, seeds in golden()["c4"].items()}
+    for line, rule in zip(said[1:], ("lorem-ipsum", "curly-brackets", "sentences"), strict=False):
+        name, _, _, alone, first, *quantiles = line.split()
+        assert name == rule and first == f"{gone[rule] / 200:.1%}" and len(quantiles) == 3
+        assert float(alone[:-1]) >= float(first[:-1])
+    assert said[-1] == f"{200 - sum(gone.values())} of 200 documents stay"
+
+
+@pytest.mark.parametrize("unit", ["a ", "A.", "...", "\n- ", "\u4eba\u3002", "a b c d e f\n", "{", "x"])
+def test_hostile_text_takes_linear_time(unit):
+    names = RULES.keys()
+    seconds = []
+    for size in (10_000, 40_000):
+        text = unit * (size // len(unit))
+        began = time.process_time()
+        list(measures(text, names, heuristics.STOP_WORDS))
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 12 * seconds[0] + 0.05
 
 
 def test_prepare_keeps_what_no_set_removes_and_all_code(tmp_path):

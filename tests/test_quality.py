@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, script
 from corpus import dedup, quality
 from corpus.quality import BITS, Classifier, TopShare, area, column_reason, features, learn, roc, standard_error, uniform
+from engine.files import sha256
 from corpus.dedup import Contamination, NearDuplicates, minhash, minhash_numpy, ngrams, text_key
 
 
@@ -268,6 +269,9 @@ def test_prepare_removes_what_a_classifier_puts_above(trained, tmp_path):
     scores = Classifier.load(path).scores(texts)
     assert fates == {i: None if score < 0.6 else "above" for i, score in enumerate(scores)}
     assert set(fates.values()) == {None, "above"}
+    # The report says what it was learnt from.
+    run = json.loads((tmp_path / "out" / "report.json").read_text())["run"]
+    assert run["classifiers"][str(path)]["sha256"] == sha256(trained[0] / "lines.jsonl")
 
 
 @pytest.mark.parametrize("name, args, says", [
