@@ -6,6 +6,7 @@ A command is run as it stands there, with more arguments behind it that make it 
 import glob
 import json
 import os
+import random
 import re
 import runpy
 import shlex
@@ -55,8 +56,7 @@ def write_files(root):
     for i in range(12):
         text = f"The text number {i} is about nothing. " * 40
         (root / "my_texts" / f"{i}.txt").write_text(text, encoding="utf-8")
-    prose = "All of it is text. " * 40
-    pages = [dict(text=f"Page {i}. {prose}", url=f"https://site{i % 3}.org/{i}") for i in range(12)]
+    pages = [dict(text=page(i), url=f"https://site{i % 3}.org/{i}") for i in range(12)]
     robots = [dict(domain="site1.org", content="User-agent: GPTBot\nDisallow: /")]
     chats, prompts = [], []
     for i in range(8):
@@ -73,6 +73,14 @@ def write_files(root):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / "sharegpt.parquet")
     reward = "def reward(prompt, completion):\n    return float(len(completion))\n"
     (root / "reward.py").write_text(reward, encoding="utf-8")
+
+
+def page(seed):
+    """Prose that the rules of Gopher, C4 and FineWeb keep: sentences, each a line, of words that do not come again."""
+    words = [f"{a}{b}{c}" for a in "bdfgkl" for b in ("ar", "en", "il", "om") for c in "aeiou"]
+    some = iter(random.Random(seed).sample(words, 108))
+    line = "{} {} the {} of {} {} and {} {} with {} {}."
+    return "\n".join(line.format(*(next(some) for _ in range(9))) for _ in range(12))
 
 
 @pytest.fixture(scope="module")
