@@ -84,7 +84,7 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     stop = torch.tensor(list(stop), dtype=torch.long, device=device)
     step = next_logits
     for _ in range(max_new_tokens):
-        logits = step(model, x, cache)  # (B, V)
+        logits = step(model, x, cache) if cache.fixed else read(model, x, cache)  # (B, V)
         token = sample_token(logits, **sampling)  # (B,)
         token = torch.where(ended, x[:, -1], token)
         yield token
@@ -133,6 +133,17 @@ def sample_token(
 
 # -----------------------------------------------------------------------------
 # One step, eager or compiled
+
+
+# Positions that are read at once. The mask and the scores of attention are of this many rows, whatever the length.
+CHUNK = 512
+
+
+def read(model, x, cache):
+    """next_logits() of a prompt of any length, in chunks: the cache lets each see those before it, so nothing changes."""
+    for part in x.split(CHUNK, dim=1):
+        logits = next_logits(model, part, cache)
+    return logits
 
 
 def next_logits(model, x, cache):

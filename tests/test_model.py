@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import convert
+import generate as generate_file
 import model as model_file
 from conftest import ROOT
 from model import XIELU, Apertus, ApertusConfig, causal_attention, masked_attention, rope_frequencies
-from generate import KVCache, generate, sample_token, stream
+from generate import KVCache, generate, read, sample_token, stream
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
 SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_embd=48, ffn_dim=80, init_std=0.1)
@@ -144,6 +145,54 @@ def test_agrees_with_a_fresh_transformers_model(H, K, D, L, ffn, theta, past):
         prompt = idx[:, :10]
         greedy = theirs.generate(prompt, max_new_tokens=8, do_sample=False)
         assert torch.equal(generate(ours, prompt, 8, temperature=0), greedy)
+
+
+def test_a_long_prompt_read_in_chunks_has_transformers_logits_in_fp32_and_is_as_near_to_them_in_bf16():
+    """At positions past 8,192 and past 32,768. In bf16 transformers' own distance to its fp32 is the measure."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    rope = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192,
+                low_freq_factor=1.0, high_freq_factor=4.0)
+    config = transformers.ApertusConfig(
+        vocab_size=131, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, rope_parameters=rope, pad_token_id=None, initializer_range=0.3)
+    theirs = transformers.ApertusForCausalLM(config).eval()
+    ours = Apertus(convert.config_from_hf(config.to_dict()))
+    constants = "act_fn.beta", "act_fn.eps"
+    ours.load_state_dict({k: v for k, v in theirs.state_dict().items() if not k.endswith(constants)})
+    idx = ids(1, 33_000, seed=1, high=131)
+    lengths = 8_200, 33_000
+
+    def logits(model):
+        """Of the last tokens of both prompts: (2, V)."""
+        if model is ours:
+            return torch.cat([read(ours, idx[:, :n], KVCache(ours, 1, n)) for n in lengths]).float()
+        hidden = theirs.model(idx, use_cache=False).last_hidden_state
+        return theirs.lm_head(hidden[0, [n - 1 for n in lengths]]).float()
+
+    with torch.no_grad():
+        true = logits(theirs)
+        torch.testing.assert_close(logits(ours), true, rtol=1e-5, atol=2e-5)
+        theirs.bfloat16()
+        ours.bfloat16()
+        off = (logits(theirs) - true).abs().max()
+        assert 0 < (logits(ours) - true).abs().max() < 2 * off < true.abs().max() / 4
+
+
+@pytest.mark.parametrize("size", [1, 7, 16])
+def test_chunks_of_any_size_give_the_tokens_of_prompts_of_any_length(monkeypatch, size):
+    """And no mask has more rows than a chunk, so that memory grows with the prompt and not with its square."""
+    model, rows = small(block_size=256), []
+    prompts = [ids(n, seed=n).tolist() for n in (3, 40, 57)]
+    want = generate(model, prompts, 9, temperature=0)
+    true = KVCache.attend
+
+    def attend(self, *qkv):
+        rows.append(self.mask.shape[-2])
+        return true(self, *qkv)
+    monkeypatch.setattr(KVCache, "attend", attend)
+    monkeypatch.setattr(generate_file, "CHUNK", size)
+    assert generate(model, prompts, 9, temperature=0) == want and max(rows) == size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
