@@ -154,7 +154,7 @@ def test_a_long_prompt_read_in_chunks_has_transformers_logits_in_fp32_and_is_as_
     rope = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192,
                 low_freq_factor=1.0, high_freq_factor=4.0)
     config = transformers.ApertusConfig(
-        vocab_size=131, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=131, hidden_size=8, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, rope_parameters=rope, pad_token_id=None, initializer_range=0.3)
     theirs = transformers.ApertusForCausalLM(config).eval()
     ours = Apertus(convert.config_from_hf(config.to_dict()))
