@@ -74,7 +74,7 @@ shard_tokens = 100_000_000  # tokens a shard at most
 text_field = "text"         # the column or field that holds the text
 encoding = ""               # of the files, like latin-1 or utf-16; "" = UTF-8
 source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
-detect_language = 0.0       # name it where none is said and its probability is at least this, like 0.9; 0 = off
+detect_language = 0.0       # of documents that do not say, by py3langid, from this probability on, like 0.9; 0 = off
 default_language = ""       # of documents that do not say (columns language or lang)
 default_license = ""        # of documents that do not say (column license)
 max_bytes = 0.0             # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
@@ -348,8 +348,8 @@ def digest(path):
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def read_rules(files, work):
-    """The settings as sift.Rules. ValueError for one that makes no sense, before any work is done."""
+def check_settings():
+    """ValueError for a setting that makes no sense."""
     # Raises for another value than allow and deny, although no document is asked about yet.
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:
@@ -364,7 +364,13 @@ def read_rules(files, work):
     if max_field.endswith(".npz") and max_value == "apertus":
         raise ValueError(f"max_field={max_field} is a classifier of your own, Apertus' thresholds are another's: "
                          "want --max_value, like 0.9")
-    limits = Limits(heuristics) if heuristics else None
+    if not 0 <= detect_language <= 1:
+        raise ValueError(f"detect_language={detect_language}: want a probability like 0.9, from which one is believed")
+
+
+def read_rules(files, work):
+    """The settings as sift.Rules. ValueError for one that makes no sense, before any work is done."""
+    check_settings()
     if detect_language:
         # Loaded before the workers are started, who then share it.
         identifier()
@@ -402,7 +408,7 @@ def read_rules(files, work):
         robots=asked if robots or blocked else None,
         reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
-        limits=limits,
+        limits=Limits(heuristics) if heuristics else None,
         contamination=Contamination(read_prompts(decontaminate)) if decontaminate else None,
         near=NearDuplicates(near_dedup) if near_dedup else None,
         tok=tokenizers.load(tokenizer) if min_tokens or max_tokens else None,

@@ -7,8 +7,9 @@ Quality by rules: what three papers found wrong with pages of the web, as one ta
     fineweb       lists of short lines without punctuation                  Penedo et al. 2024, arXiv 2406.17557, 3.6
 
 A page that is beyond one limit goes, and the audit counts it under the name of that rule. FineWeb is all four, one
-after the other, as datatrove has them, whose verdicts these are where a word is what stands between white space.
-Here they judge pages and change none: C4 also took single lines out of the pages that it kept.
+after the other, as datatrove has them, whose verdicts these are where a word is what stands between white space. By
+spaCy's words and sentences, which FineWeb took, 98.5 (c4) to 100 % (fineweb) of 1,473 English pages have the same fate.
+Here the rules judge pages and change none: C4 also took single lines out of the pages that it kept.
 
 The limits were chosen for English. FineWeb-2 has its own for 1,929 languages, in a folder with a file for each: where
 it is named, a document of these languages meets the rules of FineWeb-2 (no C4) with the limits and the stop words of

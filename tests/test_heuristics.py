@@ -1,8 +1,8 @@
 """
 The rules of Gopher, C4 and FineWeb against datatrove's filters, whose words were taken by white space.
 
-golden/heuristics.json: {set: {rule: [seeds]}}, which of page(0) to page(PAGES - 1) datatrove 0.10.1 removes, and why. Where
-datatrove is installed it is asked again, about the same pages and about real ones.
+golden/heuristics.json: {set: {rule: [seeds]}}, which of page(0) to page(PAGES - 1) datatrove 0.10.1 removes, and why.
+Where datatrove is installed it is asked again, about the same pages and about real ones.
 """
 import gzip
 import json
@@ -51,8 +51,8 @@ NAMES = {
 PAGES = 1500
 SETS = ("gopher", "repetition", "c4", "fineweb")
 WORDS = ("the of and to in is that for with as on was by it house river mountain yesterday written because between "
-         "people something different language U.S.A. a.m. J. Bach O'Neil well-known 1848 12 3.14 \u00e9t\u00e9 na\u00efve "
-         "Stra\u00dfe \u0434\u043e\u043c be have I x").split()
+         "people something different language U.S.A. a.m. J. Bach O'Neil well-known 1848 12 3.14 "
+         "\u00e9t\u00e9 na\u00efve Stra\u00dfe \u0434\u043e\u043c be have I x").split()
 ODD = ("# #", "...", "\u2026", "7 8 9 10", "a b c", "{", "lorem ipsum", "JavaScript", "We use cookies", "x" * 40,
        "\u2014", "!!!", "Donaudampfschifffahrtsgesellschaft", "- -")
 
@@ -245,7 +245,8 @@ def test_a_language_without_a_file_meets_what_else_is_named(folder):
     assert limits.of("../configs/xyz_Latn") == limits.of("deu_Latn")
 
 
-@pytest.mark.parametrize("line, zero", [("dup_line_frac: 0.25", "same-lines"), ("max_avg_word_length: 6", "long-words")])
+@pytest.mark.parametrize("line, zero", [
+    ("dup_line_frac: 0.25", "same-lines"), ("max_avg_word_length: 6", "long-words")])
 def test_a_limit_of_0_is_none_as_in_datatrove(folder, line, zero):
     Path(folder, "abc_Latn.yml").write_text(LIMITS.replace(line, line.split()[0] + " 0"), encoding="utf-8")
     limits = Limits(folder)

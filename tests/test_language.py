@@ -11,20 +11,33 @@ from corpus.language import FINEWEB, detect
 
 # Article 1 of the Universal Declaration of Human Rights.
 ARTICLE = {
-    "eng_Latn": "All human beings are born free and equal in dignity and rights. They are endowed with reason and "
-                "conscience and should act towards one another in a spirit of brotherhood.",
-    "deu_Latn": "Alle Menschen sind frei und gleich an W\u00fcrde und Rechten geboren. Sie sind mit Vernunft und Gewissen "
-                "begabt und sollen einander im Geiste der Br\u00fcderlichkeit begegnen.",
-    "fra_Latn": "Tous les \u00eatres humains naissent libres et \u00e9gaux en dignit\u00e9 et en droits. Ils sont dou\u00e9s de "
-                "raison et de conscience et doivent agir les uns envers les autres dans un esprit de fraternit\u00e9.",
-    "ita_Latn": "Tutti gli esseri umani nascono liberi ed eguali in dignit\u00e0 e diritti. Essi sono dotati di ragione e "
-                "di coscienza e devono agire gli uni verso gli altri in spirito di fratellanza.",
-    "rus_Cyrl": "\u0412\u0441\u0435 \u043b\u044e\u0434\u0438 \u0440\u043e\u0436\u0434\u0430\u044e\u0442\u0441\u044f "
-                "\u0441\u0432\u043e\u0431\u043e\u0434\u043d\u044b\u043c\u0438 \u0438 \u0440\u0430\u0432\u043d\u044b\u043c\u0438 "
-                "\u0432 \u0441\u0432\u043e\u0435\u043c \u0434\u043e\u0441\u0442\u043e\u0438\u043d\u0441\u0442\u0432\u0435 \u0438 "
-                "\u043f\u0440\u0430\u0432\u0430\u0445.",
-    "srp_Latn": "Sva ljudska bi\u0107a ra\u0111aju se slobodna i jednaka u dostojanstvu i pravima. Ona su obdarena razumom i "
-                "sve\u0161\u0107u i treba jedni prema drugima da postupaju u duhu bratstva.",
+    "eng_Latn":
+        "All human beings are born free and equal in dignity and rights. They are endowed with "
+        "reason and conscience and should act towards one another in a spirit of brotherhood.",
+    "deu_Latn":
+        "Alle Menschen sind frei und gleich an W\u00fcrde und Rechten "
+        "geboren. Sie sind mit Vernunft und Gewissen begabt und "
+        "sollen einander im Geiste der Br\u00fcderlichkeit begegnen.",
+    "fra_Latn":
+        "Tous les \u00eatres humains naissent libres et \u00e9gaux en dignit\u00e9 "
+        "et en droits. Ils sont dou\u00e9s de raison et de conscience et "
+        "doivent agir les uns envers les autres dans un esprit de "
+        "fraternit\u00e9.",
+    "ita_Latn":
+        "Tutti gli esseri umani nascono liberi ed eguali in dignit\u00e0 e "
+        "diritti. Essi sono dotati di ragione e di coscienza e devono "
+        "agire gli uni verso gli altri in spirito di fratellanza.",
+    "rus_Cyrl":
+        "\u0412\u0441\u0435 \u043b\u044e\u0434\u0438 "
+        "\u0440\u043e\u0436\u0434\u0430\u044e\u0442\u0441\u044f "
+        "\u0441\u0432\u043e\u0431\u043e\u0434\u043d\u044b\u043c\u0438 \u0438 "
+        "\u0440\u0430\u0432\u043d\u044b\u043c\u0438 \u0432 \u0441\u0432\u043e\u0435\u043c "
+        "\u0434\u043e\u0441\u0442\u043e\u0438\u043d\u0441\u0442\u0432\u0435 \u0438 "
+        "\u043f\u0440\u0430\u0432\u0430\u0445.",
+    "srp_Latn":
+        "Sva ljudska bi\u0107a ra\u0111aju se slobodna i jednaka u dostojanstvu "
+        "i pravima. Ona su obdarena razumom i sve\u0161\u0107u i treba jedni "
+        "prema drugima da postupaju u duhu bratstva.",
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from conftest import ROOT, script
 from corpus import dedup, quality
-from corpus.quality import BITS, Classifier, TopShare, area, column_reason, features, learn, roc, standard_error, uniform
+from corpus.quality import BITS, Classifier, TopShare, column_reason, features, learn, uniform
+from corpus.quality import area, roc, standard_error
 from engine.files import sha256
 from corpus.dedup import Contamination, NearDuplicates, minhash, minhash_numpy, ngrams, text_key
 
@@ -152,7 +153,7 @@ def test_what_is_learnt_is_what_scikit_learn_finds():
 
 
 def test_at_the_minimum_the_gradient_is_nothing():
-    """The gradient of the cross-entropy in closed form: sum of (score - label) x + decay w = 0, and over the labels 0."""
+    """The gradient in closed form: sum of (score - label) x + decay w = 0, and sum of (score - label) = 0."""
     texts, labels = lines(200)
     weights, bias = learn(texts, labels, decay=0.1)
     keys, counts = features(texts)
@@ -186,7 +187,7 @@ def test_the_roc_and_its_area_are_those_of_every_pair():
 
 @pytest.mark.parametrize("zeros, ones", [(20, 60), (60, 20)])
 def test_the_standard_error_of_an_area_is_its_spread(zeros, ones):
-    """For exponential scores the formula of Hanley and McNeil is exact: against 2,000 draws, of which 1.6 % are noise."""
+    """For exponential scores the formula of Hanley and McNeil is exact: against 2,000 draws, +- 1.6 %."""
     rng = np.random.default_rng(0)
     low, high = rng.exponential(1, (2000, zeros, 1)), rng.exponential(5, (2000, 1, ones))
     areas = (high > low).mean((1, 2))
@@ -205,7 +206,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier")
     texts, labels = lines(600)
     write_labelled(folder / "lines.jsonl", texts, labels)
-    done = script("corpus.quality", f"--train={folder / 'lines.jsonl'}", "--positive=prose", f"--out={folder / 'c.npz'}")
+    args = f"--train={folder / 'lines.jsonl'}", "--positive=prose", f"--out={folder / 'c.npz'}"
+    done = script("corpus.quality", *args)
     assert done.returncode == 0, done.stderr
     return folder, done.stdout, texts, labels
 
