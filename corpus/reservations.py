@@ -5,6 +5,8 @@ Opt-outs beyond robots.txt: what a page, its server or its host says about train
     tdm-file                   /.well-known/tdmrep.json: of its rules the first whose location matches reserves the page
     tdm-header, tdm-meta       tdm-reservation: 1 in a header, and in a <meta>; each supersedes what came before it, so
                                that tdm-reservation: 0 of a page takes it out of the file's reservation
+    usage-header, usage-file   train-ai=n in the header Content-Usage (or ai-train=no in Content-Signal); in a line of
+                               robots.txt, which corpus/robots.py reads with the rest of that file
     ai-txt                     /ai.txt: rules as in robots.txt about kinds of files (*.html); a page without an ending
                                is HTML
 
@@ -15,11 +17,12 @@ behind it reserves a text by "machine-readable means" (2019/790, art. 4(3)). Tra
 Spawning's datadiligence.
 
 Sources: TDMRep, W3C community group, final report (file, header, HTML, processing priority); Google's reference of
-X-Robots-Tag for `agent: directive`; noai and noimageai: DeviantArt 2022; noml: Mojeek; ai.txt: Spawning. Not read: the
-IETF's Content-Usage (draft-ietf-aipref-attach), whose words still change, and metadata in EPUB and PDF.
+X-Robots-Tag for `agent: directive`; noai and noimageai: DeviantArt 2022; noml: Mojeek; ai.txt: Spawning; Content-Usage:
+IETF, draft-ietf-aipref-attach-05 sec. 2, of which no statement takes another's refusal back (draft-ietf-aipref-vocab-07
+sec. 5.1; no RFC yet, but train-ai is its word since July 2025). Not read: metadata in EPUB and PDF.
 
-Columns of a document that are read: headers (text, pairs, or a dict), x_robots_tag, tdm_reservation, meta_robots,
-meta_tdm_reservation; of .html files their own <meta>. Files of hosts come from a store:
+Columns of a document that are read: headers (text, pairs, or a dict), x_robots_tag, content_usage, tdm_reservation,
+meta_robots, meta_tdm_reservation; of .html files their own <meta>. Files of hosts come from a store:
 
 $ python prepare.py pages.jsonl --reservations=store.jsonl.gz     # rows of domain, file (tdmrep.json, ai.txt), content
 $ python prepare.py pages.jsonl --reservations=mirror/            # HOST/ai.txt, HOST/.well-known/tdmrep.json
@@ -33,7 +36,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from corpus.robots import AGENTS, RobotsStore, compiled, host_key, matching, named_first, parse_robots
-from corpus.robots import product_token, refusals, split_url
+from corpus.robots import forbids_training, product_token, refusals, split_url
 from engine.readers import rows_of
 
 # The outcomes, as an audit counts them.
@@ -44,10 +47,12 @@ RESERVED = {
     "tdm-file": "reserved by the host's tdmrep.json",
     "tdm-header": "reserved by the header tdm-reservation",
     "tdm-meta": "reserved by the page's <meta> tdm-reservation",
+    "usage-header": "the header Content-Usage or Content-Signal says that no model may be trained on it",
+    "usage-file": "the same, said by the host's robots.txt",
     "ai-txt": "refused by the host's ai.txt",
 }
 FILES = ("tdmrep.json", "ai.txt")
-COLUMNS = ("headers", "x_robots_tag", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
+COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
 # For whom a directive may be meant that names an agent.
 OURS = frozenset(filter(None, map(product_token, AGENTS)))
 
@@ -60,23 +65,38 @@ def reservation(doc, store=None, agents=AGENTS):
     open_reservations(). agents: those that ai.txt is asked about.
     """
     headers = headers_of(doc.get("headers"))
+    columns = {name: joined(doc.get(name)) for name in COLUMNS[1:]}
     robots, mining = metas_of(doc.get("metas") or ())
-    for said in (headers.get("x-robots-tag"), doc.get("x_robots_tag"), robots, doc.get("meta_robots")):
+    directives = [
+        headers.get("x-robots-tag"),
+        columns["x_robots_tag"],
+        robots,
+        columns["meta_robots"],
+    ]
+    for said in directives:
         directive = robots_directive(said)
         if directive:
             return directive
+    preferences = [
+        headers.get("content-usage"),
+        headers.get("content-signal"),
+        columns["content_usage"],
+    ]
+    if any(map(forbids_training, preferences)):
+        return "usage-header"
     parts = split_url(doc.get("url"))
     has_files = store and parts
     reserved = by_rules(parts, store["tdmrep.json"]) if has_files else None
     said_later = [
         ("tdm-header", headers.get("tdm-reservation")),
-        ("tdm-header", doc.get("tdm_reservation")),
+        ("tdm-header", columns["tdm_reservation"]),
         ("tdm-meta", mining),
-        ("tdm-meta", doc.get("meta_tdm_reservation")),
+        ("tdm-meta", columns["meta_tdm_reservation"]),
     ]
     # Each supersedes what came before; what says nothing, or no 0 or 1, changes nothing.
     for name, said in said_later:
-        value = str(said).strip()
+        # A column of numbers in which some are missing holds 1.0.
+        value = str(int(said) if said in (0, 1) else said).strip()
         if value in ("0", "1"):
             reserved = name if value == "1" else None
     if not reserved and has_files:
@@ -86,6 +106,11 @@ def reservation(doc, store=None, agents=AGENTS):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what the page says
+
+
+def joined(said):
+    """A list of values with commas between, as HTTP joins those of a header; everything else as it is."""
+    return ", ".join(map(str, said)) if isinstance(said, (list, tuple)) else said
 
 
 def headers_of(said):
@@ -102,7 +127,7 @@ def headers_of(said):
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             continue
-        name, value = (str(part).strip() for part in pair)
+        name, value = (str(joined(part)).strip() for part in pair)
         before = found.get(name.lower())
         found[name.lower()] = f"{before}, {value}" if before else value
     return found

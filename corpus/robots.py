@@ -7,7 +7,12 @@ English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). W
 
     group = all groups that name the agent, merged; if there are none, those of `*`; if none of those either, no rules
     rule  = of the group's patterns that match path?query, the longest; allow wins ties; `*` = anything, `$` = the end
-    drop  = some agent's rule is a disallow
+    drop  = some agent's rule is a disallow, or its preference for this path is that no model is trained on it
+
+Preferences are lines of the same file, which say what may be done with a page that may be read:
+
+    Content-Usage: [/path] train-ai=n       IETF, draft-ietf-aipref-attach-05 sec. 3, draft-ietf-aipref-vocab-07
+    Content-Signal: [/path] ai-train=no     contentsignals.org, in the files that Cloudflare writes for its customers
 
 $ python -m corpus.robots https://example.com/a --robots=robots.txt     # who may read it, and the rule that says so
 $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
@@ -51,6 +56,7 @@ OUTCOMES = {
     "kept:bad-url": "the document's URL is not one, so that no host can be asked",
     "kept:no-url": "the document has no URL (local text)",
     "drop:robots": "refused, followed by agent and rule: drop:robots:GPTBot:/private",
+    "drop:usage-file": "it may be read, but no model trained on it, followed by agent and path",
     "drop:blocked-domain": "the host is on a list of blocked domains, followed by the entry",
     "drop:no-robots": "as kept:no-robots, but missing='deny'",
     "drop:unparsable": "as kept:unparsable, but missing='deny'",
@@ -85,8 +91,8 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset()
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
-    (True, reason) if every agent may read url by this robots.txt, else (False, "robots:AGENT:RULE") for the first agent
-    that the file names, `*` if it names none of those that it refuses.
+    (True, reason) if every agent may read url by this robots.txt and train on it, else (False, "robots:AGENT:RULE") or
+    (False, "usage-file:AGENT:PATH") for the first agent that the file names, `*` if it names none that it refuses.
 
     robots_txt: str or bytes; None = the host has none. explicit=True asks only groups that name the agent: with
     agents=AGENTS[:-1] these are the opt-outs from AI alone: of 4,231 real files of 2019, 30 instead of 114 refuse an
@@ -103,11 +109,15 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     groups = parse_robots(robots_txt)
     if groups is None:
         return True, "unparsable"
-    refused = refusals(parts[1], groups, agents, explicit)
+    refused, kind = refusals(parts[1], groups, agents, explicit), "robots"
+    if not refused:
+        # What is said about training is meant for AI, also where it is said to `*`: explicit changes nothing.
+        groups = parse_robots(robots_txt, usage=True)
+        refused, kind = groups and refusals(parts[1], groups, agents), "usage-file"
     if not refused:
         return True, "allowed"
     agent = named_first(refused, groups)
-    return False, f"robots:{agent}:{refused[agent]}"
+    return False, f"{kind}:{agent}:{refused[agent]}"
 
 
 def named_first(refused, groups):
@@ -240,7 +250,7 @@ def _escape(m):
 # RFC 9309 sec. 2.5: the least that a crawler has to read.
 MAX_BYTES = 500 * 1024
 # Google's parser reads misspelt names and a missing colon too: a site that writes "Disalow /" has made itself clear.
-_KEYS = "user[ -]?agent|allow|dis+al+ow|disallaw|diasllow|sitemap"
+_KEYS = "user[ -]?agent|allow|dis+al+ow|disallaw|diasllow|sitemap|content-usage|content-signal"
 _LINE = re.compile(rf"^[ \t]*({_KEYS})(?:[ \t]*:|[ \t])([^#\n]*)", re.I | re.M)
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
@@ -253,17 +263,20 @@ def product_token(agent):
     return m and m[0].lower()
 
 
-# Cached because the documents of a host come in clusters.
-@lru_cache(maxsize=4096)
-def parse_robots(content):
+# Cached because the documents of a host come in clusters; 4,096 of them, each asked for its preferences too.
+@lru_cache(maxsize=8192)
+def parse_robots(content, usage=False):
     """
     {agent token: [(length, allow, rule as written, its start, parts behind each *, whether the last must be the end)]},
     the longest rule first.
 
     content: str or bytes. None if it is no robots.txt: a web page, or lines but no user-agent and no sitemap line.
     Bytes that are no UTF-8 are replaced. A byte-order mark is skipped; the official pipeline loses a group to it.
+    usage: instead of what may be read, what may be trained on; {} where no line is about that.
     """
     text = _text(content)
+    if usage and "content-" not in text.lower():
+        return {}
     if text.lstrip().startswith("<"):
         return None
     groups, names, in_rules, known = {}, [], False, False
@@ -278,14 +291,42 @@ def parse_robots(content):
             names.append(product_token(value))
             # An agent that was named before goes on with its group: RFC 9309 merges them.
             groups.setdefault(names[-1], [])
-        elif kind in "ad":
+        elif kind in "adc":
             in_rules = True
             # An empty "Disallow:" refuses nothing.
-            for name in names if value else ():
-                groups[name].append((kind == "a", value))
+            if not value or usage != (kind == "c"):
+                continue
+            rule = usage_rule(value) if usage else (kind == "a", value)
+            for name in names:
+                groups[name].append(rule)
     if not known and re.search(r"^[ \t]*[^#\s]", text, re.M):
         return None
-    return {name: compiled(rules) for name, rules in groups.items()}
+    groups = {name: compiled(rules) for name, rules in groups.items()}
+    if usage:
+        # Of two preferences for the same path the one that refuses counts, where for reading it is the one that allows.
+        for rules in groups.values():
+            rules.sort(key=lambda rule: (-rule[0], rule[1]))
+    return groups
+
+
+def usage_rule(value):
+    """(may one train, path) of a Content-Usage or Content-Signal line; no path is that of all."""
+    path, *said = (value if value.startswith("/") else f"/ {value}").split(None, 1)
+    return not forbids_training("".join(said)), path
+
+
+def forbids_training(said):
+    """
+    Does a preference, in a line of robots.txt or in a header, say train-ai=n or ai-train=no?
+
+    said: NAME=VALUE;PARAMETERS with commas between, the last of a name counts (draft-ietf-aipref-vocab-07 sec. 6.5); or
+    None. That the rest is no dictionary of RFC 9651 is not looked for: a comma too many takes no refusal back.
+    """
+    values = {}
+    for member in str(said or "").split(","):
+        name, _, value = member.partition(";")[0].strip().partition("=")
+        values[name] = value
+    return values.get("train-ai") == "n" or values.get("ai-train") == "no"
 
 
 def _text(content):

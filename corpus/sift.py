@@ -261,7 +261,8 @@ def note_outcome(info, outcome, host, size):
         info.hosts[host] = has.get(reason, "with")
     one = [1, size]
     add(info.robots["outcomes"], {f"{fate}:{reason}": one})
-    if reason in ("robots", "blocked-domain", *RESERVED):
+    # A document without a URL has no host, and may be reserved by its columns.
+    if host and reason in ("robots", "blocked-domain", *RESERVED):
         add(info.robots["blocked"], {host: one})
     if reason == "robots":
         add(info.robots["agents"], {particulars[0]: one})

@@ -29,6 +29,29 @@ def test_a_header_of_tdmrep_is_read_as_by_datadiligence(said):
     assert (reservation(dict(headers=f"Content-type: text/html\r\nTDM-Reservation: {said}\r\n")) is None) == TDM[said]
 
 
+# Does train-ai have the token n as its value in the dictionary that http-sf 1.5.0 (RFC 9651) reads?
+USAGE = {
+    "train-ai=n": True, "train-ai=n, search=y": True,
+    "search=y,\ttrain-ai=n;x=\"1;2\"": True, "  train-ai=n;a=1;b ": True,
+    "train-ai=y, train-ai=n": True, "train-ai=n, train-ai=y": False, "train-ai;allow=n, train-ai=y": False,
+    "train-ai=y, train-ai, search=n, search=\"n\"": False, "train-ai;has;parameters=\"?\";": False, "search=n": False,
+    "train-ai": False, "train-ai=\"n\"": False, "train-ai=N": False, "train-ai=no": False, "train-ai=?0": False,
+    "train-ai=(n)": False, "Train-AI=n": False, "train-ai = n": False, "x-train-ai=n": False, "n": False, "": False}
+
+
+@pytest.mark.parametrize("said", USAGE)
+def test_a_preference_is_read_as_a_structured_field(said):
+    for doc in (dict(content_usage=said), dict(headers={"Content-Usage": said}), dict(headers=f"content-usage:{said}")):
+        assert reservation(doc) == ("usage-header" if USAGE[said] else None)
+
+
+def test_no_other_preference_takes_a_refusal_back():
+    """draft-ietf-aipref-vocab-07 sec. 5.1: disallowed if any statement says so. Cloudflare's word is another one."""
+    assert reservation(dict(headers={"Content-Usage": "train-ai=n"}, content_usage="train-ai=y")) == "usage-header"
+    assert reservation(dict(headers={"Content-Signal": "search=yes, ai-train=no, ai-input=no"})) == "usage-header"
+    assert reservation(dict(headers={"Content-Signal": "search=no, ai-train=yes, ai-input=no"})) is None
+
+
 @pytest.mark.parametrize("directive", ["noai", "noimageai", "noml"])
 def test_each_directive_has_its_own_name_in_any_case(directive):
     assert reservation(dict(x_robots_tag=f"noindex, {directive.upper()}")) == directive
@@ -108,7 +131,8 @@ def test_an_ai_txt_is_read_like_robots_txt_about_kinds_of_files(content, path, w
 
 @pytest.mark.parametrize("said", [
     "HTTP/1.1 200 OK\r\nX-Robots-Tag: noindex\r\nx-robots-tag: noai\r\n", [["X-Robots-Tag", "noai"]],
-    {"x-robots-tag": "noai"}, '{"X-Robots-Tag": "noai"}', '[["x-robots-tag", "noai"]]'])
+    {"x-robots-tag": "noai"}, {"X-Robots-Tag": ["noindex", "noai"]}, '{"X-Robots-Tag": "noai"}',
+    '[["x-robots-tag", "noai"]]'])
 def test_headers_may_come_in_any_form(said):
     assert "noai" in headers_of(said)["x-robots-tag"] and reservation(dict(headers=said)) == "noai"
 
@@ -116,6 +140,15 @@ def test_headers_may_come_in_any_form(said):
 @pytest.mark.parametrize("said", [None, "", "{", 5, [1, 2], [["x"]], "no colon"])
 def test_headers_that_are_none_say_nothing(said):
     assert reservation(dict(headers=said if said != 5 else None, url=said)) is None
+
+
+@pytest.mark.parametrize("columns, want", [
+    (dict(tdm_reservation=1.0), "tdm-header"), (dict(tdm_reservation=float("nan")), None),
+    (dict(tdm_reservation=0.0), None), (dict(meta_tdm_reservation=[1]), "tdm-meta"),
+    (dict(x_robots_tag=["noindex", "noml"]), "noml"), (dict(content_usage=["search=y", "train-ai=n"]), "usage-header")])
+def test_a_column_of_numbers_or_lists_says_the_same(columns, want):
+    """As pandas writes numbers of which some are missing, and as RFC 9110 sec. 5.3 joins the values of a field."""
+    assert reservation(columns) == want
 
 
 def test_a_store_is_rows_or_a_mirror_of_hosts(tmp_path):
@@ -151,8 +184,10 @@ water leaves it through a river, in the middle of the city, where swans are fed 
 
 def test_each_kind_is_removed_under_its_own_name_and_stands_in_the_audit(tmp_path):
     """Rows and pages; one document of each kind, and twenty that say nothing."""
-    kinds = dict(noai=dict(x_robots_tag="noai"), noimageai=dict(headers={"X-Robots-Tag": "noimageai"}),
-                 noml=dict(meta_robots="noml"), header=dict(tdm_reservation="1"), meta=dict(meta_tdm_reservation="1"),
+    kinds = dict(noai=dict(x_robots_tag="noai"), usage=dict(content_usage="train-ai=n"),
+                 robots=dict(url="https://c.org/x"), noimageai=dict(headers={"X-Robots-Tag": "noimageai"}),
+                 noml=dict(meta_robots="noml"),
+                 header=dict(tdm_reservation="1"), meta=dict(meta_tdm_reservation="1"),
                  file=dict(url="https://provider.com/x"), ai=dict(url="https://b.org/x"))
     rows = [dict(id=name, text=f"a text about {name}", **columns) for name, columns in kinds.items()]
     rows += [dict(id=f"d{i}", text=f"some text {i}", url=f"https://a{i}.org/") for i in range(20)]
@@ -164,8 +199,10 @@ def test_each_kind_is_removed_under_its_own_name_and_stands_in_the_audit(tmp_pat
     store = [dict(domain="provider.com", file="tdmrep.json", content=RESERVES),
              dict(domain="b.org", file="ai.txt", content=AI_TXT)]
     (tmp_path / "store.jsonl").write_text("".join(json.dumps(row) + "\n" for row in store))
+    usage = dict(domain="c.org", content="User-agent: *\nAllow: /\nContent-Usage: train-ai=n")
+    (tmp_path / "robots.jsonl").write_text(json.dumps(usage))
     done = script("prepare.py", tmp_path / "in", f"--out={tmp_path}/data", "--tokenizer=byte",
-                  f"--reservations={tmp_path}/store.jsonl")
+                  f"--reservations={tmp_path}/store.jsonl", f"--robots={tmp_path}/robots.jsonl")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "data" / "report.json").read_text())
     removed = {reason: n for reason, (n, _) in report["total"]["removed"].items()}
@@ -174,10 +211,12 @@ def test_each_kind_is_removed_under_its_own_name_and_stands_in_the_audit(tmp_pat
     assert removed == (want if has_html else want | {"noai": 1, "tdm-meta": 1, "unreadable": 3})
     assert report["total"]["documents"] == 20 + has_html
     page = (tmp_path / "data" / "report.md").read_text()
-    assert "tdm-file 1, tdm-header 1" in page and "Reservations of rights: no robots.txt was looked up." in page
+    assert "tdm-file 1, tdm-header 1" in page and "usage-header 1, usage-file 1, ai-txt 1" in page
     with gzip.open(tmp_path / "data" / "removed.jsonl.gz", "rt") as lines:
         reasons = {row["id"]: row["reason"] for row in map(json.loads, lines)}
     assert reasons["rows.jsonl:file"] == "tdm-file:/" and reasons["rows.jsonl:ai"] == "ai-txt:*:*.html"
+    assert reasons["rows.jsonl:robots"] == "usage-file:*:/"
+    assert set(report["robots"]["top_blocked_hosts"]) == {"provider.com", "b.org", "c.org"}
 
 
 def test_a_rule_of_any_form_takes_linear_time():

@@ -229,9 +229,52 @@ def test_a_store_in_every_form_gives_the_same_verdicts(name, tmp_path):
     assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
 
 
+# The example of draft-ietf-aipref-attach-05 sec. 3.4, and its table.
+PREFERENCES = """
+User-Agent: *
+Allow: /
+Disallow: /never/
+Content-Usage: train-ai=n
+Content-Usage: /ai-ok/ train-ai=y
+
+User-Agent: ExampleBot
+Allow: /
+Content-Usage: train-ai=y
+"""
+
+
+@pytest.mark.parametrize("agent, path, says", [
+    ("*", "/test", "usage-file:*:/"), ("*", "/never/test", "robots:*:/never/"), ("*", "/ai-ok/test", "allowed"),
+    ("ExampleBot", "/test", "allowed"), ("ExampleBot", "/never/test", "allowed"),
+    ("OtherBot", "/test", "usage-file:OtherBot:/")])
+def test_preferences_are_those_of_the_drafts_table(agent, path, says):
+    for explicit in (False, True) if says != "robots:*:/never/" else (False,):
+        assert may_train_on("https://a.org" + path, PREFERENCES, (agent,), explicit) == (says == "allowed", says)
+
+
+@pytest.mark.parametrize("lines, says", [
+    # In the files that Cloudflare writes.
+    ("Content-signal: search=yes,ai-train=no\nAllow: /", "usage-file:*:/"),
+    ("Content-Signal: search=yes, ai-train=yes, ai-input=no", "allowed"),
+    # "The ordering of rules in a group carries no semantics", "these preferences apply separately": n wins.
+    ("content-usage : /a\ttrain-ai=y # yes\nCONTENT-USAGE:/a train-ai=n # no", "usage-file:*:/a"),
+    ("Content-Usage: /a\ttrain-ai=n\nContent-Usage: /a train-ai=y", "usage-file:*:/a"),
+    # The longest path decides, also where it says nothing about training; * and $ are those of every rule.
+    ("Content-Usage: train-ai=n\nContent-Usage: /a search=n", "allowed"),
+    ("Content-Usage: /*/b$ train-ai=n", "usage-file:*:/*/b$"), ("Content-Usage: /*/b/c$ train-ai=n", "allowed"),
+    ("Content-Usage: /b train-ai=n", "allowed"), ("Content-Usage: /a", "allowed"), ("Content-Usage:", "allowed"),
+    ("# Content-Usage: train-ai=n", "allowed"),
+    # It is a rule, which ends the lines of agents that a group begins with.
+    ("Content-Usage: train-ai=y\nUser-agent: none\nDisallow: /", "allowed")])
+def test_a_line_of_preferences(lines, says):
+    url = "https://a.org/a/b"
+    assert may_train_on(url, f"User-agent: *\n{lines}") == (says == "allowed", says)
+
+
 def test_every_outcome_is_in_the_table():
-    robots = {"a.org": "User-agent: *\nDisallow: /no", "h.org": "<html>"}
-    urls = ["http://a.org/", "http://a.org/no", "http://h.org/", "http://m.org/", "no url", None, "http://x.bad.org/"]
+    robots = {"a.org": "User-agent: *\nDisallow: /no\nContent-Usage: /use train-ai=n", "h.org": "<html>"}
+    urls = ["http://a.org/", "http://a.org/no", "http://a.org/use", "http://h.org/", "http://m.org/", "no url", None]
+    urls.append("http://x.bad.org/")
     seen = {":".join(verdict(u, robots, missing=m, blocked={"bad.org"}).split(":")[:2]) for u in urls for m in ("allow",
                                                                                                                 "deny")}
     assert seen == set(OUTCOMES)
