@@ -44,6 +44,7 @@ init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
 against = ""              # another model: differences to it, paired by document
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
 by_position = 0           # also by position in the window, in steps of so many tokens: what does a longer context give?
+lookup = 0                # keys to look up at each distance in the window: "kova=57", asked for later (studies/length.py)
 window = 0                # tokens of these windows, also beyond what the model was trained at; 0 = the model's window
 shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
 limit = 0                 # documents or questions of each file at most; 0 = all
@@ -598,6 +599,11 @@ def table_md(results):
         for r in results["positions"]:
             lines.append(f"| {r['begin']:,} to {r['end'] - 1:,} | {r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |")
         lines.append("")
+    if results["lookups"]:
+        lines += ["| tokens since a key was said | its value is given | 95 % |", "|---|---|---|"]
+        for r in results["lookups"]:
+            lines.append(f"| {r['distance']:,} | {r['right']} of {r['n']} | {r['low']:.2f} to {r['high']:.2f} |")
+        lines.append("")
     if results["tasks"]:
         lines += ["| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|"]
         for r in results["tasks"]:
@@ -668,7 +674,7 @@ def main():
     model, tok = convert.load_ready(init_from, device, dtype, base)
     is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
-    if not sources and not harness:
+    if not sources and not harness and not (lookup and not is_run):
         if not is_run:
             raise ValueError(f"{init_from} is no run folder with validation data of its own: name texts or tasks, "
                              "or --harness=TASKS")
@@ -687,9 +693,15 @@ def main():
     if by_position:
         positions = position_scores(model, tok, documents, window or model.config.block_size, by_position)
 
+    lookups = []
+    if lookup:
+        from studies.length import lookup_scores
+        lookups = lookup_scores(model, tok, window or model.config.block_size, lookup)
+
     folder = out or (init_from if is_run else "results/evaluate")
     os.makedirs(folder, exist_ok=True)
-    results = dict(model=init_from, base=base, against=against, texts=texts, positions=positions, tasks=tasks)
+    results = dict(model=init_from, base=base, against=against, texts=texts, positions=positions, lookups=lookups,
+                   tasks=tasks)
     write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
     if len(texts) > 2:
         title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"
