@@ -44,7 +44,7 @@ init_from = "out/laptop"  # run folder, Hugging Face folder or hub name
 against = ""              # another model: differences to it, paired by document
 by = "lang"               # groups of texts: a field of their rows (lang, source, ...); texts without it go by file
 by_position = 0           # also by position in the window, in steps of so many tokens: what does a longer context give?
-lookup = 0                # keys to look up at each distance in the window: "kova=57", asked for later (studies/length.py)
+lookup = 0                # keys to look up at each distance in the window, in a register (studies/length.py)
 window = 0                # tokens of these windows, also beyond what the model was trained at; 0 = the model's window
 shots = 0                 # solved examples before each question: the first rows of the task, which are then not asked
 limit = 0                 # documents or questions of each file at most; 0 = all
@@ -600,7 +600,7 @@ def table_md(results):
             lines.append(f"| {r['begin']:,} to {r['end'] - 1:,} | {r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |")
         lines.append("")
     if results["lookups"]:
-        lines += ["| tokens since a key was said | its value is given | 95 % |", "|---|---|---|"]
+        lines += ["| tokens since a key was said | its colour is given | 95 % |", "|---|---|---|"]
         for r in results["lookups"]:
             lines.append(f"| {r['distance']:,} | {r['right']} of {r['n']} | {r['low']:.2f} to {r['high']:.2f} |")
         lines.append("")

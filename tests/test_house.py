@@ -64,6 +64,7 @@ MAY = {
 # Single modules that one module may use all the same.
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}
 LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert", "sample")}
+LEAVE |= {("evaluate", "studies.length")}
 LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
 # Which conversations may be trained on is decided by the rules for documents.
 LEAVE |= {("posttrain.conversations", f"corpus.{name}") for name in ("dedup", "quality")}
