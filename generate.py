@@ -140,7 +140,7 @@ CHUNK = 512
 
 
 def read(model, x, cache):
-    """next_logits() of a prompt of any length, in chunks: by the cache each sees what was before, so nothing changes."""
+    """next_logits() of a prompt of any length, in chunks: by the cache each sees what was before, nothing changes."""
     for part in x.split(CHUNK, dim=1):
         logits = next_logits(model, part, cache)
     return logits

@@ -63,7 +63,7 @@ from engine.files import sha256, write_flushed
 from engine.inputs import CONVERTERS, files_of, find, ignored, matches
 from engine.readers import batches, check, id_hash, rows_of
 
-paths = []                  # files, folders, globs, hf://: text, .html, .json(l), tables, .parquet; none: the stdlib
+paths = []                  # files, folders, globs, hf:// s3://: text, .html, .json(l), tables, .parquet; none: stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
 tokenizer = ""              # byte | apertus | apertus:K | a tokenizer.json | a model's folder; "" = train_bpe
 train_bpe = 4096            # size of a BPE vocabulary trained on the documents, where no tokenizer is named
@@ -154,7 +154,7 @@ def main():
     if paths and out == "data/stdlib":
         out = "data/mine"
     # The hub is asked later, and by a new run alone: a push in between must not end one that was interrupted.
-    local = [path for path in paths if not path.startswith("hf://")]
+    local = [path for path in paths if "://" not in path]
     here = find(local) if paths else standard_library()
     read = [path for _, path in here]
     for pattern in [*paths, robots, reservations]:

@@ -1,6 +1,7 @@
 """
 prepare.py on many machines, by datatrove, on which Apertus' own pipeline runs: its executors (this machine, Slurm,
-Ray), its markers of finished tasks, its duplicates over all machines. --out lies on a disk that all of them see.
+Ray), its markers of finished tasks, its duplicates over all machines. Texts may lie anywhere that fsspec reads (s3://,
+gs://, hf://), --out on a disk that all machines see.
 
     judge      TASKS        texts -> the rules about one document, personal data replaced; the keys of duplicates
     pairs      KEYS         documents that share a key, over all machines       (datatrove's second stage of MinHash)

@@ -8,6 +8,7 @@ What the command line names -> files: files, folders, globs, hf://; each file on
     .csv .tsv                        a document a row, under a line of names
     .parquet                         a document a row
     hf://datasets/...                the same on the hub, streamed: nothing is kept on this disk
+    s3://, gs://, https://...        the same, by what fsspec has installed for it (s3fs, gcsfs, ...)
 
 All but parquet may be packed, .gz or .zst, and endings may be written in capitals. Of a folder, what has another ending
 is counted by it: ignored(). engine/readers.py reads what is found here.
@@ -15,6 +16,7 @@ is counted by it: ignored(). engine/readers.py reads what is found here.
 
 import glob
 import os
+import re
 import time
 from collections import Counter, deque
 
@@ -95,6 +97,9 @@ def find(paths, wanted=kind_of):
         if path.startswith("hf://"):
             files.update(hub_files(path))
             continue
+        if "://" in path:
+            files.update(store_files(path))
+            continue
         found = matches(path)
         if not found:
             raise ValueError(f"no such file, folder or pattern: {path!r}")
@@ -114,6 +119,22 @@ def find(paths, wanted=kind_of):
                         f"{file} and {files[name]} would both be called {name!r}: name a folder above both instead"
                     )
     return list(files.items())
+
+
+def store_files(path):
+    """{name: URL} of the files that a URL of fsspec names: a file, a folder or a glob."""
+    import fsspec
+    try:
+        fs, root = fsspec.core.url_to_fs(path)
+    # s3fs and its like are packages of their own, and a name that none has is an error of fsspec.
+    except (ImportError, ValueError) as e:
+        raise ValueError(f"{path}: {e}") from None
+    folder = root.rstrip("/") if fs.isdir(root) else os.path.dirname(re.split(r"[*?[]", root)[0])
+    found = fs.find(root) if fs.isdir(root) else fs.glob(root)
+    files = sorted(file for file in found if kind_of(file))
+    if not files:
+        raise ValueError(f"no such file, folder or pattern: {path!r}")
+    return {file[len(folder):].lstrip("/"): fs.unstrip_protocol(file) for file in files}
 
 
 def ignored(paths):

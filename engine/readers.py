@@ -75,8 +75,9 @@ def check(name, path, text_field="text", encoding=""):
         return dict(file, problem="HTML needs `pip install trafilatura lxml_html_clean`")
     parquet = None
     try:
-        file["bytes"] = os.path.getsize(path)
-        file["sha256"] = sha256(path)
+        with open_raw(path) as f:
+            file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
+            file["bytes"] = f.tell()
         if kind == "parquet":
             parquet = open_parquet(path)
             file["unpacked"] = sum(size for _, size in row_groups(parquet))
@@ -140,9 +141,19 @@ def want_column(parquet, path, text_field):
 # bytes, and lines of them
 
 
+def open_raw(path):
+    """A binary stream of a file as it lies there: on this disk, on the hub, or where else fsspec reads."""
+    if path.startswith("hf://"):
+        return Pieces(hub_pieces(path))
+    if "://" in path:
+        import fsspec
+        return fsspec.open(path, "rb").open()
+    return open(path, "rb")
+
+
 def open_bytes(path, encoding=""):
     """A binary stream of a file, here or on the hub, unpacked, and as UTF-8. Reading a torn one raises."""
-    f = Pieces(hub_pieces(path)) if path.startswith("hf://") else open(path, "rb")
+    f = open_raw(path)
     if path.lower().endswith(".gz"):
         f = gzip.open(f, "rb")
     elif path.lower().endswith(".zst"):
@@ -578,7 +589,7 @@ def open_parquet(path):
     if path.startswith("hf://"):
         return hub_try(path, lambda fs: hub_parquet(fs, path))
     import pyarrow.parquet
-    return pyarrow.parquet.ParquetFile(path)
+    return pyarrow.parquet.ParquetFile(open_raw(path) if "://" in path else path)
 
 
 def row_groups(parquet):

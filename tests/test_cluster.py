@@ -159,6 +159,26 @@ def test_killed_in_every_stage_and_started_again_it_makes_the_same(texts, alone,
     assert again.returncode == 2 and "is finished" in again.stderr
 
 
+def test_on_real_text_of_four_languages_it_is_the_same(tmp_path):
+    """Laws, manuals, speeches and a novel, with personal data, rules about text and the ids of a BPE."""
+    shared = os.path.join(ROOT, "..", "shared", "data")
+    names = ("code_civil_fr.jsonl", "pydocs_ita_Latn.jsonl", "us_speeches.jsonl", "kafka_verwandlung_de.txt")
+    files = [os.path.join(shared, name) for name in names]
+    if not all(map(os.path.isfile, files)):
+        pytest.skip("shared/data is not there")
+    args = [*files, "--tokenizer=apertus:2048", "--source_by=file", "--heuristics=gopher,repetition"]
+    assert script("prepare.py", *args, f"--out={tmp_path}/alone/data").returncode == 0
+    process = subprocess.Popen([sys.executable, "-m", "corpus.cluster", *args, f"--out={tmp_path}/data"], cwd=ROOT,
+                               start_new_session=True, stdout=-3, stderr=-3)
+    while process.poll() is None and not (tmp_path / "data" / "work" / "parts").exists():
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert cluster(tmp_path / "data", *args).returncode == 0
+    assert streams(tmp_path / "data") == streams(tmp_path / "alone" / "data")
+    assert listed(tmp_path / "data") == listed(tmp_path / "alone" / "data") and len(listed(tmp_path / "data")) > 500
+
+
 def test_of_near_duplicates_in_pairs_the_first_stays_as_in_prepare(tmp_path):
     """Ten pages with one copy each in which a word is another, in other files."""
     (tmp_path / "in").mkdir()
