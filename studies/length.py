@@ -9,7 +9,7 @@ larger RoPE theta (report sec. 2.5). The same at a size of two cores, from 256 t
 
 Compared are bits per byte by position: does it use what stands more than 256 tokens behind? And a look-up: in a
 register, " kova red baba blue kova ...", 64 keys have colours, which are others in each text; who looks the last key up
-names its colour, who does not has one in ten right. None of these models looks up, and neither did any that was trained
+names its colour, who names any has one in ten right. None of these models looks up, and neither did any that was trained
 on registers alone, two layers of 64 or 128 wide, for 3 to 10 million tokens: see LOG.md.
 
 $ python -m studies.length                     # three seeds, a quarter of an hour of two cores; then results/length
@@ -182,7 +182,7 @@ def table_md(rows):
         cells = [kit.interval([row["positions"][i]["bits_per_byte"] for row in arms[arm]], 3) for arm in NAMES]
         body.append(f"| {place['begin']:,} to {place['end'] - 1:,} | {' | '.join(cells)} |")
     lines += kit.table(f"| position | {' | '.join(NAMES.values())} |", body)
-    lines += ["", f"## Keys that were looked up, of {ASKED} at each distance and seed; by chance one in ten", ""]
+    lines += ["", f"## Keys that were looked up, of {ASKED} at each distance and seed (any colour: one in ten)", ""]
     body = []
     for i, one in enumerate(first["lookups"]):
         cells = [kit.interval([row["lookups"][i]["right"] / row["lookups"][i]["n"] for row in arms[arm]])
