@@ -599,7 +599,7 @@ def table_md(results):
         for r in results["positions"]:
             lines.append(f"| {r['begin']:,} to {r['end'] - 1:,} | {r['bits_per_byte']:.3f} ± {r['plus_minus']:.3f} |")
         lines.append("")
-    if results["lookups"]:
+    if results.get("lookups"):
         lines += ["| tokens since a key was said | its colour is given | 95 % |", "|---|---|---|"]
         for r in results["lookups"]:
             lines.append(f"| {r['distance']:,} | {r['right']} of {r['n']} | {r['low']:.2f} to {r['high']:.2f} |")
