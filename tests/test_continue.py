@@ -6,13 +6,14 @@ against the run that was never stopped, and on two ranks against one.
 import json
 import os
 import shutil
+import sysconfig
 
 import pytest
 import torch
 
 import convert
 import tokenizer
-from conftest import ROOT, refused, same, script, weights
+from conftest import refused, same, script, weights
 from data import TokenDataset
 from engine import plot
 from faults.launch import sha_of
@@ -30,8 +31,9 @@ RUN = ["--total_samples=64", "--warmup_samples=8", "--decay_samples=16", "--batc
 def lab(tmp_path_factory):
     """Data, a run of train.py on it, and the same model as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("continue")
-    files = [os.path.join(ROOT, name) for name in ("model.py", "data.py", "train.py")]
-    # By id: by text another file would validate as soon as a line of these is changed.
+    # Python's own, since the losses below would move with every line of ours.
+    files = [os.path.join(sysconfig.get_path("stdlib"), name) for name in ("argparse.py", "heapq.py", "textwrap.py")]
+    # By id: by text another file might validate in another version of Python.
     how = [f"--out={root / 'data'}", "--tokenizer=byte", "--split_by=id"]
     assert script("prepare.py", *files, *how).returncode == 0
     shape = [f"--{name}={value}" for name, value in SHAPE.items()]
@@ -170,12 +172,21 @@ def adapted(lab):
     return lab / "adapted"
 
 
-def test_with_adapters_the_curve_begins_as_without_and_falls(lab, continued, tmp_path):
+def test_with_adapters_the_curve_begins_as_without(lab, continued, tmp_path):
     """B is zero: at step 0 the validation loss is that of full training, which is the start's, in all digits."""
     done = go_on(lab, tmp_path / "run", *ADAPTERS)
     assert done.returncode == 0, done.stderr
     assert validation(tmp_path / "run")[0] == validation(continued)[0]
-    assert validation(tmp_path / "run")[-1] < validation(tmp_path / "run")[0] - 0.001
+
+
+def test_with_adapters_another_text_is_learnt(lab, tmp_path):
+    """A refrain that the start has never read: from its own text adapters of a model this small learn nearly nothing."""
+    (tmp_path / "refrain.txt").write_text("Row, row, row your boat, gently down the stream.\n" * 1500)
+    how = [f"--out={tmp_path / 'data'}", "--tokenizer=byte"]
+    assert script("prepare.py", tmp_path / "refrain.txt", *how).returncode == 0
+    done = go_on(lab, tmp_path / "run", *ADAPTERS, f"--data={tmp_path / 'data'}", "--total_samples=240")
+    assert done.returncode == 0, done.stderr
+    assert validation(tmp_path / "run")[-1] < validation(tmp_path / "run")[0] - 0.04
 
 
 def test_checkpoints_hold_adapters_and_their_states_alone(adapted):
