@@ -240,16 +240,7 @@ def prepare(here, final, tmp):
     if not dry_run:
         shards = write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
         kept = write_kept(new, documents, tokens, list(audit.groups), shards, shard_tokens, work)
-    meta = dict(
-        tokenizer=name,
-        tokenizer_hash=tok.hash,
-        vocab_size=tok.vocab_size,
-        bos=tok.bos,
-        eos=tok.eos,
-        sources=shards,
-        about=audit.about(),
-    )
-    meta["version"] = version(meta)
+    meta = meta_of(tok, name, shards, audit)
     count_tokens(audit, documents, tokens)
     account = reports.build(
         audit,
@@ -265,12 +256,7 @@ def prepare(here, final, tmp):
         clear(tmp)
         print(reports.markdown(account))
         return
-    write_json(new / "meta.json", meta)
-    write_json(new / "report.json", account)
-    write_flushed(new / "report.md", reports.markdown(account))
-    reports.picture(account, new / "flow.png")
-    # Once more, from the files: in = kept + removed, hashes, tokens.
-    reports.verify(new)
+    write_account(new, meta, account)
     if add:
         both = work / "both"
         shutil.rmtree(both, ignore_errors=True)
@@ -738,6 +724,30 @@ def tokenize_all(tok, buckets, files, work):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the account
+
+
+def meta_of(tok, name, shards, audit):
+    """meta.json, which data.py reads."""
+    meta = dict(
+        tokenizer=name,
+        tokenizer_hash=tok.hash,
+        vocab_size=tok.vocab_size,
+        bos=tok.bos,
+        eos=tok.eos,
+        sources=shards,
+        about=audit.about(),
+    )
+    return dict(meta, version=version(meta))
+
+
+def write_account(folder, meta, account):
+    """meta.json and the report. ValueError if the files of the folder are not what they say."""
+    write_json(folder / "meta.json", meta)
+    write_json(folder / "report.json", account)
+    write_flushed(folder / "report.md", reports.markdown(account))
+    reports.picture(account, folder / "flow.png")
+    # Once more, from the files: in = kept + removed, hashes, tokens.
+    reports.verify(folder)
 
 
 def count_tokens(audit, documents, tokens):

@@ -37,7 +37,6 @@ if __name__ == "__main__" and not __package__:
 import json
 import math
 import os
-import shutil
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,7 +45,7 @@ import prepare
 from configurator import ROOT, run, settings
 from corpus.audit import Audit
 from corpus.dedup import NearDuplicates
-from engine.files import lock_file, read_json, write_flushed
+from engine.files import lock_file, read_json, sha256, write_flushed
 from engine.inputs import find, ignored
 
 # All settings of prepare.py are settings here too.
@@ -65,6 +64,8 @@ ALONE = dict(score_field="", max_bytes=0.0, probes="", known="", add=False, remo
 
 
 def main():
+    global out
+    out = os.path.normpath(out)
     if not find_spec("datatrove"):
         raise ValueError("corpus.cluster runs on datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray"):
@@ -109,25 +110,40 @@ def begin(asked):
     if os.path.exists(f"{out}/meta.json"):
         raise ValueError(f"{out} is finished: name another --out, or remove it")
     if os.path.exists(path):
-        if read_json(path)["asked"] != asked:
+        plan = read_json(path)
+        if plan["asked"] != asked:
             raise ValueError(f"{out} holds another run, which is not finished: say the same, or name another --out")
+        if plan["stamps"] != stamps(plan["files"]):
+            raise ValueError(f"{out} was begun with other texts, or other code: name another --out, or remove it")
         return
-    if os.path.isdir(out) and os.listdir(out):
-        raise ValueError(f"{out} holds something else: name another --out")
-    # A setting that makes no sense is told before any work is done.
+    # A kill may have left the folder without the list of files.
+    for folder, ours in ((out, "work"), (f"{out}/work", "cluster.json.tmp")):
+        if os.path.isdir(folder) and set(os.listdir(folder)) - {ours}:
+            raise ValueError(f"{folder} holds something else: name another --out")
+    # A setting that makes no sense is told before anything is written.
     prepare.__dict__.update(asked)
-    os.makedirs(f"{out}/work")
-    try:
-        prepare.read_rules([], Path(out, "work"))
-        files = find(paths)
-        if not files:
-            raise ValueError(prepare.nothing_left(Audit()))
-    except (ValueError, OSError):
-        shutil.rmtree(out)
-        raise
+    prepare.read_rules([], Path(out, "work"))
+    files = find(paths)
+    if not files:
+        raise ValueError(prepare.nothing_left(Audit()))
     sizes = [0 if "://" in file else os.path.getsize(file) for _, file in files]
-    content = dict(asked=asked, files=files, sizes=sizes, ignored=ignored(paths), began=time.time())
-    write_flushed(path, json.dumps(content))
+    plan = dict(
+        asked=asked,
+        files=files,
+        sizes=sizes,
+        stamps=stamps(files),
+        ignored=ignored(paths),
+        began=time.time(),
+    )
+    os.makedirs(f"{out}/work", exist_ok=True)
+    write_flushed(path, json.dumps(plan))
+
+
+def stamps(files):
+    """What a run that goes on must find as it was: times and sizes of the texts on this machine, and the code."""
+    times = [[os.stat(file).st_mtime_ns, os.stat(file).st_size] for _, file in files if "://" not in file]
+    code = [sha256(os.path.join(ROOT, file)) for file in (*prepare.CODE, "corpus/steps.py")]
+    return [times, code]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

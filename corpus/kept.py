@@ -24,7 +24,7 @@ import tokenizer
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.pii import TAGS
 from corpus.robots import host_key
-from corpus.shards import shards_of
+from corpus.shards import abouts, shards_of
 from engine.files import read_json, read_text, sha256, write_flushed
 
 FILE = "kept.parquet"
@@ -55,21 +55,18 @@ def write_kept(folder, documents, tokens, groups, shards, shard_tokens, spool):
     import pyarrow.parquet
     streams = [(name, split, part["shards"]) for name, parts in shards.items() for split, part in parts.items()]
     at = np.zeros(len(streams), np.int64)
-    spooled = lru_cache(100)(lambda batch: open(spool / f"{batch}.text", "rb"))
     path = folder / FILE
     with pyarrow.parquet.ParquetWriter(path, schema(), compression="zstd") as writer:
         for first in tqdm(range(0, len(documents), ROWS), "what is in", unit="rows", disable=None, leave=False):
             part = documents[first:first + ROWS]
             rows = []
-            for document, n in zip(part, tokens[first:first + ROWS].tolist()):
+            for document, n, about in zip(part, tokens[first:first + ROWS].tolist(), abouts(part, spool)):
                 name, split, files = streams[document["stream"]]
                 source, language, license = groups[document["group"]] if document["group"] >= 0 else (name, "", "")
                 shard, offset = divmod(int(at[document["stream"]]), shard_tokens)
                 at[document["stream"]] += n
-                file = spooled(int(document["batch"]))
-                file.seek(int(document["offset"]) + int(document["length"]))
                 rows.append(dict(
-                    json.loads(file.readline()),
+                    about,
                     source=source,
                     language=language,
                     license=license,

@@ -46,6 +46,15 @@ def texts(documents, spool):
         yield file.read(length).decode()
 
 
+def abouts(documents, spool):
+    """Yield what sift() wrote behind each text: {"id", "url", "sha256", "bytes", what was replaced by kind}."""
+    opened = lru_cache(100)(lambda batch: open(spool / f"{batch}.text", "rb"))
+    for batch, offset, length in documents[["batch", "offset", "length"]].tolist():
+        file = opened(batch)
+        file.seek(offset + length)
+        yield json.loads(file.readline())
+
+
 def dtype_of(tok):
     """The smaller of two types that holds every id of a vocabulary."""
     small = tok.vocab_size <= 2**16
@@ -62,21 +71,26 @@ def tokenize(tok, work, number, documents):
     done = work / f"{number}.counts"
     if done.exists():
         return
-    dtype = dtype_of(tok)
-    bos, eos = np.array([[tok.bos], [tok.eos]], dtype)
     counts = np.zeros(len(documents), np.int64)
     order = np.argsort(documents["stream"], kind="stable")
     with open(work / f"{number}.tokens", "wb") as f:
         for i, text in zip(order, texts(documents[order], work)):
-            # Part by part, since four bytes an id are too many for all of a long text.
-            ids = [tok.encode_array(part).astype(dtype) for part in long_parts(text)]
-            for part in [bos, *ids, eos]:
+            for part in ids_of(tok, text):
                 f.write(part)
                 counts[i] += len(part)
     # Not tofile or np.save, which say "requested and written" where the disk is full.
     half_done = Path(f"{done}.tmp")
     half_done.write_bytes(counts.tobytes())
     half_done.replace(done)
+
+
+def ids_of(tok, text):
+    """The ids of a document in the type of the shards, begin and end included, as a list of arrays."""
+    dtype = dtype_of(tok)
+    bos, eos = np.array([[tok.bos], [tok.eos]], dtype)
+    # Part by part, since four bytes an id are too many for all of a long text.
+    ids = [tok.encode_array(part).astype(dtype) for part in long_parts(text)]
+    return [bos, *ids, eos]
 
 
 def counts_of(work, number):

@@ -1,15 +1,14 @@
 """
 The stages of corpus/cluster.py as steps of datatrove: each task writes files of its own, and writes them again if it is
-done again. Between the stages the documents are lines of JSON in OUT/work.
+done again. Between the stages the documents are in OUT/work, at first as prepare.py spools them, then as lines of JSON.
 
-    judge      judged/RANK.jsonl.gz, keys/, removed/, audit/        Judge
+    judge      judged/RANK/, keys/, removed/, audit/                Judge
     deal       parts/PART/RANK.jsonl.gz                             Judged, MinhashDedupFilter, Deal
     tokens     shards in OUT, kept/PART.parquet, audit/             Tokens
     account    meta.json, kept.parquet, the report                  Account
 """
 
 import gzip
-import io
 import json
 import shutil
 import time
@@ -25,11 +24,10 @@ from datatrove.utils.hashing import HashConfig
 import prepare
 from corpus import audit as reports
 from corpus import kept
-from corpus.dedup import fingerprint
-from corpus.shards import dtype_of, long_parts, safe, version, write_shard
-from corpus.sift import KINDS, by_columns, by_words, handfuls, write_scrubbed
+from corpus.shards import abouts, ids_of, safe, texts, write_shard
+from corpus.sift import KINDS, sift, sifted
 from engine.files import read_json, sha256, write_flushed
-from engine.readers import batches, check, documents, id_hash
+from engine.readers import batches, check, id_hash
 
 
 class Folder:
@@ -60,77 +58,43 @@ class Step(Folder, PipelineStep):
 
 
 class Judge(Step):
-    """Stage 1: the files of a task -> judged/{rank}.jsonl.gz, its keys, what was removed, and a part of the audit."""
+    """Stage 1: the files of a task -> its spool, as sift() writes it, keys, what was removed, a part of the audit."""
 
     def run(self, data=None, rank=0, world_size=1):
         plan = self.plan()
         text_field, encoding = plan.asked["text_field"], plan.asked["encoding"]
         files = [check(name, path, text_field, encoding) for name, path in share_of(plan, rank, world_size)]
-        rules = prepare.read_rules(files, self.work)
+        spool = self.folder(f"judged/{rank:05d}")
+        rules = prepare.read_rules(files, spool)
         audit = reports.Audit()
         removed = prepare.Removed(self.folder("removed") / f"{rank:05d}.gz", audit)
         for file in files:
             if file["problem"]:
                 key = (rules.name, *rules.defaults.values())
                 removed.add(key, file["name"], None, f"unreadable:{file['problem']}", 0)
-        keys = []
-        with gzip.open(self.folder("judged") / f"{rank:05d}.jsonl.gz", "wt", 1) as f:
-            for _, pieces, _ in batches(files):
-                info = SimpleNamespace(groups={}, removed=[], columns=[], hosts={}, dates=[])
-                info.robots = dict(outcomes={}, blocked={}, agents={})
-                for row in judged(rules, rules.documents(pieces), info):
-                    keys.append((row["text_hash"], *row.pop("bands")))
-                    f.write(json.dumps(row) + "\n")
-                tell(info, audit, removed)
+        bands = rules.near.bands if rules.near else 0
+        keys = [np.zeros((0, 1 + bands), np.uint64)]
+        for number, pieces, _ in batches(files):
+            # A batch that is there already is not done again.
+            sift(rules, number, pieces)
+            documents, info = sifted(spool, number)
+            keys.append(np.column_stack([documents["text_hash"], documents["bands"]]))
+            audit.hear(vars(info))
+            for _, group, *what in sorted(info.removed, key=lambda one: one[0]):
+                removed.add(info.groups[group], *what)
         removed.close()
-        width = 1 + (rules.near.bands if rules.near else 0)
-        write_keys(self.folder("keys"), rank, np.array(keys, np.uint64).reshape(len(keys), width))
+        write_keys(self.folder("keys"), rank, np.concatenate(keys))
         write_part(self.folder("audit") / f"judge-{rank:05d}.json", audit, files=files)
-
-
-def tell(info, audit, removed):
-    """Tell the audit, and the list of what was removed, what a batch heard."""
-    info.dates = [min(info.dates, default=None), max(info.dates, default=None)]
-    audit.hear(vars(info))
-    groups = list(info.groups)
-    for _, group, *what in sorted(info.removed, key=lambda one: one[0]):
-        removed.add(groups[group], *what)
 
 
 def share_of(plan, rank, world_size):
     """The files of a task: neighbours, so that the order of the tasks is that of the input, of about equal bytes."""
-    ends = np.cumsum(np.maximum(plan.sizes, 1))
-    middles = ends - np.maximum(plan.sizes, 1) / 2
+    # An empty file is somebody's too.
+    sizes = np.maximum(plan.sizes, 1)
+    ends = np.cumsum(sizes)
+    middles = ends - sizes / 2
     mine = middles * world_size // ends[-1] == rank
     return [file for file, one in zip(plan.files, mine) if one]
-
-
-def judged(rules, docs, info):
-    """Yield what passes the rules about one document, as dicts: text without personal data, and what is known of it."""
-    for some in handfuls(docs):
-        for one in by_words(rules, by_columns(rules, some, info), info):
-            text = io.BytesIO()
-            replaced, tokens, digest = write_scrubbed(text, rules, one.doc)
-            if rules.tok and not rules.min_tokens <= tokens <= (rules.max_tokens or tokens):
-                info.removed.append((one.row, one.group, one.id, one.url, "tokens", one.size))
-                continue
-            source, language, license = list(info.groups)[one.group]
-            date = one.doc.get("date")
-            if isinstance(date, str) and date[:4].isdigit():
-                info.dates.append(date)
-            yield dict(
-                id=one.id,
-                url=one.url,
-                source=source,
-                language=language,
-                license=license,
-                sha256=digest,
-                text_hash=fingerprint(one.doc["text"]),
-                bytes=one.size,
-                bands=[int(key) for key in one.bands],
-                text=text.getvalue().decode(),
-                **dict(zip(KINDS, replaced.tolist())),
-            )
 
 
 def keys_of(bands):
@@ -142,20 +106,27 @@ def write_keys(folder, rank, keys):
     """keys: uint64 (documents, 1 + bands) -> a file for each column, as datatrove's second stage reads it."""
     for number, column in enumerate(keys.T):
         rows = np.zeros(len(column), [("high", "<u4"), ("low", "<u4"), ("document", "<u4")])
-        rows["high"], rows["low"], rows["document"] = column >> np.uint64(32), column, np.arange(len(column))
+        rows["high"] = column >> np.uint64(32)
+        rows["low"] = column
+        rows["document"] = np.arange(len(column))
+        # It merges the files of all tasks, each of which must be in order.
+        rows.sort(order=rows.dtype.names)
         path = folder / f"bucket_{number:03d}" / f"{rank:05d}.minhash.sig"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(np.sort(rows, order=rows.dtype.names).tobytes())
+        path.write_bytes(rows.tobytes())
 
 
 class Judged(Step):
-    """Reads judged/{rank}.jsonl.gz, so that a document has the number that its keys have."""
+    """Reads the spool of a task, in the order of the input, so that a document has the number that its keys have."""
 
     def run(self, data=None, rank=0, world_size=1):
-        with gzip.open(self.work / "judged" / f"{rank:05d}.jsonl.gz", "rt") as lines:
-            for line in lines:
-                row = json.loads(line)
-                yield Document(row.pop("text"), row["id"], metadata=row)
+        spool = self.work / "judged" / f"{rank:05d}"
+        for number in range(len(list(spool.glob("*.npz")))):
+            documents, info = sifted(spool, number)
+            for document, text, about in zip(documents, texts(documents, spool), abouts(documents, spool)):
+                source, language, license = info.groups[document["group"]]
+                about.update(source=source, language=language, license=license, text_hash=int(document["text_hash"]))
+                yield Document(text, about["id"], metadata=about)
 
 
 class Duplicates(Folder):
@@ -187,12 +158,11 @@ class Deal(Step):
     """Stage 4: what stays goes to the part of its id's hash, with its place in the input; what does not is told."""
 
     def run(self, data=None, rank=0, world_size=1):
-        plan = self.plan()
-        n = plan.asked["parts"]
+        n = self.plan().asked["parts"]
+        files = []
         for part in range(n):
-            self.folder(f"parts/{part:05d}")
-        paths = [self.work / "parts" / f"{part:05d}" / f"{rank:05d}.jsonl.gz" for part in range(n)]
-        files = [gzip.open(path, "wt", 1) for path in paths]
+            folder = self.folder(f"parts/{part:05d}")
+            files.append(gzip.open(folder / f"{rank:05d}.jsonl.gz", "wt", 1))
         for doc in data:
             number = id_hash(doc.id)
             row = dict(doc.metadata, id_hash=number, text=doc.text)
@@ -220,7 +190,7 @@ class Tokens(Step):
         for row in rows:
             row["split"] = "val" if prepare.validates(row) else "train"
             text = row.pop("text")
-            row["ids"] = tokens_of(tok, text)
+            row["ids"] = np.concatenate(ids_of(tok, text), axis=None)
             row["tokens"] = len(row["ids"])
             row["bytes_written"] = len(text.encode())
             count(audit, row)
@@ -229,7 +199,8 @@ class Tokens(Step):
             mine = [row for row in rows if (row["source"], row["split"]) == (source, split)]
             shards[f"{source}\n{split}"] = cut(self.out, source, split, rank, mine, plan.asked["shard_tokens"])
         schema = kept.schema()
-        table = pyarrow.Table.from_pylist([{name: row[name] for name in schema.names} for row in rows], schema)
+        listed = [{name: row[name] for name in schema.names} for row in rows]
+        table = pyarrow.Table.from_pylist(listed, schema)
         pyarrow.parquet.write_table(table, self.folder("kept") / f"{rank:05d}.parquet", compression="zstd")
         write_part(self.folder("audit") / f"tokens-{rank:05d}.json", audit, shards=shards)
 
@@ -239,13 +210,6 @@ def count(audit, row):
     key = row["source"], row["language"], row["license"]
     audit.keep(key, 1, row["bytes"], row["bytes_written"], {kind: row[kind] for kind in KINDS})
     reports.add(audit.group(key), dict(tokens=row["tokens"]))
-
-
-def tokens_of(tok, text):
-    """Ids of a text between begin and end, in the type of the shards: (n,)."""
-    dtype = dtype_of(tok)
-    ids = [tok.encode_array(part).astype(dtype) for part in long_parts(text)]
-    return np.concatenate([np.array([tok.bos], dtype), *ids, np.array([tok.eos], dtype)])
 
 
 def cut(folder, source, split, rank, rows, most):
@@ -280,20 +244,10 @@ class Account(Step):
             for path in sorted((self.work / "removed").iterdir()):
                 f.write(path.read_bytes())
         tok, name = prepare.vocabulary((), self.work, self.out)
-        meta = dict(
-            tokenizer=name,
-            tokenizer_hash=tok.hash,
-            vocab_size=tok.vocab_size,
-            bos=tok.bos,
-            eos=tok.eos,
-            sources=sources_of(audit, streams),
-            about=audit.about(),
-        )
-        meta["version"] = version(meta)
-        said = prepare.describe(name, tok, plan.began)
+        meta = prepare.meta_of(tok, name, sources_of(audit, streams), audit)
         account = reports.build(
             audit,
-            dict(said, seconds=time.time() - plan.began),
+            dict(prepare.describe(name, tok, plan.began), seconds=time.time() - plan.began),
             files,
             plan.ignored,
             prepare.outputs(meta, tok, False, self.join_kept()),
@@ -301,12 +255,12 @@ class Account(Step):
             dict(scrubbed=plan.asked["pii"], in_code=plan.asked["pii_in_code"]),
             None,
         )
-        prepare.write_json(self.out / "report.json", account)
-        write_flushed(self.out / "report.md", reports.markdown(account))
-        reports.picture(account, self.out / "flow.png")
-        # Last, since with it the folder is data.
-        prepare.write_json(self.out / "meta.json", meta)
-        reports.verify(self.out)
+        try:
+            prepare.write_account(self.out, meta, account)
+        except ValueError:
+            # With it the folder would be data.
+            (self.out / "meta.json").unlink(missing_ok=True)
+            raise
         for name in ("judged", "keys", "pairs", "gone", "parts", "kept", "tokenizer"):
             shutil.rmtree(self.work / name, ignore_errors=True)
 
@@ -338,8 +292,11 @@ class Account(Step):
 def sources_of(audit, streams):
     """meta.json's "sources": of each all shards, in the order of the parts."""
     empty = dict(documents=0, tokens=0, bytes=0, shards=[])
-    names = sorted({source for source, _, _ in audit.groups})
-    return {name: {split: streams.get(f"{name}\n{split}", empty) for split in ("train", "val")} for name in names}
+    sources = {}
+    # In the order of prepare.py, and also those of which nothing stayed.
+    for name in sorted({source for source, _, _ in audit.groups}):
+        sources[name] = {split: streams.get(f"{name}\n{split}", empty) for split in ("train", "val")}
+    return sources
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ larger RoPE theta (report sec. 2.5). The same at a size of two cores, from 256 t
     long        trained at 1,024 from the start, with the tokens of both
 
 Compared are bits per byte by position: does it use what stands more than 256 tokens behind? And a look-up: in a
-register, " kova red baba blue kova ...", 64 keys have colours, which are others in each text; who looks the last key up
-names its colour, who names any has one in ten right. None of these models looks up, and neither did any that was trained
-on registers alone, two layers of 64 or 128 wide, for 3 to 10 million tokens: see LOG.md.
+register, " kova red baba blue kova ...", 64 keys have colours, which are others in each text; who looks the last key
+up names its colour, who names any has one in ten right. None of these models looks up, and neither did any that was
+trained on registers alone, two layers of 64 or 128 wide, for 3 to 10 million tokens: see LOG.md.
 
 $ python -m studies.length                     # three seeds, a quarter of an hour of two cores; then results/length
 $ python -m studies.length --report            # table.md and length.png again from rows.jsonl

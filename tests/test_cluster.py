@@ -16,6 +16,7 @@ import pytest
 from conftest import ROOT, script
 
 pytest.importorskip("datatrove")
+import prepare  # noqa: E402
 import pyarrow.parquet  # noqa: E402
 
 from corpus.steps import keys_of, share_of, write_keys  # noqa: E402
@@ -231,6 +232,46 @@ def test_a_task_that_fails_says_in_a_line_that_nothing_is_lost_and_two_at_once_a
         assert lock_file(lock)
         done = cluster(tmp_path / "data", *flags(texts, "--strict"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "another run is at work" in done.stderr
+
+
+def test_texts_that_have_changed_since_it_began_are_not_mixed_with_those_before(texts, tmp_path):
+    shutil.copytree(texts / "in", tmp_path / "in")
+    args = [f"{tmp_path}/in", "--tokenizer=byte"]
+    assert cluster(tmp_path / "data", *args, "--strict").returncode == 2
+    os.utime(tmp_path / "in" / "0.jsonl", (1, 1))
+    done = cluster(tmp_path / "data", *args, "--strict")
+    assert done.returncode == 2 and "begun with other texts" in done.stderr.splitlines()[-1]
+
+
+def test_data_that_are_not_what_was_counted_are_no_data(texts, tmp_path, monkeypatch):
+    """The last stage alone, with an audit that counts a document more than there is."""
+    from corpus import steps
+    done = cluster(tmp_path / "data", *flags(texts, "--strict"))
+    assert done.returncode == 2
+    plan = json.loads((tmp_path / "data" / "work" / "cluster.json").read_text())
+    plan["asked"]["strict"] = False
+    (tmp_path / "data" / "work" / "cluster.json").write_text(json.dumps(plan))
+    before = dict(vars(prepare))
+    try:
+        steps.Judge(tmp_path / "data").run(rank=0, world_size=1)
+        steps.Deal(tmp_path / "data").run(steps.Judged(tmp_path / "data").run())
+        for part in range(plan["asked"]["parts"]):
+            steps.Tokens(tmp_path / "data").run(rank=part)
+        true = steps.take_in
+        # Everything is counted twice.
+        monkeypatch.setattr(steps, "take_in", lambda audit, part: [true(audit, json.loads(json.dumps(part))) for _ in "12"])
+        with pytest.raises(ValueError):
+            steps.Account(tmp_path / "data").run()
+    finally:
+        vars(prepare).update(before)
+    assert not (tmp_path / "data" / "meta.json").exists()
+
+
+def test_an_empty_folder_is_taken_and_stays_where_a_setting_is_refused(texts, tmp_path):
+    (tmp_path / "mine").mkdir()
+    done = cluster(f"{tmp_path}/mine/", *flags(texts, "--missing=perhaps"))
+    assert done.returncode == 2 and os.listdir(tmp_path / "mine") == []
+    assert cluster(f"{tmp_path}/mine/", *flags(texts)).returncode == 0
 
 
 def test_a_folder_of_others_is_left_alone(texts, tmp_path):
