@@ -87,6 +87,8 @@ def main():
     with open(f"{out}/work/lock", "a") as lock:
         if not lock_file(lock):
             raise ValueError(f"another run is at work in {out}: wait for it, or name another --out")
+        # Two that began at once have both written the list: this one goes on if that is its own.
+        begin(asked)
         try:
             last.run()
         except (ValueError, OSError) as e:

@@ -92,7 +92,10 @@ def lookup_scores(model, tok, T, n):
     Keys whose colours the model looks up, greedily, at distances of 32, 64, ... tokens up to a window of T.
 
     n: keys at each distance. Returns a list of dicts: distance, right, n, and low, high of Wilson's 95 % interval.
+    ValueError for fewer keys than one, and for a window below 32.
     """
+    if n < 1 or T < 32:
+        raise ValueError(f"lookup={n} in a window of {T}: want at least one key, and 32 tokens")
     rng = random.Random(7)
     rows = []
     distance = 32
@@ -101,7 +104,7 @@ def lookup_scores(model, tok, T, n):
         here = min(distance, T - 16)
         asked = [question(rng, tok, here) for _ in range(n)]
         right = 0
-        for begin in range(0, n, 10):
+        for begin in tqdm(range(0, n, 10), f"{here:,} tokens back", leave=False, disable=None):
             prompts, colours = zip(*asked[begin:begin + 10])
             new = max(len(tok.encode(f" {colour}")) for colour in colours)
             texts = generate(model, list(prompts), new, temperature=0)

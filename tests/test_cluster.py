@@ -267,6 +267,13 @@ def test_data_that_are_not_what_was_counted_are_no_data(texts, tmp_path, monkeyp
     assert not (tmp_path / "data" / "meta.json").exists()
 
 
+@pytest.mark.parametrize("out", ["", "."])
+def test_no_folder_is_not_the_root_of_the_disk(texts, out):
+    """The working folder of this test, the project's own, is somebody's."""
+    done = cluster(out, *flags(texts))
+    assert done.returncode == 2 and ". holds something else" in done.stderr
+
+
 def test_an_empty_folder_is_taken_and_stays_where_a_setting_is_refused(texts, tmp_path):
     (tmp_path / "mine").mkdir()
     done = cluster(f"{tmp_path}/mine/", *flags(texts, "--missing=perhaps"))

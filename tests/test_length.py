@@ -61,6 +61,12 @@ def test_who_looks_up_has_all_right_at_all_distances_and_who_says_another_colour
     assert all(row["right"] == right and row["n"] == 20 and row["low"] <= right / 20 <= row["high"] for row in rows)
 
 
+@pytest.mark.parametrize("n, T", [(0, 256), (-1, 256), (5, 16)])
+def test_nothing_to_look_up_is_one_line(n, T):
+    with pytest.raises(ValueError, match="^lookup=.*: want at least one key, and 32 tokens$"):
+        length.lookup_scores(None, load("byte"), T, n)
+
+
 def test_from_the_start_as_many_tokens_are_read_as_before_and_after_an_extension():
     read = {}
     for arm in length.NAMES:

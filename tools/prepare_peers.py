@@ -1,6 +1,8 @@
 """
 What others do with prepare.py's work, for tools/bench.py: documents of a .jsonl -> ids in one file, one process.
 
+pip install orjson, which datatrove's reader wants.
+
 $ python -m tools.prepare_peers datatrove pages.jsonl tokenizer.json out/peer       # prints the number of ids
 $ python -m tools.prepare_peers hf pages.jsonl tokenizer.json out/peer
 """
