@@ -1,18 +1,22 @@
 """
 What a longer window gives: Apertus pretrains at 4,096 tokens and ends at 65,536, by four short stages, each with a
-larger RoPE theta (report sec. 2.5). The same at a size of two cores, from 256 to 1,024, on Python's standard library:
+larger RoPE theta (report sec. 2.5). The same at a size of two cores, from 256 to 1,024:
 
     short       trained at 256
     raised      goes on from it at 1,024, with theta four times as large
     kept        the same with theta as it was
     long        trained at 1,024 from the start, with the tokens of both
 
-Compared are bits per byte by position: does it use what stands more than 256 tokens behind? And a look-up: in a
-register, " kova red baba blue kova ...", 64 keys have colours, which are others in each text; who looks the last key
-up names its colour, who names any has one in ten right. None of these models looks up, and neither did any that was
-trained on registers alone, two layers of 64 or 128 wide, for 3 to 10 million tokens: see LOG.md.
+Read are two kinds of text, each by models of its own. Python's standard library: compared are bits per byte by
+position, does it use what stands more than 256 tokens behind? And registers, " kova red baba blue kova ...", where up
+to 64 keys have colours, which are others in each: who looks the last key up names its colour, who names any has one in
+ten right. Looking up wants two layers, one that tells each colour which key stood before it, and one that finds the
+key again; a tenth of a million parameters suffice. What decides is the text: of registers with 64 keys alone nothing
+was learnt in 10 million tokens, because a model that cannot yet look up gets no better by seeing more of the register.
+Of registers with 2 or 4 keys a little attention to any colour pays at once, and from there larger ones are learnt. So
+as many tokens are of registers with 2 keys as with 64.
 
-$ python -m studies.length                     # three seeds, a quarter of an hour of two cores; then results/length
+$ python -m studies.length                     # three seeds, half an hour of two cores; then results/length
 $ python -m studies.length --report            # table.md and length.png again from rows.jsonl
 $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # of any model
 """
@@ -23,6 +27,7 @@ if __name__ == "__main__" and not __package__:
     print("length.py: start it from the project's root, python -m studies.length", file=sys.stderr)
     sys.exit(2)
 
+import os
 import random
 import statistics
 
@@ -47,10 +52,14 @@ SHORT, LONG = 256, 1024
 THETA = dict(short=5e5, raised=2e6, kept=5e5, long=5e5)
 NAMES = dict(short="window 256", raised="1,024, theta 2e6", kept="1,024, theta 5e5", long="1,024 from the start")
 ASKED = 100                   # keys at each distance
-STEP = 1024                   # tokens of a step
-# Windows of 256 that `short` reads, and of 1,024 that the others read behind it; the rates of both.
-READ, MORE = 6000, 400
-LR, SLOW = 2e-3, 5e-4
+# For each kind of text: windows of 256 that `short` reads, and of 1,024 that the others read behind it; both rates.
+# Tokens of a step.
+TEXT = dict(read=6000, more=400, step=1024, lr=2e-3, slow=5e-4, shape={})
+TINY = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=64, ffn_dim=256, optimizer="adamw", betas=(0.9, 0.95, 0.99))
+REGISTER = dict(read=32000, more=400, step=4096, lr=1e-3, slow=5e-4, shape=TINY)
+SUBJECTS = dict(text=TEXT, register=REGISTER)
+SIZES = (2, 4, 8, 16, 32, 64)       # keys of a register
+REGISTERS = 110_000                 # in which all models find as many tokens as they read
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -68,10 +77,19 @@ KEYS = some_words()
 COLOURS = "red blue green black white brown grey pink gold silver".split()
 
 
-def register(rng, entries):
-    """A text " kova red baba blue kova red ...": each key has a colour of its own, another one in each text."""
-    colour = {key: rng.choice(COLOURS) for key in KEYS}
-    return "".join(f" {key} {colour[key]}" for key in rng.choices(KEYS, k=entries))
+def register(rng, size):
+    """A text " kova red baba blue kova red ...": so many keys, each named eight times on average, each has a colour."""
+    colour = {key: rng.choice(COLOURS) for key in rng.sample(KEYS, size)}
+    return "".join(f" {key} {colour[key]}" for key in rng.choices(list(colour), k=8 * size))
+
+
+def write_registers(path, count):
+    """A file of registers, a line each, as prepare.py reads them; the more keys, the rarer."""
+    if os.path.exists(path):
+        return
+    rng = random.Random(1)
+    sizes = rng.choices(SIZES, [1 / size for size in SIZES], k=count)
+    kit.write_rows(path, (dict(text=register(rng, size)) for size in sizes))
 
 
 def question(rng, tok, distance):
@@ -120,18 +138,19 @@ def lookup_scores(model, tok, T, n):
 # the runs
 
 
-def flags(arm, seed):
-    """The arguments of train.py for an arm."""
+def flags(kind, arm, seed):
+    """The arguments of train.py for an arm that reads one kind of text."""
+    how = SUBJECTS[kind]
     window = SHORT if arm == "short" else LONG
     goes_on = arm in ("raised", "kept")
-    count = round(scale * (MORE if goes_on else READ))
+    count = round(scale * (how["more"] if goes_on else how["read"]))
     if arm == "long":
-        count = round(scale * (READ * SHORT // LONG + MORE))
-    batch = STEP // window
+        count = round(scale * (how["read"] * SHORT // LONG + how["more"]))
+    batch = how["step"] // window
     count -= count % batch
-    rate = SLOW if goes_on else LR
+    rate = how["slow"] if goes_on else how["lr"]
     settings = dict(
-        data=f"{out}/data",
+        data=f"{out}/data/{kind}",
         block_size=window,
         rope_theta=THETA[arm],
         batch_size=batch,
@@ -146,20 +165,26 @@ def flags(arm, seed):
         checkpoint_every=500,
     )
     if goes_on:
-        settings["init_from"] = f"{out}/seed-{seed}/short"
-    return ["configs/recipe.py", *kit.flags(settings)]
+        settings["init_from"] = f"{out}/{kind}/seed-{seed}/short"
+    return ["configs/recipe.py", *kit.flags(settings | how["shape"])]
 
 
-def examined(arm, seed):
-    """A run, trained and measured: a line of rows.jsonl."""
-    path = f"{out}/seed-{seed}/{arm}"
-    kit.train(path, flags(arm, seed))
+def examined(kind, arm, seed, *how):
+    """A run, trained and measured by evaluate.py with these flags: what that found, and the tokens it read."""
+    path = f"{out}/{kind}/seed-{seed}/{arm}"
+    kit.train(path, flags(kind, arm, seed))
     done = f"{path}/measured/evaluation.json"
-    how = [f"--by_position={SHORT // 2}", f"--window={LONG}", f"--lookup={ASKED}", f"--out={path}/measured"]
-    kit.call(path, "measured", done, "evaluate", f"{out}/data", f"--init_from={path}", *how)
-    found = read_json(done)
-    tokens = read_json(f"{path}/summary.json")["tokens"]
-    return dict(arm=arm, seed=seed, tokens=tokens, positions=found["positions"], lookups=found["lookups"])
+    kit.call(path, "measured", done, "evaluate", f"--init_from={path}", f"--window={LONG}",
+             f"--out={path}/measured", *how)
+    return read_json(done), read_json(f"{path}/summary.json")["tokens"]
+
+
+def row(arm, seed):
+    """Both models of an arm: a line of rows.jsonl."""
+    places, tokens = examined("text", arm, seed, f"{out}/data/text", f"--by_position={SHORT // 2}")
+    keys, read = examined("register", arm, seed, f"--lookup={ASKED}", f"{out}/data/register")
+    return dict(arm=arm, seed=seed, tokens=tokens, register_tokens=read,
+                positions=places["positions"], lookups=keys["lookups"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -188,7 +213,7 @@ def table_md(rows):
     lines += ["", f"## Keys that were looked up, of {ASKED} at each distance and seed (any colour: one in ten)", ""]
     body = []
     for i, one in enumerate(first["lookups"]):
-        cells = [kit.interval([row["lookups"][i]["right"] / row["lookups"][i]["n"] for row in arms[arm]])
+        cells = [kit.interval([one["lookups"][i]["right"] / one["lookups"][i]["n"] for one in arms[arm]])
                  for arm in NAMES]
         body.append(f"| {one['distance']:,} | {' | '.join(cells)} |")
     lines += kit.table(f"| distance in tokens | {' | '.join(NAMES.values())} |", body)
@@ -224,11 +249,16 @@ def main():
     if not report:
         if seeds < 1:
             raise ValueError(f"seeds={seeds}: want at least one")
-        kit.call(out, "data", f"{out}/data/meta.json", "prepare", f"--out={out}/data", "--train_bpe=4096")
+        text, registers = f"{out}/data/text", f"{out}/data/register"
+        kit.call(out, "text", f"{text}/meta.json", "prepare", f"--out={text}", "--train_bpe=4096")
+        # So many pieces that each key and each colour is one.
+        write_registers(f"{out}/registers.jsonl", REGISTERS)
+        kit.call(out, "registers", f"{registers}/meta.json", "prepare", f"{out}/registers.jsonl", f"--out={registers}",
+                 "--train_bpe=1000")
 
         # `raised` and `kept` go on from `short`.
         def one(seed, device):
-            return [examined(arm, seed) for arm in NAMES]
+            return [row(arm, seed) for arm in NAMES]
         groups = kit.in_parallel(jobs, one, range(first_seed, first_seed + seeds))
         kit.write_rows(lines, [row for group in tqdm(groups, "seeds", seeds) for row in group])
     rows = kit.rows_to_report(lines, "studies.length")
