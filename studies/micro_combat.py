@@ -26,7 +26,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import json
-import os
 import statistics
 
 import numpy as np
@@ -38,8 +37,7 @@ from configurator import run
 from engine.intervals import half_interval
 from engine.plot import finish, pyplot
 from studies import kit
-from studies.ppo_collapse import advantages, policy_loss, step
-from tokenizer import read_json
+from studies.ppo_collapse import advantages, log_prob_of, policy_loss, step
 
 only = ""                       # one run alone, GAME-POLICY-SEED
 seeds = 5                       # of networks, actions and fights
@@ -56,12 +54,23 @@ FIELD = 32
 GAMES = dict(fixed=(), types=("types",), ranges=("ranges",), starts=("starts",), all=("types", "ranges", "starts"))
 # The policies: whether it sees, the probability that an enemy is shown to an ally who did not see it first, and whether
 # observations are as released.
-POLICIES = dict(open=(False, 1.0, False), closed=(True, 1.0, False), half=(True, 0.5, False), none=(True, 0.0, False),
-                released=(True, 1.0, True))
-FIGHTS, STEPS, ROLLOUTS, EPOCHS, BATCH = 128, 32, 80, 4, 2048
-LR, WIDTH, ENTROPY = 1e-3, 64, 0.01
-LIMIT = 80                              # steps of a fight
-TESTED = 400                            # fights after training
+POLICIES = dict(
+    open=(False, 1.0, False),
+    closed=(True, 1.0, False),
+    half=(True, 0.5, False),
+    none=(True, 0.0, False),
+    released=(True, 1.0, True),
+)
+LIMIT = 80              # steps of a fight
+FIGHTS = 128            # a rollout is 32 steps of each
+STEPS = 32
+ROLLOUTS = 80
+EPOCHS = 4
+BATCH = 2048
+LR = 1e-3
+WIDTH = 64
+ENTROPY = 0.01
+TESTED = 400            # fights after training
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,14 +90,15 @@ RACES = dict(
 SHARES = (0.45, 0.45, 0.1)
 NOT_ALONE = ("medivac", "baneling")     # a team of these alone is drawn again
 SIGHT, REACH = 9, 6                     # of all units where ranges are not the types' own
+DIAGONALS = np.array([[-1, -1], [-1, 1], [1, 1], [1, -1]])
 
 
 def team_of(rng, kinds, n, shares=SHARES):
     """n unit types, drawn by SMACv2's WeightedTeamsDistribution; both sides have the same team."""
     while True:
-        team = rng.choice(np.array(kinds), size=(n,), p=np.array(shares))
-        if not all(kind in NOT_ALONE for kind in team):
-            return list(team)
+        team = list(rng.choice(np.array(kinds), size=(n,), p=np.array(shares)))
+        if not set(team) <= set(NOT_ALONE):
+            return team
 
 
 def starts_of(rng, n, m, field=FIELD, p=0.5):
@@ -102,11 +112,14 @@ def starts_of(rng, n, m, field=FIELD, p=0.5):
     if rng.random() > p:
         groups = rng.integers(1, 5)
         members = rng.multinomial(m, np.ones(groups) / groups)
-        fraction = rng.uniform(size=(groups,))[:, None]
-        side = np.array([[-1, -1], [-1, 1], [1, 1], [1, -1]])[rng.choice(4, size=(groups,), replace=False)]
-        near, corner = middle + 2 * side, middle * (1 + side)
+        fraction = rng.uniform(size=(groups, 1))
+        side = DIAGONALS[rng.choice(4, size=(groups,), replace=False)]
+        near = middle + 2 * side
+        corner = middle + middle * side
         group = near * fraction + corner * (1 - fraction)
-        return np.tile(middle, (n, 1)), np.repeat(group, members, axis=0)
+        allies = np.tile(middle, (n, 1))
+        enemies = np.repeat(group, members, axis=0)
+        return allies, enemies
     allies = rng.uniform((0, 0), (field / 2 - 1, field), (n, 2))
     enemies = allies[:m] * (-1, 1) + (field, 0)
     if m > n:
@@ -130,9 +143,11 @@ def reward_of(before, after, won, most):
     than was lost are no reward.
     """
     damage = (before - after).sum(-1)
-    kills = ((before > 0) & (after <= 0)).sum(-1)
-    battle = np.maximum(damage + 10 * kills, 0)
-    return (battle + 200 * won) * 20 / (most + 10 * before.shape[-1] + 200)
+    killed = (before > 0) & (after <= 0)
+    battle = damage + 10 * killed.sum(-1)
+    raw = np.maximum(battle, 0) + 200 * won
+    all_there_is = most + 10 * before.shape[-1] + 200
+    return raw * 20 / all_there_is
 
 
 class Sight:
@@ -160,14 +175,14 @@ class Sight:
         return within & self.revealed[:, i]
 
 
-def enemy_rows(place, enemies, health, kinds, sight, reach, shown):
+def rows_of(place, sight, reach, units, health, kinds, shown):
     """
-    One ally's view, (fights, enemies, 5 + types): can attack, distance, x, y over its sight, health, type.
+    One ally's view of m units, (fights, m, 5 + types): can attack, distance, x, y over its sight, health, type.
 
-    place (fights, 2); enemies (fights, m, 2); health (fights, m) as shares; kinds (fights, m, types) one-hot; sight,
-    reach (fights,); shown (fights, m): a row of zeros where not.
+    place (fights, 2), sight, reach (fights,) are its own; units (fights, m, 2); health (fights, m) as shares; kinds
+    (fights, m, types) one-hot; shown (fights, m): a row of zeros where not, and where a unit is dead.
     """
-    away = enemies - place[:, None]
+    away = units - place[:, None]
     distance = np.hypot(away[..., 0], away[..., 1])
     within = distance <= reach[:, None]
     scaled = np.concatenate([distance[..., None], away], -1) / sight[:, None, None]
@@ -200,7 +215,7 @@ class Skirmish:
 
     An ally walks 2, or attacks an enemy within its reach; to attack one that is dead or farther away is to wait, so no
     mask of possible actions tells the blind where enemies are. Enemies have 9/10 of the health. They wait until an ally
-    comes within their reach + 1, or until they are hit; from then on they walk 1 towards the nearest ally and attack it.
+    comes within their reach + 1, or until they are hit; then they walk 1 towards the nearest ally, and attack it.
     """
 
     def __init__(self, fights, random, probability, released, rng):
@@ -216,16 +231,21 @@ class Skirmish:
 
     def begin(self, over):
         for i in np.flatnonzero(over):
-            team = team_of(self.rng, TEAM, UNITS) if "types" in self.random else TEAM
+            team = TEAM
+            if "types" in self.random:
+                team = team_of(self.rng, TEAM, UNITS)
+            self.place[i] = (8, 16) + COLUMN, (24, 16) + COLUMN
             if "starts" in self.random:
                 self.place[i] = starts_of(self.rng, UNITS, UNITS)
-            else:
-                self.place[i] = (8, 16) + COLUMN, (24, 16) + COLUMN
             health, sight, reach = np.array([KINDS[kind] for kind in team]).T
             self.kind[i] = [TEAM.index(kind) for kind in team]
-            self.full[i] = health, 0.9 * health
-            self.sight[i], self.reach[i] = (sight, reach) if "ranges" in self.random else (SIGHT, REACH)
             self.strike[i] = [STRIKE[kind] for kind in team]
+            self.full[i] = health, 0.9 * health
+            self.sight[i] = SIGHT
+            self.reach[i] = REACH
+            if "ranges" in self.random:
+                self.sight[i] = sight
+                self.reach[i] = reach
         self.health[over] = self.full[over]
         self.provoked[over] = False
         self.age[over] = 0
@@ -233,27 +253,20 @@ class Skirmish:
 
     def step(self, actions):
         alive = self.health > 0
-        away = np.linalg.norm(self.place[:, 0, :, None] - self.place[:, 1, None], axis=-1)     # (fights, ally, enemy)
         before = self.health.copy()
-        target = np.maximum(actions - 5, 0)
-        near = np.take_along_axis(away, target[..., None], -1)[..., 0] <= self.reach[:, 0]
-        hits = (actions >= 5) & near & alive[:, 0]
-        # Of allies out of the fight none is near, and of two as near the first is.
-        away = np.where(alive[:, 0, :, None], away, np.inf)
-        prey, distance = away.argmin(1), away.min(1)                                           # (fights, enemy)
-        self.provoked |= distance <= self.reach[:, 1] + 1
-        fighting = self.provoked & alive[:, 1]
-        strikes = fighting & (distance <= self.reach[:, 1])
+        hits, target = self.attacks_of_allies(actions, alive)
+        strikes, prey, comes = self.attacks_of_enemies(alive)
         for i in range(UNITS):
             np.subtract.at(self.health[:, 1], (self.each, target[:, i]), self.strike[:, 0, i] * hits[:, i])
             np.subtract.at(self.health[:, 0], (self.each, prey[:, i]), self.strike[:, 1, i] * strikes[:, i])
         self.health = np.maximum(self.health, 0)
         self.provoked |= self.health[:, 1] < before[:, 1]
-        walks = WALK[np.minimum(actions, 5) % 5] * alive[:, 0, :, None]
+        # An enemy goes to where its prey stood.
         toward = self.place[self.each[:, None], 0, prey] - self.place[:, 1]
-        toward = toward / np.maximum(np.linalg.norm(toward, axis=-1, keepdims=True), 1e-9)
+        far = np.linalg.norm(toward, axis=-1, keepdims=True)
+        self.place[:, 1] += toward / np.maximum(far, 1e-9) * comes[..., None]
+        walks = WALK[np.where(actions < 5, actions, 0)] * alive[:, 0, :, None]
         self.place[:, 0] = np.clip(self.place[:, 0] + walks, 0, FIELD)
-        self.place[:, 1] += toward * (fighting & ~strikes)[..., None]
         self.age += 1
         over, won = outcome(self.health[:, 0], self.health[:, 1])
         reward = reward_of(before[:, 1], self.health[:, 1], won, self.full[:, 1].sum(-1))
@@ -261,24 +274,53 @@ class Skirmish:
         self.begin(over)
         return reward, over, won
 
+    def attacks_of_allies(self, actions, alive):
+        """(fights, ally): whether it hits, and whom."""
+        target = np.maximum(actions - 5, 0)
+        aimed = self.place[self.each[:, None], 1, target]
+        distance = np.linalg.norm(aimed - self.place[:, 0], axis=-1)
+        near = distance <= self.reach[:, 0]
+        return (actions >= 5) & near & alive[:, 0], target
+
+    def attacks_of_enemies(self, alive):
+        """(fights, enemy): whether it strikes, whom it is after, and whether it comes instead; provoked ones alone."""
+        away = np.linalg.norm(self.place[:, 0, :, None] - self.place[:, 1, None], axis=-1)  # (fights, ally, enemy)
+        # The dead are not near, and of two as near it is the first.
+        away = np.where(alive[:, 0, :, None], away, np.inf)
+        prey = away.argmin(1)
+        distance = away.min(1)
+        self.provoked |= distance <= self.reach[:, 1] + 1
+        fighting = self.provoked & alive[:, 1]
+        near = distance <= self.reach[:, 1]
+        return fighting & near, prey, fighting & ~near
+
     def observed(self):
-        """What each ally sees, (fights, UNITS, numbers) fp32, asked in order: enemies, other allies, itself, time."""
-        share = self.health / self.full
-        kinds = np.eye(len(TEAM))[self.kind.astype(int)]
-        views = []
-        for i in range(UNITS):
-            place, sight, reach = self.place[:, 0, i], self.sight[:, 0, i], self.reach[:, 0, i]
-            within = np.linalg.norm(self.place - place[:, None, None], axis=-1) < sight[:, None, None]
-            shown = self.seen.shown(i, within[:, 1])
-            foes = enemy_rows(place, self.place[:, 1], share[:, 1], kinds[:, 1], sight, reach, shown)
-            if self.released:
-                known = (self.health[:, 1] > 0) | within[:, 1]
-                foes = as_released(foes, self.seen.revealed[:, i] & known)
-            # A unit sees itself as the ally that is at no distance.
-            friends = enemy_rows(place, self.place[:, 0], share[:, 0], kinds[:, 0], sight, reach, within[:, 0])
-            views.append(np.concatenate([*foes.swapaxes(0, 1), *friends.swapaxes(0, 1), place / FIELD], -1))
+        """What each ally sees, asked in order, (fights, UNITS, numbers) fp32: enemies, allies, its place, `blind`."""
+        views = [self.view(i) for i in range(UNITS)]
         seen = np.stack(views, 1) * (self.health[:, 0] > 0)[..., None]
         return np.concatenate([seen, self.blind()], -1).astype(np.float32)
+
+    def view(self, i):
+        """(fights, numbers) of ally i. It sees itself as the ally that is at no distance."""
+        place = self.place[:, 0, i]
+        sight = self.sight[:, 0, i]
+        share = self.health / self.full
+        kinds = self.kinds()
+        distance = np.linalg.norm(self.place - place[:, None, None], axis=-1)       # (fights, side, unit)
+        within = distance < sight[:, None, None]
+        looker = place, sight, self.reach[:, 0, i]
+        friends = rows_of(*looker, self.place[:, 0], share[:, 0], kinds[:, 0], within[:, 0])
+        shown = self.seen.shown(i, within[:, 1])
+        foes = rows_of(*looker, self.place[:, 1], share[:, 1], kinds[:, 1], shown)
+        if self.released:
+            known = (self.health[:, 1] > 0) | within[:, 1]
+            foes = as_released(foes, self.seen.revealed[:, i] & known)
+        fights = len(place)
+        return np.concatenate([foes.reshape(fights, -1), friends.reshape(fights, -1), place / FIELD], -1)
+
+    def kinds(self):
+        """(fights, side, unit, types) one-hot."""
+        return np.eye(len(TEAM))[self.kind.astype(int)]
 
     def blind(self):
         """(fights, UNITS, LIMIT + UNITS): the time and the unit, all that an open-loop policy knows."""
@@ -288,8 +330,7 @@ class Skirmish:
 
     def state(self):
         """All of a fight, (fights, numbers) fp32, for the critic, who is not asked when it counts."""
-        kinds = np.eye(len(TEAM))[self.kind.astype(int)]
-        parts = (self.place / FIELD, self.health / self.full, kinds, self.provoked, self.age / LIMIT)
+        parts = (self.place / FIELD, self.health / self.full, self.kinds(), self.provoked, self.age / LIMIT)
         return np.concatenate([part.reshape(len(part), -1) for part in parts], -1).astype(np.float32)
 
 
@@ -298,8 +339,11 @@ class Skirmish:
 
 
 def network(inputs, outputs):
-    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
-                         nn.Linear(WIDTH, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, outputs),
+    )
 
 
 @torch.no_grad()
@@ -308,51 +352,65 @@ def acted(game, actor, sees, generator):
     told = torch.from_numpy(game.observed() if sees else game.blind())
     log_probs = actor(told).log_softmax(-1)
     action = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator).view(told.shape[:2])
-    return told, action, log_probs.gather(-1, action[..., None])[..., 0]
+    return told, action, log_prob_of(log_probs, action)
 
 
 def play(game, actor, critic, sees, generator):
     """A rollout of STEPS: (what actors learn from, what the critic learns from); of the dead nothing is learnt."""
     rows = []
     for _ in range(STEPS):
-        state, alive = torch.from_numpy(game.state()), torch.from_numpy(game.health[:, 0] > 0)
+        state = torch.from_numpy(game.state())
+        alive = torch.from_numpy(game.health[:, 0] > 0)
         told, action, log_prob = acted(game, actor, sees, generator)
         reward, over, _ = game.step(action.numpy())
-        rows.append((told, action, log_prob, alive, state, torch.from_numpy(reward).float(), torch.from_numpy(over)))
+        reward = torch.from_numpy(reward).float()
+        rows.append((told, action, log_prob, alive, state, reward, torch.from_numpy(over)))
     told, action, log_prob, alive, state, reward, over = map(torch.stack, zip(*rows))
     with torch.no_grad():
         value = critic(state)[..., 0]
         next_value = critic(torch.from_numpy(game.state()))[..., 0]
     advantage = advantages(reward, value, over, next_value)
     shared = advantage[..., None].expand(alive.shape)
-    of_actors = tuple(tensor[alive] for tensor in (told, action, log_prob, shared))
-    return of_actors, (state.flatten(0, 1), (advantage + value).flatten())
+    for_actor = [tensor[alive] for tensor in (told, action, log_prob, shared)]
+    for_critic = [tensor.flatten(0, 1) for tensor in (state, advantage + value)]
+    return for_actor, for_critic
+
+
+def losses(actor, critic):
+    """What each network minimises, as a function of a minibatch."""
+    def of_actor(told, action, log_prob, advantage):
+        return policy_loss(actor(told).log_softmax(-1), action, log_prob, advantage, entropy=ENTROPY)
+
+    def of_critic(state, target):
+        return 0.5 * (critic(state)[:, 0] - target).square().mean()
+    return of_actor, of_critic
 
 
 def learn(actor, critic, optimizers, rollout, generator):
-    for net, optimizer, tensors in zip((actor, critic), optimizers, rollout):
+    nets = zip((actor, critic), optimizers, losses(actor, critic), rollout)
+    for net, optimizer, loss_of, tensors in nets:
         for _ in range(EPOCHS):
-            for rows in torch.randperm(len(tensors[0]), generator=generator).split(BATCH):
+            order = torch.randperm(len(tensors[0]), generator=generator)
+            for rows in order.split(BATCH):
                 batch = [tensor[rows] for tensor in tensors]
-                if net is critic:
-                    loss = 0.5 * (critic(batch[0])[:, 0] - batch[1]).square().mean()
-                else:
-                    log_probs = actor(batch[0]).log_softmax(-1)
-                    loss = policy_loss(log_probs, *batch[1:], entropy=ENTROPY)
-                step(net, optimizer, loss)
+                step(net, optimizer, loss_of(*batch))
 
 
 def fought(random, actor, policy, seed):
     """TESTED fights from their beginning to their end: the share that is won, and the first of them as frames."""
     sees, probability, released = policy
-    game = Skirmish(TESTED, random, probability, released, np.random.default_rng(10_000 + seed))
-    generator = torch.Generator().manual_seed(10_000 + seed)
-    going, won = np.ones(TESTED, bool), np.zeros(TESTED, bool)
+    other = 10_000 + seed           # fights that training has not seen
+    game = Skirmish(TESTED, random, probability, released, np.random.default_rng(other))
+    generator = torch.Generator().manual_seed(other)
+    going = np.ones(TESTED, bool)
+    won = np.zeros(TESTED, bool)
     frames = []
     while going.any():
         if going[0]:
-            frames.append(np.concatenate([game.place[0], game.health[0, :, :, None]], -1).round(1).tolist())
-        _, over, victory = game.step(acted(game, actor, sees, generator)[1].numpy())
+            frame = np.concatenate([game.place[0], game.health[0, :, :, None]], -1)
+            frames.append(frame.round(1).tolist())
+        _, action, _ = acted(game, actor, sees, generator)
+        _, over, victory = game.step(action.numpy())
         won |= going & victory
         going &= ~over
     return won.mean(), frames
@@ -406,22 +464,24 @@ def trained(name):
     return row
 
 
-def run_of(name):
-    """A run in a process of its own, unless it has been run: its row."""
-    folder = f"{out}/{kit.digest([name, rollouts()])}"
-    done = f"{folder}/row.json"
-    kit.call(folder, "run", done, "studies.micro_combat", f"--only={name}", f"--scale={scale}",
-             f"--first_seed={first_seed}", f"--out={folder}")
-    return read_json(done)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # what came of it
 
 # Mean of the last evaluations, 3 to 6 seeds, MAPPO; from the training results that oxwhirl/smacv2 has published.
-PUBLISHED = {"protoss 5 against 5": (0.07, 0.56), "terran 5 against 5": (0.11, 0.52), "zerg 5 against 5": (0.07, 0.43)}
-SAYS = dict(fixed="nothing: the same fight each time", types="unit types", ranges="sight and reach by type",
-            starts="starts", all="types, ranges and starts")
+PUBLISHED = dict(protoss=(0.07, 0.56), terran=(0.11, 0.52), zerg=(0.07, 0.43))
+SAYS = dict(
+    fixed="nothing",
+    types="unit types",
+    ranges="sight and reach",
+    starts="starts",
+    all="all three",
+)
+SHOWN = dict(
+    closed="all (prob_obs_enemy 1)",
+    half="half of them (.5)",
+    none="none (0, EPO)",
+    released="all, less the rows that the released code wipes",
+)
 
 
 def wins(rows, game, policy):
@@ -441,13 +501,11 @@ def table_md(rows):
             for game, words in SAYS.items()]
     lines += kit.table("| random | open-loop | closed-loop |", body)
     lines += ["", "## What an ally is shown of enemies that another saw first (all three random, closed-loop)", ""]
-    shown = dict(closed="all (prob_obs_enemy 1)", half="half of them (.5)", none="none (0, EPO)",
-                 released="all, with the rows that the released code wipes")
-    lines += kit.table("| shown | won |", [f"| {words} | {kit.interval(wins(rows, 'all', policy))} |"
-                                           for policy, words in shown.items()])
-    lines += ["", "## Published, StarCraft II, MAPPO after 10M steps", ""]
-    lines += kit.table("| scenario | open-loop | closed-loop |",
-                       [f"| {name} | {blind:.2f} | {sees:.2f} |" for name, (blind, sees) in PUBLISHED.items()])
+    body = [f"| {words} | {kit.interval(wins(rows, 'all', policy))} |" for policy, words in SHOWN.items()]
+    lines += kit.table("| shown | won |", body)
+    lines += ["", "## Published: StarCraft II, five against five, MAPPO after 10M steps", ""]
+    body = [f"| {race} | {blind:.2f} | {sees:.2f} |" for race, (blind, sees) in PUBLISHED.items()]
+    lines += kit.table("| race | open-loop | closed-loop |", body)
     return "\n".join([*lines, "", NOTES])
 
 
@@ -460,45 +518,41 @@ def draw_fights(fights, path):
     figure, axes = pyplot().subplots(2, len(columns), figsize=(13, 5.6))
     for line, frames, title in zip(axes, fights, ("the start it knows", "another start")):
         for axis, t in zip(line, columns):
-            now = np.array(frames[min(t, len(frames) - 1)])             # (side, unit, x y health)
-            for side, colour in zip(now, ("C0", "C3")):
-                alive = side[:, 2] > 0
-                axis.scatter(side[alive, 0], side[alive, 1], s=side[alive, 2] / 2, color=colour, alpha=0.8)
-                axis.scatter(side[~alive, 0], side[~alive, 1], marker="x", color=colour)
-            past = np.array(frames[:min(t, len(frames) - 1) + 1])[:, 0]
-            axis.plot(past[:, :, 0], past[:, :, 1], color="C0", alpha=0.3)
-            axis.set(xlim=(-1, FIELD + 1), ylim=(-1, FIELD + 1), xticks=(), yticks=(), aspect="equal")
-            axis.set_title(f"step {min(t, len(frames) - 1)}", fontsize=9)
+            draw_frame(axis, frames, min(t, len(frames) - 1))
         line[0].set_ylabel(title)
-    figure.suptitle("One open-loop plan (blue), twice; the size of a dot is its health")
+    figure.suptitle("One plan learnt by heart (blue), twice; the size of a dot is its health, a cross is dead")
     finish(figure, path)
+
+
+def draw_frame(axis, frames, t):
+    """Step t of a fight, frames of (side, unit, x y health), and the way of the allies until then."""
+    ways = np.array(frames[:t + 1])[:, 0]               # (step, ally, x y health)
+    axis.plot(ways[:, :, 0], ways[:, :, 1], color="C0", alpha=0.3)
+    for units, colour in zip(np.array(frames[t]), ("C0", "C3")):
+        alive = units[:, 2] > 0
+        x, y, health = units[alive].T
+        axis.scatter(x, y, s=health / 2, color=colour, alpha=0.8)
+        x, y, _ = units[~alive].T
+        axis.scatter(x, y, marker="x", color=colour)
+    axis.set(xlim=(-1, FIELD + 1), ylim=(-1, FIELD + 1), xticks=(), yticks=(), aspect="equal")
+    axis.set_title(f"step {t}", fontsize=9)
 
 
 def draw_wins(rows, path):
     """The first table as bars with intervals and a point for each seed."""
     figure, axis = pyplot().subplots(figsize=(9, 3.8))
     for i, policy in enumerate(("open", "closed")):
-        for j, game in enumerate(GAMES):
-            values = wins(rows, game, policy)
-            spread = half_interval(values) if len(values) > 1 else 0
-            x = j + 0.36 * i - 0.18
-            axis.bar(x, statistics.fmean(values), 0.34, yerr=spread, capsize=3, color=f"C{i}", alpha=0.7,
-                     label=f"{policy}-loop" if j == 0 else None)
-            axis.scatter([x] * len(values), values, s=8, color="black", zorder=3)
-    axis.set_xticks(range(len(GAMES)), [SAYS[game].split(":")[0] for game in GAMES], fontsize=8)
+        x = np.arange(len(GAMES)) + 0.36 * i - 0.18
+        values = [wins(rows, game, policy) for game in GAMES]
+        means = list(map(statistics.fmean, values))
+        spread = [half_interval(of_seeds) if len(of_seeds) > 1 else 0 for of_seeds in values]
+        axis.bar(x, means, 0.34, yerr=spread, capsize=3, color=f"C{i}", alpha=0.7, label=f"{policy}-loop")
+        for at, of_seeds in zip(x, values):
+            axis.scatter([at] * len(of_seeds), of_seeds, s=8, color="black", zorder=3)
+    axis.set_xticks(range(len(GAMES)), SAYS.values())
     axis.set(ylim=(0, 1.05), ylabel="fights won", title="What is random, and who still wins")
     axis.legend()
     finish(figure, path)
-
-
-def refuse_others(lines, asked):
-    """ValueError if rows.jsonl holds runs that this command would not make again: they would be lost."""
-    if not os.path.exists(lines):
-        return
-    foreign = [row["name"] for row in kit.read_rows(lines)
-               if row["name"] not in asked or row["rollouts"] != rollouts()]
-    if foreign:
-        raise ValueError(f"{lines} holds runs of other settings, like {foreign[0]}: name another --results")
 
 
 def main():
@@ -510,9 +564,9 @@ def main():
         if seeds < 1 or scale <= 0:
             raise ValueError(f"seeds={seeds}, scale={scale}: want at least one seed, and a share of the rollouts")
         asked = arms()
-        refuse_others(lines, asked)
-        runs = kit.in_parallel(jobs, lambda name, device: run_of(name), asked)
-        kit.write_rows(lines, list(tqdm(runs, "runs", len(asked), unit="run")))
+        kit.refuse_others(lines, [(name, rollouts()) for name in asked])
+        settings = dict(scale=scale, first_seed=first_seed)
+        kit.write_rows(lines, kit.rows_of("studies.micro_combat", asked, settings, out, jobs))
     rows = kit.rows_to_report(lines, "studies.micro_combat")
     kit.write(f"{results}/table.md", table_md(rows))
     draw_fights(next(row["fights"] for row in rows if "fights" in row), f"{results}/fights.png")

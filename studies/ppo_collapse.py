@@ -26,8 +26,8 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import copy
+import itertools
 import json
-import os
 import statistics
 from collections import deque
 
@@ -40,7 +40,6 @@ from configurator import run
 from engine.plot import finish, pyplot
 from posttrain.collapse import RANKS, dead_units, spectrum
 from studies import kit
-from tokenizer import read_json
 
 only = ""                       # one run alone, GAME-EPOCHS-C-SEED
 seeds = 5                       # of networks, actions and games
@@ -51,11 +50,18 @@ out = "out/ppo_collapse"        # a folder for each run
 results = "results/ppo_collapse"    # rows.jsonl, table.md, two_states.png, collapse.png
 report = False                  # run nothing: tables and pictures again from rows.jsonl
 
-EPOCHS, COEFFICIENTS = (4, 20), (0, 1, 10)
-PLAYERS, STEPS, BATCH = 16, 128, 256        # a rollout is 16 games, 128 steps of each
-GAMMA, LAMBDA, CLIP, ENTROPY, CLIP_NORM = 0.99, 0.95, 0.2, 0.01, 0.5
+EPOCHS = 4, 20
+COEFFICIENTS = 0, 1, 10
+PLAYERS = 16            # a rollout is 128 steps of each
+STEPS = 128
+BATCH = 256
+GAMMA = 0.99            # a point a step later counts so much
+LAMBDA = 0.95
+CLIP = 0.2
+ENTROPY = 0.01
+CLIP_NORM = 0.5         # of the gradient, of each network for itself
 WIDTH = 128
-POINTS = 20                                 # of a curve: means of as many stretches of the run
+POINTS = 20             # of a curve: means of as many stretches of the run
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,7 +70,7 @@ POINTS = 20                                 # of a curve: means of as many stret
 
 def two_states(feature, weight, alpha=3.0, lr=1.5, epsilon=0.1, steps=20):
     """
-    The ratios of two states, clipped at 1 + epsilon, when one scalar feature carries both: (of x, of y), steps + 1 each.
+    The ratios of two states, clipped at 1 + epsilon, when one feature carries both: (of x, of y), steps + 1 each.
 
     Two actions; the first is good, A = 1, in both states. Their logits are weight (2,) times the feature, which is
     `feature` in x and alpha times that in y. SGD takes x and y by turns. At alpha = 1 both stop at the clip, at
@@ -75,15 +81,19 @@ def two_states(feature, weight, alpha=3.0, lr=1.5, epsilon=0.1, steps=20):
     states = feature * torch.tensor([1.0, alpha])
 
     def good():
-        return torch.outer(states, weight).log_softmax(-1)[:, 0].exp()
+        """The probability of the good action in each state."""
+        logits = torch.outer(states, weight)
+        return logits.log_softmax(-1)[:, 0].exp()
+
     before = good().detach()
     ratios = [torch.ones(2)]
     for step in range(steps):
         ratio = good() / before
-        loss = -torch.minimum(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
-        grad, = torch.autograd.grad(loss[step % 2], weight)
+        clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+        gain = torch.minimum(ratio, clipped)
+        grad, = torch.autograd.grad(gain[step % 2], weight)
         with torch.no_grad():
-            weight -= lr * grad
+            weight += lr * grad
             ratios.append(good() / before)
     return torch.stack(ratios).T.tolist()
 
@@ -98,8 +108,11 @@ class CartPole:
 
     The equations of gymnasium's CartPole-v1, by Euler's rule in fp64.
     """
-    inputs, actions, limit = 4, 2, 500
-    rollouts, lr = 60, 2.5e-3
+    inputs = 4
+    actions = 2
+    limit = 500
+    rollouts = 60
+    lr = 2.5e-3
 
     def __init__(self, n, rng):
         self.rng = rng
@@ -110,17 +123,21 @@ class CartPole:
         return self.state.astype(np.float32)
 
     def step(self, actions):
-        x, v, angle, w = self.state.T
+        _, v, angle, w = self.state.T
         push = np.where(actions == 1, 10.0, -10.0)
-        cos, sin = np.cos(angle), np.sin(angle)
+        cos = np.cos(angle)
+        sin = np.sin(angle)
         # Masses 1 and .1, half of the pole's length .5.
         whole = (push + 0.05 * w**2 * sin) / 1.1
-        turn = (9.8 * sin - cos * whole) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
+        inertia = 0.5 * (4 / 3 - 0.1 * cos**2 / 1.1)
+        turn = (9.8 * sin - cos * whole) / inertia
         drive = whole - 0.05 * turn * cos / 1.1
         self.state += 0.02 * np.stack([v, drive, w, turn], axis=1)
         self.age += 1
-        fallen = (abs(self.state[:, 0]) > 2.4) | (abs(self.state[:, 2]) > np.radians(12))
-        over = fallen | (self.age == self.limit)
+        outside = abs(self.state[:, 0]) > 2.4
+        fallen = abs(self.state[:, 2]) > np.radians(12)
+        late = self.age == self.limit
+        over = outside | fallen | late
         self.state[over] = self.rng.uniform(-0.05, 0.05, (over.sum(), 4))
         self.age[over] = 0
         return np.ones(len(over)), over
@@ -133,13 +150,17 @@ class Breakout:
     The rules are those of MinAtar's Breakout (arXiv 1903.03176) without sticky actions. Four images of 10 x 10: paddle,
     ball, where the ball was, bricks. A game is cut off after 1,000 steps.
     """
-    inputs, actions, limit = 400, 3, 1000
-    rollouts, lr = 200, 1e-2
+    inputs = 400
+    actions = 3
+    limit = 1000
+    rollouts = 200
+    lr = 1e-2
 
     def __init__(self, n, rng):
         self.rng = rng
         self.each = np.arange(n)
-        self.x, self.y, self.dx, self.dy, self.last_x, self.last_y, self.paddle, self.age = np.zeros((8, n), int)
+        self.x, self.y, self.dx, self.dy = np.zeros((4, n), int)       # of the ball: place, direction
+        self.last_x, self.last_y, self.paddle, self.age = np.zeros((4, n), int)
         self.bricks = np.zeros((n, 10, 10), bool)
         self.struck = np.zeros(n, bool)         # a brick, at the step before
         self.begin(np.ones(n, bool))
@@ -148,9 +169,11 @@ class Breakout:
         right = self.rng.integers(2, size=over.sum()) == 1
         self.x[over] = np.where(right, 9, 0)
         self.dx[over] = np.where(right, -1, 1)
-        self.y[over], self.dy[over] = 3, 1
+        self.y[over] = 3
+        self.dy[over] = 1
         self.paddle[over] = 4
-        self.last_x[over], self.last_y[over] = self.x[over], self.y[over]
+        self.last_x[over] = self.x[over]
+        self.last_y[over] = self.y[over]
         self.bricks[over] = False
         self.bricks[over, 1:4] = True
         self.struck[over] = False
@@ -165,9 +188,12 @@ class Breakout:
         return images.reshape(len(images), -1)
 
     def step(self, actions):
-        self.paddle = np.clip(self.paddle + (actions == 2) - (actions == 1), 0, 9)
-        self.last_x, self.last_y = self.x, self.y
-        x, y = self.x + self.dx, self.y + self.dy
+        self.paddle = self.paddle + (actions == 2) - (actions == 1)
+        self.paddle = np.clip(self.paddle, 0, 9)
+        self.last_x = self.x
+        self.last_y = self.y
+        x = self.x + self.dx
+        y = self.y + self.dy
         wall = (x < 0) | (x > 9)
         self.dx = np.where(wall, -self.dx, self.dx)
         x = np.clip(x, 0, 9)
@@ -176,18 +202,23 @@ class Breakout:
         brick = self.bricks[self.each, y, x] & ~ceiling
         # Only the first of several bricks in a row counts: a ball that has turned around passes through the next.
         point = brick & ~self.struck
-        self.bricks[self.each[point], y[point], x[point]] = False
+        hit = self.each[point]
+        self.bricks[hit, y[point], x[point]] = False
         floor = (y == 9) & ~brick
-        self.bricks[floor & ~self.bricks.any((1, 2)), 1:4] = True
+        cleared = ~self.bricks.any((1, 2))
+        self.bricks[floor & cleared, 1:4] = True
         caught = floor & (self.x == self.paddle)
         edge = floor & ~caught & (x == self.paddle)
         back = ceiling | point | caught | edge
         self.dy = np.where(back, -self.dy, self.dy)
         self.dx = np.where(edge, -self.dx, self.dx)
-        self.x, self.y = x, np.where(back & ~ceiling, self.last_y, y)
+        self.x = x
+        self.y = np.where(back & ~ceiling, self.last_y, y)
         self.struck = brick
         self.age += 1
-        over = (floor & ~caught & ~edge) | (self.age == self.limit)
+        lost = floor & ~caught & ~edge
+        late = self.age == self.limit
+        over = lost | late
         self.begin(over)
         return point.astype(float), over
 
@@ -223,11 +254,16 @@ def policy_loss(log_probs, action, old_log_prob, advantage, clip=CLIP, entropy=E
     """
     spread = advantage.std(correction=0).clamp(min=1e-6)
     advantage = (advantage - advantage.mean()) / spread
-    taken = log_probs.gather(1, action[:, None])[:, 0]
-    ratio = (taken - old_log_prob).exp()
-    gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    ratio = (log_prob_of(log_probs, action) - old_log_prob).exp()
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
     surprise = -(log_probs.exp() * log_probs).sum(-1)
     return -gain.mean() - entropy * surprise.mean()
+
+
+def log_prob_of(log_probs, action):
+    """(..., actions) and the actions that were taken (...) -> their log-probabilities (...)."""
+    return log_probs.gather(-1, action[..., None])[..., 0]
 
 
 def feature_loss(phi, phi_old):
@@ -264,18 +300,26 @@ def play(game, actor, critic, generator, scores, ended):
         seen = torch.from_numpy(game.seen())
         logits, (_, phi) = actor(seen)
         log_probs = logits.log_softmax(-1)
-        action = torch.multinomial(log_probs.exp(), 1, generator=generator)
+        action = torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
         value = critic(seen)[0][:, 0]
-        reward, over = game.step(action[:, 0].numpy())
+        reward, over = game.step(action.numpy())
         scores += reward
         ended.extend(scores[over])
         scores[over] = 0
-        taken = log_probs.gather(1, action)[:, 0]
-        rows.append((seen, action[:, 0], taken, phi, value, torch.from_numpy(reward).float(), torch.from_numpy(over)))
-    seen, action, taken, phi, values, rewards, over = map(torch.stack, zip(*rows))
+        log_prob = log_prob_of(log_probs, action)
+        reward = torch.from_numpy(reward).float()
+        rows.append((seen, action, log_prob, phi, value, reward, torch.from_numpy(over)))
+    seen, action, log_prob, phi, values, rewards, over = map(torch.stack, zip(*rows))
     next_value = critic(torch.from_numpy(game.seen()))[0][:, 0]
     advantage = advantages(rewards, values, over, next_value)
-    rollout = dict(seen=seen, action=action, log_prob=taken, phi=phi, advantage=advantage, target=advantage + values)
+    rollout = dict(
+        seen=seen,
+        action=action,
+        log_prob=log_prob,
+        phi=phi,
+        advantage=advantage,
+        target=advantage + values,
+    )
     return {name: tensor.flatten(0, 1) for name, tensor in rollout.items()}
 
 
@@ -310,15 +354,16 @@ def learn(actor, critic, optimizers, rollout, epochs, c, generator):
 def diagnose(actor, critic, rollout):
     """Numbers of both networks after the epochs on a rollout: features, ratios, policy."""
     logits, (_, phi) = actor(rollout["seen"])
+    _, (_, phi_critic) = critic(rollout["seen"])
     log_probs = logits.log_softmax(-1)
-    taken = log_probs.gather(1, rollout["action"][:, None])[:, 0]
-    ratio = (taken - rollout["log_prob"]).exp()
+    ratio = (log_prob_of(log_probs, rollout["action"]) - rollout["log_prob"]).exp()
+    beyond = (ratio - 1).abs() > CLIP
     low = ratio[ratio < 1 - CLIP]
     found = {f"rank_{name}": rank for name, rank in spectrum(phi.relu()).items()}
-    found["critic_rank"] = spectrum(critic(rollout["seen"])[1][1].relu())["pca99"]
+    found["critic_rank"] = spectrum(phi_critic.relu())["pca99"]
     found["dead"] = dead_units(phi).sum().item()
     found["norm"] = phi.norm(dim=-1).mean().item()
-    found["beyond"] = ((ratio - 1).abs() > CLIP).float().mean().item()
+    found["beyond"] = beyond.float().mean().item()
     # How far those are that fell below the clip, on average; the clip itself if none did.
     found["low_ratio"] = low.mean().item() if len(low) else 1 - CLIP
     found["policy_variance"] = policy_variance(log_probs)
@@ -377,7 +422,8 @@ def plasticity(actor, critic, seen, generator):
 def arms():
     """The names of all runs: game, epochs, c, seed."""
     every = range(first_seed, first_seed + seeds)
-    return [f"{game}-{epochs}-{c}-{seed}" for seed in every for game in GAMES for epochs in EPOCHS for c in COEFFICIENTS]
+    every_arm = itertools.product(every, GAMES, EPOCHS, COEFFICIENTS)
+    return [f"{game}-{epochs}-{c}-{seed}" for seed, game, epochs, c in every_arm]
 
 
 def parsed(name):
@@ -398,37 +444,51 @@ def trained(name):
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     game = GAMES[game_name](PLAYERS, np.random.default_rng(seed))
-    actor, critic = Net(game.inputs, game.actions), Net(game.inputs, 1)
+    actor = Net(game.inputs, game.actions)
+    critic = Net(game.inputs, 1)
     optimizers = [torch.optim.Adam(net.parameters(), game.lr) for net in (actor, critic)]
-    scores, ended = np.zeros(PLAYERS), deque([0.0], maxlen=64)
+    scores = np.zeros(PLAYERS)
+    ended = deque([0.0], maxlen=64)         # scores of the last games
     history = []
     bar = tqdm(range(rollouts_of(game_name)), name, unit="rollout", disable=None)
     for _ in bar:
         rollout = play(game, actor, critic, generator, scores, ended)
         learn(actor, critic, optimizers, rollout, epochs, c, generator)
-        seen = diagnose(actor, critic, rollout)
-        history.append(dict(points=statistics.fmean(ended), **seen))
-        bar.set_postfix_str(f"{history[-1]['points']:.1f} points, rank {seen['rank_pca99']}, norm {seen['norm']:.1f}")
-    stretches = np.array_split(np.arange(len(history)), POINTS)
-    curves = {key: [round(statistics.fmean(history[i][key] for i in stretch), 4) for stretch in stretches]
-              for key in history[0]}
-    row = dict(name=name, game=game_name, epochs=epochs, c=c, seed=seed, rollouts=len(history), curves=curves)
-    return row | dict(plasticity=plasticity(actor, critic, rollout["seen"], generator))
+        found = dict(points=statistics.fmean(ended), **diagnose(actor, critic, rollout))
+        history.append(found)
+        bar.set_postfix_str("{points:.1f} points, rank {rank_pca99}, norm {norm:.1f}".format(**found))
+    left = plasticity(actor, critic, rollout["seen"], generator)
+    curves = {key: stretches([found[key] for found in history]) for key in found}
+    return dict(
+        name=name,
+        game=game_name,
+        epochs=epochs,
+        c=c,
+        seed=seed,
+        rollouts=len(history),
+        curves=curves,
+        plasticity=left,
+    )
 
 
-def run_of(name):
-    """A run in a process of its own, unless it has been run: its row."""
-    folder = f"{out}/{kit.digest([name, rollouts_of(parsed(name)[0])])}"
-    done = f"{folder}/row.json"
-    kit.call(folder, "run", done, "studies.ppo_collapse", f"--only={name}", f"--scale={scale}", f"--out={folder}")
-    return read_json(done)
+def stretches(values):
+    """The means of POINTS stretches of a list, of lengths as equal as can be."""
+    return [round(statistics.fmean(part.tolist()), 4) for part in np.array_split(values, POINTS)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what came of it
 
-COLUMNS = dict(points="points", norm="pre-activation norm", dead=f"dead of {WIDTH}", rank_pca99="PCA rank",
-               low_ratio="ratios below .8", policy_variance="policy variance")
+# key: its name, and digits behind the point.
+COLUMNS = dict(
+    points=("points", 1),
+    norm=("pre-activation norm", 1),
+    dead=(f"dead of {WIDTH}", 1),
+    rank_pca99=("PCA rank", 1),
+    beyond=("ratios beyond the clip", 2),
+    low_ratio=("mean of those below .8", 2),
+    policy_variance=("policy variance", 3),
+)
 
 
 def last(row, key):
@@ -447,31 +507,39 @@ def groups_of(rows, game):
 
 def table_md(rows):
     """The tables: a pure function of the runs."""
+    count = len({row["seed"] for row in rows})
     lines = [
         "# When PPO collapses, at the size of a laptop", "",
-        "What `python -m studies.ppo_collapse` came to; the code is `studies/ppo_collapse.py`. "
-        f"{len({row['seed'] for row in rows})} seeds; ± is half of the 95 % interval by Student's t, of the mean of "
-        "the last fifth of each run.", "",
-        "![one feature, two states](two_states.png)", "", "![over the runs](collapse.png)", ""]
+        f"What `python -m studies.ppo_collapse` came to; the code is `studies/ppo_collapse.py`. {count} seeds; ± is "
+        "half of the 95 % interval by Student's t, of the mean of the last fifth of each run.", "",
+        "![one feature, two states](two_states.png)", "",
+        "![over the runs](collapse.png)", ""]
     for game in GAMES:
-        groups = groups_of(rows, game)
-        if not groups:
-            continue
-        count = next(iter(groups.values()))[0]["rollouts"]
-        lines += [f"## {game}: {count} rollouts, {count * PLAYERS * STEPS:,} steps", ""]
-        body, ranks = [], []
-        for (epochs, c), group in groups.items():
-            arm = f"| {epochs} epochs, c = {c} | "
-            cells = [kit.interval([last(row, key) for row in group], 3 if "_" in key and key != "rank_pca99" else 1)
-                     for key in COLUMNS]
-            left = [kit.interval([row["plasticity"][part] for row in group], 4) for part in ("policy", "value")]
-            body.append(arm + " | ".join([*cells, *left]) + " |")
-            kinds = [kit.interval([last(row, f"rank_{name}") for row in group], 1) for name in RANKS]
-            ranks.append(arm + " | ".join([*kinds, kit.interval([last(row, "critic_rank") for row in group], 1)]) + " |")
-        lines += kit.table(f"| arm | {' | '.join(COLUMNS.values())} | refit: KL | refit: error |", body)
-        lines += ["", "The actor's rank by each definition, and the critic's (PCA):", ""]
-        lines += kit.table(f"| arm | {' | '.join(RANKS)} | critic |", ranks) + [""]
+        lines += tables_of(game, groups_of(rows, game))
     return "\n".join([*lines, NOTES])
+
+
+def tables_of(game, groups):
+    """Both tables of a game as lines: what is watched, and the ranks by all definitions."""
+    watched, ranks = [], []
+    for (epochs, c), group in groups.items():
+        arm = f"| {epochs} epochs, c = {c} |"
+
+        def cell(key, digits=1):
+            return kit.interval([last(row, key) for row in group], digits) + " |"
+        cells = [cell(key, digits) for key, (_, digits) in COLUMNS.items()]
+        for part in ("policy", "value"):
+            cells.append(kit.interval([row["plasticity"][part] for row in group], 3) + " |")
+        watched.append(" ".join([arm, *cells]))
+        cells = [cell(f"rank_{name}") for name in RANKS]
+        ranks.append(" ".join([arm, *cells, cell("critic_rank")]))
+    names = [name for name, _ in COLUMNS.values()]
+    count = group[0]["rollouts"]
+    return [
+        f"## {game}: {count} rollouts, {count * PLAYERS * STEPS:,} steps", "",
+        *kit.table(f"| arm | {' | '.join(names)} | refit: KL | refit: error |", watched), "",
+        "The actor's rank by each definition, and the critic's by PCA:", "",
+        *kit.table(f"| arm | {' | '.join(RANKS)} | critic |", ranks), ""]
 
 
 NOTES = ""
@@ -480,9 +548,11 @@ NOTES = ""
 def draw_two_states(path):
     """The argument in one parameter: what the clip does and does not hold."""
     figure, axes = pyplot().subplots(1, 3, figsize=(11, 3.4), sharey=True)
+    weight = torch.tensor([0.5153, -0.4414])
     for axis, alpha in zip(axes, (-1, 1, 3)):
-        for ratios, name in zip(two_states(0.1163, torch.tensor([0.5153, -0.4414]), alpha), "xy"):
-            axis.plot(ratios, marker=".", label=f"state {name}")
+        of_x, of_y = two_states(0.1163, weight, alpha)
+        axis.plot(of_x, marker=".", label="state x")
+        axis.plot(of_y, marker=".", label="state y")
         axis.axhline(1.1, color="black", linestyle=":", label="clip")
         axis.set(title=f"feature of y = {alpha} x", xlabel="step of SGD, x and y by turns")
         axis.grid(alpha=0.2)
@@ -496,27 +566,22 @@ def draw(rows, path):
     figure, axes = pyplot().subplots(len(GAMES), 4, figsize=(14, 3.4 * len(GAMES)), squeeze=False)
     for line, game in zip(axes, GAMES):
         for axis, key in zip(line, ("points", "norm", "dead", "rank_pca99")):
-            for i, ((epochs, c), group) in enumerate(groups_of(rows, game).items()):
-                curves = np.array([row["curves"][key] for row in group])
-                rollouts = (np.arange(POINTS) + 0.5) * group[0]["rollouts"] / POINTS
-                style = "-" if epochs == max(EPOCHS) else "--"
-                colour = f"C{i % len(COEFFICIENTS)}"
-                axis.plot(rollouts, curves.mean(0), style, color=colour, label=f"{epochs} epochs, c = {c}")
-                axis.fill_between(rollouts, curves.min(0), curves.max(0), color=colour, alpha=0.1)
-            axis.set(title=f"{game}: {COLUMNS[key]}", xlabel="rollouts")
+            draw_arms(axis, key, groups_of(rows, game))
+            axis.set(title=f"{game}: {COLUMNS[key][0]}", xlabel="rollouts")
             axis.grid(alpha=0.2)
     axes[0][0].legend(fontsize=7)
     finish(figure, path)
 
 
-def refuse_others(lines, asked):
-    """ValueError if rows.jsonl holds runs that this command would not make again: they would be lost."""
-    if not os.path.exists(lines):
-        return
-    foreign = [row["name"] for row in kit.read_rows(lines)
-               if row["name"] not in asked or row["rollouts"] != rollouts_of(row["game"])]
-    if foreign:
-        raise ValueError(f"{lines} holds runs of other settings, like {foreign[0]}: name another --results")
+def draw_arms(axis, key, groups):
+    """One panel: colours are c, dashed lines are few epochs."""
+    for (epochs, c), group in groups.items():
+        curves = np.array([row["curves"][key] for row in group])
+        x = (np.arange(POINTS) + 0.5) * group[0]["rollouts"] / POINTS
+        style = "-" if epochs == max(EPOCHS) else "--"
+        colour = f"C{COEFFICIENTS.index(c)}"
+        axis.plot(x, curves.mean(0), style, color=colour, label=f"{epochs} epochs, c = {c}")
+        axis.fill_between(x, curves.min(0), curves.max(0), color=colour, alpha=0.1)
 
 
 def main():
@@ -528,9 +593,8 @@ def main():
         if seeds < 1 or scale <= 0:
             raise ValueError(f"seeds={seeds}, scale={scale}: want at least one seed, and a share of the rollouts")
         asked = arms()
-        refuse_others(lines, asked)
-        runs = kit.in_parallel(jobs, lambda name, device: run_of(name), asked)
-        kit.write_rows(lines, list(tqdm(runs, "runs", len(asked), unit="run")))
+        kit.refuse_others(lines, [(name, rollouts_of(parsed(name)[0])) for name in asked])
+        kit.write_rows(lines, kit.rows_of("studies.ppo_collapse", asked, dict(scale=scale), out, jobs))
     rows = kit.rows_to_report(lines, "studies.ppo_collapse")
     kit.write(f"{results}/table.md", table_md(rows))
     draw_two_states(f"{results}/two_states.png")

@@ -92,7 +92,7 @@ def look(case):
         types = np.array([[[float(enemy["name"] == kind) for kind in kinds] for enemy in enemies]])
         within = np.linalg.norm(places - place[:, None], axis=-1) < far
         shown = sight.shown(asked, within)
-        rows = mc.enemy_rows(place, places, share, types, np.array([far]), np.array([reach]), shown)
+        rows = mc.rows_of(place, np.array([far]), np.array([reach]), places, share, types, shown)
         found.append((rows[0], mc.as_released(rows, sight.revealed[:, asked] & (within | (share > 0)))[0]))
     return found
 
