@@ -397,7 +397,7 @@ def learn(actor, critic, optimizers, rollout, generator):
 
 
 def fought(random, actor, policy, seed):
-    """TESTED fights from their beginning to their end: the share that is won, and the first of them as frames."""
+    """TESTED fights to their end: the share won, and the first of them: {won, frames of (side, unit, x y health)}."""
     sees, probability, released = policy
     other = 10_000 + seed           # fights that training has not seen
     game = Skirmish(TESTED, random, probability, released, np.random.default_rng(other))
@@ -413,7 +413,7 @@ def fought(random, actor, policy, seed):
         _, over, victory = game.step(action.numpy())
         won |= going & victory
         going &= ~over
-    return won.mean(), frames
+    return won.mean(), dict(won=bool(won[0]), frames=frames)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def rollouts():
 
 
 def trained(name):
-    """One run, as a line of rows.jsonl; fight: frames of (side, unit, x y health) in its own game and elsewhere."""
+    """One run, as a line of rows.jsonl; of one blind policy also `fights`, one where it learnt and one elsewhere."""
     game_name, policy, seed = parsed(name)
     random, how = GAMES[game_name], POLICIES[policy]
     torch.manual_seed(seed)
@@ -456,11 +456,11 @@ def trained(name):
     for _ in tqdm(range(rollouts()), name, unit="rollout", disable=None):
         rollout = play(game, actor, critic, how[0], generator)
         learn(actor, critic, optimizers, rollout, generator)
-    won, frames = fought(random, actor, how, seed)
+    won, fight = fought(random, actor, how, seed)
     row = dict(name=name, game=game_name, policy=policy, seed=seed, rollouts=rollouts(), won=won)
     if name == f"fixed-open-{first_seed}":
         # The same plan where starts are random, for the picture.
-        row["fights"] = [frames, fought(GAMES["starts"], actor, how, seed)[1]]
+        row["fights"] = [fight, fought(GAMES["starts"], actor, how, seed)[1]]
     return row
 
 
@@ -509,17 +509,31 @@ def table_md(rows):
     return "\n".join([*lines, "", NOTES])
 
 
-NOTES = ""
+NOTES = """## What it shows, and what not
+
+Where nothing is random, a plan learnt by heart wins as good as always, and so does a policy that sees: a benchmark of
+this kind does not tell them apart. Random starts alone take every fight from the plan. Types and ranges alone leave it
+to luck: between seeds its share goes from none to nine in ten, by whether the order of attack that it happened to learn
+suits most teams; the mean of five says little. Hiding enemies from all but the first to see them costs the policy that
+sees two thirds of its wins. So do the rows that the released code wipes by mistake, where nothing shall be hidden: who
+has trained on SMACv2 since June 2023 has played a harder game than its paper's.
+
+The order is SMACv2's, the numbers are not: three against three by rules of our own, 330,000 steps, and no memory in
+the policy. The plan's few wins in StarCraft, 7 to 11 in a hundred, are none here, where no mask of possible attacks
+tells it that an enemy is near. Thirteen arms were compared; the settings were chosen with another seed, and what was
+changed on the way was the length of a fight, 50 steps, within which the policy that sees won a third.
+"""
 
 
 def draw_fights(fights, path):
     """Two fights as frames: the plan that was learnt by heart, where it was learnt and where it was not."""
-    columns = (0, 6, 12, 18, 24)
-    figure, axes = pyplot().subplots(2, len(columns), figsize=(13, 5.6))
-    for line, frames, title in zip(axes, fights, ("the start it knows", "another start")):
-        for axis, t in zip(line, columns):
-            draw_frame(axis, frames, min(t, len(frames) - 1))
-        line[0].set_ylabel(title)
+    figure, axes = pyplot().subplots(2, 5, figsize=(13, 5.6))
+    for line, fight, where in zip(axes, fights, ("the start it knows", "another start")):
+        frames = fight["frames"]
+        for axis, t in zip(line, np.linspace(0, len(frames) - 1, 5).astype(int)):
+            draw_frame(axis, frames, t)
+        end = "won" if fight["won"] else "not won"
+        line[0].set_ylabel(f"{where}:\n{end} after {len(frames)} steps")
     figure.suptitle("One plan learnt by heart (blue), twice; the size of a dot is its health, a cross is dead")
     finish(figure, path)
 
