@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from tqdm import tqdm
 
 from engine.checkpoint import write_flushed
 from engine.intervals import half_interval
@@ -110,6 +111,30 @@ def train(folder, args, device=None):
     if code:
         raise ValueError(f"train.py {' '.join(args)} ended with code {code}: {last}. "
                          "The same command tries again where it stopped")
+
+
+def rows_of(script, names, settings, out, jobs):
+    """
+    The rows of runs that a script makes one by one, `python -m SCRIPT --only=NAME`, each in a process and a folder.
+
+    settings: {setting: value} that the script is given with each. What has been run is not run again.
+    """
+    def one(name, device):
+        folder = f"{out}/{digest([name, settings])}"
+        done = f"{folder}/row.json"
+        call(folder, "run", done, script, f"--only={name}", f"--out={folder}", *flags(settings))
+        return read_json(done)
+    runs = in_parallel(jobs, one, names)
+    return list(tqdm(runs, "runs", len(names), unit="run"))
+
+
+def refuse_others(path, asked):
+    """ValueError if the rows at path are of runs that are not asked for now, (name, rollouts): they would be lost."""
+    if not os.path.exists(path):
+        return
+    for row in read_rows(path):
+        if (row["name"], row["rollouts"]) not in asked:
+            raise ValueError(f"{path} holds runs of other settings, like {row['name']}: name another --results")
 
 
 def flags(settings):

@@ -50,7 +50,7 @@ ALSO = {
     "audit": ["test_kept"],
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
     "checkpoint": ["test_train", "test_lora", "test_extend"],
-    "collapse": ["test_qrpo"],
+    "collapse": ["test_qrpo", "test_ppo_collapse"],
     "common": ["test_sft", "test_forgetting", "test_lora", "test_qrpo"],
     "configurator": ["test_continue"],
     "conversations": ["test_sft"],
