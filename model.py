@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from engine.hardware import at_least_fp32, by_onednn, linear, segment_attention
 
@@ -166,6 +167,13 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1))
 
     def forward(self, x):
+        # Eagerly, backward would keep six intermediate results in fp32, 465 kB per token and layer of
+        # the 8B: they are computed again instead, from x. torch.compile decides that by itself.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self.formula(x)
+        return checkpoint(self.formula, x, use_reentrant=False, preserve_rng_state=False)
+
+    def formula(self, x):
         # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts
         # away.
         z = at_least_fp32(x)
@@ -352,6 +360,9 @@ def causal_in_documents(doc):
     return sees
 
 
+# On Hopper torch would take cuDNN's kernel, which makes a plan for each new length, half a second
+# each: in text that grows token by token, or in batches of other lengths, that is every step.
+torch.backends.cuda.enable_cudnn_sdp(False)
 if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     create_block_mask = torch.compile(create_block_mask)

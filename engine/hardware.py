@@ -266,11 +266,12 @@ def keep_freed_memory():
 
 
 def can_compile(device):
-    """Whether torch.compile has what it needs on this machine: a C++ compiler on the CPU, Triton on CUDA."""
+    """Whether torch.compile has what it needs: a C++ compiler on the CPU, Triton and a C compiler on CUDA."""
     # torch would first compile a program to see whether AVX works: seconds of every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cuda":
-        return find_spec("triton") is not None
+        c_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        return find_spec("triton") is not None and shutil.which(c_compiler or "") is not None
     usual = "clang++" if sys.platform == "darwin" else "g++"
     compiler = os.environ.get("CXX") or usual
     return device.type == "cpu" and shutil.which(compiler) is not None

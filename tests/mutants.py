@@ -73,7 +73,7 @@ ALSO = {
     "kit": ["test_ablate", "test_memorize", "test_qrpo"],
     "losses": ["test_qrpo"],
     "quantised": ["test_lora"],
-    "model": ["test_speed", "test_lora", "test_quantised", "test_parallel"],
+    "model": ["test_speed", "test_lora", "test_quantised", "test_parallel", "test_mps"],
     "parallel": ["test_train", "test_step", "test_lora", "test_distill"],
     "peers": ["test_bench"],
     "tracing": ["test_plan"],

@@ -117,3 +117,23 @@ def test_the_memory_of_a_cpu_is_the_kernels():
         kilobytes = int(re.search(r"MemTotal:\s+(\d+) kB", f.read())[1])
     assert hardware.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01)
     assert hardware.memory_of("mps") is None
+
+
+@pytest.mark.parametrize("triton, cc, there, works", [
+    (True, None, {"gcc"}, True), (True, None, {"clang"}, True), (True, None, set(), False), (False, None, {"gcc"}, False),
+    (True, "mycc", {"mycc"}, True), (True, "mycc", {"gcc"}, False)])
+def test_on_cuda_compilation_wants_triton_and_a_c_compiler(monkeypatch, triton, cc, there, works):
+    """Triton builds a stub for each kernel by gcc, clang or $CC (triton/runtime/build.py)."""
+    monkeypatch.setattr(hardware, "find_spec", lambda name: triton and object() or None)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
+    monkeypatch.delenv("CC", raising=False)
+    if cc:
+        monkeypatch.setenv("CC", cc)
+    # which() of a path that it has found finds it again.
+    there |= {f"/usr/bin/{name}" for name in there}
+    assert hardware.can_compile(torch.device("cuda")) == works
+
+
+def test_cudnn_plans_no_attention():
+    import model  # noqa: F401
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

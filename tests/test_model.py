@@ -241,6 +241,26 @@ def test_xielu_has_the_values_of_its_closed_form():
     torch.testing.assert_close(act(x).detach(), want.double(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_xielu_keeps_its_input_alone_and_has_the_bits_of_its_formula(dtype):
+    """What autograd keeps for backward, counted by torch's own hooks: as many bytes as x, and its two scalars."""
+    act, found = XIELU(), {}
+    with torch.no_grad():
+        act.alpha_p.fill_(0.3)
+        act.alpha_n.fill_(-1.2)
+    for forward in (act, act.formula):
+        x = torch.linspace(-4, 4, 1000).to(dtype).requires_grad_()
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+            y = forward(x)
+        y.backward(torch.linspace(1, 2, 1000).to(dtype))
+        found[forward] = y.detach(), x.grad, act.alpha_p.grad, act.alpha_n.grad
+        act.zero_grad()
+        size = sum(t.nbytes for t in kept.values())
+        assert size <= x.nbytes + 8 if forward is act else size > 3 * x.nbytes
+    assert all(map(torch.equal, *found.values()))
+
+
 @pytest.mark.parametrize("dtype, reach", [(torch.bfloat16, 1e4), (torch.float16, 250.0)])
 def test_xielu_stays_finite_in_half_precision(dtype, reach):
     act = XIELU()
