@@ -22,6 +22,7 @@ from collections import defaultdict
 
 import torch
 from torch.fx.experimental import _config as shapes
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from engine.hardware import can_compile
 
@@ -132,8 +133,17 @@ def local_row(p, state):
         row = each(lambda x: x.to_local(), row)
     # .data, because torch.compile would compile a view and a whole tensor apart.
     if row[0].is_contiguous():
-        row = each(lambda x: x.reshape(-1).data, row)
+        row = each(lambda x: from_its_start(x.reshape(-1).data), row)
     return row
+
+
+def from_its_start(x):
+    """
+    The same memory as a tensor that begins where its storage does.
+
+    FSDP's gradients are parts of one buffer, and torch.compile would compile apart those that begin at its start.
+    """
+    return from_dlpack(to_dlpack(x)) if x.storage_offset() else x
 
 
 class AdEMAMix(torch.optim.Optimizer):

@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 
 from engine.files import NO_LOCKS, flush, lock_file, make_folder, sha256, write_flushed
+from engine.hardware import free_on_host
+from engine.parallel import launched
 
 # DCP warns where there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -140,7 +142,7 @@ def write(folder, step, tensors, info, keep, group):
             os.mkdir(tmp)
 
     def write_my_part():
-        writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True)
+        writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
 
     def hash_my_part():
@@ -170,6 +172,33 @@ def write(folder, step, tensors, info, keep, group):
     return final
 
 
+# A file of a checkpoint has at most so many bytes, or a single tensor.
+FILE = 2**28
+
+
+def into_files(tensors):
+    """
+    {name: the number of the file of this rank that it goes to, from 1 on}, in their order.
+
+    DCP makes a string of bytes of a whole file, and a copy of that, before it writes. One file for all tensors of the
+    8B and its states would take 258 GB beside their own 129; so it takes twice the largest of them, 4 GB.
+    """
+    sizes = {name: local(t).nbytes for name, t in tensors.items()}
+    most = max(FILE, *sizes.values())
+    files, number, taken = {}, 1, 0
+    for name, size in sizes.items():
+        if taken and taken + size > most:
+            number, taken = number + 1, 0
+        files[name] = number
+        taken += size
+    return files
+
+
+def local(t):
+    """The tensor, or this rank's shard of a DTensor."""
+    return t.to_local() if hasattr(t, "to_local") else t
+
+
 def delete_old(folder, step, keep):
     """
     Delete all checkpoints but the `keep` newest (0: none). Those after `step` do not count: a resumed run has passed
@@ -182,7 +211,8 @@ def delete_old(folder, step, keep):
 
 class Saver:
     """
-    Saves while training goes on: save() copies the tensors to the CPU and returns, and a thread writes them.
+    Saves while training goes on: save() copies the tensors to the CPU and returns, and a thread writes them. Where the
+    host has no memory for the copy (97 GB of the 8B on one GPU), training waits until they are written instead.
 
     A save that fails (disk full) is reported, and training goes on to the next. OSError after `patience` failures in a
     row. One save at a time: the next waits for the last.
@@ -196,15 +226,34 @@ class Saver:
         self.patience = patience
         self.failures = 0
         self.pending = None
-        self.thread = ThreadPoolExecutor(1)
+        self.told = False
+        self.thread = ThreadPoolExecutor(1, initializer=on_the_device_of_the_caller())
 
     def save(self, step, model, optimizer, info):
         # Imported here because in the thread the import could run at the same time as one of torch.compile's.
         import torch.distributed.checkpoint
 
         self.wait()
-        tensors = {name: copy_to_cpu(t) for name, t in tensors_of(model, optimizer).items()}
+        tensors = tensors_of(model, optimizer)
+        behind = self.has_room(tensors)
+        if behind:
+            tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, self.group)
+        if not behind:
+            self.wait()
+
+    def has_room(self, tensors):
+        """Whether the host has memory for a copy of them, for each rank of this node; if not, it is said once."""
+        _, _, _, ranks_here = launched() or (0, 1, 0, 1)
+        need = ranks_here * sum(local(t).nbytes for t in tensors.values())
+        free = free_on_host()
+        if free is None or need < 0.9 * free:
+            return True
+        if is_first(self.group) and not self.told:
+            print(f"a copy of what is saved takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: training "
+                  "waits while a checkpoint is written")
+        self.told = True
+        return False
 
     def wait(self):
         """Until the last save is on disk, or has failed."""
@@ -229,6 +278,16 @@ class Saver:
         self.thread.shutdown()
 
 
+def on_the_device_of_the_caller():
+    """
+    What a new thread runs first: it takes the current GPU of this one, or None without CUDA.
+
+    A thread begins with GPU 0, and DCP asks for its stream: each rank would open a context there, half a GB.
+    """
+    if torch.cuda.is_initialized():
+        return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 def check_keep(keep):
     """ValueError unless keep is 0 (all checkpoints) or more: -1 would delete each as soon as it is written."""
     if keep < 0:
@@ -238,7 +297,7 @@ def check_keep(keep):
 def copy_to_cpu(t):
     """A copy on the CPU that later steps do not change. Of a DTensor, the shard of this rank is copied."""
     if hasattr(t, "to_local"):
-        return type(t)(t.to_local().to("cpu", copy=True), t._spec, requires_grad=False)
+        return type(t)(local(t).to("cpu", copy=True), t._spec, requires_grad=False)
     return t.to("cpu", copy=True)
 
 

@@ -314,6 +314,29 @@ def memory_of(device):
     return None
 
 
+def free_on_host(proc="/proc", groups="/sys/fs/cgroup"):
+    """
+    Bytes of main memory that may still be taken; None where that is not known (no Linux). A container or a job of
+    Slurm has a limit of its own (cgroup v2), against which the cache of files does not count.
+    """
+    def text(path):
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+
+    try:
+        sizes = dict(line.split(":") for line in text(f"{proc}/meminfo").splitlines())
+        free = 1024 * int(sizes["MemAvailable"].split()[0])
+    except (OSError, ValueError, KeyError):
+        return None
+    # No such limit: there is no file, or it says "max".
+    with contextlib.suppress(OSError, ValueError, KeyError, IndexError):
+        group = groups + text(f"{proc}/self/cgroup").split("0::")[1].strip()
+        taken = dict(line.split() for line in text(f"{group}/memory.stat").splitlines())
+        used = int(text(f"{group}/memory.current")) - int(taken["inactive_file"])
+        free = min(free, int(text(f"{group}/memory.max")) - used)
+    return free
+
+
 def vendor_flops(device):
     """
     bf16 FLOP/s of this machine's GPU as its vendor says; None for another device, and for a GPU that is not

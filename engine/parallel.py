@@ -20,6 +20,7 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --paral
 """
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -37,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from engine.hardware import keep_freed_memory
 
@@ -130,13 +131,16 @@ class Ranks:
         self.files = None
 
     def place(self, device):
-        """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if there is none for it."""
+        """
+        The device of this rank: cuda becomes cuda:LOCAL_RANK, or cuda:0 of one process, since torch.cuda.set_device
+        wants a number. ValueError if there is none for it.
+        """
         if self.exact and device == "mps":
             raise ValueError("exact=True adds in fp64, which mps does not have: "
                              "take --device=cpu, or leave --exact out")
         if self.mode != "none" and device == "mps":
             raise ValueError("device=mps is one GPU for one process: take --parallel=none, or --device=cpu")
-        if not self.launched or device != "cuda":
+        if device != "cuda":
             return device
         gpus = torch.cuda.device_count()
         if self.local >= gpus:
@@ -181,10 +185,10 @@ class Ranks:
         kind = torch.device(device).type
         if kind == "cpu":
             keep_freed_memory()
-        if self.mode == "none":
-            return
         if kind == "cuda":
             torch.cuda.set_device(device)
+        if self.mode == "none":
+            return
         backend = "nccl" if kind == "cuda" else "gloo"
         wait = timedelta(seconds=timeout)
         # A process without a launcher has nobody to meet, and needs no network: a store in its own memory will do.
@@ -315,6 +319,9 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     if compiled:
         model.compile_blocks()
     if ranks.mode == "ddp":
+        # DDP's own way with torch.compile cuts a block where a bucket of gradients is full, into three graphs. A block
+        # is as small a part as one would send, so its gradients may as well come at its end.
+        torch._dynamo.config.optimize_ddp = False
         # A quantised base keeps its bits in buffers, which never change: they are not sent with every forward pass.
         net = DistributedDataParallel(model, broadcast_buffers=False)
         net.register_comm_hook(None, add_up)
@@ -432,12 +439,18 @@ def recompute_activations(model, mode):
         keep = narrow or op in attention
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context = noop_context_fn
+    how = dict(use_reentrant=False, preserve_rng_state=False)
     if mode == "selective":
-        context = partial(create_selective_checkpoint_contexts, policy)
-    recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        # torch.compile warns that nothing may be changed in place there, and in a block nothing is.
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+
+    def recomputed(block, *args):
+        # A function of ours: Dynamo skips files of torch, and with checkpoint() itself it would skip the whole block.
+        return checkpoint(partial(type(block).forward, block), *args, **how)
+
     for block in model.model.layers:
-        block.forward = partial(recomputed, block.forward)
+        block.forward = recomputed.__get__(block)
 
 
 # -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import hashlib
 import os
 import runpy
 import struct
+import subprocess
 import sys
 import threading
 import types
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from engine import checkpoint
 from ademamix import AdEMAMix
+from conftest import ROOT
 from faults import suite
 
 
@@ -88,6 +90,87 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
             saver.save(step, model, optimizer, {})
     assert step == 7 and os.listdir(tmp_path) == ["step-00000003"]
     assert torch.equal(loaded(tmp_path)[0].weight, model.weight)
+
+
+def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tmp_path, monkeypatch, capsys):
+    """140 bytes of a weight, as many of two states, and biases: the host has 300 free, and then more than enough."""
+    model = linear()
+    optimizer = optimizer_of(model)
+    saver = checkpoint.Saver(str(tmp_path), 0, None, 3)
+    copied = []
+    monkeypatch.setattr(checkpoint, "copy_to_cpu", lambda t: copied.append(t) or t.clone())
+    monkeypatch.setattr(checkpoint, "free_on_host", lambda: 300)
+    for step in (1, 2):
+        saver.save(step, model, optimizer, {})
+        assert checkpoint.steps_in(tmp_path)[-1] == step and not copied        # before save() has returned
+    assert capsys.readouterr().out.count("training waits while a checkpoint is written") == 1
+    monkeypatch.setattr(checkpoint, "free_on_host", lambda: 10_000)
+    saver.save(3, model, optimizer, {})
+    saver.finish()
+    assert len(copied) == len(checkpoint.tensors_of(model, optimizer))
+    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "64"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert not saver.has_room(checkpoint.tensors_of(model, optimizer))         # 32 ranks of this node copy at once
+
+
+def test_the_thread_that_writes_has_the_gpu_of_its_rank(tmp_path, monkeypatch):
+    """A new thread has GPU 0, where each rank would open a context as soon as DCP asks for a stream."""
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((threading.get_ident(), device)))
+    model = linear()
+    saver = checkpoint.Saver(str(tmp_path), 2, None, 3)
+    saver.save(1, model, optimizer_of(model), {})
+    saver.finish()
+    [(thread, device)] = taken
+    assert device == 3 and thread != threading.get_ident()
+
+
+# 64 MiB of weights in tensors of 4. The first save imports what a save needs.
+PEAK = """
+import resource, sys
+sys.path.insert(0, {root!r})
+from types import SimpleNamespace
+import torch
+from engine import checkpoint
+checkpoint.FILE = 2**20
+def save(step, n, size):
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(size)) for _ in range(n))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    checkpoint.save({folder!r}, step, model, SimpleNamespace(state={{}}), {{}})
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+save(1, 1, 4)
+print(save(2, 16, 2**20))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
+def test_writing_takes_twice_the_largest_tensor_and_not_twice_the_model(tmp_path):
+    """The kernel's own count of the most memory that the process has had: 8 MiB more, where one file would add 128."""
+    program = PEAK.format(root=ROOT, folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert int(done.stdout) < 20 * 1024, done.stderr[-2000:]
+
+
+def test_a_rank_writes_several_files_which_hold_at_most_the_largest_tensor_and_are_one_checkpoint(tmp_path, monkeypatch):
+    """The sizes are those of the safetensors format: a length of 8 bytes, the header, the numbers."""
+    monkeypatch.setattr(checkpoint, "FILE", 100)
+    model = linear()
+    optimizer = optimizer_of(model)
+    path = checkpoint.save(str(tmp_path), 1, model, optimizer, {})
+    sizes = []
+    for name in checkpoint.verified(path)["files"]:
+        with open(os.path.join(path, name), "rb") as f:
+            [header] = struct.unpack("<Q", f.read(8))
+            sizes.append(os.fstat(f.fileno()).st_size - 8 - header)
+    tensors = checkpoint.tensors_of(model, optimizer)
+    assert sum(sizes) == sum(t.nbytes for t in tensors.values())
+    assert max(sizes) == max(t.nbytes for t in tensors.values()) == 140 and len(sizes) > 3
+    again = linear(9)
+    other = torch.optim.AdamW(again.parameters())
+    checkpoint.load(path, again, other)
+    for name, tensor in checkpoint.tensors_of(again, other).items():
+        assert torch.equal(tensor, tensors[name]), name
 
 
 def test_the_last_save_must_be_on_disk(tmp_path, monkeypatch):

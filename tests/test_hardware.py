@@ -2,6 +2,7 @@
 engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their
 shapes and gradients.
 """
+import os
 import re
 import sys
 
@@ -137,3 +138,23 @@ def test_on_cuda_compilation_wants_triton_and_a_c_compiler(monkeypatch, triton, 
 def test_cudnn_plans_no_attention():
     import model  # noqa: F401
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_what_is_free_is_the_smaller_of_the_machines_and_the_jobs_own(tmp_path):
+    """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
+    proc, group = tmp_path / "proc", tmp_path / "groups" / "job_7"
+    os.makedirs(proc / "self")
+    os.makedirs(group)
+
+    def free():
+        return hardware.free_on_host(str(proc), str(tmp_path / "groups"))
+    assert free() is None
+    (proc / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n")
+    assert free() == 500 * 1024
+    (proc / "self" / "cgroup").write_text("1:cpu:/x\n0::/job_7\n")
+    (group / "memory.current").write_text("300000\n")
+    (group / "memory.stat").write_text("anon 200000\ninactive_file 90000\n")
+    (group / "memory.max").write_text("max\n")
+    assert free() == 500 * 1024
+    (group / "memory.max").write_text("400000\n")
+    assert free() == 400000 - (300000 - 90000)

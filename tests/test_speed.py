@@ -135,6 +135,27 @@ def test_the_optimizer_does_not_recompile_as_its_schedules_move_and_equals_the_e
             torch.testing.assert_close(state, plain.state[q][name], rtol=1e-6, atol=1e-7)
 
 
+def test_gradients_that_are_parts_of_one_buffer_as_fsdps_are_compile_no_second_kernel(monkeypatch):
+    """Four to a buffer, of other sizes, so that each place of a call meets one at its start and others further on."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    g = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(130 + n, 130, generator=g)) for n in range(12)]
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    fused, plain = AdEMAMix(params, compile=True), AdEMAMix(copies, compile=False)
+    for i in range(0, 12, 4):
+        buffer = torch.randn(sum(p.numel() for p in params[i:i + 4]), generator=g)
+        parts = buffer.split([p.numel() for p in params[i:i + 4]])
+        for p, q, part in zip(params[i:], copies[i:], parts):
+            p.grad = part.view_as(p)
+            q.grad = p.grad.clone()
+    fused.step()
+    plain.step()
+    assert graphs() == 1
+    for p, q in zip(params, copies):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 # -----------------------------------------------------------------------------
 # Decoding with a cache of fixed shape
 
