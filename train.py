@@ -688,21 +688,21 @@ def end_of(run):
     return end
 
 
-def wishes(run, stop, cooldown, clock, bar, samples):
+def wishes(run, stop, cooldown, clock, bar, step):
     """
-    What this rank wants of all after the step that begins after so many samples: 1 to stop, and one
-    more than there are ranks to begin the decay, so that a single sum over ranks says both.
+    What this rank wants of all after this step: 1 to stop, and one more than there are ranks to
+    begin the decay, so that a single sum over ranks says both.
     """
     ranks = run.ranks
     decay = bool(cooldown)
     if ranks.first:
         decay = decay or os.path.exists(f"{out}/cooldown")
     if ranks.first and run.decay_at == NEVER:
-        total = clock.foresee(samples)
+        total = clock.foresee(samples_before(step))
         if total < math.inf:
             bar.total = steps_until(int(total))
-        # Begun now, the decay would end when the time does, or later.
-        decay = decay or begun_at(samples, total_samples, decay_samples)[0] >= total
+        # Begun after this step, the decay would end when the time does, or later.
+        decay = decay or begun_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total
     return runs.asked_to_stop(out, stop, ranks) + decay * (ranks.size + 1)
 
 
@@ -779,7 +779,7 @@ def pretrain(run, stop, cooldown):
 
         # Gradients; then one sum over ranks of the loss, the squared norm, and what any rank was asked to do.
         loss, terms = forward_backward(net, run, batch, n_tokens, step)
-        asked = wishes(run, stop, cooldown, clock, bar, samples_before(step))
+        asked = wishes(run, stop, cooldown, clock, bar, step)
         loss, square, asked, *terms = ranks.add(loss, square_norm(model, ranks), asked, *terms)
         decay, stopping = divmod(asked, ranks.size + 1)
         norm = math.sqrt(square)

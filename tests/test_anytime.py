@@ -18,7 +18,7 @@ from engine import checkpoint, parallel, plot
 # 20 steps of 8 samples, of which the first 2 warm up and the last 6 decay: 30 %.
 RUN = """
     configs/tiny.py --n_layer=1 --n_embd=32 --ffn_dim=64 --n_head=2 --n_kv_head=1 --block_size=32 --alpha_warmup=20
-    --beta3_warmup=20 --eval_every=0 --checkpoint_every=5 --keep_checkpoints=0
+    --beta3_warmup=20 --eval_every=0 --last_eval_windows=4 --checkpoint_every=5 --keep_checkpoints=0 --micro_batch=8
 """.split()
 PEAK = 3e-3
 
@@ -46,6 +46,14 @@ def trained(data, out, *args):
 def whole(data, tmp_path_factory):
     """As planned, with one checkpoint kept: the newest, and the last from before the decay."""
     return trained(data, tmp_path_factory.mktemp("anytime") / "whole", "--keep_checkpoints=1")
+
+
+MORE = "--resume", "--total_samples=320", "--decay_samples=96"
+
+
+@pytest.fixture(scope="module")
+def twice(data, tmp_path_factory):
+    return trained(data, tmp_path_factory.mktemp("anytime") / "twice", *MORE[1:])
 
 
 def log(out):
@@ -153,10 +161,11 @@ def test_asked_again_in_the_decay_it_changes_nothing(data, whole, tmp_path, monk
 
 
 def test_a_cosine_has_none_to_begin_and_says_so(data, tmp_path, monkeypatch):
-    asks_in(monkeypatch, 6, tmp_path / "asked")
-    done = ran(data, tmp_path / "asked", "--schedule=cosine")
+    asks_in(monkeypatch, 2, tmp_path / "asked")
+    eight = "--schedule=cosine", "--total_samples=64"
+    done = ran(data, tmp_path / "asked", *eight)
     assert done.returncode == 0 and "the rate falls already" in done.stdout
-    assert equal(tmp_path / "asked", trained(data, tmp_path / "plain", "--schedule=cosine"))
+    assert equal(tmp_path / "asked", trained(data, tmp_path / "plain", *eight))
 
 
 def test_a_file_of_yesterday_is_not_meant_for_a_run_of_today(data, whole, tmp_path):
@@ -214,13 +223,12 @@ def test_once_begun_the_decay_of_a_killed_run_asks_no_clock(data, minute, tmp_pa
     assert equal(trained(data, run, "--minutes=1", "--resume"), minute)
 
 
-def test_with_more_minutes_a_run_goes_on_from_before_its_decay(data, minute, tmp_path, monkeypatch):
-    """51 seconds were gone when it began: two minutes leave 69, and so 90 steps in all."""
+def test_with_more_minutes_a_run_goes_on_from_before_its_decay(data, minute, twice, tmp_path, monkeypatch):
+    """51 seconds and 21 steps were gone when it began: 70 seconds leave 19 steps."""
     shutil.copytree(minute, tmp_path / "run")
     clocked(monkeypatch, 1.0, 1.0)
-    trained(data, tmp_path / "run", "--minutes=2", "--resume")
-    ninety = "--total_samples=720", "--decay_samples=216"
-    assert equal(tmp_path / "run", trained(data, tmp_path / "planned", *ninety))
+    trained(data, tmp_path / "run", f"--minutes={70 / 60}", "--resume")
+    assert equal(tmp_path / "run", twice)
 
 
 def test_time_for_less_than_a_step_is_a_run_of_one(data, tmp_path):
@@ -254,34 +262,29 @@ def test_of_minutes_and_samples_the_one_said_last_counts(data, tmp_path):
 # gone on with
 
 
-MORE = "--resume", "--total_samples=320", "--decay_samples=96"
-
-
 @pytest.fixture(scope="module")
-def twice(data, tmp_path_factory):
-    return trained(data, tmp_path_factory.mktemp("anytime") / "twice", *MORE[1:])
-
-
-def test_with_more_samples_a_run_is_the_one_that_was_planned_longer(data, whole, twice, tmp_path):
+def longer(data, whole, tmp_path_factory):
+    """The finished run, which had one checkpoint from before its decay, asked for its decay too late, and gone on with."""
     assert steps(whole) == [10, 20]
-    shutil.copytree(whole, tmp_path / "run")
-    (tmp_path / "run" / "cooldown").touch()                                  # too late for the first decay
-    done = ran(data, tmp_path / "run", *MORE)
-    assert done.returncode == 0 and "goes on from before its decay" in done.stdout, done.stderr
-    assert equal(tmp_path / "run", twice)
+    out = tmp_path_factory.mktemp("anytime") / "longer"
+    shutil.copytree(whole, out)
+    (out / "cooldown").touch()
+    return trained(data, out, *MORE)
 
 
-def test_what_was_decayed_is_set_aside_whole(data, whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "run")
-    trained(data, tmp_path / "run", *MORE)
-    aside = tmp_path / "run" / "ckpt" / "decayed-00000020"
+def test_with_more_samples_a_run_is_the_one_that_was_planned_longer(longer, twice):
+    assert equal(longer, twice)
+
+
+def test_what_was_decayed_is_set_aside_whole(whole, longer):
+    aside = longer / "ckpt" / "decayed-00000020"
     assert checkpoint.verified(str(aside))["step"] == 20
     assert (aside / "log.jsonl").read_text() == (whole / "log.jsonl").read_text()
     assert (aside / "summary.json").read_text() == (whole / "summary.json").read_text()
 
 
-def test_killed_in_the_decay_and_given_more_samples_it_is_the_longer_run_too(data, twice, tmp_path):
-    run = killed_after(trained(data, tmp_path / "run"), tmp_path / "again", 15)
+def test_killed_in_the_decay_and_given_more_samples_it_is_the_longer_run_too(data, planned, twice, tmp_path):
+    run = killed_after(planned, tmp_path / "run", 10)
     assert equal(trained(data, run, *MORE), twice)
 
 
