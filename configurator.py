@@ -151,7 +151,7 @@ def configure(namespace, argv=None):
     line, for what cannot be used.
     """
     defaults = settings(namespace)
-    asked = namespace["_asked"] = set()     # the names that the user has set, whatever their value
+    asked = namespace["_asked"] = {}        # the names that the user has set, whatever their value, the latest last
 
     def override(key, value, where):
         if key not in defaults:
@@ -159,7 +159,8 @@ def configure(namespace, argv=None):
             stop = "," if hint.startswith("did") else ";"
             raise ValueError(f"{where}: there is no setting {key!r}{stop} {hint}")
         namespace[key] = checked(key, value, defaults[key], where)
-        asked.add(key)
+        asked.pop(key, None)
+        asked[key] = True
 
     flags = []
     rest = list(sys.argv[1:] if argv is None else argv)

@@ -4,7 +4,7 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
     loss = - sum over the step's kept tokens of log p(token | its document so far)  /  their number
     step:  gradients of all micro-batches  ->  clip the global norm  ->  AdEMAMix at the learning rate that WSD gives
 
-$ python train.py configs/laptop.py                          # five minutes on two cores; then python sample.py
+$ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting below, as a flag
 $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; goes on where it was stopped
 $ python train.py configs/continue_8b.py --lora_r=64 --base=bf16    # from published weights, on one GPU
@@ -13,7 +13,9 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume   
 A run is its folder (engine/runs.py). There is no random state in the loop: data, masks and
 schedules are pure functions of the step, so a run that was killed and resumed ends in the same
 bits. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks save after the step
-that they are in, and leave.
+that they are in, and leave. `touch out/run/cooldown`, or without NCCL SIGUSR1: the decay begins
+now. --minutes=5 says so itself, in time. --resume with a larger --total_samples or --minutes goes
+on from before the decay.
 """
 
 import dataclasses
@@ -39,8 +41,8 @@ from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
 from model import Apertus, ApertusConfig
+from schedule import NEVER, begun_at, cosine, samples_at, steps_in, wsd
 from schedule import batch_size as batch_at
-from schedule import cosine, samples_at, steps_in, wsd
 
 # -----------------------------------------------------------------------------
 # the run
@@ -103,6 +105,7 @@ loss_average = "step"           # step: over all kept tokens | micro: mean of mi
 total_samples = 3_662_109_375   # 15T tokens of 4096
 warmup_samples = 4_096_000
 decay_samples = 403_905_806
+minutes = 0.0                   # train as long, on any machine, instead of total_samples, if it was said after that
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples a step
 batch_ramp_at = 0               # from so many samples on the batch is doubled; 0 = never
@@ -126,7 +129,7 @@ old = ""                        # with init_from: text like the start's, validat
 task = ""                       # questions asked beside that, .jsonl as for evaluate.py
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
-keep_checkpoints = 2            # of the newest; 0 = all
+keep_checkpoints = 2            # of the newest, and the last from before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
@@ -135,10 +138,10 @@ wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
 
 
-def lr_at(samples):
-    """The learning rate of a step that begins after so many samples."""
+def lr_at(samples, decay_at=None):
+    """The learning rate of a step that begins after so many samples. decay_at: as in schedule.wsd."""
     if schedule == "wsd":
-        return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples)
+        return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples, decay_at)
     if schedule == "cosine":
         return cosine(samples, lr, lr_floor, warmup_samples, total_samples)
     raise ValueError(f"schedule={schedule!r}: there is wsd and cosine")
@@ -147,6 +150,11 @@ def lr_at(samples):
 def steps_until(samples):
     """The number of whole steps in so many samples."""
     return steps_in(samples, batch_size, batch_ramp_at or None)
+
+
+def decay_planned(config):
+    """After how many samples the decay of a run with these settings begins; NEVER: when the clock says so."""
+    return NEVER if config.get("minutes") else config["total_samples"] - config["decay_samples"]
 
 
 def samples_before(step):
@@ -170,6 +178,8 @@ class Run:
     begin: object = None            # of --init_from: the model that it begins with (posttrain/start.py)
     old: object = None              # of --old: what that model knows, and may forget (posttrain/forgetting.py)
     teacher: object = None          # of --teacher (engine/distill.py)
+    decay_at: int = NEVER           # samples before the decay, planned or, once it was begun, as it was
+    spent: float = 0.0              # seconds that the run has taken until its checkpoint
 
 
 # -----------------------------------------------------------------------------
@@ -177,6 +187,15 @@ class Run:
 
 
 def check_settings():
+    global minutes
+    said = [name for name in globals().get("_asked", ()) if name in ("minutes", "total_samples")]
+    if said[-1:] == ["total_samples"]:
+        minutes = 0.0
+    if not 0 <= minutes < math.inf:
+        raise ValueError(f"minutes={minutes}: want how long to train, --minutes=5, or 0 to count samples")
+    if minutes and (schedule != "wsd" or decay_samples >= total_samples or stage):
+        raise ValueError(f"minutes={minutes:g} finds the end of a run on the way: it wants schedule=wsd, a decay "
+                         "shorter than total_samples, and no stage, since stages are counted in samples")
     checkpoint.check_keep(keep_checkpoints)
     if loss_average not in ("step", "micro"):
         raise ValueError(f"loss_average={loss_average!r}: there is step and micro")
@@ -264,7 +283,8 @@ def set_up():
         compiled = compile and can_compile(torch.device(where))
         teaching = teacher_of(config, tok, shape, where, work_dtype, compiled)
         ranks.check_split(n_kv_head_of_the_teacher=teaching.model.config.n_kv_head)
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching)
+    decay_at = decay_planned(config)
+    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching, decay_at)
 
 
 def build(run):
@@ -285,7 +305,8 @@ def build(run):
     net = spread(model, ranks, run.device, seed, recompute, compiled)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never
     # get there and stay plain Adam, so its warm-ups last as long as the run, as in the report's
-    # own post-training.
+    # own post-training. They must not depend on a clock, so with --minutes they last as long as
+    # total_samples would: on a faster machine they end sooner in the run, as Apertus' did.
     warm = min(steps_until(total_samples), 100_000)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay,
                           alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
@@ -315,12 +336,46 @@ def resume_from(model, optimizer, run):
                          f"ones, the {manifest['step'] - first} of them that are done too: begin anew with another "
                          f"--out, or go on from these weights there with --init_from={out}")
     runs.refuse_another(path, what_decides(before, samples), what_decides(run.config, samples))
+    path, manifest = before_decay(path, manifest, run)
+    run.spent = manifest.get("seconds", 0.0)
     if run.guides:
         run.guides.end(manifest["step"], optimizer, manifest["config"])
     checkpoint.load(path, model, optimizer)
     if run.ranks.first:
         print(f"resumed from {path}")
     return manifest["step"]
+
+
+def before_decay(path, manifest, run):
+    """
+    The checkpoint to go on with: this one, or if its rate has begun to fall towards an end that is
+    no longer the run's, the newest from before that. Returns (path, manifest), and sets
+    run.decay_at.
+
+    ValueError: none is left from before the decay.
+    """
+    before = manifest["config"]
+    decay_at = manifest.get("decay_at", decay_planned(before))
+    samples, seconds = samples_before(manifest["step"]), manifest.get("seconds", 0.0)
+    planned_by = "total_samples", "decay_samples", "minutes", "schedule"
+    if all((before.get(name) or 0) == run.config[name] for name in planned_by):
+        run.decay_at = decay_at
+    elif before["schedule"] == "wsd" and samples > decay_at:
+        longer = 60 * minutes > seconds if minutes else total_samples > samples
+        if not longer:
+            raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
+                             "begun to fall: go on with its own total_samples and minutes, or with more")
+        last = steps_until(decay_at)
+        found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, until=last)
+        if not found:
+            raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
+                             f"train longer from: begin with these weights, --init_from={out} --out=ANOTHER")
+        path, manifest = found
+        if run.ranks.first:
+            runs.set_aside(out, manifest["step"])
+            runs.forget(out, "cooldown")        # it was for the decay that is now given up
+            print(f"{out} goes on from before its decay; what was decayed is now {out}/ckpt/decayed-*")
+    return path, manifest
 
 
 def what_decides(config, samples):
@@ -433,11 +488,13 @@ def introduce(run, model, end):
         device = f"{ranks.size} x {kind}"
         if ranks.split:
             device += f", {ranks.sequence} to a window,"
-    epochs = samples_before(end) / run.train.n_windows
-    steps = steps_until(total_samples)
+    length = f"{steps_until(total_of(run)):,} steps"
+    epochs = f", so {samples_before(end) / run.train.n_windows:.1f} epochs"
+    if run.decay_at == NEVER:
+        length, epochs, end = f"{minutes:g} minutes of steps", "", steps_until(total_samples)
     print(f"{model.num_params():,} parameters on {device} in {str(run.dtype)[6:]}, "
-          f"{steps:,} steps of {batch_size} x {block_size} tokens; "
-          f"data: {run.train.n_tokens:,} tokens, so {epochs:.1f} epochs")
+          f"{length} of {batch_size} x {block_size} tokens; "
+          f"data: {run.train.n_tokens:,} tokens{epochs}")
     single = share_of_one(run.train, samples_before(end))
     print(f"{single:.0%} of its windows hold one document, the others parts of several")
     if run.teacher:
@@ -460,6 +517,12 @@ def on_gpu(run, flops, speed):
     if peak:
         mfu = flops * speed / (peak * run.ranks.size)
     return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+
+
+def nothing_left(end):
+    """The error that answers who goes on with a run that is finished."""
+    return ValueError(f"{out} is finished: all {end} steps are done; raise total_samples or minutes, name a later "
+                      f"--stage, or sample it: python sample.py --init_from={out}")
 
 
 def not_a_number(step, loss, norm, skipped):
@@ -601,8 +664,9 @@ def main():
     run = set_up()
     with runs.claim(out, resume, run.ranks):
         run.ranks.join(run.device, timeout)
-        with stop_signals() as stop:
-            pretrain(run, stop)
+        more = () if run.device.startswith("cuda") else ("SIGUSR1",)
+        with stop_signals() as stop, stop_signals(more) as cooldown:
+            pretrain(run, stop, cooldown)
         run.ranks.leave()
         # The picture comes last, when no rank waits for this one any more.
         if run.ranks.first:
@@ -610,8 +674,70 @@ def main():
             print(f"the curve: {out}/loss.png")
 
 
-def pretrain(run, stop):
-    """stop: a list that is no longer empty once a signal has asked this process to leave."""
+def total_of(run):
+    """The samples of the whole run: a decay that began earlier or later than planned makes it another number."""
+    return begun_at(run.decay_at, total_samples, decay_samples)[0]
+
+
+def end_of(run):
+    """The number of steps after which the run ends, or its stage."""
+    end = steps_until(total_of(run))
+    # A step across the border belongs to the next stage.
+    if run.train.stop is not None:
+        end = min(end, steps_until(run.train.stop))
+    return end
+
+
+def wishes(run, stop, cooldown, clock, bar, step):
+    """
+    What this rank wants of all after this step: 1 to stop, and one more than there are ranks to
+    begin the decay, so that a single sum over ranks says both.
+    """
+    ranks = run.ranks
+    decay = bool(cooldown)
+    if ranks.first:
+        decay = decay or os.path.exists(f"{out}/cooldown")
+    if ranks.first and run.decay_at == NEVER:
+        total = clock.foresee(samples_before(step))
+        if total < math.inf:
+            bar.total = steps_until(int(total))
+        # Begun after this step, the decay would end when the time does, or later.
+        decay = decay or begun_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total
+    return runs.asked_to_stop(out, stop, ranks) + decay * (ranks.size + 1)
+
+
+def begin_decay(run, cooldown, bar, done):
+    """
+    Begin the decay after so many steps, if the rate does not fall already. Returns the number of
+    steps after which the run now ends.
+    """
+    cooldown.clear()
+    says = "asked for its decay, but the rate falls already"
+    if schedule == "wsd" and samples_before(done) < run.decay_at:
+        run.decay_at = samples_before(done)
+        says = f"the decay begins, {end_of(run) - done:,} steps"
+    bar.total = end_of(run)
+    if run.ranks.first:
+        bar.write(f"step {done:6}   {says}")
+    return bar.total
+
+
+def save(run, saver, model, opt, done, clock, begun):
+    """A checkpoint after so many steps; begun: the decay has just begun, or was asked for."""
+    about = dict(config=run.config, decay_at=run.decay_at, seconds=clock.seconds())
+    saver.save(done, model, opt, about, spare=steps_until(run.decay_at))
+    if begun:
+        # No step of the decay is done before its begin is on disk, so a killed run begins it there again.
+        saver.wait()
+        if run.ranks.first:
+            runs.forget(out, "cooldown")
+
+
+def pretrain(run, stop, cooldown):
+    """
+    stop, cooldown: lists that are no longer empty once a signal has asked this process to leave, or to
+    begin the decay.
+    """
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
     model, net, opt = build(run)
     start = resume_from(model, opt, run) if resume else 0
@@ -621,15 +747,11 @@ def pretrain(run, stop):
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
-    end = steps_until(total_samples)
-    # A step across the border belongs to the next stage.
-    if run.train.stop is not None:
-        end = min(end, steps_until(run.train.stop))
+    end = end_of(run)
     # If no step is left, the run was killed before it had written its summary, or is finished.
     last = start >= end
     if last and has_summary(samples_before(start) * block_size):
-        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples, name a later --stage, or "
-                         f"sample it: python sample.py --init_from={out}")
+        raise nothing_left(end)
     if first:
         describe_run(run.config)
         introduce(run, model, end)
@@ -640,8 +762,11 @@ def pretrain(run, stop):
     loader = batches(run, start)
     # Counted once, since it looks at every parameter.
     flops = model.flops_per_token(block_size)
-    skipped, began = 0, time.perf_counter()
-    bar = tqdm(range(start, end), initial=start, total=end, unit="step", dynamic_ncols=True, disable=not first)
+    clock = runs.Clock(minutes, run.spent)
+    skipped, began = 0, clock.began
+    # With --minutes the bar's end is an estimate, which each step makes anew.
+    known = None if run.decay_at == NEVER else end
+    bar = tqdm(iter(range(start, end)), initial=start, total=known, unit="step", dynamic_ncols=True, disable=not first)
     if run.begin:
         validate_start(run, model, start, began, log)
     if compile and can_compile(torch.device(run.device)):
@@ -652,17 +777,18 @@ def pretrain(run, stop):
         _, _, keep, _ = ranks.cut(*batch)
         n_tokens, n_all = ranks.add(keep.sum(), keep.numel())  # of the whole step
 
-        # Gradients; then one sum over ranks of the loss, the squared norm, and whether any rank was asked to stop.
+        # Gradients; then one sum over ranks of the loss, the squared norm, and what any rank was asked to do.
         loss, terms = forward_backward(net, run, batch, n_tokens, step)
-        asked = runs.asked_to_stop(out, stop, ranks)
-        loss, square, stopping, *terms = ranks.add(loss, square_norm(model, ranks), asked, *terms)
+        asked = wishes(run, stop, cooldown, clock, bar, step)
+        loss, square, asked, *terms = ranks.add(loss, square_norm(model, ranks), asked, *terms)
+        decay, stopping = divmod(asked, ranks.size + 1)
         norm = math.sqrt(square)
         finite = math.isfinite(loss + norm)
         if not finite and skipped >= skip_nonfinite:
             saver.finish()
             raise not_a_number(step, loss, norm, skipped)
         skipped = 0 if finite else skipped + 1
-        rate = lr_at(samples_before(step))
+        rate = lr_at(samples_before(step), run.decay_at)
         if finite:
             update(model, opt, rate, norm)
         opt.zero_grad(set_to_none=True)
@@ -673,7 +799,9 @@ def pretrain(run, stop):
 
         # What happened.
         done = step + 1
-        last = done == end
+        if decay:
+            end = begin_decay(run, cooldown, bar, done)
+        last = done >= end
         tokens = samples_before(done) * block_size
         speed = n_all / (time.perf_counter() - step_began)
         # With a teacher "loss" is its term of cross-entropy: a number that can be compared with other runs'.
@@ -691,15 +819,15 @@ def pretrain(run, stop):
             if first:
                 seconds = time.perf_counter() - began
                 bar.write(f"step {done:6}   val {nats:.3f} nats/token, {bpb:.3f} bits/byte   {seconds:5.0f} s")
-        if last or stopping or checkpoint_every and done % checkpoint_every == 0:
-            saver.save(done, model, opt, dict(config=run.config))
+        if last or stopping or decay or checkpoint_every and done % checkpoint_every == 0:
+            save(run, saver, model, opt, done, clock, begun=decay)
         # On all ranks, since FSDP gathers weights from all.
         if sample_every and (last or done % sample_every == 0):
             text = sample(model, run.tok, run.device)
             if first:
                 bar.write(text + "\n")
         model.train()
-        if stopping:
+        if last or stopping:
             break
     bar.close()
     loader.close()
@@ -708,9 +836,10 @@ def pretrain(run, stop):
     if last:
         finish(run, model, max(start, end), began, log)
     elif first:
-        print(f"{out}: stopped as asked after step {done} of {end}, saved; --resume goes on")
+        length = "" if run.decay_at == NEVER else f" of {end}"
+        print(f"{out}: stopped as asked after step {done}{length}, saved; --resume goes on")
     if first:
-        runs.forget_stop(out)
+        runs.forget(out, "stop", "cooldown")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import functools
 import glob
 import hashlib
 import json
+import math
 import os
 import platform
 import re
@@ -110,8 +111,8 @@ def save(folder, step, model, optimizer, info, keep=2, group=None):
     return write(folder, step, tensors_of(model, optimizer), info, keep, group)
 
 
-def write(folder, step, tensors, info, keep, group):
-    """save(), of tensors that nothing changes until it returns."""
+def write(folder, step, tensors, info, keep, group, spare=None):
+    """save(), of tensors that nothing changes until it returns. spare: as in delete_old."""
     import torch.distributed.checkpoint as dcp  # here, since it takes a second that --help need not wait for
 
     check_keep(keep)
@@ -168,7 +169,7 @@ def write(folder, step, tensors, info, keep, group):
         files.update(part)
     together(publish)
     if rank == 0:
-        delete_old(folder, step, keep)
+        delete_old(folder, step, keep, spare)
     return final
 
 
@@ -199,14 +200,16 @@ def local(t):
     return t.to_local() if hasattr(t, "to_local") else t
 
 
-def delete_old(folder, step, keep):
+def delete_old(folder, step, keep, spare=None):
     """
-    Delete all checkpoints but the `keep` newest (0: none). Those after `step` do not count: a resumed run has passed
-    them over because they are damaged.
+    Delete all checkpoints but the `keep` newest (0: none), and the newest that is not after step `spare`. Those after
+    `step` do not count: a resumed run has passed them over because they are damaged.
     """
     until_now = [s for s in steps_in(folder) if s <= step]
+    spared = max((s for s in until_now if spare is not None and s <= spare), default=None)
     for old in until_now[:-keep]:  # [:-0] is empty
-        shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
+        if old != spared:
+            shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
 
 
 class Saver:
@@ -229,7 +232,7 @@ class Saver:
         self.told = False
         self.thread = ThreadPoolExecutor(1, initializer=on_the_device_of_the_caller())
 
-    def save(self, step, model, optimizer, info):
+    def save(self, step, model, optimizer, info, spare=None):
         # Imported here because in the thread the import could run at the same time as one of torch.compile's.
         import torch.distributed.checkpoint
 
@@ -238,7 +241,7 @@ class Saver:
         behind = self.has_room(tensors)
         if behind:
             tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
-        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, self.group)
+        self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, self.group, spare)
         if not behind:
             self.wait()
 
@@ -305,9 +308,10 @@ def copy_to_cpu(t):
 # read
 
 
-def newest_intact(folder, group=None, allow_restart=False):
+def newest_intact(folder, group=None, allow_restart=False, until=math.inf):
     """
-    (path, manifest) of the newest checkpoint in `folder` whose every hash holds, or None if there is no checkpoint.
+    (path, manifest) of the newest checkpoint in `folder`, of those until step `until`, whose every hash holds, or None
+    if there is no checkpoint.
 
     Damaged ones are named and passed over. ValueError if all are damaged: to start over silently would throw the run
     away. allow_restart=True returns None instead.
@@ -315,6 +319,8 @@ def newest_intact(folder, group=None, allow_restart=False):
     damaged = 0
     # Rank 0 lists the folder for all: on a network file system two ranks may see different files.
     for step in reversed(everyone(steps_in(folder), group)[0]):
+        if step > until:
+            continue
         path = f"{folder}/step-{step:08d}"
         try:
             return path, verified(path, group)

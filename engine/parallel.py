@@ -491,9 +491,10 @@ def square_norm(model, ranks):
 
 
 @contextlib.contextmanager
-def stop_signals():
+def stop_signals(names=("SIGTERM", "SIGUSR2")):
     """
-    A list that fills when SIGTERM or SIGUSR2 arrives (not SIGUSR1, which NCCL uses). The loop reads it between steps.
+    A list that fills when SIGTERM or SIGUSR2 arrives, or others of these names (on GPUs not SIGUSR1, which NCCL uses).
+    The loop reads it between steps.
 
     The handler must do no more, since it may interrupt an all-reduce. A signal to one rank ends all of them, and
     torchrun, with exit code 0. torchrun itself passes a SIGTERM on to its ranks. It passes SIGUSR2 on only with
@@ -502,8 +503,8 @@ def stop_signals():
     caught = []
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for name in ("SIGTERM", "SIGUSR2"):
-            if hasattr(signal, name):  # Windows has no SIGUSR2
+        for name in names:
+            if hasattr(signal, name):  # Windows has no SIGUSR1 and no SIGUSR2
                 number = getattr(signal, name)
                 before[number] = signal.signal(number, lambda received, frame: caught.append(received))
     try:

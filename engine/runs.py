@@ -7,11 +7,15 @@ The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may writ
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel releases it when that process ends, however it ends
     stop           `touch` it, and all ranks save after the step that they are in, and leave
+    cooldown       `touch` it, and train.py begins the decay of its learning rate after the step that it is in
 """
 
 import contextlib
 import json
+import math
 import os
+import shutil
+import time
 
 from engine import checkpoint, plot
 
@@ -25,7 +29,10 @@ def claim(out, resume, ranks):
     if not ranks.first:
         return contextlib.nullcontext()
     holds_run = os.path.exists(f"{out}/ckpt") or plot.has_log(out)
-    if holds_run and not resume:
+    if not holds_run:
+        # Whoever touched it meant another run.
+        forget(out, "cooldown")
+    elif not resume:
         raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
     return checkpoint.claim(out)
 
@@ -86,7 +93,51 @@ def asked_to_stop(out, stop, ranks):
     return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
 
 
-def forget_stop(out):
-    """Remove the file named `stop`, or the next start would stop as well."""
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(f"{out}/stop")
+def forget(out, *names):
+    """Remove the files named `stop` or `cooldown`: what was done must not be done by the next start as well."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(f"{out}/{name}")
+
+
+def set_aside(out, step):
+    """
+    Rename the checkpoints after `step` to ckpt/decayed-N, with the log and the summary so far in the last of them.
+
+    A run that goes on from there will write other ones; nothing is deleted, and nothing else reads that name.
+    """
+    later = [s for s in checkpoint.steps_in(f"{out}/ckpt") if s > step]
+    for s in later:
+        aside = f"{out}/ckpt/decayed-{s:08d}"
+        os.rename(f"{out}/ckpt/step-{s:08d}", aside)
+    if later and plot.has_log(out):
+        shutil.copy(f"{out}/log.jsonl", aside)
+    if later and os.path.exists(f"{out}/summary.json"):
+        os.replace(f"{out}/summary.json", f"{aside}/summary.json")
+
+
+class Clock:
+    """The time of a run, in earlier processes too, and how far it will come in a number of minutes."""
+
+    def __init__(self, minutes, spent):
+        self.limit = 60 * minutes
+        self.began = time.perf_counter() - spent
+        self.marks = []
+
+    def seconds(self):
+        return time.perf_counter() - self.began
+
+    def foresee(self, samples):
+        """
+        How many samples the run will have seen when its minutes are over, at the pace of this process; inf if that is
+        not known yet. To be called once in each step, before which it has seen `samples`.
+        """
+        now = self.seconds()
+        # The first step compiles. The pace, evaluations and saves included, counts from the second on.
+        if len(self.marks) < 2:
+            self.marks.append((now, samples))
+        then, before = self.marks[-1]
+        left = max(0, self.limit - now)
+        if samples == before:
+            return math.inf if left else samples
+        return samples + left * (samples - before) / (now - then)

@@ -339,7 +339,7 @@ def end(config, model, tok, done, steps, ranks, old=None):
     """After the loop: the model for transformers and summary.json, or how a stopped run goes on."""
     out = config["out"]
     if ranks.first:
-        runs.forget_stop(out)
+        runs.forget(out, "stop")
     if done == steps:
         export(config, model, tok, ranks)
         forgetting.conclude(out, steps, model, old, ranks.first)

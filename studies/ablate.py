@@ -77,6 +77,9 @@ COLOURS = dict(apertus="C3", xielu="C3", ademamix="C3", wsd="C3",
 def arguments(arm, lr, seed):
     """The arguments of train.py for one run, without its folder. A config file goes before the flags, which win."""
     asked = {"lr": lr, "lr_floor": lr / 10, "seed": seed, "data": data}
+    file = configurator.config_file(size)
+    if file and configurator.read_config(file).get("minutes"):
+        asked["minutes"] = 0.0      # runs are compared after as many tokens, not after as long
     if isinstance(arm, str):
         return [size, arm, *kit.flags(asked)]
     return [size, *kit.flags({**arm, **asked})]

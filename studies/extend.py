@@ -65,7 +65,7 @@ def begin():
     model = start
     if not model:
         model = f"{out}/start-{kit.digest([config, data])}"
-        kit.train(model, [config, f"--data={data}"])
+        kit.train(model, [config, f"--data={data}", "--minutes=0"])
     root = f"{out}/{kit.digest([paths, model, size, val_share])}"
     os.makedirs(root, exist_ok=True)
     vocabulary = made(f"{root}/old.json", "convert", [f"--load={model}", f"--save={root}/old.json"])

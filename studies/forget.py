@@ -190,7 +190,7 @@ def run_all(path):
     """All runs of the grid that are not finished yet, several at a time. Returns the lines of rows.jsonl."""
     base = start or f"{runs}/base"
     if not start:
-        kit.train(base, [size, f"--data={data}"])
+        kit.train(base, [size, f"--data={data}", "--minutes=0"])
     model, tok = convert.load_ready(base, "cpu", "float32")
     train, rows = split(path)
     before, _ = answer_bits(model, tok, rows)

@@ -49,10 +49,10 @@ ROOT = os.path.dirname(HERE)
 ALSO = {
     "audit": ["test_kept"],
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
-    "checkpoint": ["test_train", "test_lora", "test_extend"],
+    "checkpoint": ["test_train", "test_anytime", "test_lora", "test_extend"],
     "collapse": ["test_qrpo", "test_ppo_collapse"],
     "common": ["test_sft", "test_forgetting", "test_lora", "test_qrpo"],
-    "configurator": ["test_continue"],
+    "configurator": ["test_continue", "test_anytime"],
     "conversations": ["test_sft"],
     "convert": ["test_published", "test_tokenizer", "test_lora", "test_continue", "test_extend"],
     "data": ["test_kept", "test_withdraw"],
@@ -85,14 +85,15 @@ ALSO = {
     "qrpo": ["test_lora", "test_charter"],
     "recipe": ["test_world"],
     "references": ["test_qrpo", "test_sft", "test_charter"],
-    "runs": ["test_train", "test_sft", "test_checkpoint"],
+    "runs": ["test_train", "test_anytime", "test_sft", "test_checkpoint"],
     "start": ["test_continue", "test_extend", "test_distill"],
     "sft": ["test_lora"],
     "shards": ["test_prepare", "test_data"],
     "sift": ["test_prepare", "test_quality", "test_language", "test_heuristics"],
     "talk": ["test_sample"],
     "tokenizer": ["test_published", "test_continue", "test_extend"],
-    "train": ["test_step", "test_continue", "test_extend", "test_distill", "test_forgetting", "test_parallel"],
+    "train": ["test_step", "test_anytime", "test_continue", "test_extend", "test_distill", "test_forgetting",
+              "test_parallel"],
 }
 
 

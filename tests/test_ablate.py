@@ -12,6 +12,7 @@ import types
 
 import pytest
 
+import configurator
 from studies import ablate, kit
 from conftest import ROOT, script
 from engine import plot
@@ -281,6 +282,13 @@ def test_every_study_that_is_shipped_asks_for_settings_that_exist(path, monkeypa
     assert found["baseline"] in found["arms"]
     for arm in found["arms"].values():
         assert ablate.check_arguments(ablate.arguments(arm, found["lrs"][0], 1))["seed"] == 1
+
+
+def test_runs_are_compared_after_as_many_tokens_whatever_their_size_says(monkeypatch):
+    monkeypatch.setattr(ablate, "size", "configs/laptop.py")
+    assert configurator.read_config("configs/laptop.py")["minutes"] == 5
+    for arm in ({}, "configs/ablations/llama.py"):
+        assert ablate.check_arguments(ablate.arguments(arm, 1e-3, 1))["minutes"] == 0
 
 
 @pytest.mark.parametrize("folder", STUDIES, ids=os.path.basename)

@@ -259,6 +259,17 @@ def test_so_many_of_the_newest_stay_and_zero_keeps_all(tmp_path, keep, stay):
     assert checkpoint.steps_in(tmp_path) == stay
 
 
+@pytest.mark.parametrize("spare, stay", [(None, [5]), (0, [5]), (1, [1, 5]), (3, [3, 5]), (9, [5])])
+def test_the_newest_until_a_step_stays_beside_them(tmp_path, spare, stay):
+    """The last one from before the decay: those after it come and go. 9 is still to come: the newest is the last."""
+    model = linear()
+    saver = checkpoint.Saver(str(tmp_path), 1, None, 3)
+    for step in range(1, 6):
+        saver.save(step, model, optimizer_of(model), {}, spare=spare)
+    saver.finish()
+    assert checkpoint.steps_in(tmp_path) == stay
+
+
 # -----------------------------------------------------------------------------
 # what a checkpoint says, and to whom
 

@@ -4,7 +4,7 @@ import json, os
 import pytest
 import torch
 from conftest import ROOT
-from schedule import batch_size, cosine, print_milestones, samples_at, steps_in, wsd
+from schedule import NEVER, batch_size, begun_at, cosine, print_milestones, samples_at, steps_in, wsd
 
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=3_662_109_375, decay=403_905_806)
 RAMP_8B, RAMP_70B = dict(start=1024, ramp_at=1_718_272_000), dict(start=2048, ramp_at=1_072_164_864)
@@ -15,6 +15,39 @@ def test_the_8b_run_has_the_published_learning_rates():
     with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
         for point in json.load(f):
             assert wsd(point["samples"], **APERTUS_8B) == pytest.approx(point["lr"], rel=1e-12, abs=0)
+
+
+def test_a_decay_that_began_as_planned_is_the_published_one_to_the_last_digit():
+    planned = APERTUS_8B["total"] - APERTUS_8B["decay"]
+    assert begun_at(planned, APERTUS_8B["total"], APERTUS_8B["decay"]) == (TOTAL, APERTUS_8B["decay"])
+    with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
+        for point in json.load(f):
+            assert wsd(point["samples"], **APERTUS_8B, decay_at=planned) == wsd(point["samples"], **APERTUS_8B)
+
+
+@pytest.mark.parametrize("decay_at", [350, 2100])                            # half as long as planned; three times
+def test_a_decay_that_began_at_another_time_keeps_its_share_and_its_shape(decay_at):
+    """30 % of the run: 150 samples behind 350 at the peak, 900 behind 2,100; 1 - sqrt of its course (2405.18392)."""
+    total = decay_at * 10 // 7
+    how = dict(peak=1.0, floor=0.1, warmup=100, total=1000, decay=300, decay_at=decay_at)
+    assert begun_at(decay_at, 1000, 300) == (total, 3 * total // 10)
+    assert [wsd(s, **how) for s in (0, 50, 100, decay_at)] == [0, 0.5, 1, 1]
+    for course in (0.25, 0.5, 0.81):
+        s = decay_at + course * (total - decay_at)
+        assert wsd(s, **how) == pytest.approx(0.1 + 0.9 * (1 - course ** 0.5))
+    assert wsd(total, **how) == wsd(10 * total, **how) == 0.1
+
+
+def test_without_a_begin_the_rate_stays_at_the_peak():
+    assert {wsd(s, **APERTUS_8B, decay_at=NEVER) for s in (4_096_000, TOTAL, 1000 * TOTAL)} == {1.1e-4}
+
+
+def test_a_decay_that_begins_in_the_warmup_falls_from_what_that_has_reached():
+    """After a fifth of the warm-up a fifth of the peak; after a twentieth less than the floor, and it rises no more."""
+    how = dict(peak=1.0, floor=0.1, warmup=100, total=1000, decay=500)
+    assert [wsd(s, **how, decay_at=20) for s in (10, 20, 40)] == pytest.approx([0.1, 0.2, 0.1])
+    assert wsd(30, **how, decay_at=20) == pytest.approx(0.1 + 0.1 * (1 - 0.5 ** 0.5))
+    assert [wsd(s, **how, decay_at=5) for s in (4, 5, 7, 9)] == pytest.approx([0.04, 0.05, 0.05, 0.05])
 
 
 def test_wsd_without_warmup_or_decay():

@@ -615,6 +615,43 @@ def signals(lab, times=1, worlds=(1, 2, 4)):
     return [("SIGTERM, SIGUSR2 to one rank, or a stop file", tried, 0, outcome)]
 
 
+def cooldown(lab, times=1, worlds=(1, 2, 4)):
+    """
+    SIGUSR1 to one rank, or a cooldown file, and a kill -9 of all ranks once the decay has begun.
+
+    On one process the run then ends in the weights of one that was planned with a decay from that step on.
+    """
+    longer = [f"--total_samples={BATCH * 100}", f"--decay_samples={BATCH * 25}"]
+    tried = 0
+    for ranks in worlds:
+        for how in (signal.SIGUSR1, "file"):
+            run = prepared(lab)
+            trial = start_at(lab, run, ranks, 22, *longer)
+            if how == "file":
+                write(os.path.join(run, "cooldown"), b"")
+            else:
+                trial.kill(trial.pids[-1:], how)
+            trial.until("the decay begins")
+            step = last_step(run)
+            while last_step(run) == step and None in trial.codes():
+                time.sleep(0.01)
+            trial.kill(trial.pids)
+            trial.wait()
+            check_ended(lab.run(run, 1, *longer))
+            assert not os.path.exists(os.path.join(run, "cooldown"))
+            sha, end = sha_of(run)
+            begun = read_json(checkpoint_folder(run, end) + "/manifest.json")["manifest"]["decay_at"]
+            # A quarter of the run, as the settings have it.
+            planned = [f"--total_samples={begun + begun // 3}", f"--decay_samples={begun // 3}"]
+            other = prepared(lab)
+            check_ended(lab.run(other, 1, *planned))
+            assert sha_of(other) == (sha, end), how
+            assert BATCH * 22 < begun < BATCH * 75
+            tried += 1
+    outcome = "all ranks begin it after the same step; killed and resumed, the weights of a run that was planned so"
+    return [("SIGUSR1 to one rank, or a cooldown file, and kill -9 in the decay", tried, 0, outcome)]
+
+
 # -----------------------------------------------------------------------------
 # Folders, settings and data that are not the run's
 
@@ -870,6 +907,7 @@ FAULTS = dict(
     not_a_number=not_a_number,
     hang=hang,
     signals=signals,
+    cooldown=cooldown,
     two_runs=two_runs,
     read_only=read_only,
     swapped=swapped,

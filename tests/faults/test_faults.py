@@ -17,7 +17,7 @@ def lab(launch, tmp_path_factory):
 # A power cut needs no run, so test_checkpoint.py does it. torchrun is too slow for a suite that runs often.
 SHORT = [name for name in suite.FAULTS if name not in ("torchrun", "power_loss")]
 TIMES = dict(kill=10, flip_bits=1000)
-FEWER = dict(signals=dict(worlds=(2,)))
+FEWER = dict(signals=dict(worlds=(2,)), cooldown=dict(worlds=(2,)))
 
 
 @pytest.mark.parametrize("fault, times", [(name, TIMES.get(name, 1)) for name in SHORT])
