@@ -14,6 +14,7 @@ MUTANTS =
 
 .PHONY: train recipe align ablate memorize faults flakes mutants test clean
 
+# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="class Reader:" --temperature=0.7
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"

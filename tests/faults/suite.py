@@ -632,8 +632,9 @@ def cooldown(lab, times=1, worlds=(1, 2, 4)):
             else:
                 trial.kill(trial.pids[-1:], how)
             trial.until("the decay begins")
+            # Said before its begin is on disk, and that is before the next step.
             step = last_step(run)
-            while last_step(run) == step and None in trial.codes():
+            while last_step(run) < step + 2 and None in trial.codes():
                 time.sleep(0.01)
             trial.kill(trial.pids)
             trial.wait()
