@@ -250,8 +250,8 @@ class Saver:
         if free is None or need < 0.9 * free:
             return True
         if is_first(self.group) and not self.told:
-            print(f"a copy of what is saved takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: training "
-                  "waits while a checkpoint is written")
+            print(f"a copy of what is saved takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: "
+                  "training waits while a checkpoint is written")
         self.told = True
         return False
 
