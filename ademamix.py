@@ -346,12 +346,15 @@ def build_optimizer(
     alpha_warmup,
     beta3_warmup,
     compile=None,
+    state_dtype="float32",
 ):
     """
     The optimizer of a model by name: "ademamix", or "adamw" for comparison, which uses the first two betas.
 
-    Warm-ups in steps; compile: as in AdEMAMix. ValueError: another name.
+    Warm-ups in steps; compile: as in AdEMAMix; state_dtype: of its two averages, float32 or bfloat16. ValueError:
+    another name.
     """
+    check_states(name, state_dtype)
     groups = param_groups(model, weight_decay)
     if name == "adamw":
         return torch.optim.AdamW(
@@ -371,8 +374,18 @@ def build_optimizer(
         eps=eps,
         alpha_warmup=alpha_warmup,
         beta3_warmup=beta3_warmup,
+        state_dtype=getattr(torch, state_dtype),
         compile=compile,
     )
+
+
+def check_states(name, state_dtype):
+    """ValueError unless the optimizer of this name can keep its averages so."""
+    if state_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"state_dtype={state_dtype!r}: there is float32 and bfloat16")
+    if state_dtype == "bfloat16" and name == "adamw":
+        raise ValueError("state_dtype=bfloat16 is of AdEMAMix, which rounds its slow average stochastically: "
+                         "take --optimizer=ademamix, or leave it out")
 
 
 # -----------------------------------------------------------------------------

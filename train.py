@@ -32,11 +32,11 @@ import torch
 from tqdm import tqdm
 
 import tokenizer
-from ademamix import build_optimizer
+from ademamix import build_optimizer, check_states
 from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun, first_changed, share_of_one, since
-from engine import checkpoint, plot, runs
+from engine import checkpoint, memory, plot, runs
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
@@ -112,6 +112,7 @@ batch_ramp_at = 0               # from so many samples on the batch is doubled; 
 micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded at random
 lr = 1.1e-4                     # peak
 lr_floor = 1.1e-5               # at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
@@ -219,6 +220,7 @@ def check_settings():
                          "name it with --init_from, and their rank, --lora_r=16")
     if lora_r and self_guided:
         raise ValueError(f"lora_r={lora_r} freezes what self_guided={self_guided} guides: leave one of them out")
+    check_states(optimizer, state_dtype)
     lr_at(0)
 
 
@@ -284,7 +286,21 @@ def set_up():
         teaching = teacher_of(config, tok, shape, where, work_dtype, compiled)
         ranks.check_split(n_kv_head_of_the_teacher=teaching.model.config.n_kv_head)
     decay_at = decay_planned(config)
-    return Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching, decay_at)
+    run = Run(ranks, where, work_dtype, train, val, tok, rows, config, shape, guides, begin, kept, teaching, decay_at)
+    check_memory(run)
+    return run
+
+
+def check_memory(run):
+    """ValueError, with the sum, for a step that the device cannot hold; on a GPU the sum is said in any case."""
+    if lora_r:
+        model = run.begin.shapes(run.config, run.shape)
+    else:
+        with torch.device("meta"):
+            model = Apertus(run.shape, seed)
+    line = memory.check(model, run.config, run.rows, block_size // run.ranks.sequence, run.ranks, run.device, run.dtype)
+    if run.ranks.first and run.device.startswith("cuda"):
+        print(line)
 
 
 def build(run):
@@ -309,7 +325,8 @@ def build(run):
     # total_samples would: on a faster machine they end sooner in the run, as Apertus' did.
     warm = min(steps_until(total_samples), 100_000)
     opt = build_optimizer(model, optimizer, lr, betas, alpha, eps, weight_decay,
-                          alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled)
+                          alpha_warmup=alpha_warmup or warm, beta3_warmup=beta3_warmup or warm, compile=compiled,
+                          state_dtype=state_dtype)
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     return model, net, opt
@@ -392,6 +409,7 @@ def what_decides(config, samples):
         names += ["lora_alpha", "lora_on", "lora_rs", "base", "start_hash"]
     same = {name: config.get(name) for name in names}
     same["lora_r"] = config.get("lora_r", 0)
+    same["state_dtype"] = config.get("state_dtype", "float32")
     same["data_hash"] = begun(config.get("data_hash", ""), samples)
     same["staged"] = bool(config.get("stage"))
     return same

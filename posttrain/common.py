@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 import convert
 import tokenizer
+from ademamix import check_states
 from data import by_epoch
-from engine import checkpoint, plot, runs
+from engine import checkpoint, memory, plot, runs
 from engine.hardware import memory_of, pick_device
 from engine.parallel import Ranks, shard, square_norm
 from model import Apertus
@@ -127,15 +128,11 @@ def check_room(config, device, ranks):
     room = memory_of(device)
     if not shape or not room:
         return
-    averages = 2 if config["optimizer"] == "adamw" else 3
 
     def takes(adapters, base):
-        """GB on each rank: what weights are held in, and gradient and averages of each number that is trained."""
-        model = shapes_of(shape, adapters, base)
-        held = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        whole = held + 4 * (1 + averages) * trained
-        return whole / 1e9 / (ranks.shard if ranks.sharded else 1)
+        """GB on each rank."""
+        kinds = memory.held(shapes_of(shape, adapters, base), config["optimizer"], config["state_dtype"])
+        return sum(kinds.values()) / 1e9 / (ranks.shard if ranks.sharded else 1)
 
     adapters, room = adapters_of(config), room / 1e9
     needed = takes(adapters, config["base"])
@@ -280,6 +277,7 @@ def joined(config, look):
     look(config["data"])
     ranks = Ranks(config["parallel"])
     device = ranks.place(pick_device(config["device"]))
+    check_states(config["optimizer"], config["state_dtype"])
     check_room(config, device, ranks)
     with runs.claim(config["out"], config["resume"], ranks):
         ranks.join(device, WAIT)
@@ -387,7 +385,8 @@ def go_on(out, model, opt, config, ranks):
     path, manifest = found
     free = FREE if config["lora_r"] or manifest["config"].get("lora_r") else FREE | OF_ADAPTERS
     compared = {name: value for name, value in config.items() if name not in free}
-    runs.refuse_another(path, manifest["config"], compared)
+    # Runs from before that setting had fp32.
+    runs.refuse_another(path, dict(state_dtype="float32") | manifest["config"], compared)
     checkpoint.load(path, model, opt)
     return manifest["step"]
 

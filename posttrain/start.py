@@ -18,7 +18,7 @@ import tokenizer
 from engine import checkpoint
 from engine.distill import Teacher
 from posttrain import lora
-from posttrain.common import adapters_of, load_start
+from posttrain.common import adapters_of, load_start, shapes_of
 
 
 class Start:
@@ -88,6 +88,10 @@ class Start:
         model.config = shape            # the same, but for its window and RoPE
         config["start_hash"] = model.start[:16]
         return model
+
+    def shapes(self, config, shape):
+        """The same on the meta device, by which its memory is added up."""
+        return shapes_of(shape, adapters_of(config), config["base"])
 
     def save_adapters(self, model, config, ranks):
         """Files that PEFT reads. Each rank gives its shards, and the first one writes."""

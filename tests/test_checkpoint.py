@@ -108,7 +108,8 @@ def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tm
     saver.save(3, model, optimizer, {})
     saver.finish()
     assert len(copied) == len(checkpoint.tensors_of(model, optimizer))
-    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "64"), monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    for name, value in dict(RANK="0", WORLD_SIZE="64", LOCAL_WORLD_SIZE="32").items():
+        monkeypatch.setenv(name, value)
     assert not saver.has_room(checkpoint.tensors_of(model, optimizer))         # 32 ranks of this node copy at once
 
 
@@ -152,7 +153,7 @@ def test_writing_takes_twice_the_largest_tensor_and_not_twice_the_model(tmp_path
     assert int(done.stdout) < 20 * 1024, done.stderr[-2000:]
 
 
-def test_a_rank_writes_several_files_which_hold_at_most_the_largest_tensor_and_are_one_checkpoint(tmp_path, monkeypatch):
+def test_several_files_of_a_rank_hold_at_most_its_largest_tensor_and_are_one_checkpoint(tmp_path, monkeypatch):
     """The sizes are those of the safetensors format: a length of 8 bytes, the header, the numbers."""
     monkeypatch.setattr(checkpoint, "FILE", 100)
     model = linear()

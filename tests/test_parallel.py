@@ -313,12 +313,12 @@ def test_recomputed_blocks_are_compiled_whole_and_change_no_bit_of_the_gradients
         assert all(torch.equal(a, b) for a, b in zip(grads, others))
 
 
-def test_ddp_cuts_no_compiled_block(monkeypatch):
+@torch._dynamo.config.patch(optimize_ddp=True)                # as torch has it
+def test_ddp_cuts_no_compiled_block():
     """
     One graph for the blocks and one for the loss. DDP's own way cuts a block where 1 MiB of gradients is full, a matrix
     of the feed-forward here, into three.
     """
-    monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", True)                # as torch has it
     config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=128, ffn_dim=2304)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     torch._dynamo.reset()

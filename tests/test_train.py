@@ -1,4 +1,5 @@
 """train.py, engine/checkpoint.py, sample.py as a user runs them: whole processes, at the size of configs/tiny.py."""
+import glob
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from studies import kit
-from engine import checkpoint
+from engine import checkpoint, memory
 import convert
 import train
 from ademamix import AdEMAMix
@@ -172,6 +173,47 @@ def test_accumulation_does_not_change_the_step(trained, tmp_path):
         assert losses(tmp_path / str(micro)) == pytest.approx(losses(tmp_path / "8"), abs=2e-5)
 
 
+def test_averages_in_bf16_are_saved_so_and_a_stopped_run_goes_on_to_the_same_bits(trained, tmp_path):
+    """2 bytes a number of both averages and 4 of the squares, by the header of the checkpoint's own files."""
+    from safetensors import safe_open
+    short = "--state_dtype=bfloat16", "--total_samples=48", "--warmup_samples=8", "--decay_samples=0"
+    whole, stopped = str(tmp_path / "whole"), str(tmp_path / "stopped")
+    for out, args in ((whole, []), (stopped, ["--checkpoint_every=3"])):
+        assert tiny(trained, f"--out={out}", *short, *args).returncode == 0
+    shutil.rmtree(f"{stopped}/ckpt/step-00000006")
+    os.remove(f"{stopped}/summary.json")
+    refused(tiny(trained, f"--out={stopped}", *short, "--resume", "--state_dtype=float32"),
+            "is of another run: state_dtype 'bfloat16' -> 'float32'")
+    assert tiny(trained, f"--out={stopped}", *short, "--resume").returncode == 0
+    assert same(weights(whole), weights(stopped)) and losses(whole) == losses(stopped)
+    [file] = glob.glob(f"{stopped}/ckpt/step-00000006/*.safetensors")
+    found = {}
+    with safe_open(file, framework="pt") as f:
+        for name in f.keys():
+            found.setdefault(name.partition("/")[0], set()).add(f.get_slice(name).get_dtype())
+    assert found == dict(model={"F32"}, exp_avg_fast={"BF16"}, exp_avg_slow={"BF16"}, exp_avg_sq={"F32"}, step={"F32"})
+
+
+def test_a_run_from_before_the_averages_had_a_dtype_goes_on(trained, tmp_path):
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    for path in (run / "ckpt").iterdir():
+        manifest = checkpoint.read_manifest(str(path))
+        del manifest["config"]["state_dtype"]
+        (path / "manifest.json").write_text(checkpoint.sealed(manifest))
+    more = "--total_samples=168", "--decay_samples=48"
+    assert tiny(trained, f"--out={run}", "--resume", *more).returncode == 0
+
+
+def test_a_run_that_the_device_cannot_hold_is_told_the_sum_before_anything_is_written(trained, tmp_path, monkeypatch):
+    """8 layers of 3 x 1024 x 1024 + 2 x 1024 x 4096 and two vocabularies are 93M parameters, of 20 bytes or 16."""
+    monkeypatch.setattr(memory, "memory_of", lambda device: 2e9)
+    large = "--n_embd=1024", "--ffn_dim=4096", "--n_layer=8"
+    refused(tiny(trained, f"--out={tmp_path / 'run'}", *large),
+            "a step takes about 2.1 GB (weights 0.4, gradients 0.4, states 1.1, ",
+            "and cpu has 2.0: --state_dtype=bfloat16 takes 1.8\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_step_whose_gradient_is_no_number_is_skipped_and_changes_nothing(trained, tmp_path, monkeypatch):
     """The norm of the third step is nan: its weights are the second's, bit for bit, and the run goes on."""
     from engine import parallel
@@ -235,6 +277,8 @@ def test_zero_means_at_the_end_only(trained, tmp_path):
     (["--data=/nowhere"], "no data in '/nowhere'"),
     (["--micro_batch=3"], "not a multiple of micro_batch=3"),
     (["--optimizer=sgd"], "there is ademamix and adamw"),
+    (["--state_dtype=float16"], "there is float32 and bfloat16"),
+    (["--state_dtype=bfloat16", "--optimizer=adamw"], "take --optimizer=ademamix"),
     (["--schedule=linear"], "there is wsd and cosine"),
     (["--decay_samples=1000"], "do not fit into total"),
     (["--device=cuda"] if not torch.cuda.is_available() else ["--device=tpu"], "is not here"),

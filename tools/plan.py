@@ -192,9 +192,9 @@ def main():
     found = {}
     for mode in tqdm(("none", "selective", "full"), desc="tracing", leave=False):
         if whole:
-            peak, traffic = planner(config, on_one, mode, adapters, base, P)
+            peak, traffic = planner(config, on_one, mode, adapters, base, P, state_dtype)
         else:
-            peak, traffic = planner(config, sharded, mode, gpus, shards, P)
+            peak, traffic = planner(config, sharded, mode, gpus, shards, P, state_dtype)
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         rows = max((n for n in divisors if sum(peak(n).values()) <= room), default=0)
         found[mode] = rows, peak(rows or 1), traffic
@@ -361,7 +361,7 @@ def advice(parameters, found, best, shards, node, most, room):
     """
     if best is None:
         short = min(sum(kinds.values()) for _, kinds, _ in found.values()) - room
-        held = 20 * parameters / shards
+        held = (16 if state_dtype == "bfloat16" else 20) * parameters / shards
         more = f"Take more GPUs (--gpus={2 * gpus}) or larger ones"
         if parallel == "hsdp":
             more = f"Shard wider: --hsdp_shard={2 * shards}, or --parallel=fsdp"

@@ -114,9 +114,9 @@ def without_data(fused):
         yield
 
 
-def optimizer_of(model):
+def optimizer_of(model, state_dtype="float32"):
     """AdEMAMix with its states, and the gradients of the micro-batches before, which are there at the peak."""
-    optimizer = AdEMAMix(param_groups(model), compile=False)
+    optimizer = AdEMAMix(param_groups(model), state_dtype=getattr(torch, state_dtype), compile=False)
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer._new_state(p, group)
@@ -191,7 +191,8 @@ class Living(TorchDispatchMode):
         return made
 
 
-def on_one(config, rows, mode, adapters=None, base="fp32", P=1, dtype=torch.bfloat16, fused=True):
+def on_one(config, rows, mode, adapters=None, base="fp32", P=1, state_dtype="float32", dtype=torch.bfloat16,
+           fused=True):
     """
     One micro-batch of `rows` windows on a GPU of its own. mode: of recomputation; adapters, base: as in shapes_of; P:
     how many GPUs share a window.
@@ -214,7 +215,7 @@ def on_one(config, rows, mode, adapters=None, base="fp32", P=1, dtype=torch.bflo
     model.model.norm.register_forward_hook(enter_head)
     with without_data(fused):
         model.to_empty(device="cpu")
-        optimizer = optimizer_of(model)
+        optimizer = optimizer_of(model, state_dtype)
         idx, split = window_of(config, rows, P)
         weights = [*model.parameters(), *model.buffers()]
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -239,7 +240,7 @@ def size_of(tensors):
 # many GPUs
 
 
-def sharded(config, rows, mode, ranks, shards, P=1, dtype=torch.bfloat16, fused=True):
+def sharded(config, rows, mode, ranks, shards, P=1, state_dtype="float32", dtype=torch.bfloat16, fused=True):
     """
     One micro-batch of `rows` windows on rank 0 of `ranks`, of which `shards` share one copy of the weights, P a window.
 
@@ -258,7 +259,7 @@ def sharded(config, rows, mode, ranks, shards, P=1, dtype=torch.bfloat16, fused=
             recompute_activations(model, mode)
             shard(model, mesh, dtype)
             model.to_empty(device="cpu")
-            optimizer = optimizer_of(model)
+            optimizer = optimizer_of(model, state_dtype)
             idx, split = window_of(config, rows, P)
             tracker, traffic = FSDPMemTracker(model, optimizer), Traffic()
             tracker.track_inputs((idx,))
