@@ -106,8 +106,11 @@ def starts_of(rng, n, m, field=FIELD, p=0.5):
     Places of n allies and m enemies, (n, 2) and (m, 2), by SMACv2's SurroundedAndReflectPositionDistribution.
 
     Surrounded: allies stand in the middle, enemies in up to four groups on the diagonals. Reflected: allies anywhere in
-    the left half, enemies where a mirror shows them; enemies too many anywhere in the right half.
+    the left half, enemies where a mirror shows them; enemies too many anywhere in the right half. ValueError for a
+    field that they do not fit: groups begin 2 from the middle, and allies end 1 before it.
     """
+    if field < 4:
+        raise ValueError(f"field={field}: neither start fits, want at least 4 x 4")
     middle = np.array([field / 2, field / 2])
     if rng.random() > p:
         groups = rng.integers(1, 5)

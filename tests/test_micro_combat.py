@@ -31,6 +31,15 @@ def test_starts_are_the_published_ones_on_the_same_stream(case):
     assert sum((allies == 16).all() for allies, _ in starts) == want["surrounded"]
 
 
+@pytest.mark.parametrize("field", [4, 5, 32])
+def test_everybody_starts_on_the_field_and_a_field_too_small_is_refused(field):
+    rng = np.random.default_rng(0)
+    places = np.concatenate([np.concatenate(mc.starts_of(rng, 3, 5, field)) for _ in range(400)])
+    assert places.min() >= 0 and places.max() <= field
+    with pytest.raises(ValueError, match="^field=3: neither start fits, want at least 4 x 4$"):
+        mc.starts_of(rng, 3, 5, 3)
+
+
 @pytest.mark.parametrize("case", WANT["m2"])
 def test_teams_are_drawn_as_published(case):
     """Type for type on the same stream, those drawn again too, and their counts in 4,000 teams."""
