@@ -264,7 +264,7 @@ def test_of_minutes_and_samples_the_one_said_last_counts(data, tmp_path):
 
 @pytest.fixture(scope="module")
 def longer(data, whole, tmp_path_factory):
-    """The finished run, which had one checkpoint from before its decay, asked for its decay too late, and gone on with."""
+    """The finished run, with one checkpoint from before its decay: asked for its decay too late, and gone on with."""
     assert steps(whole) == [10, 20]
     out = tmp_path_factory.mktemp("anytime") / "longer"
     shutil.copytree(whole, out)
