@@ -270,8 +270,9 @@ def can_compile(device):
     # torch would first compile a program to see whether AVX works: seconds of every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if device.type == "cuda":
-        c_compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-        return find_spec("triton") is not None and shutil.which(c_compiler or "") is not None
+        named = os.environ.get("CC")
+        c_compilers = [named] if named else ["gcc", "clang"]
+        return find_spec("triton") is not None and any(map(shutil.which, c_compilers))
     usual = "clang++" if sys.platform == "darwin" else "g++"
     compiler = os.environ.get("CXX") or usual
     return device.type == "cpu" and shutil.which(compiler) is not None

@@ -113,28 +113,27 @@ def train(folder, args, device=None):
                          "The same command tries again where it stopped")
 
 
-def rows_of(script, names, settings, out, jobs):
+def run_each(script, asked, settings, out, path, jobs):
     """
-    The rows of runs that a script makes one by one, `python -m SCRIPT --only=NAME`, each in a process and a folder.
+    Runs that a script makes one by one, `python -m SCRIPT --only=NAME`, each in a process and a folder; their rows go
+    to the file at `path`.
 
-    settings: {setting: value} that the script is given with each. What has been run is not run again.
+    asked: {name: rollouts}; settings: {setting: value} that the script is given with each. What has been run is not run
+    again. ValueError, before the first, if that file is of other runs, which would be lost, or cannot be written.
     """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    for row in read_rows(path) if os.path.exists(path) else []:
+        name = row.get("name")
+        if asked.get(name) != row.get("rollouts") or name is None:
+            raise ValueError(f"{path} holds runs of other settings, like {name}: name another --results")
+
     def one(name, device):
         folder = f"{out}/{digest([name, settings])}"
         done = f"{folder}/row.json"
         call(folder, "run", done, script, f"--only={name}", f"--out={folder}", *flags(settings))
         return read_json(done)
-    runs = in_parallel(jobs, one, names)
-    return list(tqdm(runs, "runs", len(names), unit="run"))
-
-
-def refuse_others(path, asked):
-    """ValueError if the rows at path are of runs that are not asked for now, (name, rollouts): they would be lost."""
-    if not os.path.exists(path):
-        return
-    for row in read_rows(path):
-        if (row["name"], row["rollouts"]) not in asked:
-            raise ValueError(f"{path} holds runs of other settings, like {row['name']}: name another --results")
+    runs = in_parallel(jobs, one, asked)
+    write_rows(path, list(tqdm(runs, "runs", len(asked), unit="run")))
 
 
 def flags(settings):
@@ -147,8 +146,16 @@ def in_parallel(at_a_time, work, *columns):
     map(work, *columns) in threads: yields the results in order. work gets one more argument, its device.
 
     At most at_a_time run at once; 0 = one for each GPU, or for each CPU core where there is no GPU. device: the name
-    of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled.
+    of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled. ValueError for fewer than
+    no runs at a time.
     """
+    if at_a_time < 0:
+        raise ValueError(f"jobs={at_a_time}: want how many runs at a time, 0 for one on each GPU or core")
+    return results_of(at_a_time, work, columns)
+
+
+def results_of(at_a_time, work, columns):
+    """What in_parallel yields; a function of its own, so that the error comes before any bar is drawn."""
     # Of the GPUs that this process may see, as whoever started it has named them.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()
@@ -192,9 +199,10 @@ def read_rows(path):
 
 def rows_to_report(path, script):
     """The rows of a study that was run earlier. ValueError if there are none."""
-    if not os.path.isfile(path):
-        raise ValueError(f"no {path}: run {script} first, without --report")
-    return read_rows(path)
+    rows = read_rows(path) if os.path.isfile(path) else []
+    if not rows:
+        raise ValueError(f"no {path}, or nothing in it: run {script} first, without --report")
+    return rows
 
 
 def differences(ours, theirs, value):

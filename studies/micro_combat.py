@@ -580,10 +580,8 @@ def main():
     if not report:
         if seeds < 1 or scale <= 0:
             raise ValueError(f"seeds={seeds}, scale={scale}: want at least one seed, and a share of the rollouts")
-        asked = arms()
-        kit.refuse_others(lines, [(name, rollouts()) for name in asked])
         settings = dict(scale=scale, first_seed=first_seed)
-        kit.write_rows(lines, kit.rows_of("studies.micro_combat", asked, settings, out, jobs))
+        kit.run_each("studies.micro_combat", dict.fromkeys(arms(), rollouts()), settings, out, lines, jobs)
     rows = kit.rows_to_report(lines, "studies.micro_combat")
     kit.write(f"{results}/table.md", table_md(rows))
     draw_fights(next(row["fights"] for row in rows if "fights" in row), f"{results}/fights.png")

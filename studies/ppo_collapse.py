@@ -608,9 +608,8 @@ def main():
     if not report:
         if seeds < 1 or scale <= 0:
             raise ValueError(f"seeds={seeds}, scale={scale}: want at least one seed, and a share of the rollouts")
-        asked = arms()
-        kit.refuse_others(lines, [(name, rollouts_of(parsed(name)[0])) for name in asked])
-        kit.write_rows(lines, kit.rows_of("studies.ppo_collapse", asked, dict(scale=scale), out, jobs))
+        asked = {name: rollouts_of(parsed(name)[0]) for name in arms()}
+        kit.run_each("studies.ppo_collapse", asked, dict(scale=scale), out, lines, jobs)
     rows = kit.rows_to_report(lines, "studies.ppo_collapse")
     kit.write(f"{results}/table.md", table_md(rows))
     draw_two_states(f"{results}/two_states.png")

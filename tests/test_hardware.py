@@ -130,8 +130,6 @@ def test_on_cuda_compilation_wants_triton_and_a_c_compiler(monkeypatch, triton, 
     monkeypatch.delenv("CC", raising=False)
     if cc:
         monkeypatch.setenv("CC", cc)
-    # which() of a path that it has found finds it again.
-    there |= {f"/usr/bin/{name}" for name in there}
     assert hardware.can_compile(torch.device("cuda")) == works
 
 

@@ -267,16 +267,21 @@ def test_many_epochs_move_the_features_and_the_feature_loss_holds_them():
 # --- the study ----------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_study_goes_on_and_ends_in_the_same_rows(tmp_path):
-    """Two runs of one game; the second time nothing is trained again, and the rows are the same."""
-    args = ["--only=cartpole-4-1-2", "--scale=0.01"]
-    rows = []
-    for name in "ab":
-        done = script("studies.ppo_collapse", *args, f"--out={tmp_path}/{name}")
-        assert done.returncode == 0, done.stderr
-        rows.append(json.loads((tmp_path / name / "row.json").read_text()))
-    assert rows[0] == rows[1] and rows[0]["rollouts"] == ppo_collapse.POINTS
-    assert all(len(curve) == ppo_collapse.POINTS for curve in rows[0]["curves"].values())
+def test_what_has_been_run_is_not_run_again_and_a_run_is_a_function_of_its_name(tmp_path, monkeypatch):
+    """By the command's own processes; the second time after one of two was lost, as a kill leaves it."""
+    monkeypatch.setattr(ppo_collapse, "scale", 0.01)
+    path, out = f"{tmp_path}/results/rows.jsonl", tmp_path / "out"
+    asked = dict.fromkeys(["cartpole-4-1-2", "cartpole-4-10-2"], ppo_collapse.POINTS)
+    run = lambda: kit.run_each("studies.ppo_collapse", asked, dict(scale=0.01), str(out), path, 2)
+    run()
+    first = kit.read_rows(path)
+    kept, lost = sorted(out.glob("*/row.json"))
+    before = os.stat(kept).st_mtime_ns
+    lost.unlink()
+    run()
+    assert kit.read_rows(path) == first and os.stat(kept).st_mtime_ns == before and lost.exists()
+    assert first[0] == json.loads(json.dumps(ppo_collapse.trained("cartpole-4-1-2")))
+    assert [row["name"] for row in first] == list(asked)
 
 
 @pytest.mark.parametrize("args, words", [
@@ -288,11 +293,18 @@ def test_a_killed_study_goes_on_and_ends_in_the_same_rows(tmp_path):
     (["--seeds=1"], "holds runs of other settings, like breakout-4-0-3: name another --results"),
     (["--seeds=2", "--scale=0.5"], "holds runs of other settings, like breakout-4-0-3: name another --results"),
     (["--report", "--results=nowhere"], "run studies.ppo_collapse first"),
+    (["--results=results/length"], "holds runs of other settings, like None: name another --results"),
+    (["--results=LICENSE"], "File exists: 'LICENSE'"),
+    (["--jobs=-1", "--results=EMPTY"], "jobs=-1: want how many runs at a time"),
+    (["--report", "--results=EMPTY"], "or nothing in it: run studies.ppo_collapse first"),
 ])
 def test_bad_input_is_one_line_and_no_result_is_lost(args, words, tmp_path):
     rows = tmp_path / "rows.jsonl"
     kept = json.dumps(dict(name="breakout-4-0-3", game="breakout", rollouts=ppo_collapse.GAMES["breakout"].rollouts))
     rows.write_text(kept + "\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "rows.jsonl").touch()
+    args = [arg.replace("EMPTY", f"{tmp_path}/empty") for arg in args]
     refused(script("studies.ppo_collapse", f"--results={tmp_path}", f"--out={tmp_path}/out", *args), words)
     assert not (tmp_path / "out").exists() and rows.read_text() == kept + "\n"
 
