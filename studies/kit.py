@@ -146,8 +146,8 @@ def in_parallel(at_a_time, work, *columns):
     map(work, *columns) in threads: yields the results in order. work gets one more argument, its device.
 
     At most at_a_time run at once; 0 = one for each GPU, or for each CPU core where there is no GPU. device: the name
-    of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled. ValueError for fewer than
-    no runs at a time.
+    of a GPU that is free, or None. An error or Ctrl-C ends it: what has not begun is cancelled. ValueError for less
+    than 0.
     """
     if at_a_time < 0:
         raise ValueError(f"jobs={at_a_time}: want how many runs at a time, 0 for one on each GPU or core")

@@ -70,7 +70,7 @@ ALSO = {
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "judges": ["test_charter", "test_qrpo"],
     "kept": ["test_withdraw"],
-    "kit": ["test_ablate", "test_memorize", "test_qrpo"],
+    "kit": ["test_ablate", "test_memorize", "test_qrpo", "test_ppo_collapse"],
     "losses": ["test_qrpo"],
     "quantised": ["test_lora"],
     "model": ["test_speed", "test_lora", "test_quantised", "test_parallel", "test_mps"],
