@@ -245,7 +245,8 @@ def test_a_blind_plan_is_learnt_where_nothing_is_random(tmp_path, monkeypatch):
     (["--scale=0.5"], "holds runs of other settings, like all-none-3: name another --results"),
     (["--report", "--results=nowhere"], "run studies.micro_combat first"),
 ])
-def test_bad_input_is_one_line_and_no_result_is_lost(args, words, tmp_path):
+def test_bad_input_is_one_line_and_no_result_is_lost(args, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "call", lambda *args: pytest.fail("a run was begun"))
     rows = tmp_path / "rows.jsonl"
     kept = json.dumps(dict(name="all-none-3", game="all", policy="none", rollouts=mc.ROLLOUTS)) + "\n"
     rows.write_text(kept)

@@ -298,7 +298,8 @@ def test_what_has_been_run_is_not_run_again_and_a_run_is_a_function_of_its_name(
     (["--jobs=-1", "--results=EMPTY"], "jobs=-1: want how many runs at a time"),
     (["--report", "--results=EMPTY"], "or nothing in it: run studies.ppo_collapse first"),
 ])
-def test_bad_input_is_one_line_and_no_result_is_lost(args, words, tmp_path):
+def test_bad_input_is_one_line_and_no_result_is_lost(args, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(kit, "call", lambda *args: pytest.fail("a run was begun"))
     rows = tmp_path / "rows.jsonl"
     kept = json.dumps(dict(name="breakout-4-0-3", game="breakout", rollouts=ppo_collapse.GAMES["breakout"].rollouts))
     rows.write_text(kept + "\n")
