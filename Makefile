@@ -1,5 +1,7 @@
 # The first two commands: `make train` and `make test`. Both build .venv if it is missing, and may be repeated.
 PY = .venv/bin/python
+GPU_PY = .gpuenv/bin/python
+MISTRAL = mistral-common==1.13.1
 CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
@@ -11,8 +13,9 @@ KILLS = 500
 RUNS = 20
 MINUTES = 0
 MUTANTS =
+ONLY =
 
-.PHONY: train recipe align ablate memorize faults flakes mutants test clean
+.PHONY: train recipe align ablate memorize faults flakes mutants test gpu-dry clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
@@ -56,11 +59,23 @@ mutants: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
+# What CUDA would do, without a GPU: gcc and 6 GB for a build of torch with CUDA. ONLY="blocks decode" or CONFIG=configs/mine.py: these
+gpu-dry: .gpuenv/ready
+	$(GPU_PY) tests/dryrun/dryrun.py $(ONLY) $(if $(filter-out file,$(origin CONFIG)),--config="$(CONFIG)")
+
 .venv/ready: requirements.txt
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -r requirements.txt
-	$(PY) -m pip install -q --no-deps mistral-common==1.13.1
+	$(PY) -m pip install -q --no-deps $(MISTRAL)
+	touch $@
+
+# The same with a build for CUDA, of the version that tests/dryrun/phantom.c was written for
+.gpuenv/ready: requirements.txt
+	test -x $(GPU_PY) || python3 -m venv .gpuenv
+	grep -v '^torch==' requirements.txt > .gpuenv/others.txt
+	$(GPU_PY) -m pip install -q torch==2.11.0 -r .gpuenv/others.txt
+	$(GPU_PY) -m pip install -q --no-deps $(MISTRAL)
 	touch $@
 
 clean:
-	rm -rf .venv out data
+	rm -rf .venv .gpuenv out data
