@@ -424,20 +424,36 @@ def chunk_loss(h, w, targets, weights, train):
     return nll, dz.to(h.dtype)
 
 
-def chunk_rows(V, device):
+def chunk_rows(V, device, trained=True):
     """
     Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in
     fp32.
 
-    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A
-    power of two, as batches are: a remainder would be another shape to compile.
+    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. On a GPU
+    0.5 GB where the head is trained: each chunk reads and writes the head's gradient. A power of
+    two, as batches are: a remainder would be another shape to compile.
     """
     most = 2**26
-    on_cpu = torch.device(device).type == "cpu"
-    if on_cpu and V <= 2**14:
+    on = torch.device(device).type
+    if on == "cpu" and V <= 2**14:
         most = 2**22
+    if on == "cuda" and trained:
+        most = 2**27
     power = int(math.log2(most / V))
     return max(128, 2**power)
+
+
+def add_product(total, a, b):
+    """
+    total += a @ b, in total's dtype, which is fp32 where a and b are bf16: inside the product where
+    that can be, since the 8B's head gradient is 2 GB to read and write for each chunk of the loss.
+    """
+    if a.dtype == total.dtype and not by_onednn(a):
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += linear(a, b.T)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -478,12 +494,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             )
             if train_h:
                 grad_h[s] = linear(dz, w.T)                # (rows, C)
-            if not train_head:
-                continue
-            if dz.dtype == grad_head.dtype and not by_onednn(dz):
-                grad_head.addmm_(dz.T, chunk)              # (V, C)  added up inside the product, without a copy
-            else:
-                grad_head += linear(dz.T, chunk.T)         # bf16 products are added up in fp32
+            if train_head:
+                add_product(grad_head, dz.T, chunk)        # (V, C)
         # FSDP hands over the head in bf16; the sum over chunks is in fp32 all the same.
         ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_h, grad_head)
@@ -495,8 +507,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_head = ctx.saved_tensors
         if grad_h is not None:
             grad_h = grad_h * grad.to(grad_h.dtype)
+        # In place: a copy takes 2 GB of the 8B. Autograd therefore refuses a second backward pass.
         if grad_head is not None:
-            grad_head = (grad_head * grad).to(ctx.head_dtype)
+            grad_head = grad_head.mul_(grad).to(ctx.head_dtype)
         return grad_h, grad_head, None, None, None, None
 
 
@@ -686,7 +699,7 @@ class Apertus(nn.Module):
             n_tokens = has_loss.sum().clamp(min=1)
         weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
         labels = targets.clamp(min=0)
-        rows = chunk_rows(self.config.vocab_size, x.device)
+        rows = chunk_rows(self.config.vocab_size, x.device, head.requires_grad)
         flat = (
             x.flatten(0, 1),
             head,

@@ -78,7 +78,7 @@ def test_chunked_loss_has_the_gradients_of_the_full_one_in_fp64(name, monkeypatc
     (incoming * loss).backward()
     full = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(model_file, "chunk_rows", lambda V, device: 17)          # chunks that do not divide
+    monkeypatch.setattr(model_file, "chunk_rows", lambda *_: 17)          # chunks that do not divide
     (incoming * model(io["idx"], io["targets"])[1]).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, full[n], rtol=1e-9, atol=1e-12)
@@ -95,13 +95,14 @@ def test_a_frozen_head_has_no_gradient_built_for_it():
     assert of_h is not None and of_head is None
 
 
-@pytest.mark.parametrize("V, device, rows", [
-    (131_072, "cuda", 512), (131_072, "cpu", 512),         # 268 MB in fp32
-    (2**14, "cpu", 256), (2048, "cpu", 2048),              # 16 MB
-    (2048, "cuda", 2**15), (100, "cpu", 2**15), (2**20, "cpu", 128),
+@pytest.mark.parametrize("V, device, trained, rows", [
+    (131_072, "cuda", True, 1024),                         # 0.5 GB in fp32
+    (131_072, "cuda", False, 512), (131_072, "cpu", True, 512),         # 268 MB
+    (2**14, "cpu", True, 256), (2048, "cpu", True, 2048),  # 16 MB
+    (2048, "cuda", False, 2**15), (100, "cpu", True, 2**15), (2**20, "cpu", True, 128),
 ])
-def test_the_logits_held_at_a_time_take_as_much_as_the_page_says(V, device, rows):
-    assert model_file.chunk_rows(V, device) == rows
+def test_the_logits_held_at_a_time_take_as_much_as_the_page_says(V, device, trained, rows):
+    assert model_file.chunk_rows(V, device, trained) == rows
 
 
 def test_compiled_attention_in_bf16_stays_causal_and_inside_documents():
