@@ -498,7 +498,8 @@ def align(ranks, device):
             seen = watched(ratio, known)
             if rank_every and (step % rank_every == 0 or done == steps):
                 texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
-                seen |= collapse.diagnose(model, *padded(texts, device))
+                idx, keep = padded(texts)
+                seen |= collapse.diagnose(model, idx.to(device), keep.to(device))
             if due(kept, old_every, done, steps):
                 seen |= kept.measure(model, ranks)
             log(step=step, loss=value, grad_norm=norm, lr=rate, **seen)

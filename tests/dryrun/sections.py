@@ -352,7 +352,6 @@ def train(folder, ranks, *args):
     config = configure(vars(script), args)
     if config["init_from"]:
         start_of(0)
-        script.load_any = convert.load_any
     batch_size = 2 * config["micro_batch"] * ranks // config["sequence_parallel"]
     short = dict(data=f"{folder}/data", out=f"{folder}/run", device="cuda", stage="", minutes=0.0, batch_ramp_at=0,
                  batch_size=batch_size, total_samples=3 * batch_size, warmup_samples=batch_size,
@@ -367,6 +366,8 @@ def start_of(n_layer):
     shape.n_layer = n_layer or shape.n_layer
     tok = tokenizer.load("apertus")
     convert.shape_of = lambda name: shape
+    convert.start_of = lambda name: (shape, tok, "")
+    convert.fill = lambda *_: None
 
     def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
         with torch.device("meta"):
@@ -381,12 +382,13 @@ def start_of(n_layer):
 
 
 def conversations(folder, n):
-    """n of a user who asks and an assistant who answers at length, in a file."""
+    """n of a user who asks and an assistant who answers in up to 4,000 tokens, in a file."""
     rng = np.random.default_rng(0)
     path = f"{folder}/conversations.jsonl"
     with open(path, "w") as file:
         for _ in range(n):
-            question, answer = (" ".join(map(str, rng.integers(0, 1000, size))) for size in (20, rng.integers(99, 999)))
+            size = rng.integers(900, 1000)
+            question, answer = (" ".join(map(str, rng.integers(100, 1000, size))) for size in (20, size))
             messages = [dict(role="user", content=question), dict(role="assistant", content=answer)]
             file.write(json.dumps(dict(messages=messages)) + "\n")
     return path
