@@ -12,7 +12,9 @@ another micro_batch rounds otherwise. Weights, gradients, what ranks send and th
 embedding, head, norms, activation and attention.
 
 The report tried this with the 8B after 8T tokens (appendix D): 26 % faster, its loss 0.01 higher at once. It diverged
-300B tokens later, and they went back. Here --resume --fp8=False goes back.
+300B tokens later, and they went back. Here --resume --fp8=False goes back. After 300 steps of 3.5M parameters on a CPU,
+whose products are rounded alike, validation is 0.010 +- 0.011 nats a token higher, and the last 50 training steps
+0.011 +- 0.009 (five seeds against bf16). No GPU has run it.
 
 $ python train.py configs/8b.py --data=data/mine --fp8
 """
