@@ -37,6 +37,7 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun, first_changed, share_of_one, since
 from engine import checkpoint, memory, plot, runs
+from engine.fp8 import check_fp8, multiply_in_fp8
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
@@ -52,6 +53,7 @@ init_from = ""                  # begin with the weights of a run folder, a Hugg
 resume = False                  # go on from the folder's newest intact checkpoint, or start if there is none
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
+fp8 = False                     # multiply the matrices of the blocks in 8 bits (engine/fp8.py); H100, 4090 and later
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
 # what is trained, if not all: adapters beside the frozen weights of init_from (posttrain/lora.py)
@@ -269,6 +271,10 @@ def set_up():
     config["data_version"] = meta.get("version")
     shape = ApertusConfig.of(config)
     ranks.check_split(block_size=block_size, n_kv_head=shape.n_kv_head)
+    if fp8:
+        if lora_r or ffn != "dense":
+            raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or lora_r={lora_r} and ffn={ffn}")
+        check_fp8(shape, rows * block_size // ranks.sequence, where)
     guides = None
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
@@ -317,6 +323,8 @@ def build(run):
             if run.guides:
                 run.guides.join(model)
         model.dtype = run.dtype
+        if fp8:
+            multiply_in_fp8(model)
     compiled = compile and can_compile(torch.device(run.device))
     net = spread(model, ranks, run.device, seed, recompute, compiled)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never

@@ -422,7 +422,7 @@ def recompute_activations(model, mode):
     rank = max((p.shape[0] for name, p in model.named_parameters() if name.endswith("lora_A.weight")), default=0)
     aten = torch.ops.aten
     # Which dimension of the second factor its result has: oneDNN (engine/hardware.py) takes a weight as it is.
-    products = {aten.mm.default: 1, torch.ops.apertus.linear.default: 0}
+    products = {aten.mm.default: 1, aten._scaled_mm.default: 1, torch.ops.apertus.linear.default: 0}
     attention = {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

@@ -100,12 +100,20 @@ def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies
     assert all(losses(run) == losses(runs[0]) for run in runs)
 
 
+def test_exact_mode_in_fp8_ends_in_the_same_bits_on_1_and_2_processes(lab):
+    """Scales are made of a micro-batch and of a whole matrix, so they are the same wherever it lies."""
+    args = "--exact", "--fp8", "--micro_batch=2", "--total_samples=80", *CONSTANT, *SILENT
+    runs = [ended(lab, ranks, *args, *how, name=f"fp8-{ranks}") for ranks, how in ((0, []), (2, ["--parallel=fsdp"]))]
+    assert sha_of(runs[0]) == sha_of(runs[1]) and losses(runs[0]) == losses(runs[1])
+
+
 needs_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 
 
 @pytest.mark.parametrize("args", [
     ["--parallel=ddp"], ["--parallel=fsdp", "--sequence_parallel=2"], ["--parallel=hsdp", "--hsdp_shard=1"],
     pytest.param(["--parallel=ddp", "--compile"], marks=needs_compiler),
+    pytest.param(["--parallel=fsdp", "--compile", "--fp8"], marks=needs_compiler),
     pytest.param(["--parallel=fsdp", "--compile"], marks=needs_compiler)], ids=" ".join)
 def test_two_processes_killed_and_resumed_end_in_the_same_bits(lab, args):
     """
