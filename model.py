@@ -585,7 +585,9 @@ class Apertus(nn.Module):
         if config.ffn != "dense":
             from studies import structured
             structured.build(self)
-        self.init_weights(seed)
+        # None: they come from a file. A CPU draws some 100 million a second, so of the 8B that is minutes.
+        if seed is not None:
+            self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
