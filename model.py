@@ -585,7 +585,7 @@ class Apertus(nn.Module):
         if config.ffn != "dense":
             from studies import structured
             structured.build(self)
-        # None: they come from a file. A CPU draws some 100 million a second, so of the 8B that is minutes.
+        # None: they come from a file. One core draws 45 million a second, the 8B's in three minutes.
         if seed is not None:
             self.init_weights(seed)
 
