@@ -289,8 +289,7 @@ def causal_attention(q, k, v, doc=None):
     Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v
     (B, K, T, D) -> (B, H, T, D).
 
-    doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T)
-    elsewhere.
+    doc: None, or what document_mask returned: a BlockMask for flex_attention, or the ids (B, T).
     """
     if doc is not None and not isinstance(doc, torch.Tensor):
         return flex_attention(
@@ -305,11 +304,7 @@ def causal_attention(q, k, v, doc=None):
     short = q.dtype == torch.bfloat16 and T <= 512
     by_formula = on_cpu and short and torch.compiler.is_compiling()
     if doc is None and not by_formula:
-        return F.scaled_dot_product_attention(
-            q, k, v,
-            is_causal=True,
-            enable_gqa=True,
-        )
+        return library_attention(q, k, v)
     if on_cpu and not by_formula:
         return segment_attention(q, k, v, doc)[0]
     i = torch.arange(T, device=q.device)
@@ -318,6 +313,35 @@ def causal_attention(q, k, v, doc=None):
         same = doc[:, :, None] == doc[:, None, :]          # (B, T, T)
         mask = mask & same[:, None]                        # (B, 1, T, T)
     return masked_attention(q, k, v, mask)
+
+
+def library_attention(q, k, v, mask=None):
+    """
+    torch's own kernels, causal or over the pairs of `mask` (B, 1, T, S) bool. q (B, H, T, D), k and
+    v (B, K, S, D) -> (B, H, T, D).
+    """
+    if not shares_heads(q.device.type, q.dtype, mask is not None):
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, dim=1)             # (B, H, S, D)
+        v = v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(
+        q, k, v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+
+
+def shares_heads(device, dtype, masked):
+    """
+    Whether torch has a kernel in which query heads share k and v.
+
+    On CUDA that is flash attention alone, in half types and without a mask. For anything else
+    torch would fall back to the formula, with all T x S scores of all heads in memory: 2.1 GB
+    at 4,096 positions of the 8B in fp32. Repeated heads have a kernel without them.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device != "cuda" or half and not masked
 
 
 def masked_attention(q, k, v, mask):
@@ -341,16 +365,24 @@ def masked_attention(q, k, v, mask):
     return y.view(B, H, T, D)
 
 
-def document_mask(doc):
+def document_mask(doc, head_dim):
     """
-    What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the
-    ids elsewhere. doc (B, T) or None.
+    What attention needs to stay inside documents: a flex_attention BlockMask where that has a
+    kernel, the ids elsewhere. doc (B, T) or None.
     """
-    if doc is None or doc.device.type != "cuda":
+    if doc is None or not has_flex(doc.device.type, head_dim):
         return doc
     B, T = doc.shape
     sees = causal_in_documents(doc)
     return create_block_mask(sees, B, None, T, T, device=doc.device)
+
+
+def has_flex(device, head_dim):
+    """
+    Whether flex_attention can train there: on CUDA, and with no heads of toy models. Its matrix
+    products have at least 16 numbers a side.
+    """
+    return device == "cuda" and head_dim >= 16
 
 
 def causal_in_documents(doc):
@@ -567,7 +599,9 @@ class Apertus(nn.Module):
         if config.ffn != "dense":
             from studies import structured
             structured.build(self)
-        self.init_weights(seed)
+        # None: they come from a file. One core draws 45 million a second, the 8B's in three minutes.
+        if seed is not None:
+            self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -634,7 +668,7 @@ class Apertus(nn.Module):
         if self.dtype is not None:
             x = x.to(self.dtype)
         cos, sin = self.rope(idx, cache, x.dtype, split)
-        doc = document_mask(doc) if self.config.doc_mask else None
+        doc = document_mask(doc, self.config.head_dim) if self.config.doc_mask else None
         for block in self.model.layers:
             x = block(x, cos, sin, doc, cache, split)
         return self.model.norm(x)

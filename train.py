@@ -309,24 +309,25 @@ def check_memory(run):
         print(line)
 
 
-def build(run):
+def build(run, drawn=True):
     """
     The model, what is called in training (the model, or a wrapper that talks to other ranks),
-    and the optimizer.
+    and the optimizer. drawn: with initial weights, which a file will not fill.
     """
     ranks = run.ranks
+    of_weights = seed if drawn else None
     if lora_r:
         model = run.begin.adapted(run.config, run.shape, ranks, run.device, run.dtype)
     else:
         with torch.device("meta" if ranks.sharded else run.device):
-            model = Apertus(run.shape, seed)
+            model = Apertus(run.shape, of_weights)
             if run.guides:
                 run.guides.join(model)
         model.dtype = run.dtype
         if fp8:
             multiply_in_fp8(model)
     compiled = compile and can_compile(torch.device(run.device))
-    net = spread(model, ranks, run.device, seed, recompute, compiled)
+    net = spread(model, ranks, run.device, of_weights, recompute, compiled)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never
     # get there and stay plain Adam, so its warm-ups last as long as the run, as in the report's
     # own post-training. They must not depend on a clock, so with --minutes they last as long as
@@ -340,17 +341,12 @@ def build(run):
     return model, net, opt
 
 
-def resume_from(model, optimizer, run):
+def resume_from(path, manifest, model, optimizer, run):
     """
-    Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
-    start.
+    Load the newest intact checkpoint, or the one before its decay. Returns the step to go on with.
 
     ValueError: the checkpoint belongs to a run with other settings, which are named.
     """
-    found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, allow_restart)
-    if not found:
-        return 0
-    path, manifest = found
     samples = samples_before(manifest["step"])
     before = manifest["config"]
     changed = first_changed(before.get("data_hash", ""), run.config["data_hash"], samples)
@@ -765,8 +761,9 @@ def pretrain(run, stop, cooldown):
     begin the decay.
     """
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
-    model, net, opt = build(run)
-    start = resume_from(model, opt, run) if resume else 0
+    found = checkpoint.newest_intact(f"{out}/ckpt", ranks.files, allow_restart) if resume else None
+    model, net, opt = build(run, drawn=not found and not run.begin)
+    start = resume_from(*found, model, opt, run) if found else 0
     # --init_from, and no checkpoint of this run yet. Beside adapters the weights are there already.
     if run.begin and not start and not lora_r:
         run.begin.fill(model, first)

@@ -312,8 +312,8 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     or DDP's wrapper of it.
 
     With ranks.sharded the model comes on the meta device, and memory is allocated for this rank's shards only. Initial
-    weights depend on (seed, name) alone, so they are the same for every number of ranks. A model that comes in shards
-    with its weights (posttrain/common.py) keeps them.
+    weights depend on (seed, name) alone, so they are the same for every number of ranks; without a seed the shards stay
+    unfilled. A model that comes in shards with its weights (posttrain/common.py) keeps them.
     """
     recompute_activations(model, recompute)
     if compiled:
@@ -329,7 +329,8 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     if ranks.sharded and next(model.parameters()).is_meta:
         shard(model, ranks.mesh, model.dtype, ranks.sum_dtype)
         model.to_empty(device=device)
-        init_shards(model, seed)
+        if seed is not None:
+            init_shards(model, seed)
     return model
 
 

@@ -28,6 +28,7 @@ from conftest import ROOT, script
 from data import TokenDataset
 from faults.launch import losses, sha_of
 from faults.suite import Lab
+import model as model_file
 from model import Apertus, ApertusConfig
 from schedule import batch_size, samples_at
 
@@ -253,6 +254,22 @@ def test_shards_are_initialised_to_the_weights_of_one_process_without_holding_th
         parallel.spread(model, ranks, "cpu", 5)
         whole = dict(Apertus(config, 5).named_parameters())
         assert all(torch.equal(p.full_tensor(), whole[name]) for name, p in model.named_parameters())
+    finally:
+        ranks.leave()
+
+
+def test_shards_that_a_checkpoint_fills_are_not_drawn(monkeypatch):
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    drawn = []
+    monkeypatch.setattr(model_file, "draw", lambda name, shape, *how: drawn.append(name) or torch.zeros(shape))
+    ranks = parallel.Ranks("none", exact=True)
+    ranks.join("cpu", 10)
+    try:
+        for seed, count in ((None, 0), (5, 2 + 2 * 6)):     # embedding, head, and six matrices a layer
+            with torch.device("meta"):
+                model = Apertus(config, seed)
+            parallel.spread(model, ranks, "cpu", seed)
+            assert len(drawn) == count and not any(p.is_meta for p in model.parameters())
     finally:
         ranks.leave()
 
