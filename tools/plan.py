@@ -19,6 +19,7 @@ $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
 $ python -m tools.plan --cards          # README's table of what can be fine-tuned on which card
 $ python -m tools.plan --long           # and of how many GPUs hold windows of 8k to 64k
+$ python -m tools.plan --fits           # and of what fits where: six commands
 """
 
 import sys
@@ -57,6 +58,7 @@ node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
 picture = "out/plan.png"   # where it is drawn; "" = nowhere
 cards = False              # print the table of what can be fine-tuned on which card, and stop
+fits = False               # print the table of six commands and the memory that each takes, and stop
 long = False               # print the table of the fewest GPUs for windows of 8k to 64k, and stop
 
 # The published models, whose shapes are those of these configs: a plan needs no network.
@@ -156,8 +158,8 @@ def gb(size):
 
 
 def main():
-    if cards or long:
-        table = table_of_cards() if cards else table_of_windows()
+    if cards or fits or long:
+        table = table_of_cards() if cards else table_of_fits() if fits else table_of_windows()
         print(*table, sep="\n")
         return
     spec = GPUS.get(gpu)
@@ -278,6 +280,34 @@ def advice_for_one(config, found, best, room):
             what = f"--lora_r=16 --base={holding} --recompute=full --micro_batch=1 takes {gb(needs)}"
             break
     yield f"-> does not fit: it takes {gb(takes)} GB, and there are {gb(room)}: {what}"
+
+
+def six_commands():
+    """
+    Yield (name, GPUs, flags, bytes at the peak on each). tests/test_dryrun.py holds them against what torch's allocator
+    took in the sections of these names.
+    """
+    eight, small = published("8b"), published("1b5")
+    adapters = lora.settings_of(64, 32, "all")
+    node = sharded, "none", 8, 8
+    rows = (
+        ("8b-one-gpu", "1 x 141", "8b.py 8b_one_gpu.py", 1, eight, on_one, "selective", None, "fp32", 1, "bfloat16"),
+        ("8b-8xh200", "8 x 141", "8b.py --parallel=fsdp", 4, eight, *node),
+        ("8b-8xh100", "8 x 80", "8b.py --parallel=fsdp --micro_batch=2", 2, eight, *node),
+        ("sft-8b-packed", "8 x 141", "sft_8b.py --parallel=fsdp --pack --compile", 4, eight, *node),
+        ("1b5", "1 x 80", "1b5.py", 3, small, on_one, "none"),
+        ("lora-8b", "1 x 24", "continue_8b.py --lora_r=64 --base=bf16 --recompute=full", 1, eight, on_one, "full",
+         adapters, "bf16"))
+    for name, gpus, flags, windows, config, *args in rows:
+        peak, _ = planner(config, *args)
+        yield name, gpus, flags, sum(peak(windows).values())
+
+
+def table_of_fits():
+    """The lines of README's table: what six commands take of each GPU."""
+    yield "GB at the peak  of GPUs    configs/"
+    for _, gpus, flags, most in tqdm(six_commands(), total=6, desc="tracing", unit="command", leave=False):
+        yield f"{gb(most):>14}  {gpus:9}  {flags}"
 
 
 CARDS = (16, 24, 40, 80, 141)           # GB of the usual cards
