@@ -54,20 +54,20 @@ look = False            # print what is here as a line of JSON, and stop
 # The order is that of trust: no speed means anything before the numbers are right.
 STEPS = """
 step            seconds  command
-equal-loss          120  pytest -q tests/test_cuda.py -k loss
-equal-documents     110  pytest -q tests/test_cuda.py -k documents
+equal-loss          120  pytest -q tests/test_cuda.py -k loss_and_all
+equal-documents     100  pytest -q tests/test_cuda.py -k documents
 equal-recompute      80  pytest -q tests/test_cuda.py -k recomputation
-equal-decode         70  pytest -q tests/test_cuda.py -k greedy
+equal-decode         60  pytest -q tests/test_cuda.py -k greedy
 equal-optimizer      40  pytest -q tests/test_cuda.py -k optimizer
-equal-resume         80  pytest -q tests/test_cuda.py -k resumed
-equal-exact          70  pytest -q tests/test_cuda.py -k exact
+equal-resume        100  pytest -q tests/test_cuda.py -k resumed
+equal-exact          90  pytest -q tests/test_cuda.py -k exact
 probes               40  tools.bench probes
 train-2             150  tools.bench train --preset=8b-stack --micro_batch=2 --impls=ours
-train-4             150  tools.bench train --preset=8b-stack --micro_batch=4 --impls=ours
-optimizer            90  tools.bench optim --preset=1b5 '--impls=AdamW fused'
-decode              130  tools.bench decode --preset=8b-stack --tokens=256 --impls=ours
-whole               250  tools.bench whole
-peers               120  tools.bench train --preset=1b5 --micro_batch=1 '--impls=hf,hf compile'
+train-4             120  tools.bench train --preset=8b-stack --micro_batch=4 --impls=ours
+optimizer            80  tools.bench optim --preset=1b5 '--impls=AdamW fused'
+decode              110  tools.bench decode --preset=8b-stack --tokens=256 --impls=ours
+whole               240  tools.bench whole
+peers               110  tools.bench train --preset=1b5 --micro_batch=1 '--impls=hf,hf compile'
 """
 
 # What a step is for: the rate of ours that counts, and what it should be. A peak should be less, all else more.
@@ -176,6 +176,8 @@ def all_steps():
 
 def chosen():
     """The steps that were asked for. ValueError for a name that no step has or begins with."""
+    if not patience > 0:
+        raise ValueError(f"patience={patience}: want by how much to multiply the time limits, like 1 or 3")
     steps = all_steps()
     for name in paths:
         if not any(is_asked(step, name) for step in steps):
