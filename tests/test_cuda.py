@@ -7,7 +7,7 @@ The authority is the CPU in fp64, which the other tests hold against outside one
     fp32            1e-5 of the norm, where the CPU in fp32 has 1.5e-6. Products are in fp32 and not in TF32, torch's
                     default; sums of thousands come in another order
     bf16            what bf16 itself costs: three times as far from fp64 as the CPU in bf16, which has 1 to 2 % and
-                    attends in fp32; and 2^-8, a unit of bf16, where that is nearer by chance
+                    attends in fp32; and 2^-8, a unit of bf16, where that is nearer by chance; never more than a tenth
 
 Atomics: flash attention's gradient, of windows without documents, is added up in no fixed order. So those steps are
 held to the bounds and never to bits. With documents it is flex_attention, whose sums have an order.
@@ -99,7 +99,8 @@ def in_fp32(true):
 
 def in_bf16(on_cpu):
     """{name: bound}, by what the CPU's distances are. Of the scalars too few digits are left to hold them closer."""
-    return {name: 3 * off + (5e-2 if "act_fn" in name else 2**-8) for name, off in on_cpu.items()}
+    least = {name: 5e-2 if "act_fn" in name else 2**-8 for name in on_cpu}
+    return {name: min(0.1, 3 * off + least[name]) for name, off in on_cpu.items()}
 
 
 # -----------------------------------------------------------------------------
@@ -180,19 +181,19 @@ def test_greedy_tokens_are_those_of_a_cpu(compiled):
     """
     Of prompts of other lengths, so also of masked rows; compiled, by a CUDA graph.
 
-    Weights are large, so that no two logits are as close as rounding.
+    In fp64 no two logits come closer than 1e-3 of their standard deviation, a hundred times what fp32 rounds.
     """
-    prompts = [[5, 6, 7], [9] * 40, [8]]
-    on_cpu = generate(apertus("cpu", None, False, init_std=0.2), prompts, 24, temperature=0)
-    model = apertus(DEVICE, None, False, init_std=0.2)
-    assert generate(model, prompts, 24, temperature=0, compile=compiled) == on_cpu
+    prompts = [[5, 6, 7], [9] * 40, [8], list(range(4, 30))]
+    on_cpu = generate(apertus("cpu", None, False, init_std=0.02), prompts, 60, temperature=0)
+    model = apertus(DEVICE, None, False, init_std=0.02)
+    assert generate(model, prompts, 60, temperature=0, compile=compiled) == on_cpu
 
 
 def after_steps(device, dtype, states, compiled):
     """The parameters after five steps of AdEMAMix, how far they have moved, and its slow averages, all on the CPU."""
     rng = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=rng).to(dtype) for shape in ((1,), (256,), (256, 1344), (1000, 257), (77, 3))]
-    params = [torch.nn.Parameter(p.to(device)) for p in drawn]
+    params = [torch.nn.Parameter(p.clone().to(device)) for p in drawn]
     opt = AdEMAMix(params, lr=1e-2, alpha_warmup=4, beta3_warmup=4, state_dtype=states, compile=compiled)
     for t in range(5):
         for p in params:
@@ -204,11 +205,11 @@ def after_steps(device, dtype, states, compiled):
 
 
 def test_the_optimizer_moves_weights_as_on_a_cpu_in_fp64():
-    """To 2e-5 of the way: what is lost are digits of the sum of a weight and its step, 1 and 1e-2."""
+    """To 1e-4 of the way: five sums of a weight and its step, of some 1 and 1e-2, lose 2^-24 of the weight each."""
     true, _ = after_steps("cpu", torch.float64, torch.float32, False)
     found, _ = after_steps(DEVICE, torch.float32, torch.float32, True)
     for one, other in zip(found, true):
-        assert (one - other).norm() <= 2e-5 * other.norm()
+        assert (one - other).norm() <= 1e-4 * other.norm() > 0
 
 
 def test_the_optimizer_rounds_averages_in_bf16_as_a_cpu():

@@ -71,17 +71,19 @@ def test_a_name_stands_for_its_step_and_for_all_that_begin_so(monkeypatch):
 
 
 def test_each_test_on_cuda_is_in_exactly_one_step_of_equality():
-    """By pytest itself: what each step's -k selects."""
-    def selected(*how):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py", *how]
-        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
-        return [line for line in said.splitlines() if "::" in line]
-    found = []
+    """-k selects by a part of the name, as pytest's manual has it."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "tests/test_cuda.py"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    tests = [line.partition("::")[2] for line in said.splitlines() if "::" in line]
+    words = []
     for step in gpu.all_steps():
         if step.command[0] == "pytest":
-            assert step.command[1:3] == ["-q", "tests/test_cuda.py"]
-            found += selected(*step.command[3:])
-    assert sorted(found) == sorted(selected()) != []
+            *how, word = step.command
+            assert how == ["pytest", "-q", "tests/test_cuda.py", "-k"]
+            words.append(word)
+    assert tests
+    for test in tests:
+        assert sum(word in test for word in words) == 1, test
 
 
 # -----------------------------------------------------------------------------
@@ -208,3 +210,33 @@ def test_a_target_is_held_against_the_rate_of_ours(tmp_path, monkeypatch, name, 
     step = next(step for step in gpu.all_steps() if step.name == name)
     record = dict(rows=dict(ours={key: value}), facts={})
     assert gpu.in_words(gpu.note(step, 0, 1.0, record, {})["step"]) == says
+
+
+@pytest.mark.parametrize("where, folder", [
+    (dict(gpu="NVIDIA H200", date="2026-01-02"), "records/2026-01-02-h200"),
+    (dict(gpu="NVIDIA H100 80GB HBM3", date="2026-01-02"), "records/2026-01-02-h100-80gb-hbm3")])
+def test_results_lie_under_the_day_and_the_name_of_the_gpu(monkeypatch, where, folder):
+    assert gpu.folder_of(where) == folder
+    monkeypatch.setattr(gpu, "small", True)
+    assert not gpu.folder_of(where).startswith("records")
+
+
+def test_the_rows_of_a_gpu_stand_in_the_table_of_the_records(tmp_path, monkeypatch):
+    """A record of tools/bench.py as it would be there, beside a step that only compares and a summary."""
+    row = dict(seconds=[1.0], median=1.0, min=1.0, spread=0.0, ratio=[1, 1, 1], first=2.0) | {"tok/s": 9876, "MFU": 0.57}
+    where = dict(gpu="NVIDIA H200", cpu="x, 16 cores, AVX512", torch="2.11.0", transformers="5", threads=1, clock="wall",
+                 date="2026-01-02", commit="c", command="python -m tools.bench train")
+    record = dict(mode="train", preset="8b-stack", micro_batch=4, dtype="bfloat16", **where, facts={}, rows=dict(ours=row))
+    folder = tmp_path / "records" / "2026-01-02-h200"
+    os.makedirs(folder)
+    for name, content in {"train-4": record, "equal-loss": record | dict(rows={}), "summary": dict(steps={})}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    page = tmp_path / "records" / "README.md"
+    page.write_text("<!-- bench -->\n<!-- bench -->\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setattr(gpu, "logs", str(tmp_path / "logs"))
+    gpu.into_readme()
+    made = page.read_text()
+    assert made.count("NVIDIA H200, 1 thread") == made.count("| train, ") == 1
+    assert "| train, 8b-stack x 4, bfloat16, NVIDIA H200 | 9,876 tok/s | 57% MFU |" in made

@@ -314,6 +314,8 @@ def in_words(about):
         return says
     if says == "took too long":
         return f"{says}: killed after {about['limit']:.0f} s"
+    if (about["code"] or 0) < 0:
+        return f"{says}: ended by {signal.Signals(-about['code']).name}"
     return f"{says}: {about['last_line'][:200]}"
 
 
@@ -364,6 +366,7 @@ def main():
     where = check_device()
     folder = folder_of(where)
     os.makedirs(folder, exist_ok=True)
+    os.makedirs(logs, exist_ok=True)
     most = sum(step.seconds for step in steps)
     failed = []
     print(f"{len(steps)} steps, at most {most / 60:.0f} minutes, into {folder}; what they print: {logs}")
