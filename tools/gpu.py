@@ -12,7 +12,7 @@ out/gpu/.
 
 $ python -m tools.gpu                       # all: at most 25 minutes; nothing slows down one H200 meanwhile
 $ python -m tools.gpu equal decode          # these alone; equal stands for all whose name begins so
-$ python -m tools.gpu --small --device=cpu --out=out/rehearsal      # the same steps on tiny models: a rehearsal
+$ python -m tools.gpu --small --device=cpu    # a rehearsal: the same steps on tiny models, into out/rehearsal
 """
 
 import sys
@@ -55,8 +55,8 @@ look = False            # print what is here as a line of JSON, and stop
 STEPS = """
 step            seconds  command
 equal-loss          120  pytest -q tests/test_cuda.py -k loss_and_all
-equal-documents     100  pytest -q tests/test_cuda.py -k documents
-equal-recompute      80  pytest -q tests/test_cuda.py -k recomputation
+equal-documents     110  pytest -q tests/test_cuda.py -k documents
+equal-recompute     140  pytest -q tests/test_cuda.py -k recomputation
 equal-decode         60  pytest -q tests/test_cuda.py -k greedy
 equal-optimizer      40  pytest -q tests/test_cuda.py -k optimizer
 equal-resume        100  pytest -q tests/test_cuda.py -k resumed
