@@ -59,7 +59,7 @@ mutants: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# On a GPU: is all equal to a CPU, and how fast? 25 minutes at most, into records/DATE-GPU. ONLY="equal decode": these steps
+# On a GPU: is all as on a CPU, and how fast? 25 minutes, into records/DATE-GPU. ONLY="equal decode": these steps
 gpu: .gpuenv/ready
 	$(GPU_PY) -m tools.gpu $(ONLY)
 

@@ -106,6 +106,21 @@ def test_probes_are_rates_of_the_machine_and_no_line_of_the_readme(tmp_path):
     assert "and .png" not in done.stdout and "probes" not in bench.summary([record])
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_drawn_on_a_device_have_the_size_that_is_asked_for(tiny, monkeypatch, tied):
+    """On "cpu:0", which takes the way of a GPU. Gains are 1 and xIELU's alphas begin at .8, as the report has them."""
+    monkeypatch.setattr(bench, "device", "cpu:0")
+    config, _, _ = bench.shape(tie_embeddings=tied)
+    model = bench.new_model(config)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            assert p.detach().std().item() == pytest.approx(0.02, rel=0.05), name
+    first = model.model.layers[0]
+    assert (first.attention_layernorm.weight == 1).all()
+    assert torch.nn.functional.softplus(first.mlp.act_fn.alpha_p).item() == pytest.approx(0.8)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
 def test_windows_of_a_step_are_those_that_are_asked_for(tiny, monkeypatch):
     assert bench.shape()[1] == bench.PRESETS["tiny"]["batch"] == 2
     monkeypatch.setattr(bench, "micro_batch", 3)

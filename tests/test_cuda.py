@@ -43,7 +43,7 @@ def smooth(monkeypatch):
     """
     xIELU without the jump of its slope: as published it is .5 everywhere near 0 but -.3 in the 1e-6 left of it.
 
-    One in a million of its inputs falls there, another one in each rounding, which alone makes gradients differ by 1e-3.
+    One in a million of its inputs falls there, another one in each rounding: that alone makes gradients differ by 1e-3.
     """
     monkeypatch.setattr(XIELU, "EPS", -1e-30)
 
@@ -70,7 +70,7 @@ def packed(B, T, seed=0):
 
 
 def gradients(model, batch):
-    """The loss, and {parameter without its layer's number: its gradients in all layers, one after the other}, in fp64."""
+    """The loss, and {parameter without its layer's number: its gradients in all layers, joined}, in fp64."""
     idx, targets, keep, doc = (None if t is None else t.to(model.lm_head.weight.device) for t in batch)
     _, loss = model(idx, targets, keep, doc)
     loss.backward()
@@ -144,7 +144,8 @@ def test_documents_do_not_see_what_was_before_them(T, dtype):
     doc = (torch.arange(T) >= T // 2).long().expand(2, T)
     other = idx.clone()
     other[:, :T // 2] = 1023 - other[:, :T // 2]
-    one, two = (model(ids.to(DEVICE), targets.to(DEVICE), doc=doc.to(DEVICE), per_token=True)[1] for ids in (idx, other))
+    targets, doc = targets.to(DEVICE), doc.to(DEVICE)
+    one, two = (model(ids.to(DEVICE), targets, doc=doc, per_token=True)[1] for ids in (idx, other))
     assert one[:, T // 2:].equal(two[:, T // 2:])
     assert not one[:, :T // 2].equal(two[:, :T // 2])
 

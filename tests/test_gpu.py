@@ -223,10 +223,12 @@ def test_results_lie_under_the_day_and_the_name_of_the_gpu(monkeypatch, where, f
 
 def test_the_rows_of_a_gpu_stand_in_the_table_of_the_records(tmp_path, monkeypatch):
     """A record of tools/bench.py as it would be there, beside a step that only compares and a summary."""
-    row = dict(seconds=[1.0], median=1.0, min=1.0, spread=0.0, ratio=[1, 1, 1], first=2.0) | {"tok/s": 9876, "MFU": 0.57}
-    where = dict(gpu="NVIDIA H200", cpu="x, 16 cores, AVX512", torch="2.11.0", transformers="5", threads=1, clock="wall",
-                 date="2026-01-02", commit="c", command="python -m tools.bench train")
-    record = dict(mode="train", preset="8b-stack", micro_batch=4, dtype="bfloat16", **where, facts={}, rows=dict(ours=row))
+    row = dict(seconds=[1.0], median=1.0, min=1.0, spread=0.0, ratio=[1, 1, 1], first=2.0)
+    row |= {"tok/s": 9876, "MFU": 0.57}
+    where = dict(gpu="NVIDIA H200", cpu="x, 16 cores, AVX512", torch="2.11.0", transformers="5", threads=1,
+                 clock="wall", date="2026-01-02", commit="c", command="python -m tools.bench train")
+    what = dict(mode="train", preset="8b-stack", micro_batch=4, dtype="bfloat16")
+    record = what | where | dict(facts={}, rows=dict(ours=row))
     folder = tmp_path / "records" / "2026-01-02-h200"
     os.makedirs(folder)
     for name, content in {"train-4": record, "equal-loss": record | dict(rows={}), "summary": dict(steps={})}.items():

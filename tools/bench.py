@@ -1357,7 +1357,7 @@ def summary_line(record):
 
 
 def of_ours(record):
-    """Whether a record says anything of ours: probes do not, nor do steps of tools/gpu.py that failed or only compare."""
+    """Whether a record says anything of ours: probes do not, nor do tools/gpu.py's steps that fail or only compare."""
     return "ours" in record["rows"] or "fastest" in record["facts"]
 
 

@@ -333,7 +333,9 @@ def summarise(folder):
         about = record["step"]
         words = in_words(about).replace("|", "/")
         lines.append(f"| {name} | {words} | {about['seconds']:.0f} | `{record['command']}` |")
-    machines = {f"{r['gpu'] or r['cpu']}, torch {r['torch']}, commit {r['commit']}, {r['date']}" for r in notes.values()}
+    machines = set()
+    for r in notes.values():
+        machines.add(f"{r['gpu'] or r['cpu']}, torch {r['torch']}, commit {r['commit']}, {r['date']}")
     steps = {name: record["step"] for name, record in notes.items()}
     tiny = any(about["small"] for about in steps.values())
     warning = ["", "A rehearsal on tiny models: no speed and no size means anything."] if tiny else []
