@@ -112,9 +112,10 @@ def stochastic_bf16(x, seed):
 
 # A call of a compiled kernel has a price of its own, so tensors of at most SMALL elements (gains and
 # scalars) are joined and updated as one, and MANY tensors share a call. A larger MANY saves calls, but
-# takes longer to compile.
+# takes longer to compile. What WIDE does not divide goes to the small ones.
 SMALL = 16_384
 MANY = 3
+WIDE = 16
 
 
 def each(f, row):
@@ -135,6 +136,24 @@ def local_row(p, state):
     if row[0].is_contiguous():
         row = each(lambda x: from_its_start(x.reshape(-1).data), row)
     return row
+
+
+def in_rows(x):
+    """
+    The same memory in rows of WIDE, a length that torch.compile takes for fixed: a kernel that knows none moves one
+    number at a time on a GPU, and this one 16 bytes at once. .data as in local_row.
+    """
+    rows = x.view(-1, WIDE).data
+    torch._dynamo.mark_static(rows, 1)
+    return rows
+
+
+def joined_up(column):
+    """1-D tensors one after the other, with zeros up to the next row, and two rows at least: for one torch.compile
+    would make another kernel."""
+    n = sum(x.numel() for x in column)
+    zeros = column[0].new_zeros(max(2 * WIDE - n, -n % WIDE))
+    return torch.cat([*column, zeros])
 
 
 def from_its_start(x):
@@ -232,32 +251,35 @@ class AdEMAMix(torch.optim.Optimizer):
         """Update all rows, compiled: MANY in a call, so that one kernel serves lists of any length."""
         if self.update is ademamix_many:
             return ademamix_many(rows, *numbers)
-        transposed, large, small = [], [], []
+        transposed, wide, small = [], [], []
         for row in rows:
             p = row[0]
+            whole = p.numel() - p.numel() % WIDE
             if p.ndim > 1:
                 transposed.append(row)
-            elif p.numel() > SMALL:
-                large.append(row)
-            else:
+            elif p.numel() <= SMALL:
                 small.append(row)
+            else:
+                wide.append(each(lambda x: in_rows(x[:whole]), row))
+                if whole < p.numel():
+                    small.append(each(lambda x: x[whole:], row))
         # A transposed parameter has no 1-D view. That is rare, hence eager.
         ademamix_many(transposed, *numbers)
         columns = list(zip(*small))
-        joined = [None if column[0] is None else torch.cat(column) for column in columns]
+        joined = [None if column[0] is None else joined_up(column) for column in columns]
         if small:
-            large.append(joined)
+            wide.append(each(in_rows, joined))
         # Zeros fill up the last call: a shorter list would be another kernel to compile.
-        while len(large) % MANY:
-            zeros = each(lambda x: x.new_zeros(2), large[0])
-            large.append(zeros)
-        for i in range(0, len(large), MANY):
-            self.update(large[i : i + MANY], *numbers)
+        while len(wide) % MANY:
+            zeros = each(lambda x: in_rows(x.new_zeros(2 * WIDE)), wide[0])
+            wide.append(zeros)
+        for i in range(0, len(wide), MANY):
+            self.update(wide[i : i + MANY], *numbers)
         # What was joined goes back to its tensors, except for the gradients, which have not changed.
         sizes = [row[0].numel() for row in small]
         for i, whole in enumerate(joined):
             if i != 1 and whole is not None:
-                torch._foreach_copy_(columns[i], whole.split(sizes))
+                torch._foreach_copy_(columns[i], whole[: sum(sizes)].split(sizes))
 
     def _numbers(self, group, t, dtype, grad_scale):
         """What step t is to all elements alike, as 0-d tensors: the seed in int32, lr to grad_scale in `dtype`."""

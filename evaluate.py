@@ -75,7 +75,7 @@ def token_scores(model, windows):
     far the largest tensor.
     """
     device = model.lm_head.weight.device
-    rows = chunk_rows(model.config.vocab_size, device)
+    rows = chunk_rows(model.config.vocab_size, device, trained=False)
 
     def score(h, y):
         """h (rows, C), y (rows,) -> (2, rows)."""

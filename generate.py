@@ -16,11 +16,10 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.hardware import at_least_fp32
-from model import Linear, masked_attention
+from model import Linear, library_attention, masked_attention
 
 # Letters: B batch, T new positions, S positions in the cache, H query heads, K kv heads, D head dim, V vocab.
 
@@ -74,12 +73,12 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     x = pad_sequence(prompts, batch_first=True, padding_side="left")
     x = x.to(device, torch.long)  # (B, T)
     B, T = x.shape
-    start = T - lengths
+    start = (T - lengths).to(device) if lengths.min() < T else None
     size = T + max_new_tokens
     # Few sizes of the cache mean few compilations.
     if compile:
         size += -size % 256
-    cache = KVCache(model, B, size, start.to(device))
+    cache = KVCache(model, B, size, start)
     ended = torch.zeros_like(cache.start, dtype=torch.bool)
     stop = torch.tensor(list(stop), dtype=torch.long, device=device)
     step = next_logits
@@ -190,6 +189,7 @@ class KVCache:
             keys = torch.zeros(shape, dtype=dtype, device=device)
             values = torch.zeros_like(keys)
             self.kv.append((keys, values))
+        self.padded = start is not None
         if start is None:
             start = torch.zeros(batch, dtype=torch.long, device=device)
         self.start = start
@@ -247,16 +247,27 @@ class KVCache:
         values[:, :, self.here] = v
         k = keys[:, :, : self.span]  # (B, K, S, D)
         v = values[:, :, : self.span]
-        # For one token, compiled on a CPU, the formula is faster than the library's kernel.
-        if self.fixed and q.device.type == "cpu":
+        T = q.shape[2]
+        S = k.shape[2]
+        way = way_to_attend(q.device.type, T, S, self.fixed, self.padded)
+        if way == "formula":
             return masked_attention(q, k, v, self.mask)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=self.mask,
-            enable_gqa=True,
-        )
+        return library_attention(q, k, v, None if way == "causal" else self.mask)
+
+
+def way_to_attend(device, T, S, fixed, padded):
+    """
+    How the T newest of S positions attend: by the "formula", or by torch's kernels, "causal" or with a "mask".
+
+    One token is one row of scores: on CUDA the formula reads k and v once, whereas kernels that take a mask
+    want their heads repeated first. Compiled on a CPU it is faster than the kernel there. A whole prompt that
+    nothing is padded in needs no mask, and flash attention takes none.
+    """
+    if device == "cuda" and T == 1 or device == "cpu" and fixed:
+        return "formula"
+    if fixed or padded or T < S:
+        return "mask"
+    return "causal"
 
 
 # -----------------------------------------------------------------------------

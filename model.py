@@ -118,6 +118,7 @@ class Linear(nn.Linear):
     So neither autocast nor a second copy of the weights is needed: torch.compile fuses the
     cast.
     """
+    product = staticmethod(linear)                         # or engine/fp8.py's
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
@@ -127,7 +128,7 @@ class Linear(nn.Linear):
 
     def forward(self, x):
         w = self.weight.to(x.dtype)
-        return linear(x, w)
+        return self.product(x, w)
 
 
 class RMSNorm(nn.Module):
@@ -288,8 +289,7 @@ def causal_attention(q, k, v, doc=None):
     Causal softmax attention, inside documents if `doc` says which. q (B, H, T, D), k and v
     (B, K, T, D) -> (B, H, T, D).
 
-    doc: None, or what document_mask returned: the BlockMask on CUDA, the ids (B, T)
-    elsewhere.
+    doc: None, or what document_mask returned: a BlockMask for flex_attention, or the ids (B, T).
     """
     if doc is not None and not isinstance(doc, torch.Tensor):
         return flex_attention(
@@ -304,11 +304,7 @@ def causal_attention(q, k, v, doc=None):
     short = q.dtype == torch.bfloat16 and T <= 512
     by_formula = on_cpu and short and torch.compiler.is_compiling()
     if doc is None and not by_formula:
-        return F.scaled_dot_product_attention(
-            q, k, v,
-            is_causal=True,
-            enable_gqa=True,
-        )
+        return library_attention(q, k, v)
     if on_cpu and not by_formula:
         return segment_attention(q, k, v, doc)[0]
     i = torch.arange(T, device=q.device)
@@ -317,6 +313,35 @@ def causal_attention(q, k, v, doc=None):
         same = doc[:, :, None] == doc[:, None, :]          # (B, T, T)
         mask = mask & same[:, None]                        # (B, 1, T, T)
     return masked_attention(q, k, v, mask)
+
+
+def library_attention(q, k, v, mask=None):
+    """
+    torch's own kernels, causal or over the pairs of `mask` (B, 1, T, S) bool. q (B, H, T, D), k and
+    v (B, K, S, D) -> (B, H, T, D).
+    """
+    if not shares_heads(q.device.type, q.dtype, mask is not None):
+        groups = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(groups, dim=1)             # (B, H, S, D)
+        v = v.repeat_interleave(groups, dim=1)
+    return F.scaled_dot_product_attention(
+        q, k, v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+
+
+def shares_heads(device, dtype, masked):
+    """
+    Whether torch has a kernel in which query heads share k and v.
+
+    On CUDA that is flash attention alone, in half types and without a mask. For anything else
+    torch would fall back to the formula, with all T x S scores of all heads in memory: 2.1 GB
+    at 4,096 positions of the 8B in fp32. Repeated heads have a kernel without them.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    return device != "cuda" or half and not masked
 
 
 def masked_attention(q, k, v, mask):
@@ -340,16 +365,24 @@ def masked_attention(q, k, v, mask):
     return y.view(B, H, T, D)
 
 
-def document_mask(doc):
+def document_mask(doc, head_dim):
     """
-    What attention needs to stay inside documents: a flex_attention BlockMask on CUDA, the
-    ids elsewhere. doc (B, T) or None.
+    What attention needs to stay inside documents: a flex_attention BlockMask where that has a
+    kernel, the ids elsewhere. doc (B, T) or None.
     """
-    if doc is None or doc.device.type != "cuda":
+    if doc is None or not has_flex(doc.device.type, head_dim):
         return doc
     B, T = doc.shape
     sees = causal_in_documents(doc)
     return create_block_mask(sees, B, None, T, T, device=doc.device)
+
+
+def has_flex(device, head_dim):
+    """
+    Whether flex_attention can train there: on CUDA, and with no heads of toy models. Its matrix
+    products have at least 16 numbers a side.
+    """
+    return device == "cuda" and head_dim >= 16
 
 
 def causal_in_documents(doc):
@@ -424,20 +457,36 @@ def chunk_loss(h, w, targets, weights, train):
     return nll, dz.to(h.dtype)
 
 
-def chunk_rows(V, device):
+def chunk_rows(V, device, trained=True):
     """
     Rows of logits (rows, V) that the loss holds at a time: 512 of 131,072 take 268 MB in
     fp32.
 
-    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. A
-    power of two, as batches are: a remainder would be another shape to compile.
+    Of a small vocabulary on a CPU 16 MB, which stay in its cache and in malloc's hands. On a GPU
+    0.5 GB where the head is trained: each chunk reads and writes the head's gradient. A power of
+    two, as batches are: a remainder would be another shape to compile.
     """
     most = 2**26
-    on_cpu = torch.device(device).type == "cpu"
-    if on_cpu and V <= 2**14:
+    on = torch.device(device).type
+    if on == "cpu" and V <= 2**14:
         most = 2**22
+    if on == "cuda" and trained:
+        most = 2**27
     power = int(math.log2(most / V))
     return max(128, 2**power)
+
+
+def add_product(total, a, b):
+    """
+    total += a @ b, in total's dtype, which is fp32 where a and b are bf16: inside the product where
+    that can be, since the 8B's head gradient is 2 GB to read and write for each chunk of the loss.
+    """
+    if a.dtype == total.dtype and not by_onednn(a):
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += linear(a, b.T)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -478,12 +527,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             )
             if train_h:
                 grad_h[s] = linear(dz, w.T)                # (rows, C)
-            if not train_head:
-                continue
-            if dz.dtype == grad_head.dtype and not by_onednn(dz):
-                grad_head.addmm_(dz.T, chunk)              # (V, C)  added up inside the product, without a copy
-            else:
-                grad_head += linear(dz.T, chunk.T)         # bf16 products are added up in fp32
+            if train_head:
+                add_product(grad_head, dz.T, chunk)        # (V, C)
         # FSDP hands over the head in bf16; the sum over chunks is in fp32 all the same.
         ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_h, grad_head)
@@ -495,8 +540,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_head = ctx.saved_tensors
         if grad_h is not None:
             grad_h = grad_h * grad.to(grad_h.dtype)
+        # In place: a copy takes 2 GB of the 8B. Autograd therefore refuses a second backward pass.
         if grad_head is not None:
-            grad_head = (grad_head * grad).to(ctx.head_dtype)
+            grad_head = grad_head.mul_(grad).to(ctx.head_dtype)
         return grad_h, grad_head, None, None, None, None
 
 
@@ -553,7 +599,9 @@ class Apertus(nn.Module):
         if config.ffn != "dense":
             from studies import structured
             structured.build(self)
-        self.init_weights(seed)
+        # None: they come from a file. One core draws 45 million a second, the 8B's in three minutes.
+        if seed is not None:
+            self.init_weights(seed)
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -620,7 +668,7 @@ class Apertus(nn.Module):
         if self.dtype is not None:
             x = x.to(self.dtype)
         cos, sin = self.rope(idx, cache, x.dtype, split)
-        doc = document_mask(doc) if self.config.doc_mask else None
+        doc = document_mask(doc, self.config.head_dim) if self.config.doc_mask else None
         for block in self.model.layers:
             x = block(x, cos, sin, doc, cache, split)
         return self.model.norm(x)
@@ -686,7 +734,7 @@ class Apertus(nn.Module):
             n_tokens = has_loss.sum().clamp(min=1)
         weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
         labels = targets.clamp(min=0)
-        rows = chunk_rows(self.config.vocab_size, x.device)
+        rows = chunk_rows(self.config.vocab_size, x.device, head.requires_grad)
         flat = (
             x.flatten(0, 1),
             head,

@@ -37,6 +37,7 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun, first_changed, share_of_one, since
 from engine import checkpoint, memory, plot, runs
+from engine.fp8 import check_fp8, multiply_in_fp8
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
 from generate import generate
@@ -52,6 +53,7 @@ init_from = ""                  # begin with the weights of a run folder, a Hugg
 resume = False                  # go on from the folder's newest intact checkpoint, or start if there is none
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
+fp8 = False                     # multiply the matrices of the blocks in 8 bits (engine/fp8.py); H100, 4090 and later
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
 # what is trained, if not all: adapters beside the frozen weights of init_from (posttrain/lora.py)
@@ -269,6 +271,10 @@ def set_up():
     config["data_version"] = meta.get("version")
     shape = ApertusConfig.of(config)
     ranks.check_split(block_size=block_size, n_kv_head=shape.n_kv_head)
+    if fp8:
+        if lora_r or ffn != "dense":
+            raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or lora_r={lora_r} and ffn={ffn}")
+        check_fp8(shape, rows * block_size // ranks.sequence, where)
     guides = None
     if ffn != "dense" or self_guided:
         from studies.structured import Guides
@@ -303,22 +309,25 @@ def check_memory(run):
         print(line)
 
 
-def build(run):
+def build(run, drawn=True):
     """
     The model, what is called in training (the model, or a wrapper that talks to other ranks),
-    and the optimizer.
+    and the optimizer. drawn: with initial weights, which a file will not fill.
     """
     ranks = run.ranks
+    of_weights = seed if drawn else None
     if lora_r:
         model = run.begin.adapted(run.config, run.shape, ranks, run.device, run.dtype)
     else:
         with torch.device("meta" if ranks.sharded else run.device):
-            model = Apertus(run.shape, seed)
+            model = Apertus(run.shape, of_weights)
             if run.guides:
                 run.guides.join(model)
         model.dtype = run.dtype
+        if fp8:
+            multiply_in_fp8(model)
     compiled = compile and can_compile(torch.device(run.device))
-    net = spread(model, ranks, run.device, seed, recompute, compiled)
+    net = spread(model, ranks, run.device, of_weights, recompute, compiled)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never
     # get there and stay plain Adam, so its warm-ups last as long as the run, as in the report's
     # own post-training. They must not depend on a clock, so with --minutes they last as long as
@@ -332,17 +341,12 @@ def build(run):
     return model, net, opt
 
 
-def resume_from(model, optimizer, run):
+def resume_from(path, manifest, model, optimizer, run):
     """
-    Load the newest intact checkpoint, if there is one. Returns the step to go on with, 0 at the
-    start.
+    Load the newest intact checkpoint, or the one before its decay. Returns the step to go on with.
 
     ValueError: the checkpoint belongs to a run with other settings, which are named.
     """
-    found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, allow_restart)
-    if not found:
-        return 0
-    path, manifest = found
     samples = samples_before(manifest["step"])
     before = manifest["config"]
     changed = first_changed(before.get("data_hash", ""), run.config["data_hash"], samples)
@@ -757,8 +761,9 @@ def pretrain(run, stop, cooldown):
     begin the decay.
     """
     ranks, first, guides = run.ranks, run.ranks.first, run.guides
-    model, net, opt = build(run)
-    start = resume_from(model, opt, run) if resume else 0
+    found = checkpoint.newest_intact(f"{out}/ckpt", ranks.files, allow_restart) if resume else None
+    model, net, opt = build(run, drawn=not found and not run.begin)
+    start = resume_from(*found, model, opt, run) if found else 0
     # --init_from, and no checkpoint of this run yet. Beside adapters the weights are there already.
     if run.begin and not start and not lora_r:
         run.begin.fill(model, first)

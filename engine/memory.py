@@ -9,7 +9,7 @@ What a training step takes of a device, added up before anything is allocated th
                   none        2 F + 4 C + 3 Q + 3 K     (C wide, F in the feed-forward, Q and K in queries and keys)
                   selective   2 C + 2 Q + 2 K           (see engine/parallel.py)
                   full        C
-    temporary     8 bytes a weight of the head, whose gradient is added up in fp32, or one block that is computed again
+    temporary     6 bytes a weight of the head, whose gradient is added up in fp32, or one block that is computed again
 
 tools/tracing.py runs the real model for python -m tools.plan and is held against measured memory. This is the same by
 arithmetic, so that a start need not wait: within 5 % of it, and less than an allocator takes, so that nothing is
@@ -68,10 +68,11 @@ def of_step(model, settings, rows, tokens, ranks, size, shards=1):
     # Of a block in each layer; and embedding, last norm and gradient of the hidden states.
     activations = c.n_layer * kept[settings["recompute"]] + 3 * C
     head = model.lm_head.weight
-    logits = min(2**26, positions * c.vocab_size)
-    in_head = 8 * logits
+    # As model.chunk_rows() has it on a GPU.
+    most = 2**27 if head.requires_grad else 2**26
+    in_head = 8 * min(most, positions * c.vocab_size)
     if head.requires_grad:
-        in_head += 8 * head.numel()
+        in_head += 6 * head.numel()
     # Activations and their gradients, of which 0.7 are there at once; and weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size
     in_block += 8 * numbers_in(model.model.layers[0])

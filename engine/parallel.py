@@ -312,8 +312,8 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     or DDP's wrapper of it.
 
     With ranks.sharded the model comes on the meta device, and memory is allocated for this rank's shards only. Initial
-    weights depend on (seed, name) alone, so they are the same for every number of ranks. A model that comes in shards
-    with its weights (posttrain/common.py) keeps them.
+    weights depend on (seed, name) alone, so they are the same for every number of ranks; without a seed the shards stay
+    unfilled. A model that comes in shards with its weights (posttrain/common.py) keeps them.
     """
     recompute_activations(model, recompute)
     if compiled:
@@ -329,7 +329,8 @@ def spread(model, ranks, device, seed, recompute="none", compiled=False):
     if ranks.sharded and next(model.parameters()).is_meta:
         shard(model, ranks.mesh, model.dtype, ranks.sum_dtype)
         model.to_empty(device=device)
-        init_shards(model, seed)
+        if seed is not None:
+            init_shards(model, seed)
     return model
 
 
@@ -422,7 +423,7 @@ def recompute_activations(model, mode):
     rank = max((p.shape[0] for name, p in model.named_parameters() if name.endswith("lora_A.weight")), default=0)
     aten = torch.ops.aten
     # Which dimension of the second factor its result has: oneDNN (engine/hardware.py) takes a weight as it is.
-    products = {aten.mm.default: 1, torch.ops.apertus.linear.default: 0}
+    products = {aten.mm.default: 1, aten._scaled_mm.default: 1, torch.ops.apertus.linear.default: 0}
     attention = {
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,

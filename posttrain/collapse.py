@@ -97,7 +97,9 @@ def diagnose(model, idx, keep=None, doc=None):
     up = model.model.layers[-1].mlp.up_proj
     hook = up.register_forward_hook(keep_output)
     try:
-        h = model.hidden(idx, doc)                          # (B, T, C)
+        # Eager: what was compiled before has no hook in it, or that of an earlier call.
+        with torch.compiler.set_stance("force_eager"):
+            h = model.hidden(idx, doc)                      # (B, T, C)
     finally:
         hook.remove()
     drop_gathered(model)

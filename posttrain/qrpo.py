@@ -59,7 +59,7 @@ from ademamix import build_optimizer
 from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
 from engine import checkpoint, runs
-from engine.hardware import pick_dtype
+from engine.hardware import can_compile, pick_dtype
 from engine.parallel import drop_gathered, gradients, orderly_exit, recompute_activations, stop_signals
 from generate import generate
 from posttrain import collapse, lora
@@ -88,6 +88,7 @@ resume = False                  # go on from the newest intact checkpoint of thi
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; to sample, each rank loads the whole model
+compile = False                 # torch.compile, block by block, of the steps; references are made eagerly
 seed = 28
 date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
 # what is trained (posttrain/lora.py)
@@ -438,6 +439,9 @@ def align(ranks, device):
     check_judge(score, version, asked, longest)
     candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, device)
     del score           # a reward model leaves the device
+    # Only now, because sampling has another shape for every token.
+    if compile and can_compile(torch.device(device)):
+        model.compile_blocks()
     couples = [
         (i, candidates[i][better], candidates[i][worse])
         for i, better, worse in make_pairs(candidates, n_refs)
@@ -498,7 +502,8 @@ def align(ranks, device):
             seen = watched(ratio, known)
             if rank_every and (step % rank_every == 0 or done == steps):
                 texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
-                seen |= collapse.diagnose(model, *padded(texts, device))
+                idx, keep = padded(texts)
+                seen |= collapse.diagnose(model, idx.to(device), keep.to(device))
             if due(kept, old_every, done, steps):
                 seen |= kept.measure(model, ranks)
             log(step=step, loss=value, grad_norm=norm, lr=rate, **seen)

@@ -99,7 +99,7 @@ def token_logp(h, head, targets):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def padded(sequences, device):
+def padded(sequences):
     """
     B pairs of ids (prompt, completion) -> idx (B, T), and keep (B, T) bool, where the completions are.
 
@@ -113,7 +113,7 @@ def padded(sequences, device):
         keep.append(position >= len(prompt))
     idx = pad_sequence(idx, batch_first=True)
     keep = pad_sequence(keep, batch_first=True)
-    return idx.to(device), keep.to(device)
+    return idx, keep
 
 
 def sequence_logp(model, sequences):
@@ -123,10 +123,14 @@ def sequence_logp(model, sequences):
     sequences: B pairs of ids (prompt, completion) -> (B,). Logits exist for the tokens of completions only, a chunk at
     a time, and are computed again in the backward pass: 2,048 tokens of 131,072 logits would be 1.1 GB per sequence.
     """
-    idx, keep = padded(sequences, model.lm_head.weight.device)
-    keep = keep[:, 1:]
-    h = model.hidden(idx[:, :-1])[keep]             # (n, C), at the position before each token
-    targets = idx[:, 1:][keep]                      # (n,)
+    device = model.lm_head.weight.device
+    idx, keep = padded(sequences)
+    # Where they stand is known here. A GPU that looked for it would have to be waited for.
+    where = keep[:, 1:].flatten().nonzero()[:, 0]
+    targets = idx[:, 1:].flatten()[where]           # (n,)
+    idx, where, targets = (t.to(device, non_blocking=True) for t in (idx, where, targets))
+    h = model.hidden(idx[:, :-1]).flatten(0, 1)     # (B (T - 1), C)
+    h = h[where]                                    # (n, C), at the position before each token
     rows = chunk_rows(model.config.vocab_size, h.device)
     head = model.lm_head.weight                     # (V, C); sharded ranks have gathered it in hidden()
     logp = []

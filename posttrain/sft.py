@@ -149,7 +149,7 @@ def tensors(rows, pad, device="cpu"):
 
     def padded(rows, fill):
         rows = list(map(torch.from_numpy, rows))
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device)
+        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device, non_blocking=True)
     return padded(idx, pad), padded(targets, -1), padded(doc, -1)
 
 
@@ -235,7 +235,7 @@ def forward_backward(model, rows, n_tokens, pad, ranks, device):
 
     n_tokens: how many tokens the whole step learns. Returns this rank's part of the loss, and its positions.
     """
-    loss, size = torch.zeros(()), 0
+    loss, size = torch.zeros((), device=device), 0
     for part, last in slices(len(rows), micro_batch, ranks):
         mine = rows[part]
         idx, targets, doc = tensors(mine or rows[:1], pad, device)
@@ -246,7 +246,7 @@ def forward_backward(model, rows, n_tokens, pad, ranks, device):
         with gradients(model, ranks, last):
             _, part_loss = model(idx, targets, doc=doc, n_tokens=n_tokens)
             part_loss.backward()
-        loss += part_loss.detach().cpu()
+        loss += part_loss.detach()
         size += idx.numel()
     return loss, size
 

@@ -173,13 +173,68 @@ def test_a_nan_agrees_with_nothing():
         bench.agree("loss", dict(ours=2.0, hf=math.nan), 1e-3)
 
 
+@pytest.mark.parametrize("room, asked, kept", [
+    (70, "", "ours a b"), (69, "", "ours a"), (59, "", "ours b"), (44, "", "ours"), (45, "b", "ours b"),
+    (59, "a", None), (29, "", None)])
+def test_who_fits_is_chosen_in_order_and_who_does_not_is_said(monkeypatch, capsys, room, asked, kept):
+    """What they hold, and the largest turn: 20 + 10 alone, 30 + 15 with b, 35 + 25 with a, 45 + 25 with both."""
+    takes = dict(ours=(20, 10), a=(15, 25), b=(10, 15))
+    monkeypatch.setattr(bench, "memory_of", lambda device: (room + 0.1) / bench.SHARE)
+    monkeypatch.setattr(bench, "impls", asked)
+    names = [name for name in takes if not asked or name in ("ours", asked)]
+    if kept is None:
+        with pytest.raises(ValueError, match="would take about .* GB, and .* has"):
+            bench.fitting(names, takes)
+        return
+    assert bench.fitting(names, takes) == kept.split()
+    said = capsys.readouterr().out
+    left = [name for name in names if name not in kept.split()]
+    assert bool(said) == bool(left) and all(name in said for name in left)
+
+
+def test_a_race_that_does_not_fit_is_run_by_those_that_do(tiny, monkeypatch, capsys):
+    config, batch, _ = bench.shape()
+    held, step = bench.bytes_of("ours", config, batch)
+    monkeypatch.setattr(bench, "memory_of", lambda device: (2 * held + step) / bench.SHARE)
+    rows, _ = bench.train()
+    # The other one without full logits.
+    assert rows.keys() == {"ours", "ours plain", "GEMM probe"}
+    assert "left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["train", "finetune", "optim", "loader"])
+def test_a_preset_that_a_device_cannot_hold_is_refused_in_one_line_before_it_is_built(tiny, monkeypatch, mode):
+    monkeypatch.setattr(bench, "preset", "8b-stack")
+    monkeypatch.setattr(bench, "memory_of", lambda device: 24e9)
+    monkeypatch.setattr(bench, "new_model", None)
+    with pytest.raises(ValueError, match="^preset=8b-stack: ours would take about .* GB, and cpu has 24.0: .* --preset$"):
+        bench.MODES[mode]()
+
+
+def test_the_layers_of_the_8b_and_hugging_faces_of_them_fit_an_h200_together(tiny, monkeypatch):
+    """16 bytes a parameter each, by hand: 8 layers of Table 1, embedding and head. The report's 8B has 8.05e9."""
+    monkeypatch.setattr(bench, "preset", "8b-stack")
+    monkeypatch.setattr(bench, "dtype", "bfloat16")
+    monkeypatch.setattr(bench, "memory_of", lambda device: 150.7e9)
+    config, batch, _ = bench.shape()
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096 * 21504 + 2 * 4096 + 2 * 128 + 2
+    names = ["ours", "hf compile", "hf"]
+    takes = {name: bench.bytes_of(name, config, batch) for name in names}
+    assert takes["ours"][0] == takes["hf"][0] == 16 * (8 * layer + 2 * 131072 * 4096 + 4096)
+    # Three fp32 copies of the logits.
+    assert takes["hf compile"][1] - takes["ours"][1] == 3 * 4 * batch * 4096 * 131072
+    assert bench.fitting(names, takes) == ["ours", "hf compile"] and batch > 1
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_auto_is_the_gpu_where_there_is_one(tiny, monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     for asked, found in (("auto", "cuda" if there else "cpu"), ("cpu", "cpu")):
         monkeypatch.setattr(bench, "device", asked)
+        monkeypatch.setattr(bench, "preset", "auto")
         bench.resolve_settings()
         assert bench.device == found
+        assert bench.preset == ("1b5" if found == "cuda" else "cpu")
 
 
 def test_a_timed_step_begins_without_the_gradients_of_the_last(tiny):
@@ -355,7 +410,7 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
 
 @pytest.mark.parametrize("args, says", [
     ([], "want one of train, finetune"), (["trian"], "want one of train, finetune"),
-    (["train", "--preset=9b"], "there is cpu, packed"),
+    (["train", "--preset=9b"], "there is auto, cpu, packed"),
     (["train", "--impls=vllm"], "impls='vllm'"),
     (["train", "--clock=sun"], "clock='sun'"), (["train", "--dtype=int8"], "there is auto, float32"),
     (["optim", "--threads=2"], "--threads=1 or --clock=wall"),

@@ -21,9 +21,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from engine import checkpoint
-from ademamix import AdEMAMix
+from ademamix import AdEMAMix, build_optimizer
 from conftest import ROOT
 from faults import suite
+from model import Apertus, ApertusConfig
 
 
 def fails_with(number):
@@ -376,6 +377,38 @@ def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
     for name, want in optimizer.state[param].items():
         got = checkpoint.empty_state(optimizer, param, want.shape, want.dtype)
         assert (name, got.device, got.shape, got.dtype) == (name, want.device, want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("name", ["adamw", "ademamix"])
+def test_a_loaded_optimizer_counts_on_to_the_same_bits(tmp_path, name):
+    """As train.py builds it: three steps, or one, a checkpoint, and two more, of which each divides by its count."""
+    shape = ApertusConfig(block_size=8, vocab_size=33, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+
+    def built():
+        model = Apertus(shape, seed=1)
+        how = dict(betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1)
+        return model, build_optimizer(model, name, 1e-2, **how, alpha_warmup=5, beta3_warmup=5, compile=False)
+
+    def step(model, optimizer, k):
+        idx = torch.arange(16).view(2, 8) + k
+        model(idx, idx + 1)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    whole, resumed = built(), built()
+    for k in range(3):
+        step(*whole, k)
+    step(*resumed, 0)
+    path = checkpoint.save(str(tmp_path), 1, *resumed, {})
+    again, optimizer = built()
+    checkpoint.load(path, again, optimizer)
+    for k in (1, 2):
+        step(again, optimizer, k)
+    for p, want in zip(again.parameters(), whole[0].parameters()):
+        assert torch.equal(p, want)
+        for kind, state in whole[1].state[want].items():
+            assert torch.equal(optimizer.state[p][kind], state), kind
+        assert optimizer.state[p]["step"].device.type == "cpu" and optimizer.state[p]["step"] == 3
 
 
 def test_an_optimizer_of_ours_keeps_its_step_on_the_cpu():

@@ -17,7 +17,8 @@ import convert
 import generate as generate_file
 import model as model_file
 from conftest import ROOT
-from model import XIELU, Apertus, ApertusConfig, causal_attention, masked_attention, rope_frequencies
+from model import XIELU, Apertus, ApertusConfig, causal_attention, library_attention, masked_attention
+from model import rope_frequencies
 from generate import KVCache, generate, read, sample_token, stream
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
@@ -78,7 +79,7 @@ def test_chunked_loss_has_the_gradients_of_the_full_one_in_fp64(name, monkeypatc
     (incoming * loss).backward()
     full = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(model_file, "chunk_rows", lambda V, device: 17)          # chunks that do not divide
+    monkeypatch.setattr(model_file, "chunk_rows", lambda *_: 17)          # chunks that do not divide
     (incoming * model(io["idx"], io["targets"])[1]).backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, full[n], rtol=1e-9, atol=1e-12)
@@ -95,13 +96,14 @@ def test_a_frozen_head_has_no_gradient_built_for_it():
     assert of_h is not None and of_head is None
 
 
-@pytest.mark.parametrize("V, device, rows", [
-    (131_072, "cuda", 512), (131_072, "cpu", 512),         # 268 MB in fp32
-    (2**14, "cpu", 256), (2048, "cpu", 2048),              # 16 MB
-    (2048, "cuda", 2**15), (100, "cpu", 2**15), (2**20, "cpu", 128),
+@pytest.mark.parametrize("V, device, trained, rows", [
+    (131_072, "cuda", True, 1024),                         # 0.5 GB in fp32
+    (131_072, "cuda", False, 512), (131_072, "cpu", True, 512),         # 268 MB
+    (2**14, "cpu", True, 256), (2048, "cpu", True, 2048),  # 16 MB
+    (2048, "cuda", False, 2**15), (100, "cpu", True, 2**15), (2**20, "cpu", True, 128),
 ])
-def test_the_logits_held_at_a_time_take_as_much_as_the_page_says(V, device, rows):
-    assert model_file.chunk_rows(V, device) == rows
+def test_the_logits_held_at_a_time_take_as_much_as_the_page_says(V, device, trained, rows):
+    assert model_file.chunk_rows(V, device, trained) == rows
 
 
 def test_compiled_attention_in_bf16_stays_causal_and_inside_documents():
@@ -403,6 +405,85 @@ def test_sampling_has_the_probabilities_that_it_claims():
     ):
         torch.testing.assert_close(share(**how), torch.tensor(want), rtol=0, atol=0.015)
     assert torch.equal(share(top_k=9), share())            # more than there are
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_heads_that_share_keys_and_heads_that_repeat_them_attend_alike(monkeypatch, shared, masked):
+    """And have the gradients of softmax in fp64, to 1e-6 in fp32."""
+    monkeypatch.setattr(model_file, "shares_heads", lambda *args: shared)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 12, 8, generator=g, requires_grad=True) for heads in (6, 2, 2))
+    i = torch.arange(12)
+    mask = (i[:, None] >= i).expand(2, 1, 12, 12).clone()
+    if masked:
+        mask[1, :, :, :4] &= i[:, None] == i[:4]           # the second row begins with padding, which sees itself
+    want = masked_attention(q.double(), k.double(), v.double(), mask)
+    y = library_attention(q, k, v, mask if masked else None)
+    assert (y - want).abs().max() < 1e-6
+    exact = torch.autograd.grad(want.square().sum(), (q, k, v))
+    for ours, true in zip(torch.autograd.grad(y.square().sum(), (q, k, v)), exact):
+        assert (ours - true).abs().max() < 1e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("device, dtype, masked, shared", [
+    ("cuda", torch.bfloat16, False, True), ("cuda", torch.float16, False, True),
+    ("cuda", torch.bfloat16, True, False), ("cuda", torch.float32, False, False), ("cuda", torch.float32, True, False),
+    ("cpu", torch.float32, True, True), ("mps", torch.float32, True, True)])
+def test_heads_share_keys_where_a_kernel_can(device, dtype, masked, shared):
+    """
+    torch's sdp_utils.cpp, whose supports_grouped_query_attention only flash attention has (cuDNN is off): it takes half
+    types, and no mask.
+    """
+    assert model_file.shares_heads(device, dtype, masked) == shared
+
+
+@pytest.mark.parametrize("device, head_dim, there", [("cuda", 16, True), ("cuda", 14, False), ("cpu", 64, False)])
+def test_documents_go_to_flex_attention_where_it_has_a_kernel(device, head_dim, there):
+    """torch's _inductor/kernel/flex: "must be at least 16". Other heads have the mask of all pairs, as on a Mac."""
+    assert model_file.has_flex(device, head_dim) == there
+
+
+@pytest.mark.parametrize("device, T, S, fixed, padded, way", [
+    ("cuda", 1, 9, False, False, "formula"), ("cuda", 1, 9, True, True, "formula"), ("cpu", 1, 9, True, False, "formula"),
+    ("cuda", 9, 9, False, False, "causal"), ("cpu", 9, 9, False, False, "causal"),
+    ("cuda", 9, 9, False, True, "mask"),                   # padding must not be seen
+    ("cuda", 4, 9, False, False, "mask"),                  # the second chunk of a prompt sees all of the first
+    ("cpu", 1, 9, False, False, "mask"), ("mps", 1, 9, False, False, "mask")])
+def test_new_positions_attend_by_what_they_may_see(device, T, S, fixed, padded, way):
+    assert generate_file.way_to_attend(device, T, S, fixed, padded) == way
+
+
+@pytest.mark.parametrize("ways", [("formula", "formula"), ("causal", "formula"), ("causal", "mask"), ("mask", "mask")])
+def test_every_way_to_attend_to_the_cache_is_the_full_forward_pass(monkeypatch, ways):
+    """A whole prompt and two tokens, to 1e-6 of the largest number in fp32."""
+    taken = []
+
+    def way(device, T, *rest):
+        taken.append(ways[T == 1])
+        return taken[-1]
+    monkeypatch.setattr(generate_file, "way_to_attend", way)
+    model = small()
+    idx = ids(3, 20)
+    cache, full = KVCache(model, 3, 20), model.hidden(idx)
+    with torch.no_grad():
+        steps = torch.cat([model.hidden(part, cache=cache) for part in idx.split([18, 1, 1], dim=1)], 1)
+    assert (steps - full).abs().max() < 1e-6 * full.abs().max()
+    assert taken == [ways[0]] * 2 + [ways[1]] * 4          # two layers
+
+
+def test_prompts_of_one_length_are_not_padded(monkeypatch):
+    found = []
+    true = generate_file.way_to_attend
+
+    def way(*args):
+        found.append(true(*args))
+        return found[-1]
+    monkeypatch.setattr(generate_file, "way_to_attend", way)
+    for prompts, wanted in ((ids(2, 5), "causal"), ([[5, 6], [7, 8]], "causal"), ([[5, 6], [7]], "mask")):
+        found.clear()
+        generate(small(), prompts, 1)
+        assert set(found) == {wanted}
 
 
 def test_another_first_document_leaves_the_second_exactly_alone():

@@ -28,6 +28,7 @@ from conftest import ROOT, script
 from data import TokenDataset
 from faults.launch import losses, sha_of
 from faults.suite import Lab
+import model as model_file
 from model import Apertus, ApertusConfig
 from schedule import batch_size, samples_at
 
@@ -100,12 +101,20 @@ def test_exact_mode_ends_in_the_same_bits_on_1_2_and_4_processes_and_on_2_copies
     assert all(losses(run) == losses(runs[0]) for run in runs)
 
 
+def test_exact_mode_in_fp8_ends_in_the_same_bits_on_1_and_2_processes(lab):
+    """Scales are made of a micro-batch and of a whole matrix, so they are the same wherever it lies."""
+    args = "--exact", "--fp8", "--micro_batch=2", "--total_samples=80", *CONSTANT, *SILENT
+    runs = [ended(lab, ranks, *args, *how, name=f"fp8-{ranks}") for ranks, how in ((0, []), (2, ["--parallel=fsdp"]))]
+    assert sha_of(runs[0]) == sha_of(runs[1]) and losses(runs[0]) == losses(runs[1])
+
+
 needs_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 
 
 @pytest.mark.parametrize("args", [
     ["--parallel=ddp"], ["--parallel=fsdp", "--sequence_parallel=2"], ["--parallel=hsdp", "--hsdp_shard=1"],
     pytest.param(["--parallel=ddp", "--compile"], marks=needs_compiler),
+    pytest.param(["--parallel=fsdp", "--compile", "--fp8"], marks=needs_compiler),
     pytest.param(["--parallel=fsdp", "--compile"], marks=needs_compiler)], ids=" ".join)
 def test_two_processes_killed_and_resumed_end_in_the_same_bits(lab, args):
     """
@@ -245,6 +254,22 @@ def test_shards_are_initialised_to_the_weights_of_one_process_without_holding_th
         parallel.spread(model, ranks, "cpu", 5)
         whole = dict(Apertus(config, 5).named_parameters())
         assert all(torch.equal(p.full_tensor(), whole[name]) for name, p in model.named_parameters())
+    finally:
+        ranks.leave()
+
+
+def test_shards_that_a_checkpoint_fills_are_not_drawn(monkeypatch):
+    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+    drawn = []
+    monkeypatch.setattr(model_file, "draw", lambda name, shape, *how: drawn.append(name) or torch.zeros(shape))
+    ranks = parallel.Ranks("none", exact=True)
+    ranks.join("cpu", 10)
+    try:
+        for seed, count in ((None, 0), (5, 2 + 2 * 6)):     # embedding, head, and six matrices a layer
+            with torch.device("meta"):
+                model = Apertus(config, seed)
+            parallel.spread(model, ranks, "cpu", seed)
+            assert len(drawn) == count and not any(p.is_meta for p in model.parameters())
     finally:
         ranks.leave()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import ademamix
 import chat
@@ -21,6 +22,7 @@ import tokenizer
 from configurator import configure
 from conftest import ROOT, script
 from engine import checkpoint
+from engine.hardware import can_compile
 from engine.parallel import Ranks
 from generate import generate
 from model import Apertus, ApertusConfig
@@ -250,6 +252,18 @@ def test_dead_units_and_preactivation_norm_are_those_of_the_last_feed_forward():
     assert not model.model.layers[-1].mlp.up_proj._forward_hooks
 
 
+def test_a_compiled_model_has_the_ranks_of_an_eager_one_each_time():
+    """What torch.compile has traced without a hook, or with that of an earlier call, would not call this one."""
+    model = Apertus(ApertusConfig(**TINY))
+    ids = torch.arange(24).view(2, 12)
+    want = collapse.diagnose(model, ids)
+    model.compile_blocks(backend="eager")
+    with torch.no_grad():
+        model(ids)
+    assert collapse.diagnose(model, ids) == want
+    assert collapse.diagnose(model, ids) == want
+
+
 def test_a_start_model_is_known_by_every_one_of_its_weights():
     model = Apertus(ApertusConfig(**TINY))
     seen = {checkpoint.fingerprint(model)}
@@ -394,6 +408,25 @@ def test_two_processes_do_what_one_does(launch, aligned, start, tmp_path, parall
     for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="torch.compile wants a C++ compiler")
+@pytest.mark.parametrize("args", [[], ["--lora_r=4"]])
+def test_compiled_its_losses_and_gradients_are_those_of_eager_torch(start, aligned, tmp_path, monkeypatch, args):
+    """
+    Over batches of other lengths; adapters run in turns with the base, which is their reference. The graphs and their
+    gradients are torch.compile's, without the C++ that would take most of a minute.
+    """
+    graphs = functools.partialmethod(Apertus.compile_blocks, backend="aot_eager")
+    monkeypatch.setattr(Apertus, "compile_blocks", graphs)
+    how = [f"--references={aligned / 'references'}", *args]
+    align(start, tmp_path / "eager", *how)
+    before = counters["stats"]["unique_graphs"]
+    align(start, tmp_path / "compiled", *how, "--compile=True")
+    assert counters["stats"]["unique_graphs"] > before
+    for eager, compiled in zip(log(tmp_path / "eager"), log(tmp_path / "compiled"), strict=True):
+        assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5, abs=1e-6)
+        assert compiled["grad_norm"] == pytest.approx(eager["grad_norm"], rel=1e-4)
 
 
 def test_an_aligned_model_exported_by_convert_chats_in_transformers_with_its_own_template(aligned, tmp_path):

@@ -15,6 +15,7 @@ import torch
 from studies import kit
 from engine import checkpoint, memory
 import convert
+import model as model_file
 import train
 from ademamix import AdEMAMix
 from conftest import ROOT, refused, same, script, weights
@@ -90,6 +91,35 @@ def test_stopped_and_resumed_ends_in_the_same_bits(trained, tmp_path):
     assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
     assert same(weights(trained[0]), weights(out))
     assert without_times(log(out)) == without_times(log(trained[0]))         # and in the same log, one line a step
+
+
+def test_weights_that_a_file_fills_are_not_drawn(trained, tmp_path, monkeypatch):
+    """A CPU takes minutes to draw the 8B's. A resumed run, and one from another's weights, end in the bits of before."""
+    out, begun = tmp_path / "halves", ["--total_samples=24", "--decay_samples=8", f"--init_from={trained[0]}"]
+    shutil.copytree(trained[0], out)
+    shutil.rmtree(out / "ckpt" / "step-00000020")
+    assert tiny(trained, f"--out={tmp_path / 'drawn'}", *begun).returncode == 0
+
+    def draw(name, *args):
+        raise AssertionError(f"{name} was drawn")
+    monkeypatch.setattr(model_file, "draw", draw)
+    for args in ([f"--out={out}", "--resume"], [f"--out={tmp_path / 'not'}", *begun]):
+        done = tiny(trained, *args)
+        assert done.returncode == 0, done.stderr
+    assert same(weights(trained[0]), weights(out))
+    assert same(weights(tmp_path / "drawn"), weights(tmp_path / "not"))
+    with pytest.raises(AssertionError, match="embed_tokens.weight was drawn"):
+        tiny(trained, f"--out={tmp_path / 'new'}")
+
+
+def test_without_an_intact_checkpoint_a_restarted_run_begins_with_drawn_weights(trained, tmp_path):
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    for folder in glob.glob(f"{out}/ckpt/step-*"):
+        os.remove(f"{folder}/manifest.json")
+    done = tiny(trained, f"--out={out}", "--resume", "--allow_restart=True")
+    assert done.returncode == 0 and "passed over" in done.stdout, done.stderr
+    assert same(weights(trained[0]), weights(out))
 
 
 def test_stages_one_by_one_are_the_run_through_all(tmp_path):

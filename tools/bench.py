@@ -64,6 +64,8 @@ from tqdm import tqdm
 from ademamix import AdEMAMix, param_groups
 from data import TokenDataset
 from engine.hardware import can_compile, keep_freed_memory, linear, memory_of, vendor_flops
+from engine.memory import SHARE, of_step
+from engine.parallel import Ranks
 from engine.plot import entries, finish, has_log, pyplot, read_json
 from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
@@ -76,8 +78,9 @@ from studies.structured import StructuredLinear, forms
 from tools.peers import NanoGPT, hugging_face, loop_ademamix, nanogpt_batch, published_mask
 
 paths = []              # one of the modes above, or results (*.json) to print as a table
-preset = "cpu"          # cpu | packed | laptop | wide | 124m | 1b5 | 8b-stack | tiny: the model and batch, below
-impls = ""              # contestants, comma-separated; "" = all of the mode. ours is always among them
+preset = "auto"         # cpu | packed | laptop | wide | 124m | 1b5 | 8b-stack | tiny: the model and batch, below.
+                        # auto: cpu on a CPU; 1b5 on CUDA, where a small one measures how fast kernels are launched
+impls = ""              # contestants, comma-separated; "" = those of the mode that fit. ours is always among them
 micro_batch = 0         # windows of a step; 0 = the preset's
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
@@ -95,7 +98,8 @@ out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
 readme = ""             # with results: write the table into this file, between its two <!-- bench --> lines
 
 # documents is their mean length in tokens; 0 makes plain causal windows, without Goldfish. 8b-stack has the exact
-# layers of the 8B, but eight of them, because no GPU holds all 32 with their optimizer.
+# layers of the 8B, but eight of them, because no GPU holds all 32 with their optimizer, and two windows, because the
+# optimizer's time is the same for any number.
 SHAPES = """
 preset    batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings  documents
 cpu           4         512        6       6          2     384     2048       16384           false          0
@@ -104,7 +108,7 @@ laptop        4         256        4       2          1     128      672        
 wide          1         512        4      16          4    1024     5376       16384           false          0
 124m         16        1024       12      12          4     768     3584       50304            true          0
 1b5           2        4096       16      32          8    2048    12288      131072           false       1000
-8b-stack      1        4096        8      32          8    4096    21504      131072           false       1000
+8b-stack      2        4096        8      32          8    4096    21504      131072           false       1000
 tiny          2          64        2       4          2      64      160         320           false         20
 """
 HEAD, *ROWS = [line.split() for line in SHAPES.strip().splitlines()]
@@ -113,18 +117,18 @@ PRESETS = {
     for name, *values in ROWS}
 
 CHOICES = dict(
-    preset=PRESETS,
+    preset=("auto", *PRESETS),
     dtype=("auto", "float32", "bfloat16"),
     clock=("auto", "cpu", "wall"))
 
 
 def resolve_settings():
     """
-    Refuse what cannot be measured, then put what "auto" stands for into device, dtype and clock.
+    Refuse what cannot be measured, then put what "auto" stands for into preset, device, dtype and clock.
 
     ValueError, one line, that names the setting and what there is.
     """
-    global device, dtype, clock
+    global preset, device, dtype, clock
     for name, choices in CHOICES.items():
         if globals()[name] not in choices:
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
@@ -134,6 +138,8 @@ def resolve_settings():
         raise ValueError(f"micro_batch={micro_batch}: want how many windows a step has, or 0 for the preset's")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if preset == "auto":
+        preset = "1b5" if device == "cuda" else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     if clock == "auto":
@@ -175,6 +181,40 @@ def chosen(*names):
     if not set(asked) <= set(names):
         raise ValueError(f"impls={impls!r}: this mode and preset have {', '.join(names)}")
     return list(dict.fromkeys(["ours", *asked]))
+
+
+def fitting(names, takes):
+    """
+    Those of the contestants that the device holds together, in the order of the names; who is left out is said.
+
+    takes: {name: (bytes that it holds throughout, bytes that its turn takes besides)}. ValueError if the device does
+    not hold ours, or one that --impls asks for.
+    """
+    total = memory_of(device)
+    if not total:
+        return names
+
+    def needs(some):
+        held, turn = zip(*(takes[name] for name in some))
+        return sum(held) + max(turn)
+
+    room = SHARE * total
+    kept, left = [], []
+    for name in names:
+        if needs([*kept, name]) <= room:
+            kept.append(name)
+        else:
+            left.append(name)
+    if not left:
+        return names
+    wanted = names if impls else ["ours"]
+    sums = f"{needs(wanted) / 1e9:.1f} GB, and {device} has {total / 1e9:.1f}"
+    if "ours" in left or impls:
+        raise ValueError(f"preset={preset}: {', '.join(wanted)} would take about {sums}: take a smaller --preset"
+                         + ", or fewer --impls" * (len(wanted) > 1))
+    print(f"left out, because {device} has {total / 1e9:.1f} GB and all would take {needs(names) / 1e9:.1f}: "
+          f"{', '.join(left)} (--impls races one of them with ours, if both fit)")
+    return kept
 
 
 def agree(what, values, tolerance, base="ours"):
@@ -432,6 +472,34 @@ def contestant(name, ours):
     return model, loss
 
 
+def bytes_of_weights(config):
+    """Bytes of a model in fp32."""
+    with torch.device("meta"):
+        return 4 * Apertus(config).num_params()
+
+
+def bytes_of(name, config, batch):
+    """
+    What a contestant takes, by engine/memory.py: (bytes of weights and states, bytes that a step takes besides).
+
+    A rough sum for others than ours: eager torch keeps three times the activations (465 kB a token and layer of the 8B
+    for 150) and its weights as it casts them; who forms all logits keeps three copies of them in fp32.
+    """
+    with torch.device("meta"):
+        model = Apertus(config)
+    V, T = config.vocab_size, config.block_size
+    how = dict(optimizer="ademamix", state_dtype="float32", recompute="none")
+    size = work_dtype().itemsize
+    kinds = of_step(model, how, batch, T, Ranks("none"), size)
+    held = kinds["weights"] + kinds["states"]
+    step = kinds["gradients"] + kinds["activations"] + kinds["temporary"]
+    if name in ("ours eager", "hf"):
+        step += 2 * kinds["activations"] + size * model.num_params()
+    if not name.startswith("ours"):
+        step += 12 * batch * T * V
+    return held, step
+
+
 def loss_of_logits(logits, targets):
     """Mean loss in fp32. logits (B, T, V); targets (B, T), -100 where there is none."""
     rows = logits.float().flatten(0, 1)
@@ -484,11 +552,13 @@ def train():
         keep_freed_memory()                                # as train.py does; it holds for every contestant
     config, batch, documents = shape()
     T, N = config.block_size, batch * config.block_size
+    other = "ours plain" if documents else "nanoGPT compile"
+    # The most telling first, where not all of them fit.
+    names = chosen("ours", "hf compile", "hf", other, "ours eager")
+    names = fitting(names, {name: bytes_of(name, config, batch) for name in names})
     batches = make_batches()
     seen = np.mean([attended(made.doc, T) for made in batches])
     ours = new_model(config)
-    other = "ours plain" if documents else "nanoGPT compile"
-    names = chosen("ours", "ours eager", other, "hf", "hf compile")
     steps, found, flops = {}, {}, {}
     for name in names:
         model, loss = contestant(name, ours)
@@ -501,6 +571,9 @@ def train():
         length = T if name == "ours plain" else 2 * seen
         flops[name] = N * counted.flops_per_token(length)
     agree_on_gradients(found, 1e-5)
+    parameters = ours.num_params()
+    # All have copies of it, and the averages of the optimizers are yet to come.
+    del ours, counted
     peak = vendor_flops(device)
 
     def run(name, n):
@@ -515,7 +588,7 @@ def train():
 
     rows = compete(names, run, rates, gemm_probe())
     loss, _ = found["ours"]
-    facts = dict(loss=loss, parameters=ours.num_params(), attended=seen)
+    facts = dict(loss=loss, parameters=parameters, attended=seen)
     return rows, facts
 
 
@@ -530,10 +603,14 @@ def finetune():
         keep_freed_memory()
     config, batch, _ = shape()
     N = batch * config.block_size
+    held, step = bytes_of("ours", config, batch)
+    # Adapters have states and gradients of less than a hundredth of the weights.
+    adapted = bytes_of_weights(config), step
+    names = fitting(chosen("ours", "LoRA 16"), {"ours": (held, step), "LoRA 16": adapted})
     batches = make_batches()
     whole = new_model(config)
     steps, losses, flops = {}, {}, {}
-    for name in chosen("ours", "LoRA 16"):
+    for name in names:
         model, loss = contestant("ours", whole)
         if name != "ours":
             lora.adapt(model, lora.settings_of(16, 32, "all"), seed)
@@ -541,6 +618,7 @@ def finetune():
         steps[name] = train_step(model, loss, batches)
         flops[name] = N * model.flops_per_token(config.block_size)
     agree("loss of the first batch", losses, 1e-5)
+    del whole
 
     def run(name, n):
         steps[name](n)
@@ -575,9 +653,14 @@ def optim():
         return AdEMAMix(params, **how, compile=name == "ours" and compiles()).step
 
     config, _, _ = shape()
+    names = chosen("ours", "AdamW fused", "per-tensor loop", "ours eager")
+    weights = bytes_of_weights(config)
+    # Weights, gradients and two or three states; the loop has two results of the size of a tensor besides.
+    of_states = {name: 3 if name == "AdamW fused" else 4 for name in names}
+    takes = {name: ((1 + n) * weights, 8 * config.vocab_size * config.n_embd) for name, n in of_states.items()}
+    names = fitting(names, takes)
     model = new_model(config)
     N = model.num_params()
-    names = chosen("ours", "ours eager", "AdamW fused", "per-tensor loop")
     params, steps = {}, {}
     for name in names:
         torch.manual_seed(seed)                            # the same gradients for all
@@ -585,6 +668,7 @@ def optim():
         for p in params[name]:
             p.grad = torch.randn_like(p)
         steps[name] = stepper(name, params[name])
+    del model
 
     def run(name, n):
         steps[name]()
@@ -947,6 +1031,8 @@ def loader():
     repeat = 32
     N = repeat * B * T
     config, batch, _ = shape()
+    # The training step is ours. Loaders take next to nothing.
+    fitting(["ours"], dict(ours=bytes_of("ours", config, batch)))
     model, loss = contestant("ours", new_model(config))
     step = train_step(model, loss, make_batches())
     with tempfile.TemporaryDirectory() as folder:

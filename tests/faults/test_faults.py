@@ -4,14 +4,33 @@ import json
 import os
 
 import pytest
+import torch
+import torch._inductor.config
 
 from conftest import ROOT
+from faults import launch as launcher
 from faults import suite
 
 
 @pytest.fixture(scope="module")
 def lab(launch, tmp_path_factory):
     return suite.Lab(launch, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize("cuda, passes", [(None, 1), ("13.0", 0)])
+def test_who_forks_the_ranks_has_run_no_backward_pass_in_a_build_for_cuda(monkeypatch, cuda, passes):
+    """
+    Where it finds a GPU, autograd refuses every backward pass of a child then: "Unable to handle autograd's threading
+    in combination with fork-based multiprocessing". A build for CPUs does not, and compiles gradients for all ranks.
+    """
+    done = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda y: done.append(y) or backward(y))
+    monkeypatch.setattr(torch, "compile", lambda f: f)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with torch._inductor.config.patch(compile_threads=1):
+        launcher.compile_once()
+    assert len(done) == passes
 
 
 # A power cut needs no run, so test_checkpoint.py does it. torchrun is too slow for a suite that runs often.
