@@ -15,7 +15,7 @@ MINUTES = 0
 MUTANTS =
 ONLY =
 
-.PHONY: train recipe align ablate memorize faults flakes mutants test gpu-dry clean
+.PHONY: train recipe align ablate memorize faults flakes mutants test gpu gpu-dry clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
@@ -58,6 +58,10 @@ mutants: .venv/ready
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+
+# On a GPU: is all as on a CPU, and how fast? 25 minutes, into records/DATE-GPU. ONLY="equal decode": these steps
+gpu: .gpuenv/ready
+	$(GPU_PY) -m tools.gpu $(ONLY)
 
 # What CUDA would do, without a GPU: gcc and 6 GB for a build of torch with CUDA. ONLY="blocks decode" or CONFIG=configs/mine.py: these
 gpu-dry: .gpuenv/ready

@@ -88,6 +88,45 @@ def test_a_cold_start_is_a_run_of_train_py_up_to_its_first_step(tmp_path):
     assert record["rows"]["ours"]["s to the first step"] > 0.1     # importing torch takes longer
 
 
+def test_the_whole_model_is_the_third_step_of_a_run_of_train_py(tmp_path):
+    """Its speed is that which the run has logged, and nothing of it is left."""
+    _, record = run(tmp_path, "whole")
+    assert record["preset"] == "tiny" and record["facts"]["windows"] == 16
+    assert len(record["facts"]["losses"]) == 3
+    # Random ids of 131,072 words, of which the model knows nothing.
+    assert record["facts"]["losses"][0] == pytest.approx(math.log(131072), rel=0.01)
+    assert record["rows"]["ours"]["tok/s"] > 0
+
+
+def test_probes_are_rates_of_the_machine_and_no_line_of_the_readme(tmp_path):
+    done, record = run(tmp_path, "probes")
+    work = 4 * 2 * 256**3 / 1e12, 2 * 2**22 / 1e9, 2**22 / 1e9
+    for row, amount, unit in zip(record["rows"].values(), work, ("TFLOP/s", "GB/s", "GB/s")):
+        assert row[unit] == pytest.approx(amount / row["median"])
+    assert "and .png" not in done.stdout and "probes" not in bench.summary([record])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_drawn_on_a_device_have_the_size_that_is_asked_for(tiny, monkeypatch, tied):
+    """On "cpu:0", which takes the way of a GPU. Gains are 1 and xIELU's alphas begin at .8, as the report has them."""
+    monkeypatch.setattr(bench, "device", "cpu:0")
+    config, _, _ = bench.shape(tie_embeddings=tied)
+    model = bench.new_model(config)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            assert p.detach().std().item() == pytest.approx(0.02, rel=0.05), name
+    first = model.model.layers[0]
+    assert (first.attention_layernorm.weight == 1).all()
+    assert torch.nn.functional.softplus(first.mlp.act_fn.alpha_p).item() == pytest.approx(0.8)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_windows_of_a_step_are_those_that_are_asked_for(tiny, monkeypatch):
+    assert bench.shape()[1] == bench.PRESETS["tiny"]["batch"] == 2
+    monkeypatch.setattr(bench, "micro_batch", 3)
+    assert bench.shape()[1] == 3 and bench.make_batches()[0].idx.shape == (3, 64)
+
+
 def test_a_run_that_ends_before_its_first_step_is_told_with_its_own_last_line(tmp_path):
     done = script("tools.bench", "cold", "--preset=tiny", "--device=cpu", "--rounds=1", "--impls=ours",
                   f"--data={tmp_path / 'nowhere'}", f"--out={tmp_path}")
@@ -375,7 +414,7 @@ def test_the_table_of_a_readme_comes_from_the_records(tmp_path):
     (["train", "--impls=vllm"], "impls='vllm'"),
     (["train", "--clock=sun"], "clock='sun'"), (["train", "--dtype=int8"], "there is auto, float32"),
     (["optim", "--threads=2"], "--threads=1 or --clock=wall"),
-    (["optim", "--rounds=0"], "at least 1")])
+    (["optim", "--rounds=0"], "at least 1"), (["train", "--micro_batch=-1"], "micro_batch=-1")])
 def test_what_cannot_be_measured_is_told_in_one_line(args, says):
     done = script("tools.bench", *args, "--device=cpu")
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr

@@ -26,6 +26,8 @@ $ python -m tools.bench prepare --peers         # prepare.py with every filter a
 $ python -m tools.bench decode                  # greedy generation at batch 1
 $ python -m tools.bench memory                  # peak memory of a pass with a vocabulary of 131,072
 $ python -m tools.bench cold                    # seconds from `python train.py` to the end of its first step
+$ python -m tools.bench whole                   # three steps of train.py on the whole 8B, by its own log
+$ python -m tools.bench probes                  # what the machine can do: matrix products, memory
 $ python -m tools.bench ffn                     # structured feed-forward layers against dense ones, by width
 $ python -m tools.bench records/*/*.json        # committed results again, as the README's table
 """
@@ -64,7 +66,7 @@ from data import TokenDataset
 from engine.hardware import can_compile, keep_freed_memory, linear, memory_of, vendor_flops
 from engine.memory import SHARE, of_step
 from engine.parallel import Ranks
-from engine.plot import finish, has_log, pyplot, read_json
+from engine.plot import entries, finish, has_log, pyplot, read_json
 from generate import generate, lay_out_for_decoding
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig, ChunkedCrossEntropy, Linear, chunk_loss, chunk_rows
@@ -79,6 +81,7 @@ paths = []              # one of the modes above, or results (*.json) to print a
 preset = "auto"         # cpu | packed | laptop | wide | 124m | 1b5 | 8b-stack | tiny: the model and batch, below.
                         # auto: cpu on a CPU; 1b5 on CUDA, where a small one measures how fast kernels are launched
 impls = ""              # contestants, comma-separated; "" = those of the mode that fit. ours is always among them
+micro_batch = 0         # windows of a step; 0 = the preset's
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
 rounds = 7              # that are counted
@@ -88,6 +91,7 @@ threads = 1             # of the CPU; 0 = torch's choice
 tokens = 64             # to generate in `decode`, after a prompt of 32
 widths = (512, 1024, 2048)  # of the model, in `ffn`; the MLP is four times as wide
 data = "data/stdlib"    # what prepare.py wrote, for `cold`
+started = ("configs/8b.py", "configs/8b_one_gpu.py")    # with what `whole` starts train.py: configs and flags
 peers = False           # `prepare`: datatrove and Hugging Face too
 seed = 28               # of weights, batches and documents
 out = "out/bench"       # folder for <mode>-<preset>-<dtype>.json and .png
@@ -130,6 +134,8 @@ def resolve_settings():
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: want at least 1")
+    if micro_batch < 0:
+        raise ValueError(f"micro_batch={micro_batch}: want how many windows a step has, or 0 for the preset's")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if preset == "auto":
@@ -355,16 +361,29 @@ def shape(**changes):
     Unlike the published models these begin with weights of one size, init_std = 0.02.
     """
     values = dict(init_std=0.02, **PRESETS[preset])
-    batch = values.pop("batch")
+    of_preset = values.pop("batch")
+    batch = micro_batch or of_preset
     documents = values.pop("documents")
     config = ApertusConfig(**values | changes)
     return config, batch, documents
 
 
 def new_model(config):
-    """An Apertus with the initial weights of `seed`, fp32, on the device. All contestants get copies of one."""
-    with torch.device(device):
+    """
+    An Apertus with the initial weights of `seed`, fp32, on the device. All contestants get copies of one.
+
+    On a GPU they are its own random numbers, all of one size: a CPU draws 8 billion in two minutes.
+    """
+    if device == "cpu":
         return Apertus(config, seed)
+    with torch.device("meta"):
+        model = Apertus(config, seed)
+    model.to_empty(device=device)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.initial = lambda name, shape, config, seed: torch.randn(shape, device=device).mul_(config.init_std)
+    model.init_weights(seed)
+    return model
 
 
 def make_batch(n, config, batch, documents):
@@ -821,7 +840,7 @@ def cold():
 
     def run(name, n):
         compile, layers = ways[name]
-        return first_step(f"configs/{config}.py", f"--compile={compile}", f"--n_layer={layers}")
+        return first_step(f"configs/{config}.py", f"--compile={compile}", f"--n_layer={layers}", f"--data={data}")
 
     def rates(name, seconds, _):
         return {"s to the first step": seconds}
@@ -831,39 +850,110 @@ def cold():
 
 
 def first_step(*arguments):
-    """
-    Wall seconds of train.py from its start to the line that it logs of its first step. Then it is killed.
-
-    ValueError with the last line that it said, if it ends before.
-    """
+    """Wall seconds of train.py from its start to the line that it logs of its first step, with nothing compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        run_folder = os.path.join(folder, "run")
-        command = [sys.executable, "train.py", *arguments]
-        command += flags(dict(data=data, device=device, out=run_folder))
-        environment = dict(
-            os.environ,
-            TORCHINDUCTOR_CACHE_DIR=os.path.join(folder, "cache"),
-            OMP_NUM_THREADS=str(threads or os.cpu_count()))
+        cache = os.path.join(folder, "cache")
         began = time.perf_counter()
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True)
-        with process as run:
-            try:
-                while not has_log(run_folder):
-                    if run.poll() is not None:
-                        last_line = run.stderr.read().strip().splitlines()[-1:]
-                        raise ValueError(f"{shlex.join(command)} ended before its first step: {last_line}")
-                    time.sleep(0.02)
-                return time.perf_counter() - began
-            finally:
-                # All of its session, because torch.compile has processes that would outlive the run.
-                if run.poll() is None:
-                    os.killpg(run.pid, signal.SIGKILL)
+        steps_of_train(1, os.path.join(folder, "run"), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
+        return time.perf_counter() - began
+
+
+def steps_of_train(count, run_folder, *arguments, **environment):
+    """
+    Start train.py, and kill it when it has logged `count` steps. Returns their lines in its log, as dicts.
+
+    environment: more variables of it. ValueError with the last line that it said, if it ends before.
+    """
+    command = [sys.executable, "train.py", *arguments]
+    command += flags(dict(device=device, out=run_folder))
+    environment = dict(
+        os.environ,
+        OMP_NUM_THREADS=str(threads or os.cpu_count()),
+        **environment)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True)
+    with process as run:
+        try:
+            while len(lines := logged(run_folder)) < count:
+                if run.poll() is not None:
+                    last_line = run.stderr.read().strip().splitlines()[-1:]
+                    which = "its first step" if count == 1 else f"step {count}"
+                    raise ValueError(f"{shlex.join(command)} ended before {which}: {last_line}")
+                time.sleep(0.02)
+            return lines
+        finally:
+            # All of its session, because torch.compile has processes that would outlive the run.
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+def logged(run_folder):
+    """The lines of steps in a run's log so far, as dicts."""
+    lines = entries(run_folder) if has_log(run_folder) else []
+    return [line for line in lines if "tok_s" in line]
+
+
+def whole():
+    """
+    The third step of train.py, which is what a user would start: the whole 8B on one GPU, by its own log.
+
+    A step has 16 windows, where a real one has 1,024: what comes once a step, such as the optimizer, counts as much
+    more. Nothing is saved, since train.py is killed before. The peak is that of torch's allocator.
+    """
+    global preset
+    arguments = full_or_tiny(started, ("configs/tiny.py",))
+    files = [argument for argument in arguments if argument.endswith(".py")]
+    preset = os.path.basename(files[-1]).removesuffix(".py")
+    n = 16
+    flags_of_run = flags(dict(
+        batch_size=n,
+        batch_ramp_at=0,
+        total_samples=100 * n,
+        warmup_samples=n,
+        decay_samples=n,
+        eval_every=0,
+        sample_every=0,
+        checkpoint_every=0))
+    with tempfile.TemporaryDirectory() as folder:
+        synthetic_shard(folder, 2**20, 131072)
+        run_folder = os.path.join(folder, "run")
+        lines = steps_of_train(3, run_folder, *arguments, f"--data={folder}", *flags_of_run)
+    last = lines[-1]
+    row = {"tok/s": last["tok_s"]}
+    if last["mfu"]:
+        row["MFU"] = last["mfu"]
+    if last["memory_gib"]:
+        size = last["memory_gib"] * 2**30
+        row["peak GB"] = size / 1e9
+        row["of memory"] = size / memory_of(device)
+    return dict(ours=row), dict(losses=[line["loss"] for line in lines], windows=n)
+
+
+def probes():
+    """What this machine can do at most: a matrix product, memory that is read and written, and memory that is read."""
+    ways = {
+        "GEMM probe": gemm_probe(),
+        "bandwidth probe, update": bandwidth_probe(),
+        "bandwidth probe, read": bandwidth_probe(read_only=True)}
+    peak = vendor_flops(device)
+
+    def run(name, n):
+        _, _, f, _ = ways[name]
+        f(n)
+
+    def rates(name, seconds, _):
+        _, unit, _, work = ways[name]
+        found = {unit: work / seconds}
+        if peak and unit == "TFLOP/s":
+            found["of the vendor's peak"] = work * 1e12 / seconds / peak
+        return found
+
+    return compete(ways, run, rates, base="GEMM probe"), dict(base="GEMM probe")
 
 
 # -----------------------------------------------------------------------------
@@ -913,11 +1003,17 @@ def synthetic_shard(folder, n_tokens, vocab_size):
     path = os.path.join(folder, "shard.npy")
     np.save(path, stream)
     shards = [dict(file="shard.npy", tokens=n_tokens)]
-    sources = dict(a=dict(train=dict(shards=shards)))
+    split = dict(
+        shards=shards,
+        tokens=n_tokens,
+        documents=len(ends),
+        bytes=4 * n_tokens)
+    sources = dict(a=dict(train=split, val=split))
     meta = dict(
         bos=1,
         eos=2,
         vocab_size=vocab_size,
+        tokenizer="apertus",
         sources=sources)
     write(os.path.join(folder, "meta.json"), json.dumps(meta))
     return path
@@ -1229,7 +1325,7 @@ def feed_forward(C, kind, rank, blocks):
     return mlp
 
 
-RACES = (train, finetune, optim, goldfish, loader, tokenize, prepare, decode, memory, cold, ffn)
+RACES = (train, finetune, optim, goldfish, loader, tokenize, prepare, decode, memory, cold, whole, probes, ffn)
 MODES = {mode.__name__: mode for mode in RACES}
 
 
@@ -1340,13 +1436,20 @@ def summary_line(record):
         interval = f" ({low:.2f}-{high:.2f})" if "median" in row else ""
         others.append(f"{name} {middle:.2f}x{interval}")
     instructions = record["cpu"].rsplit(", ", 1)[-1]
-    what = f"{record['mode']}, {record['preset']}, {record['dtype']}, {record['gpu'] or instructions}"
+    windows = f" x {record['micro_batch']}" if record.get("micro_batch") else ""
+    what = f"{record['mode']}, {record['preset']}{windows}, {record['dtype']}, {record['gpu'] or instructions}"
     faster_than = record["facts"].get("fastest", "; ".join(others))
     return f"| {what} | {rate(ours)} | {'; '.join(shares)} | {faster_than} | `{record['command']}` |"
 
 
+def of_ours(record):
+    """Whether a record says anything of ours: probes do not, nor do tools/gpu.py's steps that fail or only compare."""
+    return "ours" in record["rows"] or "fastest" in record["facts"]
+
+
 def summary(records):
-    """All records as the README's table, and what they were measured on."""
+    """All records of ours as the README's table, and what they were measured on."""
+    records = list(filter(of_ours, records))
     machines = set()
     for r in records:
         plural = "s" if r["threads"] > 1 else ""
@@ -1363,6 +1466,9 @@ def show(files):
     records = []
     for path in files:
         record = read_json(path)
+        # The summary of tools/gpu.py lies among its steps.
+        if "steps" in record:
+            continue
         try:
             print(f"\n{path}: `{record['command']}`, {record['gpu'] or record['cpu']}\n", *table(record), sep="\n")
         except (KeyError, TypeError):
@@ -1437,17 +1543,22 @@ def main():
         mode=mode,
         preset=preset,
         dtype=dtype,
+        micro_batch=micro_batch,
         **circumstances(),
         rounds=rounds,
         facts=facts,
         rows=rows)
-    path = os.path.join(out, f"{mode}-{preset}-{dtype}")
+    windows = f"-x{micro_batch}" if micro_batch else ""
+    path = os.path.join(out, f"{mode}-{preset}{windows}-{dtype}")
     write(path + ".json", json.dumps(record, indent=1))
-    picture(record, path + ".png")
     print(*table(record), sep="\n")
     for fact, value in facts.items():
         print(f"{fact}: {value}")
-    print(f"wrote {path}.json and .png")
+    pictured = ""
+    if compared(record):
+        picture(record, path + ".png")
+        pictured = " and .png"
+    print(f"wrote {path}.json{pictured}")
 
 
 if __name__ == "__main__":
