@@ -319,19 +319,18 @@ def table_of_cards():
 
     One window of 4,096 tokens, recompute=full. `reserve` of a card is kept free.
     """
-    yield "| GB at the peak, and of which card | all weights | LoRA, base in bf16 | int8 | NF4 |"
-    yield "|---|---|---|---|---|"
+    yield "GB at the peak, of which card" + "".join(f"{way:>14}" for way in ("all weights", "LoRA on bf16", "int8", "NF4"))
     adapters = lora.settings_of(16, 32, "all")
     ways = (None, "fp32"), (adapters, "bf16"), (adapters, "int8"), (adapters, "nf4")
     for name in ("8b", "70b"):
         config = dataclasses.replace(published(name), block_size=4096)
-        cells = []
+        line = f"{name.upper():29}"
         for trained, holding in ways:
             peak, _ = planner(config, on_one, "full", trained, holding)
             most = sum(peak(1).values())
             enough = [f" of {card}" for card in CARDS if most <= card * 1e9 * (1 - reserve)]
-            cells.append(gb(most) + "".join(enough[:1]))
-        yield f"| {name.upper()} | {' | '.join(cells)} |"
+            line += f"{gb(most) + ''.join(enough[:1]):>14}"
+        yield line
 
 
 def table_of_windows():
