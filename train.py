@@ -40,6 +40,7 @@ from engine import checkpoint, memory, plot, runs
 from engine.fp8 import check_fp8, multiply_in_fp8
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
+from engine.routes import choose as choose_routes
 from generate import generate
 from model import Apertus, ApertusConfig
 from schedule import NEVER, begun_at, cosine, samples_at, steps_in, wsd
@@ -54,6 +55,7 @@ resume = False                  # go on from the folder's newest intact checkpoi
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
 fp8 = False                     # multiply the matrices of the blocks in 8 bits (engine/fp8.py); H100, 4090 and later
+routes = ""                     # a CPU's ways to the same numbers (engine/routes.py); "" = timed once and remembered
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
 seed = 28                       # of the initial weights and of the order of windows
 # what is trained, if not all: adapters beside the frozen weights of init_from (posttrain/lora.py)
@@ -339,6 +341,19 @@ def build(run, drawn=True):
     if compile and not compiled and ranks.first:
         print(f"no compiler found for {run.device} (on CPU: a C++ one, like g++): running eagerly, about half as fast")
     return model, net, opt
+
+
+def routes_of(run, found, flops):
+    """
+    The ways of this run's CPU, as text for its config.json: said, those that it had before, or timed.
+
+    found: the checkpoint that it goes on from (path, manifest), or None; flops: of a token.
+    """
+    before = found[1]["config"].get("routes", "") if found else ""
+    _, _, _, doc = run.train.batch(0, run.rows)
+    compiled = compile and can_compile(torch.device(run.device))
+    return choose_routes(routes, before, flops * total_samples * block_size, run.ranks, run.device,
+                         run.shape, run.rows, run.dtype, doc if doc_mask else None, compiled)
 
 
 def resume_from(path, manifest, model, optimizer, run):
@@ -770,6 +785,9 @@ def pretrain(run, stop, cooldown):
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
+    # Counted once, since it looks at every parameter.
+    flops = model.flops_per_token(block_size)
+    run.config["routes"] = routes_of(run, found, flops)
     end = end_of(run)
     # If no step is left, the run was killed before it had written its summary, or is finished.
     last = start >= end
@@ -783,8 +801,6 @@ def pretrain(run, stop, cooldown):
         log = to_wandb(log, run.config)
     saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
     loader = batches(run, start)
-    # Counted once, since it looks at every parameter.
-    flops = model.flops_per_token(block_size)
     clock = runs.Clock(minutes, run.spent)
     skipped, began = 0, clock.began
     # With --minutes the bar's end is an estimate, which each step makes anew.

@@ -18,6 +18,7 @@ import ctypes
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -34,28 +35,25 @@ def at_least_fp32(x):
     return x.to(wide)
 
 
+@dataclass
+class Routes:
+    """Ways to the same numbers, to rounding. engine/routes.py times which are the fastest on this CPU."""
+    products: str = "torch"         # who multiplies fp32 matrices: torch's own library | onednn
+    attention: str = "auto"         # of compiled training (model.way_on_cpu): formula | kernel | wide
+    rows: int = 0                   # of logits in the loss; 0 = model.chunk_rows' rule
+    decoding: str = "sums"          # compiled decoding multiplies one row: sums | library
+
+
+ROUTES = Routes()
+
 # -----------------------------------------------------------------------------
 # which library multiplies
 
 
-def onednn_is_faster():
-    """On AMD processors with AVX-512, MKL runs its AVX2 kernels, at half of oneDNN's speed (pytorch/builder#504)."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
-            amd = "AuthenticAMD" in f.read()
-    except OSError:
-        return False
-    avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return amd and avx512 and torch.backends.mkldnn.is_available()
-
-
-# Decided by the processor's name and not by a race of the two, so that a run can be repeated to the bit.
-ONEDNN = onednn_is_faster()
-
-
 def by_onednn(x):
     """Whether oneDNN multiplies x, and not the library that torch takes by itself."""
-    return ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
+    # MKL runs its AVX2 kernels on AMD's processors with AVX-512, on some at half of oneDNN's speed (pytorch/builder#504).
+    return ROUTES.products == "onednn" and x.device.type == "cpu" and x.dtype == torch.float32
 
 
 def linear(x, w):
@@ -65,7 +63,7 @@ def linear(x, w):
     # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL
     # does not. The sum is in fp32, so fp64 cannot take this way.
     decoding = one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if decoding and w.is_contiguous() and x.dtype != torch.float64:
+    if decoding and ROUTES.decoding == "sums" and w.is_contiguous() and x.dtype != torch.float64:
         x32 = x[..., None, :].float()                                    # (..., 1, K)
         products = x32 * w.float()                                       # (..., N, K)
         return products.sum(-1).to(x.dtype)
@@ -112,12 +110,15 @@ attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def documents(doc):
+def documents(doc, q):
     """
-    Where the documents lie. doc: (B, T) ids, equal inside a document. Returns [(slice of rows, slice of
-    columns)]: all rows at once if every row is one document, else one pair per document.
+    Where the documents lie. doc: (B, T) ids, equal inside a document, or None, of q (B, H, T, D). Returns
+    [(slice of rows, slice of columns)]: all rows at once if every row is one document, else one pair per
+    document.
     """
-    B, T = doc.shape
+    B, _, T, _ = q.shape
+    if doc is None:
+        return [(slice(0, B), slice(0, T))]
     cuts = []
     for row in doc:
         borders = 1 + row.diff().nonzero()[:, 0]
@@ -130,6 +131,10 @@ def documents(doc):
         for start, end in zip(row, row[1:]):
             found.append((this_row, slice(start, end)))
     return found
+
+
+def widened(x, wide):
+    return at_least_fp32(x) if wide else x
 
 
 def unfilled(q):
@@ -149,19 +154,20 @@ def segment_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    doc: Tensor,
+    doc: Tensor | None,
+    wide: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """
     Document-masked attention without a mask: one causal call for each document of the batch.
 
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T). Returns (B, H, T, D), and for the gradient the
-    logsumexp of the scores (B, H, T). A T x T mask would make attention slower; this makes it faster, since
-    work falls with the sum of squared lengths. bf16 is computed in fp32, which SDPA's CPU kernel does in
-    half the time for short documents.
+    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D),
+    and for the gradient the logsumexp of the scores (B, H, T). A T x T mask would make attention slower;
+    this makes it faster, since work falls with the sum of squared lengths. wide: bf16 is computed in fp32,
+    which SDPA's CPU kernel does in half the time for short documents.
     """
     y, lse = unfilled(q)
-    inputs = [at_least_fp32(x) for x in (q, k, v)]
-    for rows, columns in documents(doc):
+    inputs = [widened(x, wide) for x in (q, k, v)]
+    for rows, columns in documents(doc, q):
         inside = rows, slice(None), columns                              # of all heads
         mine = (x[inside] for x in inputs)
         y[inside], lse[inside] = attend(*mine, is_causal=True)
@@ -169,7 +175,7 @@ def segment_attention(
 
 
 @segment_attention.register_fake
-def _(q, k, v, doc):
+def _(q, k, v, doc, wide=True):
     return unfilled(q)
 
 
@@ -179,14 +185,15 @@ def segment_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    doc: Tensor,
+    doc: Tensor | None,
     y: Tensor,
     lse: Tensor,
+    wide: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
     gradients = tuple(map(torch.empty_like, (q, k, v)))
-    inputs = [at_least_fp32(x) for x in (grad, q, k, v, y, lse)]
-    for rows, columns in documents(doc):
+    inputs = [widened(x, wide) for x in (grad, q, k, v, y, lse)]
+    for rows, columns in documents(doc, q):
         inside = rows, slice(None), columns
         mine = (x[inside] for x in inputs)
         parts = attend_backward(*mine, dropout_p=0.0, is_causal=True)
@@ -196,17 +203,18 @@ def segment_attention_backward(
 
 
 @segment_attention_backward.register_fake
-def _(grad, q, k, v, doc, y, lse):
+def _(grad, q, k, v, doc, y, lse, wide=True):
     return tuple(map(torch.empty_like, (q, k, v)))
 
 
 def segment_gradients(ctx, grad, grad_lse):
     """lse has no gradient of its own, since only this function reads it; and the ids of documents have none."""
-    return *segment_attention_backward(grad, *ctx.saved_tensors), None
+    return *segment_attention_backward(grad, *ctx.saved_tensors, ctx.wide), None, None
 
 
 def keep_inputs_and_outputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
+    *tensors, ctx.wide = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
