@@ -35,6 +35,7 @@ from data import TokenDataset
 from engine.files import read_json, read_text, write_flushed
 from engine.intervals import t_quantile, wilson
 from engine.plot import finish, pyplot
+from engine.routes import take_products
 from generate import generate
 from model import chunk_rows
 
@@ -672,6 +673,7 @@ def task_scores(model, tok, questions, name):
 
 def main():
     model, tok = convert.load_ready(init_from, device, dtype, base)
+    take_products(model)
     is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if not sources and not harness and not (lookup and not is_run):

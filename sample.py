@@ -13,6 +13,8 @@ import torch
 import convert
 from chat import ends
 from engine.files import read_text
+from engine.hardware import ROUTES
+from engine.routes import race_decoding, take_products
 from generate import generate, lay_out_for_decoding, stream
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
@@ -36,8 +38,14 @@ tools = ""                   # a JSON list of tools the model may call: [{"name"
 def load():
     """The model, laid out for the way in which it will generate, and its tokenizer."""
     model, tok = convert.load_ready(init_from, device, dtype, base, chat)
-    # Compiled code wants matrices by rows.
-    if chat or not compile:
+    take_products(model)
+    by_columns = chat or not compile
+    weight = model.lm_head.weight
+    if not by_columns and weight.device.type == "cpu" and model.num_params() >= 1e6:
+        ROUTES.decoding = race_decoding(model.config, weight.dtype)
+        by_columns = ROUTES.decoding == "library"
+    # Compiled sums want matrices by rows.
+    if by_columns:
         lay_out_for_decoding(model)
     if model.config.ffn != "dense":
         from studies import structured

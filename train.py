@@ -37,10 +37,10 @@ from configurator import lengths, settings
 from configurator import run as configured
 from data import StagedDataset, TokenDataset, begun, first_changed, share_of_one, since
 from engine import checkpoint, memory, plot, runs
+from engine import routes as ways
 from engine.fp8 import check_fp8, multiply_in_fp8
 from engine.hardware import can_compile, pick_device, pick_dtype, vendor_flops
 from engine.parallel import Ranks, drop_gathered, gradients, orderly_exit, spread, square_norm, stop_signals
-from engine.routes import choose as choose_routes
 from generate import generate
 from model import Apertus, ApertusConfig
 from schedule import NEVER, begun_at, cosine, samples_at, steps_in, wsd
@@ -225,6 +225,7 @@ def check_settings():
     if lora_r and self_guided:
         raise ValueError(f"lora_r={lora_r} freezes what self_guided={self_guided} guides: leave one of them out")
     check_states(optimizer, state_dtype)
+    ways.parse(routes)
     lr_at(0)
 
 
@@ -352,7 +353,7 @@ def routes_of(run, found, flops):
     before = found[1]["config"].get("routes", "") if found else ""
     _, _, _, doc = run.train.batch(0, run.rows)
     compiled = compile and can_compile(torch.device(run.device))
-    return choose_routes(routes, before, flops * total_samples * block_size, run.ranks, run.device,
+    return ways.choose(routes, before, flops * total_samples * block_size, run.ranks, run.device,
                          run.shape, run.rows, run.dtype, doc if doc_mask else None, compiled)
 
 

@@ -52,7 +52,7 @@ ROUTES = Routes()
 
 def by_onednn(x):
     """Whether oneDNN multiplies x, and not the library that torch takes by itself."""
-    # MKL runs its AVX2 kernels on AMD's processors with AVX-512, on some at half of oneDNN's speed (pytorch/builder#504).
+    # MKL has AVX2 kernels alone for AMD, on some CPUs half as fast as oneDNN (pytorch/builder#504).
     return ROUTES.products == "onednn" and x.device.type == "cpu" and x.dtype == torch.float32
 
 
@@ -110,15 +110,15 @@ attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def documents(doc, q):
+def documents(doc):
     """
-    Where the documents lie. doc: (B, T) ids, equal inside a document, or None, of q (B, H, T, D). Returns
+    Where the documents lie. doc: (B, T) ids, equal inside a document; None: every row is one. Returns
     [(slice of rows, slice of columns)]: all rows at once if every row is one document, else one pair per
     document.
     """
-    B, _, T, _ = q.shape
     if doc is None:
-        return [(slice(0, B), slice(0, T))]
+        return [(slice(None), slice(None))]
+    B, T = doc.shape
     cuts = []
     for row in doc:
         borders = 1 + row.diff().nonzero()[:, 0]
@@ -167,7 +167,7 @@ def segment_attention(
     """
     y, lse = unfilled(q)
     inputs = [widened(x, wide) for x in (q, k, v)]
-    for rows, columns in documents(doc, q):
+    for rows, columns in documents(doc):
         inside = rows, slice(None), columns                              # of all heads
         mine = (x[inside] for x in inputs)
         y[inside], lse[inside] = attend(*mine, is_causal=True)
@@ -193,7 +193,7 @@ def segment_attention_backward(
     """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
     gradients = tuple(map(torch.empty_like, (q, k, v)))
     inputs = [widened(x, wide) for x in (grad, q, k, v, y, lse)]
-    for rows, columns in documents(doc, q):
+    for rows, columns in documents(doc):
         inside = rows, slice(None), columns
         mine = (x[inside] for x in inputs)
         parts = attend_backward(*mine, dropout_p=0.0, is_causal=True)

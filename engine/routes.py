@@ -1,16 +1,18 @@
 """
-Ways to the same numbers, to rounding, of which one CPU wants this and another that. They are timed, once.
+Ways to the same numbers, to rounding: one CPU wants this and another that. They are timed, once.
 
-    products     who multiplies fp32 matrices: the library that "torch" takes by itself (MKL, where it has it), or "onednn"
-    attention    in compiled training: by its "formula"; by torch's "kernel"; or "wide", the kernel in fp32 for q in bf16
+    products     who multiplies fp32 matrices: the library that "torch" takes by itself (MKL if it has it), or "onednn"
+    attention    in compiled training: by its "formula"; by torch's "kernel"; "wide": by it in fp32, though q is bf16
     rows         how many rows of logits the loss holds at a time
-    decoding     one row times a matrix in compiled decoding: as fused "sums", or by the "library", matrices by columns
+    decoding     one row times a matrix, compiled: as fused "sums", or by the "library", large matrices by columns
 
-What a way is stands in engine/hardware.py and model.py; here they race, in turns, forward and backward, at the shapes of
-the run. The winner is kept in the user's cache by CPU, version of torch, threads and shape, and in the run's config.json,
-so that the run repeats its bits wherever it is resumed. --routes=products=onednn,rows=256 says so instead.
+What a way is stands in engine/hardware.py and model.py; here they race, in turns, forward and backward, at the
+shapes of the run. The winner is kept in the user's cache by CPU, version of torch, threads and shape, and in the
+run's config.json, so that the run repeats its bits wherever it is resumed. --routes=products=onednn,rows=256 says so
+instead.
 
-A way must be faster by a twentieth to be taken in the place of the usual one: who is ahead by less changes with the load.
+A way must be faster by a twentieth to be taken in the place of the usual one: who is ahead by less changes with the
+load.
 """
 
 import functools
@@ -228,7 +230,7 @@ def race_rows(N, shape, dtype):
 
 @torch.no_grad()
 def race_decoding(shape, dtype):
-    """How compiled decoding multiplies one row: the two matrices of a feed-forward layer, enough of them for no cache."""
+    """How compiled decoding multiplies one row: by the matrices of feed-forward layers, more than a cache holds."""
     n_in, n_out = shape.n_embd, shape.ffn_width
     pairs = 1 + int(64e6 / (8 * n_in * n_out))
     wide = [torch.ones(n_out, n_in, dtype=dtype) for _ in range(pairs)]
@@ -266,13 +268,19 @@ def race_all(shape, rows, dtype, doc, compiled):
 
 def shared(ways, ranks):
     """The first rank's ways, on all ranks."""
-    named = CHOICES["products"], CHOICES["attention"]
     ways = vars(Routes()) | ways
-    numbers = named[0].index(ways["products"]), named[1].index(ways["attention"]), ways["rows"]
+    numbers = [CHOICES[name].index(way) if name in CHOICES else way for name, way in ways.items()]
     if not ranks.first:
-        numbers = 0, 0, 0
-    products, attention, rows = map(int, ranks.add(*numbers))
-    return dict(products=named[0][products], attention=named[1][attention], rows=rows)
+        numbers = [0] * len(numbers)
+    numbers = map(int, ranks.add(*numbers))
+    return {name: CHOICES[name][n] if name in CHOICES else n for name, n in zip(ways, numbers)}
+
+
+def take_products(model):
+    """For a model that is only asked, of at least 20 million parameters in fp32: who multiplies its matrices."""
+    weight = model.lm_head.weight
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and model.num_params() >= 20e6:
+        take(dict(products=race_products(512, model.config.n_embd, model.config.ffn_width)))
 
 
 def choose(said, before, flops, ranks, device, *shapes):
@@ -280,7 +288,7 @@ def choose(said, before, flops, ranks, device, *shapes):
     Take the ways of a run, and return them as the text that parse() reads; "" on another device than a CPU.
 
     said: what --routes says; before: what the run had taken when it was saved; without either they are timed, if the
-    run has as many `flops` as make that worth it. In exact mode, and where ranks share windows, they are the usual ones.
+    run has so many `flops` that it pays. In exact mode, and where ranks share windows, they are the usual ones.
     shapes: of race_all. ValueError: `said` says nothing that there is.
     """
     if device != "cpu":

@@ -21,7 +21,8 @@ import convert
 import tokenizer
 from ademamix import check_states
 from data import by_epoch
-from engine import checkpoint, memory, plot, runs
+from engine import checkpoint, memory, plot, routes, runs
+from engine.files import read_json
 from engine.hardware import memory_of, pick_device
 from engine.parallel import Ranks, shard, square_norm
 from model import Apertus
@@ -34,8 +35,8 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 # of it is left out by, and rewards are compared by the hash of their content, references by their own settings.json.
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
-    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute", "old",
-    "old_every", "old_windows", "task",
+    "compile", "routes", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
+    "old", "old_every", "old_windows", "task",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
@@ -371,6 +372,21 @@ def export(config, model, tok, ranks):
     model = convert.load_run(out)[0] if ranks.sharded else model
     convert.save_hf(model, os.path.join(out, "hf"), tok)
     print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
+
+
+def take_routes(config, model, ranks, device):
+    """
+    Take what --routes says, or a run that goes on had taken, or else who is timed to multiply fp32 matrices fastest
+    (engine/routes.py). Returns the text for config.json. config: all settings.
+    """
+    path = os.path.join(config["out"], "config.json")
+    known = os.path.isfile(path) and config["resume"]
+    before = read_json(path).get("routes", "") if known else ""
+    # A micro-batch of rows of 512 tokens; 100,000 tokens are a short run.
+    shape = dataclasses.replace(model.config, block_size=512)
+    flops = 6e5 * model.num_params()
+    how = config["micro_batch"], model.dtype, None, False
+    return routes.choose(config["routes"], before, flops, ranks, device, shape, *how)
 
 
 def go_on(out, model, opt, config, ranks):

@@ -65,7 +65,8 @@ from generate import generate
 from posttrain import collapse, lora
 from posttrain.charter import Charter
 from posttrain.common import (
-    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, update, window,
+    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, take_routes,
+    update, window,
 )
 from posttrain.forgetting import due, old_of
 from posttrain.losses import (
@@ -89,6 +90,7 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; to sample, each rank loads the whole model
 compile = False                 # torch.compile, block by block, of the steps; references are made eagerly
+routes = ""                     # a CPU's ways to the same numbers (engine/routes.py); "" = timed once and remembered
 seed = 28
 date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
 # what is trained (posttrain/lora.py)
@@ -430,6 +432,7 @@ def main():
 def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
+    taken = take_routes(settings(globals()), model, ranks, device)
     recompute_activations(model, recompute)
     kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
@@ -469,6 +472,7 @@ def align(ranks, device):
     rows = [row for _, row, _ in asked]
     config = dict(
         settings(globals()),
+        routes=taken,
         max_length=longest,
         data_hash=digest(rows)[:16],
         rewards_hash=version,

@@ -54,7 +54,8 @@ from engine.hardware import can_compile, pick_dtype
 from engine.parallel import gradients, orderly_exit, recompute_activations, stop_signals
 from posttrain import collapse
 from posttrain.common import (
-    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, update, window,
+    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, take_routes,
+    update, window,
 )
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
 from posttrain.forgetting import due, old_of
@@ -72,6 +73,7 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; 8B with AdEMAMix: 161 GB, 20 bytes a weight
 compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
+routes = ""                     # a CPU's ways to the same numbers (engine/routes.py); "" = timed once and remembered
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" without a system message; fixed, so that a run can be repeated
 # what is trained (posttrain/lora.py)
@@ -167,6 +169,7 @@ def main():
 def tune(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
+    taken = take_routes(settings(globals()), model, ranks, device)
     recompute_activations(model, recompute)
     kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
@@ -185,6 +188,7 @@ def tune(ranks, device):
     notes = described(conversations, bad, weights, epochs)
     config = dict(
         settings(globals()),
+        routes=taken,
         max_length=longest,
         data_hash=sha[:16],
         tokenizer_hash=tok.hash[:16],

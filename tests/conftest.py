@@ -44,7 +44,7 @@ def script(name, *args, stdin="", pictures=False):
     .returncode, .stdout and .stderr. pictures: draw loss.png and flow.png, which cost 0.4 s each, more than most runs.
     """
     from corpus import audit
-    from engine import plot
+    from engine import plot, routes
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves, audit.picture
@@ -63,6 +63,7 @@ def script(name, *args, stdin="", pictures=False):
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
         plot.curves, audit.picture = drawn
+        routes.take({})                                    # as a new process begins
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import hardware
-from engine.hardware import documents, linear, onednn_linear, segment_attention
+from engine.hardware import ROUTES, documents, linear, onednn_linear, segment_attention
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -67,11 +67,11 @@ def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
             linear(numbers(*rows, 8).to(dtype), numbers(3, 8, seed=1).to(dtype))
         return calls.found
 
-    monkeypatch.setattr(hardware, "ONEDNN", True)               # as on the processors where MKL is slow
+    monkeypatch.setattr(ROUTES, "products", "onednn")
     assert by_onednn((2, 5), torch.float32) and by_onednn((2,), torch.float32)
     assert not by_onednn((1, 1), torch.float32)
     assert not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
-    monkeypatch.setattr(hardware, "ONEDNN", False)
+    monkeypatch.setattr(ROUTES, "products", "torch")
     assert not by_onednn((2, 5), torch.float32)
 
 

@@ -1,0 +1,256 @@
+"""
+engine/routes.py: all ways give the numbers of torch's own attention, loss and product in fp64; the fastest is found by
+the clock, remembered, and part of a run.
+"""
+import functools
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as model_file
+from conftest import ROOT, refused, same, script, weights
+from engine import routes
+from engine.hardware import ROUTES, linear
+from model import ApertusConfig, ChunkedCrossEntropy, causal_attention, chunk_loss
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "own"
+    done = script("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The usual ways, and a cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
+    routes.take({})
+
+
+def numbers(*shape, seed):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.requires_grad_()
+
+
+def with_gradients(f, inputs, dtype):
+    """f(*inputs) and its gradients for an incoming one of normal numbers: computed in dtype, as one fp64 tensor."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    y = f(*inputs)
+    incoming = numbers(*y.shape, seed=9).detach().to(y.dtype)
+    found = y, *torch.autograd.grad(y, inputs, incoming)
+    return torch.cat([x.detach().double().flatten() for x in found])
+
+
+def torchs_attention(q, k, v, doc):
+    """By torch's SDPA, in fp64 and with a mask."""
+    T = q.shape[2]
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    if doc is not None:
+        mask = mask & (doc[:, None, :, None] == doc[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+# bf16 keeps 8 bits: 2^-8 of the largest, and scores that are rounded before softmax four times that.
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+@pytest.mark.parametrize("T", [1, 3, 24, 30])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("way", ["formula", "kernel", "wide"])
+def test_every_way_to_attend_is_torchs_attention_in_fp64(way, documents, T, dtype, tolerance):
+    inputs = [numbers(2, heads, T, 16, seed=seed) for seed, heads in enumerate((4, 2, 2))]
+    rare = torch.rand(2, T, generator=torch.Generator().manual_seed(5)) < 0.2
+    doc = rare.cumsum(1) if documents else None
+    true = with_gradients(functools.partial(torchs_attention, doc=doc), inputs, torch.float64)
+    ours = with_gradients(functools.partial(causal_attention, doc=doc, way=way), inputs, dtype)
+    assert (ours - true).abs().max() <= tolerance * true.abs().max()
+
+
+def test_wide_rounds_its_result_alone():
+    """Half a unit in the last of bf16's 8 bits; the kernel rounds probabilities too."""
+    inputs = [numbers(2, heads, 64, 16, seed=seed).detach().bfloat16() for seed, heads in enumerate((4, 2, 2))]
+    true = torchs_attention(*(x.double() for x in inputs), None)
+    for way, rounds_once in (("wide", True), ("kernel", False)):
+        error = (causal_attention(*inputs, way=way).double() - true).abs()
+        assert (error <= 2**-8 * true.abs() + 1e-6).all() == rounds_once
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 100])
+def test_any_number_of_rows_has_torchs_cross_entropy_and_gradients(rows):
+    h, head = numbers(40, 8, seed=0), numbers(50, 8, seed=1)
+    targets = torch.arange(40) % 50
+    each = torch.full((40,), 1 / 40, dtype=torch.float64)
+
+    def ours(h, head):
+        return ChunkedCrossEntropy.apply(h, head, targets, each.to(h.dtype), rows, chunk_loss)[0]
+
+    true = with_gradients(lambda h, head: F.cross_entropy(h @ head.T, targets), (h, head), torch.float64)
+    found = with_gradients(ours, (h, head), torch.float32)
+    assert (found - true).abs().max() <= 1e-6 * true.abs().max()
+
+
+@pytest.mark.parametrize("way", ["sums", "library"])
+def test_both_ways_to_multiply_one_row_are_the_product(way):
+    ROUTES.decoding = way
+    x, w = numbers(1, 96, seed=0).float(), numbers(64, 96, seed=1).float()
+    want = x.double() @ w.double().T
+    graph = []
+
+    def look(traced, inputs):
+        graph.append(traced.code)
+        return traced
+    with torch.no_grad():
+        y = torch.compile(linear, backend=look, fullgraph=True)(x, w)
+    assert (y - want).abs().max() <= 1e-6 * want.abs().max()
+    assert (".sum(-1)" in graph[0]) == (way == "sums")
+
+
+def test_the_rows_of_the_loss_are_those_that_were_taken_on_a_cpu_alone():
+    routes.take(dict(rows=96))
+    assert model_file.chunk_rows(4096, "cpu") == 96 and model_file.chunk_rows(131_072, "cuda") == 1024
+
+
+@pytest.mark.parametrize("way, T, compiled, goes", [
+    ("formula", 64, True, "formula"), ("formula", 64, False, "kernel"), ("formula", 1025, True, "kernel"),
+    ("wide", 2048, True, "wide"), ("auto", 512, True, "formula"), ("auto", 513, True, "kernel")])
+def test_long_windows_and_eager_ones_do_not_take_the_formula(way, T, compiled, goes):
+    """Nothing fuses it eagerly, and all its scores are in memory."""
+    ROUTES.attention = way
+    q = torch.empty(1, 1, T, 2, dtype=torch.bfloat16)
+    assert model_file.way_on_cpu(q, False, compiled) == goes
+    assert model_file.way_on_cpu(q, True, compiled) == goes.replace("kernel", "wide")
+
+
+# -----------------------------------------------------------------------------
+# the race
+
+
+class Clock:
+    """A clock that moves when somebody runs."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(routes.time, "perf_counter", lambda: self.now)
+
+    def runner(self, *seconds):
+        """A contestant that takes so long, the next time the next of them, and at last the last of them."""
+        left = list(seconds)
+
+        def run():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+        return run
+
+
+@pytest.mark.parametrize("usual, other, wins", [(1.0, 0.9, "other"), (1.0, 0.96, "usual"), (1.0, 1.1, "usual")])
+def test_another_way_is_taken_if_it_is_clearly_faster(monkeypatch, usual, other, wins):
+    clock = Clock(monkeypatch)
+    assert routes.fastest("x", "1 x 1", dict(usual=clock.runner(usual), other=clock.runner(other))) == wins
+
+
+def test_neither_compilation_nor_a_neighbours_load_decides(monkeypatch):
+    """The first call and a slow round do not count."""
+    clock = Clock(monkeypatch)
+    other = clock.runner(50.0, 0.3, 5.0, 0.3, 0.3)
+    assert routes.seconds_of(dict(usual=clock.runner(0.5), other=other), limit=3) == pytest.approx(
+        dict(usual=0.5, other=0.3))
+
+
+def test_short_calls_are_timed_many_at_a_time(monkeypatch):
+    clock = Clock(monkeypatch)
+    calls = []
+    run = clock.runner(1e-5)
+    assert routes.seconds_of(dict(a=lambda: (calls.append(1), run())), limit=0.003)["a"] == pytest.approx(1e-5)
+    assert len(calls) >= 2 + 2 * 200
+
+
+def test_what_was_timed_is_remembered_by_cpu_torch_threads_and_shape(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    ways = dict(a=clock.runner(1.0), b=clock.runner(0.5))
+    assert routes.fastest("x", "1 x 1", ways) == "b"
+    assert "timed once on this CPU, x: a 1000.00 ms, b 500.00 ms for 1 x 1; taken: b" in capsys.readouterr().err
+    never = dict(a=None, b=None)                           # cannot be called
+    assert routes.fastest("x", "1 x 1", never) == "b" and capsys.readouterr().err == ""
+    for name, shape in (("x", "1 x 2"), ("y", "1 x 1")):
+        with pytest.raises(TypeError):
+            routes.fastest(name, shape, never)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    with pytest.raises(TypeError):
+        routes.fastest("x", "1 x 1", never)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"half a fi', '{"other": 1}'])
+def test_a_cache_that_is_none_is_made_anew_and_one_that_cannot_be_is_done_without(monkeypatch, tmp_path, content):
+    clock = Clock(monkeypatch)
+    ways = dict(a=clock.runner(1.0), b=clock.runner(0.5))
+    os.makedirs(os.path.dirname(routes.cache_file()))
+    with open(routes.cache_file(), "w", encoding="utf-8") as f:
+        f.write(content)
+    assert routes.fastest("x", "1 x 1", ways) == "b" and "b" in routes.remembered().values()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert routes.fastest("x", "1 x 1", ways) == "b" and routes.remembered() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_race_of_a_small_model_takes_ways_that_there_are(dtype):
+    shape = ApertusConfig(block_size=32, vocab_size=4096, n_layer=1, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64)
+    routes.take({})
+    ways = routes.race_all(shape, 64, dtype, None, compiled=False)
+    assert set(ways) == ({"products"} if dtype == torch.float32 else set())
+    ways["rows"] = routes.race_rows(2048, shape, dtype)
+    assert ways["rows"] in (512, 1024, 2048)
+    assert routes.parse(routes.written(ways)) == ways
+
+
+# -----------------------------------------------------------------------------
+# the run
+
+
+@pytest.mark.parametrize("text", ["fast", "products=mkl", "rows=many", "attention=formula,products", "rows=-1"])
+def test_a_way_that_is_none_is_refused_in_one_line(text, data, tmp_path):
+    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={tmp_path}/run", f"--routes={text}")
+    refused(done, "routes=", "products=torch|onednn", "rows=NUMBER")
+    assert not os.path.exists(tmp_path / "run")
+
+
+def test_all_ranks_take_the_ways_of_the_first():
+    mine = dict(products="onednn", attention="wide", rows=96, decoding="library")
+    other = dict(products="torch", attention="formula", rows=32, decoding="sums")
+    said = []
+    first = SimpleNamespace(first=True, add=lambda *numbers: said.extend(numbers) or numbers)
+    assert routes.shared(mine, first) == mine
+    second = SimpleNamespace(first=False, add=lambda *numbers: [float(a + b) for a, b in zip(said, numbers)])
+    assert routes.shared(other, second) == mine
+
+
+def test_a_run_goes_on_with_the_ways_that_it_began_with(data, tmp_path, monkeypatch):
+    """Also on another machine, where others are faster: the bits are those of a run that was not stopped."""
+    settings = "configs/tiny.py", f"--data={data}", "--n_layer=1", "--eval_every=0", "--last_eval_windows=8"
+    said = "--routes=rows=128,attention=kernel"
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    script("train.py", *settings, said, f"--out={whole}")
+    part.mkdir()
+    (part / "stop").touch()
+    script("train.py", *settings, said, f"--out={part}")
+    monkeypatch.setattr(routes, "WORTH", 0)
+    monkeypatch.setattr(routes, "race_all", None)          # would be called, and cannot
+    done = script("train.py", *settings, f"--out={part}", "--resume")
+    assert done.returncode == 0, done.stderr
+    config = json.loads((part / "config.json").read_text())
+    assert config["routes"] == "products=torch,attention=kernel,rows=128,decoding=sums"
+    assert same(weights(whole), weights(part))
+
+
+def test_a_short_run_and_an_exact_one_take_the_usual_ways(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(routes, "race_all", None)
+    settings = "configs/tiny.py", f"--data={data}", "--n_layer=1", "--eval_every=0", "--last_eval_windows=8"
+    assert script("train.py", *settings, f"--out={tmp_path}/short").returncode == 0
+    monkeypatch.setattr(routes, "WORTH", 0)
+    assert script("train.py", *settings, f"--out={tmp_path}/exact", "--exact").returncode == 0
+    with pytest.raises(TypeError):
+        script("train.py", *settings, f"--out={tmp_path}/long")
