@@ -319,7 +319,8 @@ def table_of_cards():
 
     One window of 4,096 tokens, recompute=full. `reserve` of a card is kept free.
     """
-    yield "GB at the peak, of which card" + "".join(f"{way:>14}" for way in ("all weights", "LoRA on bf16", "int8", "NF4"))
+    heads = "all weights", "LoRA on bf16", "int8", "NF4"
+    yield "GB at the peak, of which card" + "".join(f"{head:>14}" for head in heads)
     adapters = lora.settings_of(16, 32, "all")
     ways = (None, "fp32"), (adapters, "bf16"), (adapters, "int8"), (adapters, "nf4")
     for name in ("8b", "70b"):
