@@ -63,7 +63,8 @@ from tqdm import tqdm
 
 from ademamix import AdEMAMix, param_groups
 from data import TokenDataset
-from engine.hardware import can_compile, keep_freed_memory, linear, memory_of, vendor_flops
+from engine import routes as ways_of_a_cpu
+from engine.hardware import ROUTES, can_compile, keep_freed_memory, linear, memory_of, vendor_flops
 from engine.memory import SHARE, of_step
 from engine.parallel import Ranks
 from engine.plot import entries, finish, has_log, pyplot, read_json
@@ -84,6 +85,7 @@ impls = ""              # contestants, comma-separated; "" = those of the mode t
 micro_batch = 0         # windows of a step; 0 = the preset's
 device = "auto"         # cuda | cpu
 dtype = "auto"          # float32 | bfloat16, of activations and GEMMs; weights and states: fp32. auto: bfloat16 on CUDA
+routes = ""             # ours' ways on a CPU, as of train.py; "" = timed once (engine/routes.py)
 rounds = 7              # that are counted
 warmup = 1              # rounds before them, at least one: what compiles at its first call has compiled then
 clock = "auto"          # cpu = time of this process, on one thread; wall; auto: cpu on a CPU, wall on CUDA
@@ -558,6 +560,7 @@ def train():
     names = fitting(names, {name: bytes_of(name, config, batch) for name in names})
     batches = make_batches()
     seen = np.mean([attended(made.doc, T) for made in batches])
+    taken = take_routes(config, batch, batches[0].doc)
     ours = new_model(config)
     steps, found, flops = {}, {}, {}
     for name in names:
@@ -588,8 +591,19 @@ def train():
 
     rows = compete(names, run, rates, gemm_probe())
     loss, _ = found["ours"]
-    facts = dict(loss=loss, parameters=parameters, attended=seen)
+    facts = dict(loss=loss, parameters=parameters, attended=seen, routes=taken)
     return rows, facts
+
+
+def take_routes(config, batch, doc):
+    """Take the ways of ours on this CPU, said or timed, as train.py does. Returns their text."""
+    if device != "cpu":
+        return ""
+    ways = ways_of_a_cpu.parse(routes)
+    if not ways and preset != "tiny":
+        ways = ways_of_a_cpu.race_all(config, batch, work_dtype(), doc, compiles())
+    ways_of_a_cpu.take(ways)
+    return ways_of_a_cpu.written(ways)
 
 
 def finetune():
@@ -1231,8 +1245,11 @@ def decode():
     # The layout for CPUs is what sample.py takes, unless it compiles; on a GPU it changes nothing.
     laid_out = copy.deepcopy(ours) if device == "cpu" else ours
     lay_out_for_decoding(laid_out)
+    if device == "cpu" and compiles() and preset != "tiny":
+        ROUTES.decoding = ways_of_a_cpu.race_decoding(config, work_dtype())
+    compiled = laid_out if ROUTES.decoding == "library" else ours
     ways = {
-        "ours": lambda: generate(ours, prompt, tokens, temperature=0, compile=compiles()),
+        "ours": lambda: generate(compiled, prompt, tokens, temperature=0, compile=compiles()),
         "ours eager": lambda: generate(laid_out, prompt, tokens, temperature=0),
         "hf": lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False)}
     in_bits = {f"{base} eager": quantise(copy.deepcopy(ours), base) for base in ("int8", "nf4")}
