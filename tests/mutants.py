@@ -66,7 +66,7 @@ ALSO = {
     "forget": ["test_forgetting"],
     "generate": ["test_model", "test_speed", "test_sample"],
     "grow": ["test_kept"],
-    "hardware": ["test_model", "test_parallel"],
+    "hardware": ["test_model", "test_parallel", "test_routes"],
     "intervals": ["test_evaluate", "test_ablate", "test_memorize"],
     "judges": ["test_charter", "test_qrpo"],
     "kept": ["test_withdraw"],

@@ -2,6 +2,7 @@
 engine/routes.py: all ways give the numbers of torch's own attention, loss and product in fp64; the fastest is found by
 the clock, remembered, and part of a run.
 """
+import dataclasses
 import functools
 import json
 import os
@@ -146,7 +147,7 @@ class Clock:
         return run
 
 
-@pytest.mark.parametrize("usual, other, wins", [(1.0, 0.9, "other"), (1.0, 0.96, "usual"), (1.0, 1.1, "usual")])
+@pytest.mark.parametrize("usual, other, wins", [(3.0, 2.7, "other"), (3.0, 2.88, "usual"), (0.5, 0.55, "usual")])
 def test_another_way_is_taken_if_it_is_clearly_faster(monkeypatch, usual, other, wins):
     clock = Clock(monkeypatch)
     assert routes.fastest("x", "1 x 1", dict(usual=clock.runner(usual), other=clock.runner(other))) == wins
@@ -194,6 +195,84 @@ def test_a_cache_that_is_none_is_made_anew_and_one_that_cannot_be_is_done_withou
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert routes.fastest("x", "1 x 1", ways) == "b" and routes.remembered() == {}
+
+
+def test_the_cache_is_the_users(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert routes.cache_file() == "/somewhere/nanoapertus/routes.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert routes.cache_file() == os.path.expanduser("~/.cache/nanoapertus/routes.json")
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """A race that takes place without a clock, and eagerly: fills (name, shape, {way: what its call returns})."""
+    found = []
+
+    def all_run(name, shape, contestants):
+        found.extend((name, shape, {way: call() for way, call in contestants.items()}))
+        return next(iter(contestants))
+    monkeypatch.setattr(routes, "fastest", all_run)
+    monkeypatch.setattr(torch, "compile", lambda f, **how: f)
+    return found
+
+
+SHAPE = ApertusConfig(block_size=1024, vocab_size=4096, n_layer=1, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=32)
+
+
+@pytest.mark.parametrize("dtype, T, documents, ways", [
+    (torch.bfloat16, 512, False, "formula kernel wide"), (torch.bfloat16, 1024, False, "kernel formula wide"),
+    (torch.bfloat16, 1025, True, "wide kernel"), (torch.float32, 1024, False, "kernel formula"),
+    (torch.float32, 1024, True, "wide formula")])
+def test_ways_to_attend_race_with_the_usual_one_first(entered, monkeypatch, dtype, T, documents, ways):
+    asked = []
+
+    def attend(q, k, v, doc, way):
+        asked.append((way, q.shape, k.shape, q.dtype, doc is not None))
+        return causal_attention(q, k, v, doc, way)
+    monkeypatch.setattr(model_file, "causal_attention", attend)
+    doc = torch.arange(T).div(100, rounding_mode="floor").expand(2, T) if documents else None
+    shape = dataclasses.replace(SHAPE, block_size=T)
+    assert routes.race_attention(2, shape, dtype, doc) == ways.split()[0]
+    name, what, gradients = entered
+    assert name == "attention" and what.startswith(f"2 x 4 / 2 x {T} x 4 in {str(dtype)[6:]}")
+    assert what.endswith(", documents of about 128") == documents
+    assert [way for way, *_ in asked] == list(gradients) == ways.split()
+    assert {tuple(how) for _, *how in asked} == {((2, 4, T, 4), (2, 2, T, 4), dtype, documents)}
+    first, *others = gradients.values()
+    assert all(torch.isfinite(g).all() and g.abs().sum() > 0 for g in first[1:])
+    for other in others:
+        for g, want in zip(other, first):
+            off = (g.double() - want.double()).abs().max()
+            assert off <= (2**-5 if dtype == torch.bfloat16 else 1e-5) * want.abs().max()
+
+
+def test_numbers_of_rows_race_with_the_usual_one_first_and_none_beyond_the_batch(entered):
+    assert routes.race_rows(3000, SHAPE, torch.float32) == 1024
+    name, what, gradients = entered
+    assert name == "rows" and what == "3000 x 16 x 4096 in float32" and list(gradients) == [1024, 512, 2048]
+    for g, want in zip(gradients[512], gradients[1024]):
+        torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-7)
+    entered.clear()
+    assert routes.race_rows(100, SHAPE, torch.float32) == 100 and not entered
+
+
+def test_libraries_race_over_a_product_and_its_gradients(entered):
+    assert routes.race_products(64, 16, 32) == "torch"
+    name, what, gradients = entered
+    assert name == "products" and what == "64 x 16 x 32" and list(gradients)[0] == "torch"
+    for g, want in zip(*gradients.values()):
+        torch.testing.assert_close(g, want, rtol=1e-5, atol=1e-5)
+
+
+def test_ways_of_decoding_race_over_more_matrices_than_a_cache_holds(entered):
+    shape = dataclasses.replace(SHAPE, n_embd=512, ffn_dim=2048)
+    assert routes.race_decoding(shape, torch.float32) == "sums"
+    name, what, products = entered
+    assert name == "decoding" and what == "1 x 512 x 2048 in float32" and ROUTES.decoding == "sums"
+    assert 64e6 <= 4 * len(products["sums"]) * 2 * 512 * 2048 <= 80e6
+    assert all(up.shape == (1, 2048) and down.shape == (1, 512) for up, down in products["library"])
+    torch.testing.assert_close(products["sums"], products["library"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -249,6 +328,7 @@ def test_a_run_goes_on_with_the_ways_that_it_began_with(data, tmp_path, monkeypa
 def test_a_short_run_and_an_exact_one_take_the_usual_ways(data, tmp_path, monkeypatch):
     monkeypatch.setattr(routes, "race_all", None)
     settings = "configs/tiny.py", f"--data={data}", "--n_layer=1", "--eval_every=0", "--last_eval_windows=8"
+    settings += "--total_samples=8", "--warmup_samples=0", "--decay_samples=0"
     assert script("train.py", *settings, f"--out={tmp_path}/short").returncode == 0
     monkeypatch.setattr(routes, "WORTH", 0)
     assert script("train.py", *settings, f"--out={tmp_path}/exact", "--exact").returncode == 0
