@@ -350,11 +350,14 @@ def routes_of(run, found, flops):
 
     found: the checkpoint that it goes on from (path, manifest), or None; flops: of a token.
     """
+    def shapes():
+        _, _, _, doc = run.train.batch(0, run.rows)
+        compiled = compile and can_compile(torch.device(run.device))
+        return run.shape, run.rows, run.dtype, doc if doc_mask else None, compiled
+
     before = found[1]["config"].get("routes", "") if found else ""
-    _, _, _, doc = run.train.batch(0, run.rows)
-    compiled = compile and can_compile(torch.device(run.device))
-    return ways.choose(routes, before, flops * total_samples * block_size, run.ranks, run.device,
-                         run.shape, run.rows, run.dtype, doc if doc_mask else None, compiled)
+    flops = flops * total_samples * block_size
+    return ways.choose(routes, before, flops, run.ranks, run.device, shapes)
 
 
 def resume_from(path, manifest, model, optimizer, run):

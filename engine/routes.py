@@ -283,20 +283,20 @@ def take_products(model):
         take(dict(products=race_products(512, model.config.n_embd, model.config.ffn_width)))
 
 
-def choose(said, before, flops, ranks, device, *shapes):
+def choose(said, before, flops, ranks, device, shapes):
     """
     Take the ways of a run, and return them as the text that parse() reads; "" on another device than a CPU.
 
     said: what --routes says; before: what the run had taken when it was saved; without either they are timed, if the
     run has so many `flops` that it pays. In exact mode, and where ranks share windows, they are the usual ones.
-    shapes: of race_all. ValueError: `said` says nothing that there is.
+    shapes: a function that returns the arguments of race_all. ValueError: `said` says nothing that there is.
     """
     if device != "cpu":
         return ""
     ways = parse(said or before)
     timed = not ways and flops >= WORTH and not ranks.exact and not ranks.split
     if timed and ranks.first:
-        ways = race_all(*shapes)
+        ways = race_all(*shapes())
     ways = shared(ways, ranks)
     take(ways)
     return written(ways)

@@ -385,8 +385,8 @@ def take_routes(config, model, ranks, device):
     # A micro-batch of rows of 512 tokens; 100,000 tokens are a short run.
     shape = dataclasses.replace(model.config, block_size=512)
     flops = 6e5 * model.num_params()
-    how = config["micro_batch"], model.dtype, None, False
-    return routes.choose(config["routes"], before, flops, ranks, device, shape, *how)
+    how = shape, config["micro_batch"], model.dtype, None, False
+    return routes.choose(config["routes"], before, flops, ranks, device, lambda: how)
 
 
 def go_on(out, model, opt, config, ranks):

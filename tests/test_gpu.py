@@ -97,7 +97,7 @@ skipped            60  pytest -q -p no:cacheprovider {folder}/test_skipped.py
 apart              60  pytest -q -p no:cacheprovider {folder}/test_apart.py
 broken             60  broken
 silent             60  silent
-hanging             8  hanging
+hanging             4  hanging
 speed              60  tools.bench goldfish --rounds=1
 """
 
@@ -170,7 +170,7 @@ def test_steps_that_fail_hang_or_compare_nothing_do_not_stop_the_others(table, c
     assert len(files) == 8 and done.stdout.count("| goldfish, tiny, float32") == 1
     apart = json.loads((table / "out" / "apart.json").read_text())
     assert "test_two" in apart["facts"]["wrong"][0] and apart["torch"] == torch.__version__
-    assert "took too long: killed after 8 s" in (table / "out" / "summary.md").read_text()
+    assert "took too long: killed after 4 s" in (table / "out" / "summary.md").read_text()
 
 
 def test_what_a_step_has_started_is_killed_with_it(table, known, monkeypatch):

@@ -174,7 +174,7 @@ for what, mode, rows in {cases!r}:
     print(what, mode, rows, peak - before, flush=True)
     os._exit(0)
 """
-SHAPE = dict(block_size=512, vocab_size=4096, n_layer=3, n_head=6, n_kv_head=2, n_embd=384, ffn_dim=2016)
+SHAPE = dict(block_size=512, vocab_size=4096, n_layer=2, n_head=6, n_kv_head=2, n_embd=384, ffn_dim=2016)
 # Adapters take little: with more windows, what the libraries themselves take (15 MB) does not decide.
 CASES = [(what, mode, rows) for what, rows in dict(fsdp=2, full=2, lora=6, nf4=6).items() for mode in ("none", "full")]
 

@@ -191,7 +191,7 @@ def test_wandb_gets_every_line_of_the_log_or_its_absence_is_one_line(trained, tm
     assert done.returncode == 0 and sent == ["nanoapertus", *log(tmp_path / "run")]
 
 
-FIVE_STEPS = "--total_samples=40", "--warmup_samples=8", "--decay_samples=0"
+FIVE_STEPS = "--total_samples=40", "--warmup_samples=8", "--decay_samples=0", "--last_eval_windows=16"
 
 
 def test_accumulation_does_not_change_the_step(trained, tmp_path):

@@ -35,7 +35,7 @@ def test_who_forks_the_ranks_has_run_no_backward_pass_in_a_build_for_cuda(monkey
 
 # A power cut needs no run, so test_checkpoint.py does it. torchrun is too slow for a suite that runs often.
 SHORT = [name for name in suite.FAULTS if name not in ("torchrun", "power_loss")]
-TIMES = dict(kill=10, flip_bits=1000)
+TIMES = dict(kill=5, flip_bits=1000)
 FEWER = dict(signals=dict(worlds=(2,)), cooldown=dict(worlds=(2,)))
 
 
