@@ -789,17 +789,18 @@ def pretrain(run, stop, cooldown):
     if ranks.mode == "ddp" and start and guides and not guides.last:
         # Without the guides, which DDP cannot forget.
         net = spread(model, ranks, run.device, seed)
-    # Counted once, since it looks at every parameter.
-    flops = model.flops_per_token(block_size)
-    run.config["routes"] = routes_of(run, found, flops)
     end = end_of(run)
     # If no step is left, the run was killed before it had written its summary, or is finished.
     last = start >= end
     if last and has_summary(samples_before(start) * block_size):
         raise nothing_left(end)
     if first:
-        describe_run(run.config)
         introduce(run, model, end)
+    # Counted once, since it looks at every parameter.
+    flops = model.flops_per_token(block_size)
+    run.config["routes"] = routes_of(run, found, flops)
+    if first:
+        describe_run(run.config)
     log = runs.open_log(out, start, ranks, validate=last)
     if first and wandb_log:
         log = to_wandb(log, run.config)
