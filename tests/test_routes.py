@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -197,6 +198,15 @@ def test_a_cache_that_is_none_is_made_anew_and_one_that_cannot_be_is_done_withou
     assert routes.fastest("x", "1 x 1", ways) == "b" and routes.remembered() == {}
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/cpuinfo"), reason="the kernel's own words are in /proc")
+def test_a_cpu_is_told_from_another_by_the_kernels_words():
+    """Vendors give several generations one name: family, model and stepping tell them apart."""
+    with open("/proc/cpuinfo", encoding="utf-8") as f:
+        text = f.read()
+    found = [re.search(rf"^{name}\s*:\s*(.*)$", text, re.M) for name in ("model name", "cpu family", "model", "stepping")]
+    assert routes.cpu_name().split() == " ".join(match[1] for match in found if match).split() or not any(found)
+
+
 def test_the_cache_is_the_users(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert routes.cache_file() == "/somewhere/nanoapertus/routes.json"
@@ -255,6 +265,9 @@ def test_numbers_of_rows_race_with_the_usual_one_first_and_none_beyond_the_batch
         torch.testing.assert_close(g, want, rtol=1e-4, atol=1e-7)
     entered.clear()
     assert routes.race_rows(100, SHAPE, torch.float32) == 100 and not entered
+    # A head of 128 million numbers would take seconds a call.
+    published = dataclasses.replace(SHAPE, vocab_size=131_072, n_embd=1024)
+    assert routes.race_rows(4096, published, torch.float32) == 512 and not entered
 
 
 def test_libraries_race_over_a_product_and_its_gradients(entered):
@@ -263,6 +276,9 @@ def test_libraries_race_over_a_product_and_its_gradients(entered):
     assert name == "products" and what == "64 x 16 x 32" and list(gradients)[0] == "torch"
     for g, want in zip(*gradients.values()):
         torch.testing.assert_close(g, want, rtol=1e-5, atol=1e-5)
+    entered.clear()
+    routes.race_products(4096, 1024, 8192)
+    assert entered[1] == "1024 x 1024 x 8192"
 
 
 def test_ways_of_decoding_race_over_more_matrices_than_a_cache_holds(entered):
