@@ -398,7 +398,10 @@ def test_two_processes_do_what_one_does(launch, start, tuned, tmp_path, parallel
     codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
     assert codes == [0, 0], text
     assert losses(tmp_path / "two") == pytest.approx(losses(tuned), rel=1e-5)
-    torch.testing.assert_close(answers(tmp_path / "two"), answers(tuned), rtol=1e-4, atol=1e-4)
+    # Where a gradient is nearly 0, its sign, and so an early step of the optimizer, hangs on the order of a sum.
+    off = answers(tmp_path / "two") - answers(tuned)
+    moved = answers(tuned) - answers(start / "model")
+    assert off.norm() <= 1e-4 * moved.norm(), (off.norm(), moved.norm())
     assert torch.equal(answers(tmp_path / "two" / "adapter"), answers(tmp_path / "two"))
     assert held(tmp_path / "two") == held(tuned)
 
