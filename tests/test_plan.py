@@ -176,7 +176,7 @@ for what, mode, rows in {cases!r}:
 """
 SHAPE = dict(block_size=512, vocab_size=4096, n_layer=2, n_head=6, n_kv_head=2, n_embd=384, ffn_dim=2016)
 # Adapters take little: with more windows, what the libraries themselves take (15 MB) does not decide.
-CASES = [(what, mode, rows) for what, rows in dict(fsdp=2, full=2, lora=6, nf4=6).items() for mode in ("none", "full")]
+CASES = [(what, mode, rows) for what, rows in dict(fsdp=2, full=2, nf4=6).items() for mode in ("none", "full")]
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def measured():
     """
     {(what, mode, windows): bytes that a real step adds}: resident memory, from before the model to the step's peak.
 
-    fp32, eager, of one process: FSDP2, all weights, adapters beside a base in fp32, and in NF4. malloc gives back what
+    fp32, eager, of one process: FSDP2, all weights, and adapters beside a base in NF4. malloc gives back what
     is freed, or the peak would hold what nobody uses.
     """
     program = MEASURE.format(root=ROOT, config=SHAPE, adapters=ADAPTERS, cases=CASES)
@@ -202,7 +202,7 @@ def measured():
 @pytest.mark.parametrize("what, mode, rows", CASES)
 def test_predicted_memory_is_that_of_a_real_step(what, mode, rows, measured):
     config = ApertusConfig(**SHAPE)
-    adapters, base = (ADAPTERS, "nf4") if what == "nf4" else (ADAPTERS, "fp32") if what == "lora" else (None, "fp32")
+    adapters, base = (ADAPTERS, "nf4") if what == "nf4" else (None, "fp32")
     if what == "fsdp":
         traced, _ = tracing.sharded(config, rows, mode, 1, 1, dtype=torch.float32, fused=False)
     else:

@@ -167,7 +167,7 @@ def small_align(root):
     files = [f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits"]
     done = script("posttrain.sft", *files, *how)
     assert done.returncode == 0, done.stderr
-    sizes = "--methods=qrpo,dpo --seeds=1 --n_conversations=128 --n_refs=3 --test_prompts=160 --samples=1"
+    sizes = "--methods=qrpo,dpo --seeds=1 --n_conversations=64 --n_refs=3 --test_prompts=64 --samples=1"
     results = f"--out={root}/align --results={root}/results/align --tuning={root}/tuning.json"
     return f"--start={root}/digits {sizes} {results}"
 

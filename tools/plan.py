@@ -284,29 +284,28 @@ def advice_for_one(config, found, best, room):
 
 def six_commands():
     """
-    Yield (name, GPUs, flags, bytes at the peak on each). tests/test_dryrun.py holds them against what torch's allocator
-    took in the sections of these names.
+    Yield (GPUs, flags, bytes at the peak on each). tests/test_dryrun.py holds them against what torch's allocator took.
     """
     eight, small = published("8b"), published("1b5")
     adapters = lora.settings_of(64, 32, "all")
     node = sharded, "none", 8, 8
     rows = (
-        ("8b-one-gpu", "1 x 141", "8b.py 8b_one_gpu.py", 1, eight, on_one, "selective", None, "fp32", 1, "bfloat16"),
-        ("8b-8xh200", "8 x 141", "8b.py --parallel=fsdp", 4, eight, *node),
-        ("8b-8xh100", "8 x 80", "8b.py --parallel=fsdp --micro_batch=2", 2, eight, *node),
-        ("sft-8b-packed", "8 x 141", "sft_8b.py --parallel=fsdp --pack --compile", 4, eight, *node),
-        ("1b5", "1 x 80", "1b5.py", 3, small, on_one, "none"),
-        ("lora-8b", "1 x 24", "continue_8b.py --lora_r=64 --base=bf16 --recompute=full", 1, eight, on_one, "full",
+        ("1 x 141", "8b.py 8b_one_gpu.py", 1, eight, on_one, "selective", None, "fp32", 1, "bfloat16"),
+        ("8 x 141", "8b.py --parallel=fsdp", 4, eight, *node),
+        ("8 x 80", "8b.py --parallel=fsdp --micro_batch=2", 2, eight, *node),
+        ("8 x 141", "sft_8b.py --parallel=fsdp --pack --compile", 4, eight, *node),
+        ("1 x 80", "1b5.py", 3, small, on_one, "none"),
+        ("1 x 24", "continue_8b.py --lora_r=64 --base=bf16 --recompute=full", 1, eight, on_one, "full",
          adapters, "bf16"))
-    for name, gpus, flags, windows, config, *args in rows:
+    for gpus, flags, windows, config, *args in rows:
         peak, _ = planner(config, *args)
-        yield name, gpus, flags, sum(peak(windows).values())
+        yield gpus, flags, sum(peak(windows).values())
 
 
 def table_of_fits():
     """The lines of README's table: what six commands take of each GPU."""
     yield "GB at the peak  of GPUs    configs/"
-    for _, gpus, flags, most in tqdm(six_commands(), total=6, desc="tracing", unit="command", leave=False):
+    for gpus, flags, most in tqdm(six_commands(), total=6, desc="tracing", unit="command", leave=False):
         yield f"{gb(most):>14}  {gpus:9}  {flags}"
 
 
