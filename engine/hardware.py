@@ -233,8 +233,14 @@ def pick_device(device):
         here.insert(0, "cuda")
     if device == "auto":
         return here[0]
-    if device.split(":")[0] not in here:
-        raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}")
+    kind = device.split(":")[0]
+    if kind not in here:
+        why = ""
+        if kind == "cuda" and torch.version.cuda:
+            why = "; torch finds no GPU: nvidia-smi should list one"
+        elif kind == "cuda":
+            why = "; this build of torch has no CUDA: pip install torch, without +cpu, brings one that has"
+        raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}{why}")
     return device
 
 

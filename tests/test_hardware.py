@@ -32,6 +32,15 @@ def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, cuda, m
         hardware.pick_device("tpu:1")
 
 
+@pytest.mark.parametrize("build, says", [(None, "this build of torch has no CUDA: pip install"),
+                                         ("13.0", "torch finds no GPU: nvidia-smi should list one")])
+def test_without_cuda_it_says_whether_the_build_or_the_gpu_is_missing(monkeypatch, build, says):
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device='cuda:0' is not here: there is .*; {says}"):
+        hardware.pick_device("cuda:0")
+
+
 @onednn
 @pytest.mark.parametrize("rows, n_in, n_out", [
     ((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])
