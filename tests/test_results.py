@@ -6,11 +6,13 @@ import pytest
 
 from conftest import ROOT
 from studies import extend, forget, kit, memorize
+from tools import nanogpt
 
 TABLES = [
     ("memorize", "rows.jsonl", memorize.table_md),
     ("forget", "rows.jsonl", forget.table_md),
     ("extend", "rows.jsonl", extend.table_md),
+    ("nanogpt", "rows.jsonl", nanogpt.table_md),
 ]
 
 

@@ -4,21 +4,27 @@ What people would otherwise run, for tools/bench.py to race against.
     peer                    what it is                                            its name in a race
     hugging_face(ours)      transformers' Apertus, with our weights               hf
     NanoGPT(config)         nanoGPT's model of the same width and depth           nanoGPT compile
+    nanogpt_optimizer(...)  its AdamW, and nanogpt_rate(...) its schedule         (tools/nanogpt.py)
     nanogpt_batch(...)      nanoGPT's loader                                      nanoGPT
     loop_ademamix(...)      AdEMAMix as its authors wrote it                      per-tensor loop
     published_mask(...)     the Goldfish mask by Apertus' own expression          published
 
 Each is written as its source has it, and none is tuned by us. All but nanoGPT's compute what ours does, and
-tools/bench.py checks that before it believes a time. nanoGPT's model is another one: only its speed is compared.
+tools/bench.py checks that before it believes a time. nanoGPT's model is another one: bench.py compares its speed alone,
+tools/nanogpt.py what it learns.
 """
 
 import functools
 import itertools
+import math
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from ademamix import param_groups
+from schedule import cosine
 
 # Letters: B batch, T time, C width, H heads, V words of the vocabulary, h labels that a Goldfish hash sees.
 
@@ -88,7 +94,8 @@ class NanoGPT(nn.Module):
     """
     nanoGPT with the width, depth, heads and vocabulary of an ApertusConfig.
 
-    idx (B, T), targets (B, T), -100 where there is none -> the mean loss. Its weights are as torch initialises them.
+    idx (B, T), targets (B, T), -100 where there is none -> the mean loss. Initial weights: N(0, 0.02), and what writes
+    to the residual stream 1/sqrt(2L) of that; torch's random numbers.
     """
 
     def __init__(self, config):
@@ -101,8 +108,13 @@ class NanoGPT(nn.Module):
             block = GPTBlock(C, config.n_head)
             self.h.append(block)
         self.ln_f = layer_norm(C)
+        for name, p in self.named_parameters():
+            if p.ndim > 1:
+                to_residual = name.endswith("_proj.weight")
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if to_residual else 0.02)
 
-    def forward(self, idx, targets):
+    def logits(self, idx):
+        """idx (B, T) -> (B, T, V)."""
         T = idx.shape[1]
         positions = self.wpe.weight[:T]
         x = self.wte(idx) + positions                      # (B, T, C)
@@ -110,7 +122,10 @@ class NanoGPT(nn.Module):
             x = block(x)
         x = self.ln_f(x)
         head = self.wte.weight
-        logits = x @ head.T                                # (B, T, V)
+        return x @ head.T                                  # (B, T, V)
+
+    def forward(self, idx, targets):
+        logits = self.logits(idx)
         logits = logits.flatten(0, 1)
         targets = targets.flatten()
         return F.cross_entropy(logits, targets)
@@ -125,11 +140,24 @@ class NanoGPT(nn.Module):
         return 6 * matrices + 6 * attention
 
 
+def nanogpt_optimizer(model, lr):
+    """Its AdamW, as config/train_shakespeare_char.py sets it, and as nanoGPT makes it on a CPU: not fused."""
+    return torch.optim.AdamW(param_groups(model, 0.1), lr=lr, betas=(0.9, 0.99))
+
+
+def nanogpt_rate(step, steps, peak, warmup):
+    """get_lr of nanoGPT: the rate of a step (0-based). From peak / (warmup + 1) up, then a cosine to peak / 10."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    return cosine(step, peak, peak / 10, warmup, steps)
+
+
 def nanogpt_batch(path, B, T, n):
     """
     Batch n by get_batch of nanoGPT: idx, targets (B, T) int64, cut at random places out of the tokens in a .npy file.
 
-    There are no document ids and no masks. The file is opened anew for each batch, as nanoGPT does.
+    n: a number, or several, as numpy takes for a seed. There are no document ids and no masks. The file is opened anew
+    for each batch, as nanoGPT does.
     """
     data = np.load(path, mmap_mode="r", allow_pickle=False)
     generator = np.random.default_rng(n)
