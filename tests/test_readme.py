@@ -17,6 +17,7 @@ import sys
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from conftest import ROOT, script
 
@@ -255,7 +256,9 @@ def test_command(command, place, monkeypatch):
         launcher = [sys.executable, "-m", "torch.distributed.run"]
         done = ran(*launcher, *words[1:], *small(command, place), env=env)
     else:
-        # pip: everything is there already, so nothing is fetched nor resolved.
+        # pip: everything is there already, so nothing is fetched nor resolved. Another torch would be replaced.
+        if "torch==" + torch.__version__.split("+")[0] not in read("requirements.txt"):
+            pytest.skip("this environment has another torch than requirements.txt")
         quiet = ["--quiet", "--disable-pip-version-check", "--no-deps"]
         done = ran(sys.executable, "-m", *words, *quiet)
     assert done.returncode == 0, done.stderr

@@ -258,7 +258,7 @@ def windows():
 
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        ours = file.startswith(ROOT + os.sep) and ".venv" not in file
+        ours = file.startswith(ROOT + os.sep) and "site-packages" not in file
         if ours and name != "__main__":
             del sys.modules[name]
     missing = "fcntl resource pwd grp termios"
