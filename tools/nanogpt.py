@@ -339,7 +339,7 @@ def table_md(rows):
         *summary(rows), "",
         "![loss over tokens and over CPU seconds](nanogpt.png)", "",
         "One thread. Each run compiles anew (first step); the last three columns are shares of nanoGPT's README. "
-        f"The machine's load was {min(loads):g} to {max(loads):g}: seconds of the clock (s) say little, seconds of the CPU "
+        f"The load was {min(loads):g} to {max(loads):g}: seconds of the clock (s) say little, seconds of the CPU "
         "more, tokens all.", "",
         f"## The grid, {grid[0]['steps']} steps of seed 0, not reported otherwise", ""]
     tried = sorted({row["lr"] for row in grid})
