@@ -330,6 +330,7 @@ def table_md(rows):
     grid = [row for row in rows if row["seed"] == 0]
     sizes = {row["side"]: f"{row['parameters']:,}" for row in rows}
     dtypes = {row["side"]: row["dtype"] for row in rows}
+    loads = [row["load"] for row in rows if row["seed"]]
     lines = [
         "# The race against nanoGPT's README", "",
         f"What `python -m tools.nanogpt` came to; its docstring says what is the same and what is each side's own. "
@@ -337,7 +338,9 @@ def table_md(rows):
         f"{dtypes['ours']}. The target is {target:.4f} nats a character, the mean of nanoGPT's own command.", "",
         *summary(rows), "",
         "![loss over tokens and over CPU seconds](nanogpt.png)", "",
-        "One thread. Each run compiles anew (first step); the last three columns are shares of nanoGPT's README.", "",
+        "One thread. Each run compiles anew (first step); the last three columns are shares of nanoGPT's README. "
+        f"The load was {min(loads):g} to {max(loads):g}: seconds of the clock (s) say little, seconds of the CPU "
+        "more, tokens all.", "",
         f"## The grid, {grid[0]['steps']} steps of seed 0, not reported otherwise", ""]
     tried = sorted({row["lr"] for row in grid})
     loss = {(row["side"], row["lr"]): f"{row['loss']:.4f}" for row in grid}
@@ -346,7 +349,7 @@ def table_md(rows):
     lines += ["", "## The lengths that were tried", ""]
     cells = []
     for arm in SIDES:
-        for row in rows:
+        for row in sorted(rows, key=lambda row: (row["steps"], row["seed"])):
             if is_of(row, arm):
                 word = "reached" if row["loss"] <= target else "missed"
                 cells.append(f"| {NAMES[arm]} | {row['steps']:,} | {row['seed']} | {row['loss']:.4f} | {word} |")
