@@ -305,6 +305,11 @@ def clock(path):
 
 def child(question, rank, log):
     """What a rank does, in a process of its own: the environment, the fault, the script, and its exit code."""
+    import torch
+
+    # After a fork the first thread that asks makes torch's pool of threads anew. Two threads of autograd, as a build
+    # for CUDA has, would ask at once, and one of them would find none.
+    torch.set_num_threads(torch.get_num_threads())
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
