@@ -302,6 +302,22 @@ def test_a_race_of_a_small_model_takes_ways_that_there_are(dtype):
     assert routes.parse(routes.written(ways)) == ways
 
 
+def test_what_was_compiled_for_a_race_is_forgotten_before_the_run(monkeypatch):
+    """A run that was timed compiles what one compiles that finds the answer in the cache."""
+    for race in ("race_attention", "race_rows", "race_products"):
+        monkeypatch.setattr(routes, race, lambda *args: torch.compile(chunk_loss, backend="eager", dynamic=True)(
+            torch.ones(8, 4), torch.ones(6, 4), torch.zeros(8, dtype=torch.long), torch.ones(8), True) and "kernel")
+    seen = []
+
+    def look(graph, inputs):
+        seen.append(any(isinstance(x, torch.SymInt) for x in inputs))
+        return graph
+    routes.race_all(SHAPE, 2, torch.bfloat16, None, compiled=True)
+    labels = torch.zeros(16, dtype=torch.long)
+    torch.compile(chunk_loss, backend=look)(torch.ones(16, 4), torch.ones(6, 4), labels, torch.ones(16), True)
+    assert seen == [False]
+
+
 # -----------------------------------------------------------------------------
 # the run
 
