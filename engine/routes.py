@@ -58,7 +58,7 @@ def parse(text):
             there = "; ".join(f"{name}={'|'.join(ways)}" for name, ways in CHOICES.items())
             raise ValueError(f"routes={text!r}: {part!r} is none of {there}; rows=NUMBER, with commas between them")
     if said.get("products") == "onednn" and not torch.backends.mkldnn.is_available():
-        raise ValueError(f"routes={text!r}: this build of torch has no oneDNN")
+        raise ValueError(f"routes={text!r}: this build of torch has no oneDNN: say --routes=products=torch")
     return said
 
 

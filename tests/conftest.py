@@ -67,6 +67,15 @@ def script(name, *args, stdin="", pictures=False):
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder of data: the bytes of engine/, for tests that train on any text."""
+    folder = tmp_path_factory.mktemp("data") / "own"
+    done = script("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
 @pytest.fixture(scope="session")
 def launch():
     """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import ROOT, refused, same, script, weights
+from conftest import refused, same, script, weights
 from engine import fp8, parallel
 from model import Apertus, ApertusConfig
 
@@ -126,14 +126,6 @@ def test_all_matrices_of_blocks_are_in_eight_bits_forward_and_backward_and_recom
     assert again["none"].total() == 3 * 6 * 2
     assert again["selective"] == {(32, 48): 4}
     assert again["full"] == {(32, 32): 4, (16, 32): 4, (32, 48): 4}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "own"
-    done = script("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 def trained(data, out, *args):

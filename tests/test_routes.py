@@ -14,18 +14,10 @@ import torch
 import torch.nn.functional as F
 
 import model as model_file
-from conftest import ROOT, refused, same, script, weights
+from conftest import refused, same, script, weights
 from engine import routes
 from engine.hardware import ROUTES, linear
 from model import ApertusConfig, ChunkedCrossEntropy, causal_attention, chunk_loss
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data") / "own"
-    done = script("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 @pytest.fixture(autouse=True)
