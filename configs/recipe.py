@@ -1,4 +1,5 @@
-# The model of `make recipe` (studies/recipe.py): the shape of configs/laptop.py, on an invented world and real text.
+# The model of `make recipe` (studies/recipe.py): the width of configs/laptop.py and twice its layers, on an invented
+# world and real text.
 block_size = 256
 n_layer = 4
 n_head = 4

@@ -37,7 +37,7 @@ from tokenizer import read_json
 paths = []                    # the new text, as prepare.py takes it
 start = ""                    # the model that goes on: run folder, Hugging Face folder; "" = one trained on `data`
 data = "data/stdlib"          # what prepare.py wrote, for the start
-config = "configs/laptop.py"  # of the start, and of how the others train
+config = "configs/ablations/start.py"   # of the start, and of how the others train
 size = 0                      # ids of the extended vocabulary; 0 = an eighth more
 samples = 1600                # windows that `old` and `same tokens` read
 lr = 5e-4                     # peak, half of the start's; a tenth of it at the end

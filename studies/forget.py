@@ -44,7 +44,7 @@ from tokenizer import read_json
 
 paths = []                              # the new text, one .txt file
 start = ""                              # the base: run folder, Hugging Face folder or hub name; "" = train `size`
-size = "configs/laptop.py"              # a config of train.py
+size = "configs/ablations/start.py"     # a config of train.py
 data = "data/stdlib"                    # the old text: what prepare.py wrote
 ranks = (0, 1, 16, 64)                  # of the adapters; 0 = all weights are trained
 lrs = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)

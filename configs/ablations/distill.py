@@ -1,7 +1,7 @@
-# A small student beside the same student without a teacher. The teacher is `python train.py configs/laptop.py
-# --minutes=0`, out/laptop: three times as large, 1,440 steps on the same text in another order; the students have as
-# many steps. A run is named after the teacher's folder, not after its weights: for another teacher in out/laptop take
-# another --runs.
+# A small student beside the same student without a teacher. The teacher is `python train.py
+# configs/ablations/start.py --out=out/laptop`: three times as large, 1,440 steps on the same text in another order; the
+# students have as many steps. A run is named after the teacher's folder, not after its weights: for another teacher in
+# out/laptop take another --runs.
 study = "distill"
 out = "results"                            # of the Minis, not of the pretraining that results/ablations is about
 question = "a student of 0.64M parameters, with and without a teacher of 1.9M"
