@@ -844,7 +844,7 @@ def cold():
     """
     global clock
     clock = "wall"
-    config, depth = full_or_tiny(("laptop", 2), ("tiny", 2))
+    config, depth = full_or_tiny(("laptop", 3), ("tiny", 2))
     ways = {
         "ours": (True, depth),
         f"ours, {2 * depth} layers": (True, 2 * depth),
