@@ -24,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from engine.hardware import ROUTES, at_least_fp32, by_onednn, linear, segment_attention
+from engine.hardware import ROUTES, at_least_fp32, by_onednn, formula_attention, linear, segment_attention
 
 # Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V
 # vocabulary, N = B*T positions.
@@ -300,15 +300,19 @@ def causal_attention(q, k, v, doc=None, way=None):
         )
     if q.device.type == "cpu":
         way = way or way_on_cpu(q, doc is not None)
+        if way == "formula":
+            return formula_attention(q, k, v, doc)[0]
         wide = way == "wide"
-        if way != "formula" and (wide or doc is not None):
+        if wide or doc is not None:
             return segment_attention(q, k, v, doc, wide)[0]
-    if doc is None and way != "formula":
+    if doc is None:
         return library_attention(q, k, v)
-    return attention_by_formula(q, k, v, doc)
+    i = torch.arange(q.shape[2], device=q.device)
+    same = doc[:, None, :, None] == doc[:, None, None]     # (B, 1, T, T)
+    return masked_attention(q, k, v, same & (i[:, None] >= i))
 
 
-def way_on_cpu(q, documents, compiled=None):
+def way_on_cpu(q, documents):
     """
     The way in which q (B, H, T, D) attends on a CPU, inside documents or not: by the "formula",
     by torch's "kernel", or "wide", by the kernel in fp32 where q is in bf16. ROUTES has what was
@@ -320,34 +324,10 @@ def way_on_cpu(q, documents, compiled=None):
     if way == "auto":
         short = q.dtype == torch.bfloat16 and T <= 512
         way = "formula" if short else kernel
-    # All scores would be in memory, and without torch.compile nothing fuses what is done to them.
-    compiled = compiled or torch.compiler.is_compiling()
-    if way == "formula" and (T > 1024 or not compiled):
+    # Half of all scores would be kept for the backward pass.
+    if way == "formula" and T > 1024:
         way = kernel
     return way
-
-
-def attention_by_formula(q, k, v, doc=None):
-    """
-    Causal attention, a quarter of the queries at a time: keys behind them all are left out, which
-    saves 3/8 of the work, and a quarter of the scores is more likely to stay in the cache.
-
-    Shapes as in causal_attention.
-    """
-    T = q.shape[2]
-    i = torch.arange(T, device=q.device)
-    quarter = -(-T // 4)
-    parts = []
-    for begin in range(0, T, quarter):
-        mine = slice(begin, begin + quarter)
-        past = slice(begin + quarter)
-        mask = i[mine, None] >= i[past]                    # (T/4, S)
-        if doc is not None:
-            same = doc[:, mine, None] == doc[:, None, past]
-            mask = mask & same[:, None]                    # (B, 1, T/4, S)
-        part = masked_attention(q[:, :, mine], k[:, :, past], v[:, :, past], mask)
-        parts.append(part)                                 # (B, H, T/4, D)
-    return torch.cat(parts, dim=2)
 
 
 def library_attention(q, k, v, mask=None):

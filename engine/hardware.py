@@ -4,17 +4,19 @@ it.
 
     linear(x, w)                      x @ w.T, by the library that is fastest for these shapes on this processor
     segment_attention(q, k, v, doc)   causal attention inside documents, one call for each: no mask, and no work outside
+    formula_attention(q, k, v, doc)   the same by matrix products and softmax, which short windows do faster
 
     pick_device, pick_dtype           what `auto` means on this machine
     keep_freed_memory, can_compile    malloc that keeps what a step frees; whether torch.compile can work here
 
-torch.compile would trip over both kernels: over oneDNN's, which it refuses, and over documents, whose
-lengths differ in every batch. Each is therefore an operator of its own (torch.library.custom_op): a name,
+torch.compile would trip over these: over oneDNN's kernel, which it refuses, over documents, whose lengths
+differ in every batch, and over the formula, for which it writes 15 kernels. Each is therefore an operator of its own (torch.library.custom_op): a name,
 what it computes, the shapes of the result for the compiler, and the gradient.
 """
 
 import contextlib
 import ctypes
+import math
 import os
 import shutil
 import sys
@@ -39,7 +41,7 @@ def at_least_fp32(x):
 class Routes:
     """Ways to the same numbers, to rounding. engine/routes.py times which are the fastest on this CPU."""
     products: str = "torch"         # who multiplies fp32 matrices: torch's own library | onednn
-    attention: str = "auto"         # of compiled training (model.way_on_cpu): formula | kernel | wide
+    attention: str = "auto"         # (model.way_on_cpu): formula | kernel | wide
     rows: int = 0                   # of logits in the loss; 0 = model.chunk_rows' rule
     decoding: str = "sums"          # compiled decoding multiplies one row: sums | library
 
@@ -218,6 +220,123 @@ def keep_inputs_and_outputs(ctx, inputs, output):
 
 
 segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
+
+
+# -----------------------------------------------------------------------------
+# attention by its formula
+
+# Queries at a time: keys behind them all are left out, and what is computed of their scores is still in the cache when
+# it is read again. Fewer would make the matrix products slower.
+SLICE = 64
+
+
+def slices(T):
+    """[(slice of queries, slice of the keys that one of them may see)] of T positions."""
+    ends = (min(i + SLICE, T) for i in range(0, T, SLICE))
+    return [(slice(i, end), slice(0, end)) for i, end in zip(range(0, T, SLICE), ends)]
+
+
+def grouped(x, K):
+    """x (B, H, R, D) -> (B K, H/K R, D): the rows of all heads that share a key-value head are those of one matrix."""
+    B, H, R, D = x.shape
+    return x.reshape(B * K, H // K * R, D)
+
+
+def in_slices(kept, q, K):
+    """The memory `kept` of all probabilities as the matrices (B K, H/K R, S) of slices(T); q (B, H, T, D)."""
+    B, H, T, _ = q.shape
+    shapes = [(B * K, H // K * (mine.stop - mine.start), past.stop) for mine, past in slices(T)]
+    parts = kept.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+def unfilled_pairs(q):
+    """Memory for the results of formula_attention of q (B, H, T, D): the output, and the probabilities of all slices."""
+    B, H, T, _ = q.shape
+    y, _ = unfilled(q)
+    pairs = sum((mine.stop - mine.start) * past.stop for mine, past in slices(T))
+    return y, q.new_empty(B * H * pairs)
+
+
+@torch.library.custom_op("apertus::formula_attention", mutates_args=())
+def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tuple[Tensor, Tensor]:
+    """
+    softmax(q k^T / sqrt(D)) v, causal and inside documents, a slice of the queries at a time.
+
+    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D), and for the
+    gradient the probabilities, slice behind slice. torch.compile would write kernels for every slice, which takes
+    longer than they save in minutes of training.
+    """
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
+    later = torch.ones(SLICE, SLICE, dtype=torch.bool).triu(1)
+    y, kept = unfilled_pairs(q)
+    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
+        queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
+        p.baddbmm_(queries, keys[:, past].mT, beta=0, alpha=D ** -0.5)   # (B K, H/K R, S)
+        by_head = p.view(B, H, -1, past.stop)
+        R = by_head.shape[2]
+        by_head[..., mine].masked_fill_(later[:R, :R], -math.inf)        # all keys before these are seen
+        if doc is not None:
+            other = doc[:, None, mine, None] != doc[:, None, None, past]                       # (B, 1, R, S)
+            by_head += torch.zeros_like(other, dtype=p.dtype).masked_fill_(other, -math.inf)
+        torch.softmax(p, -1, out=p)
+        y[:, :, mine] = torch.bmm(p, values[:, past]).view(B, H, R, D)
+    return y, kept
+
+
+@formula_attention.register_fake
+def _(q, k, v, doc):
+    return unfilled_pairs(q)
+
+
+@torch.library.custom_op("apertus::formula_attention_backward", mutates_args=())
+def formula_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, from that of the output. Shapes as in formula_attention."""
+    B, H, T, D = q.shape
+    K = k.shape[1]
+    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
+    grad_q = torch.empty_like(q)
+    # A key collects from all slices behind it.
+    grad_k, grad_v = (at_least_fp32(torch.zeros_like(x)) for x in (keys, values))
+    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
+        queries, incoming = grouped(q[:, :, mine], K), grouped(grad[:, :, mine], K)
+        grad_p = torch.bmm(incoming, values[:, past].mT)                 # (B K, H/K R, S)
+        # p (grad_p - sum of p grad_p), in one pass.
+        grad_z = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
+        grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, past]).view(B, H, -1, D)
+        grad_k[:, past] += torch.bmm(grad_z.mT, queries)
+        grad_v[:, past] += torch.bmm(p.mT, incoming)
+    scale = D ** -0.5
+    gradients = grad_q * scale, (grad_k * scale).view(k.shape), grad_v.view(v.shape)
+    return tuple(x.to(q.dtype) for x in gradients)
+
+
+@formula_attention_backward.register_fake
+def _(grad, q, k, v, kept):
+    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(v.shape)
+
+
+def formula_gradients(ctx, grad, grad_kept):
+    """The probabilities have no gradient of their own, since only this function reads them."""
+    q, k, v, kept = ctx.saved_tensors
+    return *formula_attention_backward(grad, q, k, v, kept), None
+
+
+def keep_probabilities(ctx, inputs, output):
+    q, k, v, _ = inputs
+    _, kept = output
+    ctx.save_for_backward(q, k, v, kept)
+
+
+formula_attention.register_autograd(formula_gradients, setup_context=keep_probabilities)
 
 
 # -----------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 Ways to the same numbers, to rounding: one CPU wants this and another that. They are timed, once.
 
     products     who multiplies fp32 matrices: the library that "torch" takes by itself (MKL if it has it), or "onednn"
-    attention    in compiled training: by its "formula"; by torch's "kernel"; "wide": by it in fp32, though q is bf16
+    attention    by its "formula"; by torch's "kernel"; "wide": by it in fp32, though q is bf16
     rows         how many rows of logits the loss holds at a time
     decoding     one row times a matrix, compiled: as fused "sums", or by the "library", large matrices by columns
 
@@ -190,7 +190,7 @@ def race_attention(B, shape, dtype, doc):
     T, D = shape.block_size, shape.head_dim
     q = numbers(B, shape.n_head, T, D, dtype=dtype)
     k = numbers(B, shape.n_kv_head, T, D, dtype=dtype)
-    usual = model.way_on_cpu(q, doc is not None, compiled=True)
+    usual = model.way_on_cpu(q, doc is not None)
     others = dict.fromkeys(("formula", "kernel", "wide"))
     if dtype != torch.bfloat16:
         del others["wide" if usual == "kernel" else "kernel"]           # they are one
@@ -199,8 +199,6 @@ def race_attention(B, shape, dtype, doc):
     contestants = {}
     for way in dict.fromkeys((usual, *others)):
         f = functools.partial(model.causal_attention, way=way)
-        if way == "formula":
-            f = torch.compile(f, dynamic=False)
         contestants[way] = there_and_back(f, (q, k, k, doc))
     what = f"{B} x {shape.n_head} / {shape.n_kv_head} x {T} x {D} in {str(dtype)[6:]}"
     if doc is not None:
@@ -268,8 +266,8 @@ def race_all(shape, rows, dtype, doc, compiled):
     if dtype == torch.float32:
         ways["products"] = race_products(N, shape.n_embd, shape.ffn_width)
         take(ways)                                         # the others multiply as the run will
+    ways["attention"] = race_attention(rows, shape, dtype, doc)
     if compiled:
-        ways["attention"] = race_attention(rows, shape, dtype, doc)
         ways["rows"] = race_rows(N, shape, dtype)
         # torch.compile remembers that the loss had several shapes, and would compile the run's for any: not the bits of
         # a run that finds the answer in the cache.

@@ -11,7 +11,7 @@ the same weights.
 
                                          bf16     int8     nf4
     relative error of W x, W Gaussian    .002     .009     .09
-    bits/byte of configs/laptop.py's     +.0001   -.0000   +.0009 (of 1.5584 in fp32, 25 validation documents)
+    bits/byte of configs/ablations/start.py's     +.0001   -.0000   +.0009 (of 1.5584 in fp32, 25 validation documents)
 
 A product needs W in the dtype of the activations. It is made anew for the forward and the backward pass and never
 kept: as an operation of its own, since torch.compile would otherwise keep what it finds in both (and does, also for an

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import hardware
-from engine.hardware import ROUTES, documents, linear, onednn_linear, segment_attention
+from engine.hardware import ROUTES, documents, formula_attention, linear, onednn_linear, segment_attention
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -90,9 +90,11 @@ def test_torch_finds_the_operators_sound():
 
 
 @pytest.mark.parametrize("ids", [[[0] * 12, [3] * 12], [[0] * 5 + [1] * 7, [2, 3] + [4] * 10]])
-def test_torch_finds_attention_by_segments_sound(ids):
+@pytest.mark.parametrize("attention", [segment_attention, formula_attention])
+def test_torch_finds_attention_by_segments_and_by_its_formula_sound(attention, ids, monkeypatch):
+    monkeypatch.setattr(hardware, "SLICE", 5)
     q, k, v = (numbers(2, heads, 12, 8, seed=heads).requires_grad_() for heads in (6, 2, 2))
-    torch.library.opcheck(segment_attention, (q, k, v, torch.tensor(ids)))
+    torch.library.opcheck(attention, (q, k, v, torch.tensor(ids)))
 
 
 def test_documents_cover_every_position_once_and_none_crosses_a_border():
