@@ -541,6 +541,19 @@ def test_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     assert nothing == 0 and all(p.grad.abs().max() == 0 for p in model.parameters())
 
 
+def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
+    """Their exponentials are no numbers in any dtype; those of their distances from the largest are."""
+    h, w = torch.eye(3), torch.tensor([[2000.0, 1999, -3000], [5, -5000, -5000.5], [-4000, -4001, -9]])
+    targets, weights = torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.5, 0.25])
+    nll, dz = model_file.chunk_loss(h, w.T.contiguous(), targets, weights, True)
+    z = w.double().requires_grad_()
+    want = F.cross_entropy(z, targets, reduction="none")
+    torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-6, atol=0)
+    exact, = torch.autograd.grad(want @ weights.double(), z)
+    torch.testing.assert_close(dz.double(), exact, rtol=1e-5, atol=1e-8)
+    assert torch.equal(model_file.chunk_loss(h, w.T.contiguous(), targets, weights, False)[0], nll)
+
+
 def test_bf16_keeps_the_loss_and_its_sums_in_fp32():
     """h and logits have 8 bits; log Z and the mean have fp32's 24."""
     model = small(block_size=2048)
