@@ -10,8 +10,9 @@ it.
     keep_freed_memory, can_compile    malloc that keeps what a step frees; whether torch.compile can work here
 
 torch.compile would trip over these: over oneDNN's kernel, which it refuses, over documents, whose lengths
-differ in every batch, and over the formula, for which it writes 15 kernels. Each is therefore an operator of its own (torch.library.custom_op): a name,
-what it computes, the shapes of the result for the compiler, and the gradient.
+differ in every batch, and over the formula, for which it writes 15 kernels. Each is therefore an operator of
+its own (torch.library.custom_op): a name, what it computes, the shapes of the result for the compiler, and the
+gradient.
 """
 
 import contextlib
@@ -251,7 +252,7 @@ def in_slices(kept, q, K):
 
 
 def unfilled_pairs(q):
-    """Memory for the results of formula_attention of q (B, H, T, D): the output, and the probabilities of all slices."""
+    """Memory for the results of formula_attention of q (B, H, T, D): the output, and all probabilities."""
     B, H, T, _ = q.shape
     y, _ = unfilled(q)
     pairs = sum((mine.stop - mine.start) * past.stop for mine, past in slices(T))

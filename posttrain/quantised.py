@@ -11,7 +11,7 @@ the same weights.
 
                                          bf16     int8     nf4
     relative error of W x, W Gaussian    .002     .009     .09
-    bits/byte of configs/ablations/start.py's     +.0001   -.0000   +.0009 (of 1.5584 in fp32, 25 validation documents)
+    bits/byte of a model of 1.9M         +.0001   -.0000   +.0009 (of 1.5584 in fp32, 25 validation documents)
 
 A product needs W in the dtype of the activations. It is made anew for the forward and the backward pass and never
 kept: as an operation of its own, since torch.compile would otherwise keep what it finds in both (and does, also for an
@@ -19,7 +19,7 @@ autograd.Function). So training saves what quantising saves. Embedding, head, ga
 are. Files are never quantised: the base stays the published one, the adapter PEFT's.
 
 $ python sample.py --init_from=out/laptop --base=int8
-$ python evaluate.py data/stdlib --init_from=out/laptop --base=nf4 --against=out/laptop      # the last line above
+$ python evaluate.py data/stdlib --init_from=out/start --base=nf4 --against=out/start      # configs/ablations/start.py
 """
 
 import torch
