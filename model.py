@@ -24,7 +24,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from engine.hardware import ROUTES, at_least_fp32, by_onednn, formula_attention, linear, segment_attention
+from engine.attention import formula_attention, segment_attention
+from engine.hardware import ROUTES, at_least_fp32, by_onednn, linear
 
 # Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V
 # vocabulary, N = B*T positions.

@@ -3,21 +3,16 @@ What the machine has, and what a CPU needs to be fast. What is computed is in mo
 it.
 
     linear(x, w)                      x @ w.T, by the library that is fastest for these shapes on this processor
-    segment_attention(q, k, v, doc)   causal attention inside documents, one call for each: no mask, and no work outside
-    formula_attention(q, k, v, doc)   the same by matrix products and softmax, which short windows do faster
 
     pick_device, pick_dtype           what `auto` means on this machine
     keep_freed_memory, can_compile    malloc that keeps what a step frees; whether torch.compile can work here
 
-torch.compile would trip over these: over oneDNN's kernel, which it refuses, over documents, whose lengths
-differ in every batch, and over the formula, for which it writes 15 kernels. Each is therefore an operator of
-its own (torch.library.custom_op): a name, what it computes, the shapes of the result for the compiler, and the
-gradient.
+torch.compile would trip over oneDNN's kernel, which it refuses. It is therefore an operator of its own
+(torch.library.custom_op): a name, what it computes, the shape of the result for the compiler, and the gradient.
 """
 
 import contextlib
 import ctypes
-import math
 import os
 import shutil
 import sys
@@ -29,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Letters: B batch, T time, H query heads, K kv heads, D head dim. A product has K inputs and N outputs.
+# A product has K inputs and N outputs.
 
 
 def at_least_fp32(x):
@@ -104,240 +99,6 @@ def keep_inputs(ctx, inputs, output):
 
 
 onednn_linear.register_autograd(onednn_gradients, setup_context=keep_inputs)
-
-
-# -----------------------------------------------------------------------------
-# attention inside documents
-
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def documents(doc):
-    """
-    Where the documents lie. doc: (B, T) ids, equal inside a document; None: every row is one. Returns
-    [(slice of rows, slice of columns)]: all rows at once if every row is one document, else one pair per
-    document.
-    """
-    if doc is None:
-        return [(slice(None), slice(None))]
-    B, T = doc.shape
-    cuts = []
-    for row in doc:
-        borders = 1 + row.diff().nonzero()[:, 0]
-        cuts.append([0, *borders.tolist(), T])
-    if max(map(len, cuts)) == 2:
-        return [(slice(0, B), slice(0, T))]
-    found = []
-    for b, row in enumerate(cuts):
-        this_row = slice(b, b + 1)
-        for start, end in zip(row, row[1:]):
-            found.append((this_row, slice(start, end)))
-    return found
-
-
-def widened(x, wide):
-    return at_least_fp32(x) if wide else x
-
-
-def unfilled(q):
-    """
-    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and
-    the logsumexp (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows
-    reads without a copy.
-    """
-    B, H, T, D = q.shape
-    y = q.new_empty(B, T, H, D)
-    lse = at_least_fp32(q.new_empty(B, T, H))
-    return y.transpose(1, 2), lse.transpose(1, 2)
-
-
-@torch.library.custom_op("apertus::segment_attention", mutates_args=())
-def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc: Tensor | None,
-    wide: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """
-    Document-masked attention without a mask: one causal call for each document of the batch.
-
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D),
-    and for the gradient the logsumexp of the scores (B, H, T). A T x T mask would make attention slower;
-    this makes it faster, since work falls with the sum of squared lengths. wide: bf16 is computed in fp32,
-    which SDPA's CPU kernel does in half the time for short documents.
-    """
-    y, lse = unfilled(q)
-    inputs = [widened(x, wide) for x in (q, k, v)]
-    for rows, columns in documents(doc):
-        inside = rows, slice(None), columns                              # of all heads
-        mine = (x[inside] for x in inputs)
-        y[inside], lse[inside] = attend(*mine, is_causal=True)
-    return y, lse
-
-
-@segment_attention.register_fake
-def _(q, k, v, doc, wide=True):
-    return unfilled(q)
-
-
-@torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
-def segment_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc: Tensor | None,
-    y: Tensor,
-    lse: Tensor,
-    wide: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
-    gradients = tuple(map(torch.empty_like, (q, k, v)))
-    inputs = [widened(x, wide) for x in (grad, q, k, v, y, lse)]
-    for rows, columns in documents(doc):
-        inside = rows, slice(None), columns
-        mine = (x[inside] for x in inputs)
-        parts = attend_backward(*mine, dropout_p=0.0, is_causal=True)
-        for whole, part in zip(gradients, parts):
-            whole[inside] = part
-    return gradients
-
-
-@segment_attention_backward.register_fake
-def _(grad, q, k, v, doc, y, lse, wide=True):
-    return tuple(map(torch.empty_like, (q, k, v)))
-
-
-def segment_gradients(ctx, grad, grad_lse):
-    """lse has no gradient of its own, since only this function reads it; and the ids of documents have none."""
-    return *segment_attention_backward(grad, *ctx.saved_tensors, ctx.wide), None, None
-
-
-def keep_inputs_and_outputs(ctx, inputs, output):
-    *tensors, ctx.wide = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
-
-
-# -----------------------------------------------------------------------------
-# attention by its formula
-
-# Queries at a time: keys behind them all are left out, and what is computed of their scores is still in the cache when
-# it is read again. Fewer would make the matrix products slower.
-SLICE = 64
-
-
-def slices(T):
-    """[(slice of queries, slice of the keys that one of them may see)] of T positions."""
-    ends = (min(i + SLICE, T) for i in range(0, T, SLICE))
-    return [(slice(i, end), slice(0, end)) for i, end in zip(range(0, T, SLICE), ends)]
-
-
-def grouped(x, K):
-    """x (B, H, R, D) -> (B K, H/K R, D): the rows of all heads that share a key-value head are those of one matrix."""
-    B, H, R, D = x.shape
-    return x.reshape(B * K, H // K * R, D)
-
-
-def in_slices(kept, q, K):
-    """The memory `kept` of all probabilities as the matrices (B K, H/K R, S) of slices(T); q (B, H, T, D)."""
-    B, H, T, _ = q.shape
-    shapes = [(B * K, H // K * (mine.stop - mine.start), past.stop) for mine, past in slices(T)]
-    parts = kept.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
-
-
-def unfilled_pairs(q):
-    """Memory for the results of formula_attention of q (B, H, T, D): the output, and all probabilities."""
-    B, H, T, _ = q.shape
-    y, _ = unfilled(q)
-    pairs = sum((mine.stop - mine.start) * past.stop for mine, past in slices(T))
-    return y, q.new_empty(B * H * pairs)
-
-
-@torch.library.custom_op("apertus::formula_attention", mutates_args=())
-def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tuple[Tensor, Tensor]:
-    """
-    softmax(q k^T / sqrt(D)) v, causal and inside documents, a slice of the queries at a time.
-
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D), and for the
-    gradient the probabilities, slice behind slice. torch.compile would write kernels for every slice, which takes
-    longer than they save in minutes of training.
-    """
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
-    later = torch.ones(SLICE, SLICE, dtype=torch.bool).triu(1)
-    y, kept = unfilled_pairs(q)
-    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
-        queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
-        p.baddbmm_(queries, keys[:, past].mT, beta=0, alpha=D ** -0.5)   # (B K, H/K R, S)
-        by_head = p.view(B, H, -1, past.stop)
-        R = by_head.shape[2]
-        by_head[..., mine].masked_fill_(later[:R, :R], -math.inf)        # all keys before these are seen
-        if doc is not None:
-            other = doc[:, None, mine, None] != doc[:, None, None, past]                       # (B, 1, R, S)
-            by_head += torch.zeros_like(other, dtype=p.dtype).masked_fill_(other, -math.inf)
-        torch.softmax(p, -1, out=p)
-        y[:, :, mine] = torch.bmm(p, values[:, past]).view(B, H, R, D)
-    return y, kept
-
-
-@formula_attention.register_fake
-def _(q, k, v, doc):
-    return unfilled_pairs(q)
-
-
-@torch.library.custom_op("apertus::formula_attention_backward", mutates_args=())
-def formula_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of the output. Shapes as in formula_attention."""
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
-    grad_q = torch.empty_like(q)
-    # A key collects from all slices behind it.
-    grad_k, grad_v = (at_least_fp32(torch.zeros_like(x)) for x in (keys, values))
-    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
-        queries, incoming = grouped(q[:, :, mine], K), grouped(grad[:, :, mine], K)
-        grad_p = torch.bmm(incoming, values[:, past].mT)                 # (B K, H/K R, S)
-        # p (grad_p - sum of p grad_p), in one pass.
-        grad_z = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
-        grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, past]).view(B, H, -1, D)
-        grad_k[:, past] += torch.bmm(grad_z.mT, queries)
-        grad_v[:, past] += torch.bmm(p.mT, incoming)
-    scale = D ** -0.5
-    gradients = grad_q * scale, (grad_k * scale).view(k.shape), grad_v.view(v.shape)
-    return tuple(x.to(q.dtype) for x in gradients)
-
-
-@formula_attention_backward.register_fake
-def _(grad, q, k, v, kept):
-    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(v.shape)
-
-
-def formula_gradients(ctx, grad, grad_kept):
-    """The probabilities have no gradient of their own, since only this function reads them."""
-    q, k, v, kept = ctx.saved_tensors
-    return *formula_attention_backward(grad, q, k, v, kept), None
-
-
-def keep_probabilities(ctx, inputs, output):
-    q, k, v, _ = inputs
-    _, kept = output
-    ctx.save_for_backward(q, k, v, kept)
-
-
-formula_attention.register_autograd(formula_gradients, setup_context=keep_probabilities)
 
 
 # -----------------------------------------------------------------------------

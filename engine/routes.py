@@ -6,10 +6,10 @@ Ways to the same numbers, to rounding: one CPU wants this and another that. They
     rows         how many rows of logits the loss holds at a time
     decoding     one row times a matrix, compiled: as fused "sums", or by the "library", large matrices by columns
 
-What a way is stands in engine/hardware.py and model.py; here they race, in turns, forward and backward, at the
-shapes of the run. The winner is kept in the user's cache by CPU, version of torch, threads and shape, and in the
-run's config.json, so that the run repeats its bits wherever it is resumed. --routes=products=onednn,rows=256 says so
-instead.
+What a way is stands in engine/hardware.py, engine/attention.py and model.py; here they race, in turns, forward and
+backward, at the shapes of the run. The winner is kept in the user's cache by CPU, version of torch, threads and shape,
+and in the run's config.json, so that the run repeats its bits wherever it is resumed. --routes=products=onednn,rows=256
+says so instead.
 
 A way must be faster by a twentieth to be taken in the place of the usual one: who is ahead by less changes with the
 load.

@@ -47,6 +47,7 @@ ROOT = os.path.dirname(HERE)
 
 # The tests that claim to hold X.py are test_X.py and these.
 ALSO = {
+    "attention": ["test_model"],
     "audit": ["test_kept"],
     "chat": ["test_tokenizer", "test_sample", "test_sft", "test_conversations"],
     "checkpoint": ["test_train", "test_anytime", "test_lora", "test_extend"],

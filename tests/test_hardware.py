@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import hardware
-from engine.hardware import ROUTES, documents, formula_attention, linear, onednn_linear, segment_attention
+from engine.hardware import ROUTES, linear, onednn_linear
 
 onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
@@ -87,30 +87,6 @@ def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
 @onednn
 def test_torch_finds_the_operators_sound():
     torch.library.opcheck(onednn_linear, (numbers(2, 6, 8).requires_grad_(), numbers(5, 8, seed=1).requires_grad_()))
-
-
-@pytest.mark.parametrize("ids", [[[0] * 12, [3] * 12], [[0] * 5 + [1] * 7, [2, 3] + [4] * 10]])
-@pytest.mark.parametrize("attention", [segment_attention, formula_attention])
-def test_torch_finds_attention_by_segments_and_by_its_formula_sound(attention, ids, monkeypatch):
-    monkeypatch.setattr(hardware, "SLICE", 5)
-    q, k, v = (numbers(2, heads, 12, 8, seed=heads).requires_grad_() for heads in (6, 2, 2))
-    torch.library.opcheck(attention, (q, k, v, torch.tensor(ids)))
-
-
-def test_documents_cover_every_position_once_and_none_crosses_a_border():
-    doc = (torch.rand(5, 40, generator=torch.Generator().manual_seed(0)) < 0.2).cumsum(1)
-    seen = torch.zeros_like(doc)
-    for rows, columns in documents(doc):
-        seen[rows, columns] += 1
-        assert len(doc[rows, columns].unique()) == 1
-    assert (seen == 1).all() and len(documents(doc)) == sum(len(row.unique()) for row in doc)
-
-
-def test_rows_of_one_document_each_are_one_call_only_if_all_are():
-    assert documents(torch.zeros(5, 40)) == [(slice(0, 5), slice(0, 40))]
-    one_and_two = torch.tensor([[7, 7, 7], [0, 0, 1]])
-    first, second = slice(0, 1), slice(1, 2)
-    assert documents(one_and_two) == [(first, slice(0, 3)), (second, slice(0, 2)), (second, slice(2, 3))]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-14)])

@@ -1,9 +1,8 @@
 """
-engine/routes.py: all ways give the numbers of torch's own attention, loss and product in fp64; the fastest is found by
-the clock, remembered, and part of a run.
+engine/routes.py: all ways give the numbers of torch's own loss and product in fp64 (of attention: test_attention.py);
+the fastest is found by the clock, remembered, and part of a run.
 """
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -15,9 +14,10 @@ import torch.nn.functional as F
 
 import model as model_file
 from conftest import refused, same, script, weights
-from engine import hardware, routes
+from engine import routes
 from engine.hardware import ROUTES, linear
 from model import ApertusConfig, ChunkedCrossEntropy, causal_attention, chunk_loss
+from test_attention import numbers, with_gradients
 
 
 @pytest.fixture(autouse=True)
@@ -26,63 +26,6 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield
     routes.take({})
-
-
-def numbers(*shape, seed):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return values.requires_grad_()
-
-
-def with_gradients(f, inputs, dtype):
-    """f(*inputs) and its gradients for an incoming one of normal numbers: computed in dtype, as one fp64 tensor."""
-    inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    y = f(*inputs)
-    incoming = numbers(*y.shape, seed=9).detach().to(y.dtype)
-    found = y, *torch.autograd.grad(y, inputs, incoming)
-    return torch.cat([x.detach().double().flatten() for x in found])
-
-
-def torchs_attention(q, k, v, doc):
-    """By torch's SDPA, in fp64 and with a mask."""
-    T = q.shape[2]
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    if doc is not None:
-        mask = mask & (doc[:, None, :, None] == doc[:, None, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-
-# bf16 keeps 8 bits: 2^-8 of the largest, and scores that are rounded before softmax four times that.
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
-@pytest.mark.parametrize("T", [1, 3, 64, 150])           # queries are taken 64 at a time
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("way", ["formula", "kernel", "wide"])
-def test_every_way_to_attend_is_torchs_attention_in_fp64(way, documents, T, dtype, tolerance):
-    inputs = [numbers(2, heads, T, 16, seed=seed) for seed, heads in enumerate((4, 2, 2))]
-    rare = torch.rand(2, T, generator=torch.Generator().manual_seed(5)) < 0.2
-    doc = rare.cumsum(1) if documents else None
-    true = with_gradients(functools.partial(torchs_attention, doc=doc), inputs, torch.float64)
-    ours = with_gradients(functools.partial(causal_attention, doc=doc, way=way), inputs, dtype)
-    assert (ours - true).abs().max() <= tolerance * true.abs().max()
-
-
-def test_wide_rounds_its_result_alone():
-    """Half a unit in the last of bf16's 8 bits; the kernel rounds probabilities too."""
-    inputs = [numbers(2, heads, 64, 16, seed=seed).detach().bfloat16() for seed, heads in enumerate((4, 2, 2))]
-    true = torchs_attention(*(x.double() for x in inputs), None)
-    for way, rounds_once in (("wide", True), ("kernel", False)):
-        error = (causal_attention(*inputs, way=way).double() - true).abs()
-        assert (error <= 2**-8 * true.abs() + 1e-6).all() == rounds_once
-
-
-def test_what_a_key_collects_from_all_slices_is_added_up_in_fp32(monkeypatch):
-    """Of equal scores the i-th query gives each key 1/i: a harmonic number, whose last terms are less than bf16 adds."""
-    monkeypatch.setattr(hardware, "SLICE", 4)
-    zeros = torch.zeros(1, 1, 256, 16, dtype=torch.bfloat16)
-    v = torch.zeros_like(zeros).requires_grad_()
-    causal_attention(zeros, zeros, v, way="formula").sum().backward()
-    shares = 1 / torch.arange(1, 257, dtype=torch.float64)
-    want = shares.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(v.grad[0, 0, :, 0].double(), want, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40, 100])
