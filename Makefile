@@ -5,8 +5,8 @@ MISTRAL = mistral-common==1.13.1
 CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
-# What the finished run completes: a signature, and where its docstring begins
-PROMPT = 'def read(self, size=-1):\n    """Read'
+# What the finished run goes on from: a signature, and the first sentence of its docstring
+PROMPT = 'def read(self, size=-1):\n    """Read and return up to size bytes.'
 ALIGN =
 SEEDS = 1
 STUDY = activations
@@ -21,7 +21,7 @@ ONLY =
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20"
 train: $(RUN)/summary.json
-	$(PY) sample.py --init_from=$(RUN) --start="$$(printf $(PROMPT))" --temperature=0.5 --seed=28 --max_new_tokens=120
+	$(PY) sample.py --init_from=$(RUN) --start="$$(printf $(PROMPT))" --temperature=0.7 --max_new_tokens=120
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"
 
 $(RUN)/summary.json: | $(DATA)/meta.json

@@ -13,7 +13,7 @@ logits are formed for one chunk of rows at a time, beside the student's, in the 
 Three tensors of a chunk's size live at once, where the plain loss has one. On several ranks each holds the teacher
 whole, in the dtype of the activations (16 GB for the 8B in bf16), whether the student is sharded or not.
 
-$ python train.py configs/laptop.py --n_layer=2 --teacher=out/laptop --distill=0.9 --out=out/student
+$ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --distill=0.9 --out=out/student
 """
 
 import torch

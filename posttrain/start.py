@@ -10,7 +10,7 @@ are compared id by id before anything is built.
 
 $ python train.py configs/continue_8b.py --data=data/mine-apertus
 $ python train.py configs/continue_8b.py --data=data/mine-apertus --lora_r=64 --base=bf16 --out=out/mine-lora
-$ python train.py configs/laptop.py --n_layer=2 --teacher=out/laptop --out=out/student
+$ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/student
 """
 
 import convert
