@@ -308,6 +308,7 @@ def causal_attention(q, k, v, doc=None, way=None):
             return segment_attention(q, k, v, doc, wide)[0]
     if doc is None:
         return library_attention(q, k, v)
+    # Where nothing knows documents: MPS, and heads that are too narrow for flex_attention.
     i = torch.arange(q.shape[2], device=q.device)
     same = doc[:, None, :, None] == doc[:, None, None]     # (B, 1, T, T)
     return masked_attention(q, k, v, same & (i[:, None] >= i))

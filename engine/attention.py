@@ -139,6 +139,10 @@ segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs
 # -----------------------------------------------------------------------------
 # by its formula
 
+#     z = q k^T / sqrt(D)        p = softmax(z)                       y = p v
+#     dp = dy v^T                dz = p (dp - sum over keys of p dp)
+#     dq = dz k / sqrt(D)        dk = dz^T q / sqrt(D)                dv = p^T dy
+
 # Queries at a time: keys behind them all are left out, and what is computed of their scores is still in the cache when
 # it is read again. Fewer would make the matrix products slower.
 SLICE = 64
@@ -146,8 +150,11 @@ SLICE = 64
 
 def slices(T):
     """[(slice of queries, slice of the keys that one of them may see)] of T positions."""
-    ends = (min(i + SLICE, T) for i in range(0, T, SLICE))
-    return [(slice(i, end), slice(0, end)) for i, end in zip(range(0, T, SLICE), ends)]
+    found = []
+    for begin in range(0, T, SLICE):
+        end = min(begin + SLICE, T)
+        found.append((slice(begin, end), slice(0, end)))
+    return found
 
 
 def grouped(x, K):
@@ -156,20 +163,28 @@ def grouped(x, K):
     return x.reshape(B * K, H // K * R, D)
 
 
-def in_slices(kept, q, K):
-    """The memory `kept` of all probabilities as the matrices (B K, H/K R, S) of slices(T); q (B, H, T, D)."""
+def shapes_of_p(q, K):
+    """The shapes (B K, H/K R, S) of the probabilities, one for each of slices(T); q (B, H, T, D)."""
     B, H, T, _ = q.shape
-    shapes = [(B * K, H // K * (mine.stop - mine.start), past.stop) for mine, past in slices(T)]
-    parts = kept.split([math.prod(shape) for shape in shapes])
+    shapes = []
+    for mine, past in slices(T):
+        R = mine.stop - mine.start
+        shapes.append((B * K, H // K * R, past.stop))
+    return shapes
+
+
+def in_slices(kept, q, K):
+    """The memory `kept` of all probabilities, as the matrices of these shapes."""
+    shapes = shapes_of_p(q, K)
+    parts = kept.split(list(map(math.prod, shapes)))
     return [part.view(shape) for part, shape in zip(parts, shapes)]
 
 
-def unfilled_pairs(q):
+def unfilled_p(q):
     """Memory for the results of formula_attention of q (B, H, T, D): the output, and all probabilities."""
-    B, H, T, _ = q.shape
     y, _ = unfilled(q)
-    pairs = sum((mine.stop - mine.start) * past.stop for mine, past in slices(T))
-    return y, q.new_empty(B * H * pairs)
+    pairs = sum(map(math.prod, shapes_of_p(q, K=1)))                     # as many for any K
+    return y, q.new_empty(pairs)
 
 
 @torch.library.custom_op("apertus::formula_attention", mutates_args=())
@@ -184,7 +199,7 @@ def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tu
     K = k.shape[1]
     keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
     later = torch.ones(SLICE, SLICE, dtype=torch.bool).triu(1)
-    y, kept = unfilled_pairs(q)
+    y, kept = unfilled_p(q)
     for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
         queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
         p.baddbmm_(queries, keys[:, past].mT, beta=0, alpha=D ** -0.5)   # (B K, H/K R, S)
@@ -192,8 +207,10 @@ def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tu
         R = by_head.shape[2]
         by_head[..., mine].masked_fill_(later[:R, :R], -math.inf)        # all keys before these are seen
         if doc is not None:
-            other = doc[:, None, mine, None] != doc[:, None, None, past]                       # (B, 1, R, S)
-            by_head += torch.zeros_like(other, dtype=p.dtype).masked_fill_(other, -math.inf)
+            # Added, since filling a mask that heads share takes longer.
+            other = doc[:, None, mine, None] != doc[:, None, None, past]  # (B, 1, R, S)
+            bias = torch.zeros_like(other, dtype=p.dtype)
+            by_head += bias.masked_fill_(other, -math.inf)
         torch.softmax(p, -1, out=p)
         y[:, :, mine] = torch.bmm(p, values[:, past]).view(B, H, R, D)
     return y, kept
@@ -201,7 +218,7 @@ def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tu
 
 @formula_attention.register_fake
 def _(q, k, v, doc):
-    return unfilled_pairs(q)
+    return unfilled_p(q)
 
 
 @torch.library.custom_op("apertus::formula_attention_backward", mutates_args=())
@@ -220,16 +237,17 @@ def formula_attention_backward(
     # A key collects from all slices behind it.
     grad_k, grad_v = (at_least_fp32(torch.zeros_like(x)) for x in (keys, values))
     for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
-        queries, incoming = grouped(q[:, :, mine], K), grouped(grad[:, :, mine], K)
+        queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
+        incoming = grouped(grad[:, :, mine], K)
         grad_p = torch.bmm(incoming, values[:, past].mT)                 # (B K, H/K R, S)
-        # p (grad_p - sum of p grad_p), in one pass.
         grad_z = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
         grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, past]).view(B, H, -1, D)
         grad_k[:, past] += torch.bmm(grad_z.mT, queries)
         grad_v[:, past] += torch.bmm(p.mT, incoming)
     scale = D ** -0.5
-    gradients = grad_q * scale, (grad_k * scale).view(k.shape), grad_v.view(v.shape)
-    return tuple(x.to(q.dtype) for x in gradients)
+    grad_q *= scale
+    grad_k *= scale
+    return grad_q, grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
 
 
 @formula_attention_backward.register_fake
