@@ -112,8 +112,9 @@ def stochastic_bf16(x, seed):
 
 # A call of a compiled kernel has a price of its own, so tensors of at most SMALL elements (gains and
 # scalars) are joined and updated as one, and MANY tensors share a call. A larger MANY saves calls, but
-# takes longer to compile. What WIDE does not divide goes to the small ones.
-SMALL = 16_384
+# takes longer to compile. What WIDE does not divide goes to the small ones. Joining copies: from some
+# 4,096 elements on, it takes longer than what it saves.
+SMALL = 4_096
 MANY = 3
 WIDE = 16
 
@@ -124,26 +125,24 @@ def each(f, row):
 
 
 def local_row(p, state):
-    """The row of a parameter as this rank's plain tensors, 1-D if they lie in memory without gaps."""
+    """The row of a parameter, as this rank's plain tensors."""
     # Weight decay and the slow average move elements without a gradient too, so a sparse one becomes dense.
     g = p.grad.to_dense() if p.grad.is_sparse else p.grad
     averages = state.get("exp_avg_fast"), state["exp_avg_slow"], state["exp_avg_sq"]
-    row = [p.detach(), g, *averages]
+    row = [p, g, *averages]
     # DTensors: the update is elementwise, so each rank applies it to its own shard.
     if hasattr(p, "to_local"):
         row = each(lambda x: x.to_local(), row)
-    # .data, because torch.compile would compile a view and a whole tensor apart.
-    if row[0].is_contiguous():
-        row = each(lambda x: from_its_start(x.reshape(-1).data), row)
     return row
 
 
 def in_rows(x):
     """
     The same memory in rows of WIDE, a length that torch.compile takes for fixed: a kernel that knows none moves one
-    number at a time on a GPU, and this one 16 bytes at once. .data as in local_row.
+    number at a time on a GPU, and this one 16 bytes at once. .data, because torch.compile would compile a view and a
+    whole tensor apart.
     """
-    rows = x.view(-1, WIDE).data
+    rows = from_its_start(x).reshape(-1, WIDE).data
     torch._dynamo.mark_static(rows, 1)
     return rows
 
@@ -162,7 +161,7 @@ def from_its_start(x):
 
     FSDP's gradients are parts of one buffer, and torch.compile would compile apart those that begin at its start.
     """
-    return from_dlpack(to_dlpack(x)) if x.storage_offset() else x
+    return from_dlpack(to_dlpack(x.detach())) if x.storage_offset() else x
 
 
 class AdEMAMix(torch.optim.Optimizer):
@@ -251,20 +250,22 @@ class AdEMAMix(torch.optim.Optimizer):
         """Update all rows, compiled: MANY in a call, so that one kernel serves lists of any length."""
         if self.update is ademamix_many:
             return ademamix_many(rows, *numbers)
-        transposed, wide, small = [], [], []
+        wide, small = [], []
         for row in rows:
             p = row[0]
-            whole = p.numel() - p.numel() % WIDE
-            if p.ndim > 1:
-                transposed.append(row)
-            elif p.numel() <= SMALL:
-                small.append(row)
+            n = p.numel()
+            # What is updated in rows; the rest is joined with that of others.
+            whole = n - n % WIDE if n > SMALL else 0
+            if not p.is_contiguous():
+                # A transposed parameter has no 1-D view. That is rare, hence eager.
+                ademamix(*row, *numbers)
+            elif whole == n:
+                wide.append(each(in_rows, row))
             else:
-                wide.append(each(lambda x: in_rows(x[:whole]), row))
-                if whole < p.numel():
-                    small.append(each(lambda x: x[whole:], row))
-        # A transposed parameter has no 1-D view. That is rare, hence eager.
-        ademamix_many(transposed, *numbers)
+                flat = each(lambda x: x.reshape(-1), row)
+                small.append(each(lambda x: x[whole:], flat))
+                if whole:
+                    wide.append(each(lambda x: in_rows(x[:whole]), flat))
         columns = list(zip(*small))
         joined = [None if column[0] is None else joined_up(column) for column in columns]
         if small:
