@@ -58,13 +58,15 @@ def linear(x, w):
     """x (..., K) @ w (N, K).T -> (..., N), by what is fastest here."""
     rows = x.shape[:-1].numel()
     one_row = x.device.type == "cpu" and rows == 1
-    # One row, as in decoding, reads all of w once: memory sets the pace, which a compiled sum keeps and MKL
-    # does not. The sum is in fp32, so fp64 cannot take this way.
+    # One row, as in decoding, reads all of w once: memory sets the pace, which compiled sums keep and MKL
+    # does not. Sums are in fp32, so fp64 cannot take this way.
     decoding = one_row and torch.compiler.is_compiling() and not torch.is_grad_enabled()
     if decoding and ROUTES.decoding == "sums" and w.is_contiguous() and x.dtype != torch.float64:
         x32 = x[..., None, :].float()                                    # (..., 1, K)
-        products = x32 * w.float()                                       # (..., N, K)
-        return products.sum(-1).to(x.dtype)
+        # One loop over all quarters: four places of memory are read 1.3 times as fast as one.
+        quarters = w.unflatten(0, (4, -1)) if len(w) % 4 == 0 else w[None]
+        sums = [(x32 * part.float()).sum(-1) for part in quarters]       # (..., N / 4) each
+        return torch.cat(sums, dim=-1).to(x.dtype)
     if by_onednn(x) and not one_row:
         return onednn_linear(x, w)
     return F.linear(x, w)
