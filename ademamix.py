@@ -256,8 +256,8 @@ class AdEMAMix(torch.optim.Optimizer):
             n = p.numel()
             # What is updated in rows; the rest is joined with that of others.
             whole = n - n % WIDE if n > SMALL else 0
-            if not p.is_contiguous():
-                # A transposed parameter has no 1-D view. That is rare, hence eager.
+            if not all(x is None or x.is_contiguous() for x in row):
+                # What is transposed has no 1-D view. That is rare, hence eager.
                 ademamix(*row, *numbers)
             elif whole == n:
                 wide.append(each(in_rows, row))

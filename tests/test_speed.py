@@ -156,6 +156,26 @@ def test_gradients_that_are_parts_of_one_buffer_as_fsdps_are_compile_no_second_k
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", ["exp_avg_fast", "exp_avg_slow", "exp_avg_sq", "grad"])
+def test_an_average_or_gradient_in_another_order_of_memory_moves_like_any_other(monkeypatch, name):
+    """By columns, as a state that was saved of a transposed parameter."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compile(f, backend="aot_eager", **how))
+    start = torch.randn(130, 128, generator=torch.Generator().manual_seed(0))
+    plain, columns = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    for p in (plain, columns):
+        opt = AdEMAMix([p], compile=True)
+        for t in range(3):
+            p.grad = start + t
+            by_columns = lambda x: x.T.contiguous().T
+            if p is columns and name == "grad":
+                p.grad = by_columns(p.grad)
+            elif p is columns and t:
+                opt.state[p][name] = by_columns(opt.state[p][name])
+            opt.step()
+    torch.testing.assert_close(plain, columns, rtol=1e-6, atol=1e-7)
+
+
 # -----------------------------------------------------------------------------
 # Decoding with a cache of fixed shape
 
