@@ -331,6 +331,10 @@ class AdEMAMix(torch.optim.Optimizer):
         state["exp_avg_sq"] = torch.zeros_like(p, dtype=square_dtype)
         return state
 
+    def __getstate__(self):
+        """What a copy keeps, by copy.deepcopy or pickle; it chooses its update anew."""
+        return super().__getstate__() | dict(state_dtype=self.state_dtype, compile=self.compile, update=None)
+
     def load_state_dict(self, state_dict):
         """As torch.optim's, which casts every state to its parameter's dtype: the averages keep their own."""
         super().load_state_dict(state_dict)

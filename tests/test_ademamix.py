@@ -72,6 +72,21 @@ def test_saved_and_loaded_it_goes_on_to_the_same_bits(options):
     assert opt.state[first]["exp_avg_slow"].dtype == options.get("state_dtype", torch.float32)
 
 
+def test_a_copy_goes_on_as_its_original_would_as_with_torchs_optimizers():
+    p = torch.nn.Parameter(torch.ones(3, 3))
+    for make in (lambda: AdEMAMix([p], 0.1, state_dtype=torch.bfloat16), lambda: torch.optim.AdamW([p], 0.1)):
+        opt = make()
+        p.grad = torch.ones(3, 3)
+        opt.step()
+        other = copy.deepcopy(opt)
+        q = other.param_groups[0]["params"][0]
+        q.grad = p.grad.clone()
+        for each in (opt, other):
+            each.step()
+        assert q is not p and torch.equal(p, q)
+        assert all(torch.equal(x, other.state[q][name]) for name, x in opt.state[p].items())
+
+
 @compiler
 def test_compiled_is_eager_and_a_state_moves_between_them():
     eager, want, _ = run(0, torch.float32)
