@@ -457,7 +457,7 @@ def test_the_sizes_that_the_readme_names_follow_from_the_configs():
     bytes_of_order = 8 * config["total_samples"]
     assert "a 29 GB table" in README and round(bytes_of_order / 1e9) == 29
     laptop = config_of("laptop") | dict(vocab_size=4096)   # of data/stdlib
-    assert "1.5M parameters" in README and round(on_meta(laptop).num_params() / 1e6, 1) == 1.5
+    assert "1.0M parameters" in README and round(on_meta(laptop).num_params() / 1e6, 1) == 1.0
     assert "five minutes" in README and laptop["minutes"] == 5
 
 

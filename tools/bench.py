@@ -106,7 +106,7 @@ SHAPES = """
 preset    batch  block_size  n_layer  n_head  n_kv_head  n_embd  ffn_dim  vocab_size  tie_embeddings  documents
 cpu           4         512        6       6          2     384     2048       16384           false          0
 packed        4         512        6       6          2     384     2048       16384           false        100
-laptop        4         256        2       2          1     128      672        4096           false          0
+laptop        4         256        2       2          1     128      672        4096            true          0
 wide          1         512        4      16          4    1024     5376       16384           false          0
 124m         16        1024       12      12          4     768     3584       50304            true          0
 1b5           2        4096       16      32          8    2048    12288      131072           false       1000
