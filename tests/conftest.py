@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+import torch._inductor.config  # noqa: F401  reads CXX once, before a test says that there is no compiler
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)

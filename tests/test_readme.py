@@ -110,6 +110,8 @@ def small_training(command, root):
     args = [*TINY, f"--data={root}/data", f"--out={root}/{out}"]
     if "8b.py" in command:
         args += ["--vocab_size=0", "--batch_ramp_at=0"]
+    if goes_on:
+        args += ["--tie_embeddings=False"]
     if "continue" in command:
         args += [f"--init_from={root}/run", "--alpha_warmup=0"]
     if "--lora_r" in command:
