@@ -19,8 +19,8 @@ ONLY =
 
 .PHONY: train recipe align ablate memorize faults flakes mutants test gpu gpu-dry clean
 
-# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". A machine that
-# multiplies in bf16 reads ten million tokens in five minutes, enough for four layers: CONFIG="configs/laptop.py --n_layer=4"
+# Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". One that
+# multiplies in bf16 reads five million tokens and more in that time, enough for four layers: --n_layer=4
 train: $(RUN)/summary.json
 	$(PY) sample.py --init_from=$(RUN) --start="$$(printf $(PROMPT))" --temperature=0.7 --max_new_tokens=120
 	@echo "the curve: $(RUN)/loss.png   the log: $(RUN)/log.jsonl   another sample: $(PY) sample.py --init_from=$(RUN) --seed=1"
