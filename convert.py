@@ -28,12 +28,13 @@ from safetensors.torch import save_file
 
 import chat
 import tokenizer as tokenizers
-from configurator import ROOT, checked, run
+from configurator import ROOT, attached, checked, run
 from engine import checkpoint
+from engine.attention import attend_on
 from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
 from engine.parallel import place
-from model import HF_NAMES, XIELU, Apertus, ApertusConfig
+from model import XIELU, Apertus, ApertusConfig
 from tokenizer import BYTES, IN_TEXT, NAMED, PATTERN, SPECIAL, Tokenizer
 
 load = ""             # a Hugging Face folder or name, or a run folder of train.py
@@ -49,6 +50,20 @@ CONSTANTS = dict(beta=XIELU.BETA, eps=XIELU.EPS)  # buffers of xIELU in transfor
 
 # -----------------------------------------------------------------------------
 # config.json
+
+# Our name of a setting: its name in Hugging Face's config.json (RoPE's are below).
+HF_NAMES = dict(
+    block_size="max_position_embeddings",
+    vocab_size="vocab_size",
+    n_layer="num_hidden_layers",
+    n_head="num_attention_heads",
+    n_kv_head="num_key_value_heads",
+    n_embd="hidden_size",
+    ffn_dim="intermediate_size",
+    tie_embeddings="tie_word_embeddings",
+    norm_eps="rms_norm_eps",
+    init_std="initializer_range",
+)
 
 # A config.json has more keys than those of HF_NAMES and RoPE. No logit depends on these: they may have any value.
 FREE = """
@@ -262,7 +277,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
         raise ValueError(f"{folder} has no config.json: want a Hugging Face model folder")
     config = config_from_hf(read_json(config_file))
     with torch.device("meta"):
-        model = Apertus(config)
+        model = Apertus(config, seed=None)
     if spread:
         spread(model)
     stays = dtype is None and not base and str(device) == "cpu"
@@ -278,8 +293,7 @@ def settle(model, tensors, device, dtype, base, copy=False):
     """
     in_bits = {}
     if base:
-        from posttrain import quantised
-
+        quantised = attached("posttrain.quantised")
         in_bits = quantised.matrices(model)
     for name, p, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
@@ -295,10 +309,11 @@ def settle(model, tensors, device, dtype, base, copy=False):
         model.lm_head.weight = model.model.embed_tokens.weight
     if base:
         model.requires_grad_(False)
+    attend_on(model, device)
     return model
 
 
-def stored(folder, model, views=False, instead=None):
+def stored(folder, model, views=False):
     """
     The values of each parameter: yields (name, parameter, tensor), the tensor a view of its file.
 
@@ -306,10 +321,9 @@ def stored(folder, model, views=False, instead=None):
     that stay, each file is mapped once. An Apertus 1.5 has its text model below model.language_model, and the rows of
     its embedding that are not text, the last ones, are left out.
 
-    instead: {name: a tensor that takes the place of that parameter}. ValueError: missing, extra or misshapen tensors;
-    the missing ones are told last.
+    ValueError: missing, extra or misshapen tensors; the missing ones are named last.
     """
-    empty = checkpoint.base_of(model) | (instead or {})
+    empty = base_of(model)
     mapped = {}
     for key, path in tensor_files(folder).items():
         name = key.replace("model.language_model.", "model.", 1)
@@ -378,13 +392,11 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     parameters = model.named_parameters()
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
-    if model.config.ffn != "dense":
+    if hasattr(model, "structured"):
         if not merge:
-            raise ValueError(f"transformers' Apertus has no ffn={model.config.ffn!r}: "
+            raise ValueError(f"transformers' Apertus has no ffn={model.structured!r}: "
                              "--merge writes the dense model that it equals")
-        from studies import structured
-
-        parameters = structured.dense_parameters(model)
+        parameters = attached("studies.structured").dense_parameters(model)
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: an export has float32 or bfloat16")
     hf = config_to_hf(model.config, dtype)
@@ -801,6 +813,50 @@ def named(settings, key, path, control):
 # any model by its name
 
 
+def base_of(model):
+    """{name: parameter} of a model without its adapters (posttrain/lora.py): what a file of the whole model holds."""
+    return {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+
+
+def fingerprint(model):
+    """
+    Which weights these are, on any device and in fp32, bf16, 8 or 4 bits: sha256 over the first 64 values of every
+    tensor, rounded to bf16. Adapters are not part of it.
+
+    A matrix in 8 or 4 bits has kept its first values, so that the hash is the same.
+    """
+    digest = hashlib.sha256()
+    seen = set()                                           # a tied head is the embedding, and counts once
+    for path, module in model.named_modules():
+        if ".lora_" in path:
+            continue
+        own = {"weight": module.first} if hasattr(module, "first") else dict(module.named_parameters(recurse=False))
+        for leaf, p in own.items():
+            if p in seen:
+                continue
+            seen.add(p)
+            # A sharded tensor is gathered, one at a time.
+            p = p.full_tensor() if hasattr(p, "full_tensor") else p
+            digest.update(f"{path}.{leaf}".removeprefix(".").encode())
+            digest.update(p.detach().flatten()[:64].bfloat16().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def stored_in_checkpoint(path, model):
+    """
+    The values of each parameter in a verified checkpoint: yields (name, parameter, a new tensor on the CPU). The model
+    may be on the meta device: no more than one tensor is held here.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    params = base_of(model)
+    reader, _ = checkpoint.reader_for(path, {f"model/{name}": p for name, p in params.items()})
+    for name, p in params.items():
+        tensor = torch.empty(p.shape, dtype=p.dtype, device="cpu")
+        dcp.load({f"model/{name}": tensor}, storage_reader=reader, no_dist=True)
+        yield name, p, tensor
+
+
 def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     """
     (model, Tokenizer) of a run folder, from its newest intact checkpoint. dtype, spread, base: as in load_any.
@@ -819,22 +875,16 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     path, manifest = found
     if config.get("lora_r"):
         return load_adapters_of_run(config, path, device, dtype, base)
-    guided = False
     with torch.device("meta"):
-        model = Apertus(ApertusConfig.of(config))
-        if manifest["config"].get("self_guided"):
-            from studies import structured
-
-            guided = manifest["step"] < structured.guided_steps(manifest["config"])
-            if guided:  # the checkpoint holds guides, which must be there to be loaded
-                structured.add_guides(model)
+        model = Apertus(ApertusConfig.of(config), seed=None)
+        if config.get("ffn", "dense") != "dense":
+            attached("studies.structured").restore(model, config, manifest["step"])
     if spread:
         spread(model)
-        checkpoint.load(path, model, base=True)
+        checkpoint.load(path, model)
+        attend_on(model, device)
     else:
-        settle(model, checkpoint.stored(path, model), device, dtype, base)
-    if guided:
-        structured.drop_guides(model)
+        settle(model, stored_in_checkpoint(path, model), device, dtype, base)
     tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):  # a run of posttrain/sft.py or qrpo.py: the end of a turn ends the text
         tok.eos = tok.id_of("<|assistant_end|>")
@@ -866,8 +916,7 @@ def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
 
 def load_adapter(folder, device, dtype, base):
     """(model, Tokenizer) of a folder that PEFT or posttrain/ has written, on the base model that it names."""
-    from posttrain import lora
-
+    lora = attached("posttrain.lora")
     _, name = lora.read_settings(folder)
     model, tok, start = load_base(name, folder, device, dtype, base)
     lora.load(model, folder, start)
@@ -876,8 +925,7 @@ def load_adapter(folder, device, dtype, base):
 
 def load_adapters_of_run(config, path, device, dtype, base):
     """The same from the checkpoint `path` of a run of posttrain/ or train.py, whose settings are config."""
-    from posttrain import lora
-
+    lora = attached("posttrain.lora")
     settings = lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
     model, tok, start = load_base(config["init_from"], path, device, dtype, base)
     if start[:16] != config["start_hash"]:
@@ -899,7 +947,7 @@ def load_base(name, adapter, device, dtype, base):
         model, tok = load_any(name, device, dtype, base=base)
     except (OSError, ValueError) as e:
         raise ValueError(f"{adapter} is an adapter of {name}: {e}") from None
-    return model, tok, checkpoint.fingerprint(model)
+    return model, tok, fingerprint(model)
 
 
 def shape_of(name):
@@ -941,30 +989,17 @@ def start_of(name):
 
 
 @torch.no_grad()
-def fill(model, path, rows, new):
-    """
-    Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows.
-
-    rows: the ids of the start. new: {id: the old ids that spelled it} of tokens that it lacks. Their rows of embedding
-    and head become the mean of the rows of the old ones; with any, each rank holds these two matrices whole for a
-    moment. Old rows keep their bits.
-    """
-    start = {}      # what the files have in place of these two, if they grow
-    for name, p in model.named_parameters():
-        if new and name in ("model.embed_tokens.weight", "lm_head.weight"):
-            start[name] = torch.empty(rows, p.shape[1], dtype=p.dtype)
-    if os.path.isfile(f"{path}/manifest.json"):
-        checkpoint.load(path, model, instead=start)
-    else:
-        for _, p, tensor in stored(path, model, instead=start):
+def fill(model, path):
+    """Give a model, whole or sharded, the weights that start_of has found. Each rank reads its own rows."""
+    if not os.path.isfile(f"{path}/manifest.json"):
+        for _, p, tensor in stored(path, model):
             place(p, tensor)
-    for name, old in start.items():
-        p = model.get_parameter(name)
-        grown = torch.zeros(p.shape, dtype=p.dtype)
-        grown[:rows] = old
-        for i, spelled in new.items():
-            grown[i] = old[spelled].mean(0)
-        place(p, grown)
+        return
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {f"model/{name}": p.detach() for name, p in base_of(model).items()}
+    reader, _ = checkpoint.reader_for(path, tensors)
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 
 def load_ready(name, device, dtype, base="", chat=False):
@@ -1000,8 +1035,7 @@ def fitting(tok, model, folder):
 
 def merge_adapters(model):
     """Adapters, if there are any, become part of the matrices in `dtype`; says what its rounding has left of them."""
-    from posttrain import lora
-
+    lora = attached("posttrain.lora")
     if not lora.adapted(model):
         return
     kept = lora.merge(model, getattr(torch, dtype))

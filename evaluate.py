@@ -35,9 +35,8 @@ from data import TokenDataset
 from engine.files import read_json, read_text, write_flushed
 from engine.intervals import t_quantile, wilson
 from engine.plot import finish, pyplot
-from engine.routes import take_products
 from generate import generate
-from model import chunk_rows
+from loss import chunk_rows
 
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                           # nothing = the validation documents of the run's own data
@@ -673,7 +672,6 @@ def task_scores(model, tok, questions, name):
 
 def main():
     model, tok = convert.load_ready(init_from, device, dtype, base)
-    take_products(model)
     is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if not sources and not harness and not (lookup and not is_run):

@@ -1,24 +1,22 @@
 """
 Text from a model: a run folder of train.py or of posttrain/, a Hugging Face folder, or a hub name.
 
-$ python sample.py                                                              # out/laptop goes on from nothing
+$ python sample.py                                                              # text of out/laptop, from nothing
 $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
 $ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       # 1.1 GB of weights, then a conversation
 """
-
-import sys
 
 import torch
 
 import convert
 from chat import ends
+from configurator import attached
+from engine.decoding import lay_out_for_decoding
 from engine.files import read_text
-from engine.hardware import ROUTES
-from engine.routes import race_decoding, take_products
-from generate import generate, lay_out_for_decoding, stream
+from generate import generate, stream
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
-start = ""                   # the text to go on from; FILE:path reads it from a file
+start = ""                   # the prompt; FILE:path reads it from a file
 num_samples = 1              # continuations; one is streamed, several are made at once
 max_new_tokens = 300         # of a continuation, of an answer
 temperature = 0.8            # 0 = greedy
@@ -35,32 +33,8 @@ thinking = False             # "Deliberation: enabled": the model may think befo
 tools = ""                   # a JSON list of tools the model may call: [{"name", "description", "parameters"}]
 
 
-def load():
-    """The model, laid out for the way in which it will generate, and its tokenizer."""
-    model, tok = convert.load_ready(init_from, device, dtype, base, chat)
-    take_products(model)
-    by_columns = chat or not compile
-    weight = model.lm_head.weight
-    if not by_columns and weight.device.type == "cpu" and model.num_params() >= 1e6:
-        ROUTES.decoding = race_decoding(model.config, weight.dtype)
-        by_columns = ROUTES.decoding == "library"
-    # Compiled sums want matrices by rows.
-    if by_columns:
-        lay_out_for_decoding(model)
-    if model.config.ffn != "dense":
-        from studies import structured
-
-        # From which number of tokens the factors of a matrix are faster than their product, premerge() measures.
-        below = structured.premerge(model)
-        faster = "the factors at every size"
-        if below:
-            faster = f"merged matrices for up to {below} tokens at a time, factors above"
-        print(f"structured feed-forward ({model.config.ffn}), measured to be faster: {faster}", file=sys.stderr)
-    return model, tok
-
-
 def prompt_text():
-    """The text to go on from: that of --start, or of the file that it names."""
+    """The prompt: the text of --start, or of the file that it names."""
     if start.startswith("FILE:"):
         return read_text(start.removeprefix("FILE:"))
     return start
@@ -70,14 +44,15 @@ def main():
     if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1 or num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
                          f"num_samples={num_samples} and max_new_tokens={max_new_tokens} at least 1")
-    model, tok = load()
+    model, tok = convert.load_ready(init_from, device, dtype, base, chat)
+    # The compiled step wants its matrices by rows.
+    if chat or not compile:
+        lay_out_for_decoding(model)
     # The generator lives where the logits are, and its seed makes a sample repeatable.
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     how = dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
     if chat:
-        from posttrain.talk import converse
-
-        return converse(model, tok, how, system, tools, thinking, max_new_tokens)
+        return attached("posttrain.talk").converse(model, tok, how, system, tools, thinking, max_new_tokens)
 
     text = prompt_text()
     prompt = [tok.bos, *tok.encode(text)]

@@ -3,11 +3,11 @@ Files that are whole or absent, whatever happens to the process or to the power.
 
     write_flushed    temporary name, fsync, rename, fsync of the folder: a reader finds the old file or the new one
     make_folder      a new folder whose own name is on disk too
-    flush            fsync of what is written already; a rename may reach the disk before the data it names
+    flush            fsync of a file that is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
-    sha256           tells later whether a bit has flipped
-    read_json        the object in a JSON file, or one line that says that it is damaged
-    read_text        the text in a UTF-8 file, or one line that says where it is none
+    sha256           shows later whether a bit has flipped
+    read_json        the object in a JSON file, or an error of one line
+    read_text        the text in a UTF-8 file, or an error of one line
 
 It imports the standard library alone, so that a data worker or --help need not wait for torch.
 """
@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 
-# What a file system answers that has no locks: Lustre mounted without flock, NFS without lockd.
+# What a file system without locks answers: Lustre mounted without flock, NFS without lockd.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -33,7 +33,7 @@ def read_json(path):
     with open(path, encoding="utf-8") as f:
         try:
             saved = json.load(f)
-        except (ValueError, RecursionError) as e:  # RecursionError: a million brackets
+        except (ValueError, RecursionError) as e:          # RecursionError: a million brackets
             raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
@@ -54,13 +54,13 @@ def write_flushed(path, content, shared=False):
     Write a file, all or nothing: a full disk or a power cut leaves the old one.
 
     content: bytes, a string, or an iterable of lines. shared: other processes may write the same file at once, so the
-    temporary file has a name that no other has. OSError names `path`, although the temporary file is what failed.
+    temporary file gets a name of its own. OSError names `path`, although the temporary file is what failed.
     """
     tmp = f"{path}.{os.urandom(4).hex()}.tmp" if shared else f"{path}.tmp"
-    binary = isinstance(content, bytes)
     lines = [content] if isinstance(content, (bytes, str)) else content
+    how = dict(mode="wb") if isinstance(content, bytes) else dict(mode="w", encoding="utf-8")
     try:
-        with open(tmp, "wb" if binary else "w", encoding=None if binary else "utf-8") as f:
+        with open(tmp, **how) as f:
             f.writelines(lines)
             f.flush()
             os.fsync(f.fileno())
@@ -74,11 +74,7 @@ def write_flushed(path, content, shared=False):
 
 
 def make_folder(path):
-    """
-    os.makedirs, and each new name flushed into the folder that holds it.
-
-    A power cut would otherwise take the name, and with it everything inside.
-    """
+    """os.makedirs, with each new name flushed into the folder that holds it: a power cut would take all inside."""
     holders, at = [], os.path.abspath(path)
     while not os.path.lexists(at):
         at = os.path.dirname(at)
@@ -90,11 +86,10 @@ def make_folder(path):
 
 def flush(path):
     """fsync a file or folder that is written already."""
+    # Windows cannot open a folder, and flushes a file only if it is open for writing.
     windows = os.name == "nt"
-    # Windows cannot open a folder, and NTFS keeps a journal of names.
     if windows and os.path.isdir(path):
         return
-    # Windows flushes only what is open for writing.
     fd = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -106,9 +101,8 @@ def lock_file(file):
     """
     Lock an open file for this process, until it is closed: False if another process holds it.
 
-    OSError if it cannot be locked at all (see NO_LOCKS). Windows has no fcntl; its msvcrt locks go with their owner
-    too, which a file made with O_EXCL would not. The locked byte lies far beyond the text, since nobody else can read
-    it.
+    OSError if it cannot be locked at all (NO_LOCKS). Windows has msvcrt in place of fcntl; nobody else can read the
+    locked byte, so it lies far beyond the text.
     """
     try:
         import fcntl

@@ -1,100 +1,150 @@
 """
-The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, how a run goes on.
+The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may write there, and how a run resumes.
 
     config.json    all settings, the model's shape and the vocabulary: what sample.py and convert.py need
-    log.jsonl      one line per step; lines of steps that will be repeated after a kill are cut off
-    old.json       with --old: what the start model knew of old text (posttrain/forgetting.py)
+    log.jsonl      one line per step; lines of steps that a resumed run repeats are cut off
     ckpt/          the checkpoints (engine/checkpoint.py)
-    .lock          held by the process that writes here; the kernel releases it when that process ends, however it ends
-    stop           `touch` it, and all ranks save after the step that they are in, and leave
-    cooldown       `touch` it, and train.py begins the decay of its learning rate after the step that it is in
+    .lock          held by the process that writes here; the kernel frees it when that process ends, however it ends
+    stop           `touch` it, and all ranks save after the current step, and exit
+    cooldown       `touch` it, and train.py begins the decay of its learning rate after the current step
 """
 
 import contextlib
+import glob
 import json
-import math
 import os
+import platform
 import shutil
 import time
 
-from engine import checkpoint, plot
+from engine.files import NO_LOCKS, lock_file, make_folder, read_json, write_flushed
 
 
 def claim(out, resume, ranks):
     """
     The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.
 
-    ValueError: another run is writing there, or the folder holds a run that is not to be resumed.
+    ValueError: another run writes there, it holds a run that is not to be resumed, or other files than a run's.
     """
     if not ranks.first:
         return contextlib.nullcontext()
-    holds_run = os.path.exists(f"{out}/ckpt") or plot.has_log(out)
-    if not holds_run:
-        # Whoever touched it meant another run.
+    found = set(os.listdir(out)) if os.path.isdir(out) else set()
+    if "log.jsonl" in found or "ckpt" in found:
+        if not resume:
+            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts one beside it")
+    else:
+        # Whoever touched it meant an earlier run.
         forget(out, "cooldown")
-    elif not resume:
-        raise ValueError(f"{out} already holds a run: --resume goes on with it, --out=ANOTHER starts one beside it")
-    return checkpoint.claim(out)
+        if "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
+            raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
+    return lock(out)
+
+
+def lock(out):
+    """
+    Make the run folder and lock it for this process. Closing the returned file gives the folder up.
+
+    ValueError: the folder cannot be written, or another process has locked it.
+    """
+    try:
+        make_folder(out)
+        file = open(f"{out}/.lock", "a+", encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): name another with --out") from None
+    try:
+        locked = lock_file(file)
+    except OSError as e:
+        if e.errno not in NO_LOCKS:
+            raise ValueError(f"{out}: its lock cannot be taken ({e.strerror}): name another folder with --out") from None
+        print(f"{out}: this file system has no locks ({e.strerror}): make sure that no other run writes there")
+        locked = True
+    if not locked:
+        file.seek(0)
+        owner = file.read().strip()
+        raise ValueError(f"{out}: another run is writing there ({owner}): "
+                         f"stop it (touch {out}/stop) or name another --out")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    for killed_save in glob.glob("ckpt/step-[0-9]*.tmp", root_dir=out):
+        shutil.rmtree(f"{out}/{killed_save}", ignore_errors=True)
+    return file
 
 
 def refuse_another(path, before, now):
     """ValueError naming the differences, if the checkpoint at `path` was made with other settings: {name: value}."""
-    changed = []
-    for name, value in now.items():
-        old = before.get(name)
-        # As JSON, in which a checkpoint keeps its settings: a tuple has become a list there.
-        if json.dumps(old) != json.dumps(value):
-            changed.append(f"{name} {old!r} -> {value!r}")
+    # As JSON, in which a checkpoint keeps its settings: there a tuple has become a list.
+    changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
+               if json.dumps(before.get(name)) != json.dumps(value)]
     if changed:
         raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings, or another --out")
 
 
-def open_log(out, start, ranks, validate=False):
-    """
-    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks than the first it
-    does nothing.
+def entry_of(line):
+    """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
+    try:
+        entry = json.loads(line)
+        return entry if line.endswith("\n") and isinstance(entry["step"], int) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
-    Steps from `start` on will be done again, so their lines go first; validate: so will the last validation
-    before it.
+
+def open_log(out, start, ranks, validate=False, wandb=""):
+    """
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. wandb: the
+    project of Weights & Biases that gets each entry as well.
+
+    Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
+    validation before `start`.
     """
     if not ranks.first:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
-    cut_log(path, start, validate)
-    file = open(path, "a", encoding="utf-8")
-
-    def log(**entry):
-        file.write(json.dumps(entry) + "\n")
-        file.flush()
-    return log
-
-
-def cut_log(path, start, validate=False):
-    """Drop the lines of steps >= start, and lines that a kill or a full disk has torn: every step then has one line."""
-    if not os.path.exists(path):
-        return
 
     def kept():
         with open(path, encoding="utf-8", errors="replace") as f:
             for line in f:
-                entry = plot.entry_of(line)
-                again = start - 1 if validate and entry and "val_loss" in entry else start
-                if entry and entry["step"] < again:
+                entry = entry_of(line)
+                if entry and entry["step"] < start - (validate and "val_loss" in entry):
                     yield line
 
-    checkpoint.write_flushed(path, kept())
+    if os.path.exists(path):
+        write_flushed(path, kept())
+    file = open(path, "a", encoding="utf-8", buffering=1)
+    send = start_wandb(wandb, out) if wandb else None
+
+    def log(**entry):
+        file.write(json.dumps(entry) + "\n")
+        if send:
+            send(entry, step=entry["step"])
+    return log
+
+
+def start_wandb(project, out):
+    """The function that sends an entry to Weights & Biases. ValueError if it is not installed."""
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
+    wandb.init(project=project, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
+    return wandb.log
+
+
+def is_finished(out, tokens):
+    """Whether summary.json is of a run of so many tokens. One that a full disk has torn is written again."""
+    try:
+        return read_json(f"{out}/summary.json")["tokens"] >= tokens
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def asked_to_stop(out, stop, ranks):
-    """
-    Whether a signal has come (`stop` is no longer empty) or, on the first rank, the folder has a file named
-    `stop`.
-    """
+    """Whether a signal has come (`stop` is not empty) or, on the first rank, the folder has a file named `stop`."""
     return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
 
 
 def forget(out, *names):
-    """Remove the files named `stop` or `cooldown`: what was done must not be done by the next start as well."""
+    """Remove the files `stop` or `cooldown`: the next start must not obey them again."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             os.remove(f"{out}/{name}")
@@ -104,20 +154,19 @@ def set_aside(out, step):
     """
     Rename the checkpoints after `step` to ckpt/decayed-N, with the log and the summary so far in the last of them.
 
-    A run that goes on from there will write other ones; nothing is deleted, and nothing else reads that name.
+    A run that resumes from `step` will write other ones. Nothing is deleted, and nothing else reads that name.
     """
-    later = [s for s in checkpoint.steps_in(f"{out}/ckpt") if s > step]
-    for s in later:
-        aside = f"{out}/ckpt/decayed-{s:08d}"
-        os.rename(f"{out}/ckpt/step-{s:08d}", aside)
-    if later and plot.has_log(out):
-        shutil.copy(f"{out}/log.jsonl", aside)
-    if later and os.path.exists(f"{out}/summary.json"):
+    for path in sorted(glob.glob(f"{out}/ckpt/step-????????")):
+        if int(path[-8:]) > step:
+            aside = f"{out}/ckpt/decayed-{path[-8:]}"
+            os.rename(path, aside)
+    shutil.copy(f"{out}/log.jsonl", aside)
+    with contextlib.suppress(FileNotFoundError):
         os.replace(f"{out}/summary.json", f"{aside}/summary.json")
 
 
 class Clock:
-    """The time of a run, in earlier processes too, and how far it will come in a number of minutes."""
+    """The seconds of a run, in earlier processes too, and how many samples fit into its minutes."""
 
     def __init__(self, minutes, spent):
         self.limit = 60 * minutes
@@ -130,7 +179,7 @@ class Clock:
     def foresee(self, samples):
         """
         How many samples the run will have seen when its minutes are over, at the pace of this process; inf if that is
-        not known yet. To be called once in each step, before which it has seen `samples`.
+        not known yet. Call it once in each step, before which the run has seen `samples`.
         """
         now = self.seconds()
         # The first step compiles. The pace, evaluations and saves included, counts from the second on.
@@ -139,5 +188,5 @@ class Clock:
         then, before = self.marks[-1]
         left = max(0, self.limit - now)
         if samples == before:
-            return math.inf if left else samples
+            return float("inf") if left else samples
         return samples + left * (samples - before) / (now - then)

@@ -14,17 +14,16 @@ import os
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 import convert
 import tokenizer
 from ademamix import check_states
 from data import by_epoch
-from engine import checkpoint, memory, plot, routes, runs
-from engine.files import read_json
-from engine.hardware import memory_of, pick_device
-from engine.parallel import Ranks, shard, square_norm
+from engine import checkpoint, memory, plot, runs
+from engine.files import write_flushed
+from engine.hardware import keep_freed_memory, memory_of, pick_device
+from engine.parallel import Ranks, add_gradients, shard, square_norm
 from model import Apertus
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise
@@ -35,7 +34,7 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 # of it is left out by, and rewards are compared by the hash of their content, references by their own settings.json.
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
-    "compile", "routes", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
+    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
     "old", "old_every", "old_windows", "task",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
@@ -94,7 +93,7 @@ def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
     model.dtype = dtype
-    model.start = checkpoint.fingerprint(model) if adapters else ""
+    model.start = convert.fingerprint(model) if adapters else ""
     if adapters and sharded:
         lora.draw(model, seed)
     elif adapters:
@@ -110,7 +109,7 @@ def shapes_of(shape, adapters=None, base="fp32"):
     the weights are held in.
     """
     with torch.device("meta"):
-        model = Apertus(shape)
+        model = Apertus(shape, seed=None)
     if base != "fp32":
         model.bfloat16()
     if base in ("int8", "nf4"):
@@ -240,8 +239,7 @@ def collect(model, ranks, clip):
     for p in trained:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if ranks.size > 1 and not ranks.sharded:
-            dist.all_reduce(p.grad)
+    add_gradients(model, ranks)
     [square] = ranks.add(square_norm(model, ranks))
     norm = math.sqrt(square)
     scale = min(1.0, clip / (norm + 1e-6))
@@ -274,7 +272,8 @@ def joined(config, look):
     config: all settings. What can be seen to be wrong at once is a ValueError before anything is written; look(data)
     raises it for data whose first row is no conversation.
     """
-    checkpoint.check_keep(config["keep_checkpoints"])
+    if config["keep_checkpoints"] < 0:
+        raise ValueError(f"keep_checkpoints={config['keep_checkpoints']}: want how many of the newest to keep, or 0 for all")
     look(config["data"])
     ranks = Ranks(config["parallel"])
     device = ranks.place(pick_device(config["device"]))
@@ -282,6 +281,8 @@ def joined(config, look):
     check_room(config, device, ranks)
     with runs.claim(config["out"], config["resume"], ranks):
         ranks.join(device, WAIT)
+        if device == "cpu":
+            keep_freed_memory()
         yield ranks, device
         ranks.leave()
         # The picture comes last, when no rank waits for this one any more.
@@ -350,7 +351,7 @@ def describe_run(out, config, model, tok):
     """config.json of a run folder: settings, the model's shape, the vocabulary by name or as a file beside it."""
     vocabulary = tokenizer.keep_for(tok, out)
     content = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": vocabulary}
-    checkpoint.write_flushed(os.path.join(out, "config.json"), json.dumps(content, indent=1))
+    write_flushed(os.path.join(out, "config.json"), json.dumps(content, indent=1))
 
 
 def export(config, model, tok, ranks):
@@ -372,21 +373,6 @@ def export(config, model, tok, ranks):
     model = convert.load_run(out)[0] if ranks.sharded else model
     convert.save_hf(model, os.path.join(out, "hf"), tok)
     print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
-
-
-def take_routes(config, model, ranks, device):
-    """
-    Take what --routes says, or a run that goes on had taken, or else who is timed to multiply fp32 matrices fastest
-    (engine/routes.py). Returns the text for config.json. config: all settings.
-    """
-    path = os.path.join(config["out"], "config.json")
-    known = os.path.isfile(path) and config["resume"]
-    before = read_json(path).get("routes", "") if known else ""
-    # A micro-batch of rows of 512 tokens; 100,000 tokens are a short run.
-    shape = dataclasses.replace(model.config, block_size=512)
-    flops = 6e5 * model.num_params()
-    how = shape, config["micro_batch"], model.dtype, None, False
-    return routes.choose(config["routes"], before, flops, ranks, device, lambda: how)
 
 
 def go_on(out, model, opt, config, ranks):

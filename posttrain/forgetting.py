@@ -35,7 +35,7 @@ import evaluate
 from engine import plot
 from engine.files import read_json, write_flushed
 from engine.parallel import drop_gathered
-from model import chunk_rows
+from loss import chunk_rows
 from posttrain import lora
 
 LETTERS = 8     # of a text for each token that could be asked for at most: the rest of a huge text is not encoded

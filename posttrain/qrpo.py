@@ -58,14 +58,15 @@ import torch
 from ademamix import build_optimizer
 from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
+from convert import fingerprint
 from engine import checkpoint, runs
 from engine.hardware import can_compile, pick_dtype
-from engine.parallel import drop_gathered, gradients, orderly_exit, recompute_activations, stop_signals
+from engine.parallel import drop_gathered, orderly_exit, recompute_activations, reduce_after, spread, stop_signals
 from generate import generate
 from posttrain import collapse, lora
 from posttrain.charter import Charter
 from posttrain.common import (
-    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model, take_routes,
+    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model,
     update, window,
 )
 from posttrain.forgetting import due, old_of
@@ -90,7 +91,6 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; to sample, each rank loads the whole model
 compile = False                 # torch.compile, block by block, of the steps; references are made eagerly
-routes = ""                     # a CPU's ways to the same numbers (engine/routes.py); "" = timed once and remembered
 seed = 28
 date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
 # what is trained (posttrain/lora.py)
@@ -184,7 +184,7 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
     folder = references or os.path.join(out, "references")
     os.makedirs(folder, exist_ok=True)
     made_from = dict(
-        start=model.start or checkpoint.fingerprint(model),
+        start=model.start or fingerprint(model),
         tokenizer=tok.hash,
         data=digest(rows),
         prompts=digest(prompts),
@@ -432,7 +432,6 @@ def main():
 def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
-    taken = take_routes(settings(globals()), model, ranks, device)
     recompute_activations(model, recompute)
     kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
@@ -443,8 +442,7 @@ def align(ranks, device):
     candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, device)
     del score           # a reward model leaves the device
     # Only now, because sampling has another shape for every token.
-    if compile and can_compile(torch.device(device)):
-        model.compile_blocks()
+    spread(model, ranks, device, compiled=compile and can_compile(torch.device(device)))
     couples = [
         (i, candidates[i][better], candidates[i][worse])
         for i, better, worse in make_pairs(candidates, n_refs)
@@ -472,7 +470,6 @@ def align(ranks, device):
     rows = [row for _, row, _ in asked]
     config = dict(
         settings(globals()),
-        routes=taken,
         max_length=longest,
         data_hash=digest(rows)[:16],
         rewards_hash=version,
@@ -596,10 +593,10 @@ def forward_backward(model, batch, known, ranks):
         # An empty micro-batch runs along with a pair of another rank, and adds nothing.
         some = mine or batch[:1]
         texts = [c["text"] for c in completions_of(some)]
-        with gradients(model, ranks, last):
-            pi = sequence_logp(model, texts).view(-1, 2).cpu()
-            part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
-            part_loss.backward()
+        reduce_after(model, ranks, last)
+        pi = sequence_logp(model, texts).view(-1, 2).cpu()
+        part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
+        part_loss.backward()
         if mine:
             logp[part] = pi.detach()
     # Each rank knows the log-probs of its own pairs, and has zeros for the others.

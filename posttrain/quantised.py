@@ -195,7 +195,7 @@ class Quantised(Linear):
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.bias = None
-        # By what a model is known (engine/checkpoint.py: fingerprint).
+        # By what a model is known (convert.py: fingerprint).
         self.first = weight.detach().flatten()[:64].clone().float()
         if base == "int8":
             q, scale = to_int8(weight)
@@ -217,6 +217,17 @@ class Quantised(Linear):
         return dense(list(self._buffers.values()), (self.out_features, self.in_features), dtype)
 
 
+class Counted:
+    """A mixin of Apertus that counts the weights in few bits, which are no parameters of torch's."""
+    in_bits = 0
+
+    def num_params(self):
+        return super().num_params() + self.in_bits
+
+    def flops_per_token(self, T):
+        return super().flops_per_token(T) + 4 * self.in_bits
+
+
 def matrices(model):
     """{name: Linear} of a model's blocks, what is quantised."""
     named = model.named_modules()
@@ -230,6 +241,8 @@ def replace(model, name, weight, base):
         raise ValueError(f"base={base!r}: there is int8 and nf4, and bf16 or float32 without quantising")
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, Quantised(weight, base))
+    if not isinstance(model, Counted):
+        model.__class__ = type("Quantised", (Counted, type(model)), {})
     model.in_bits += weight.numel()
 
 

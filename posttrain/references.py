@@ -25,8 +25,7 @@ from tqdm import tqdm
 from chat import content_of, normal, numbered_rows
 from engine import checkpoint
 from engine.files import write_flushed
-from engine.hardware import at_least_fp32
-from model import chunk_rows
+from loss import at_least_fp32, chunk_rows
 from posttrain.charter import Charter, of_spec, version
 from posttrain.judges import files_of, hash_of, sanitised
 from tokenizer import IN_TEXT, read_json

@@ -51,10 +51,10 @@ from chat import learnable
 from configurator import run, settings
 from engine import runs
 from engine.hardware import can_compile, pick_dtype
-from engine.parallel import gradients, orderly_exit, recompute_activations, stop_signals
+from engine.parallel import orderly_exit, reduce_after, spread, stop_signals
 from posttrain import collapse
 from posttrain.common import (
-    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model, take_routes,
+    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model,
     update, window,
 )
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
@@ -73,7 +73,6 @@ device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; 8B with AdEMAMix: 161 GB, 20 bytes a weight
 compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
-routes = ""                     # a CPU's ways to the same numbers (engine/routes.py); "" = timed once and remembered
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" without a system message; fixed, so that a run can be repeated
 # what is trained (posttrain/lora.py)
@@ -169,15 +168,12 @@ def main():
 def tune(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
-    taken = take_routes(settings(globals()), model, ranks, device)
-    recompute_activations(model, recompute)
+    spread(model, ranks, device, recompute, compile and can_compile(torch.device(device)))
     kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
     conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)
     weights = weights_of(data)
-    if compile and can_compile(torch.device(device)):
-        model.compile_blocks()
     n = len(conversations)
     steps = -(-epochs * n // batch_size)
     # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
@@ -188,7 +184,6 @@ def tune(ranks, device):
     notes = described(conversations, bad, weights, epochs)
     config = dict(
         settings(globals()),
-        routes=taken,
         max_length=longest,
         data_hash=sha[:16],
         tokenizer_hash=tok.hash[:16],
@@ -247,9 +242,9 @@ def forward_backward(model, rows, n_tokens, pad, ranks, device):
             targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
         if not pack:
             doc = None
-        with gradients(model, ranks, last):
-            _, part_loss = model(idx, targets, doc=doc, n_tokens=n_tokens)
-            part_loss.backward()
+        reduce_after(model, ranks, last)
+        _, part_loss = model(idx, targets, doc=doc, n_tokens=n_tokens)
+        part_loss.backward()
         loss += part_loss.detach()
         size += idx.numel()
     return loss, size

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from chat import as_json, control, framed
-from generate import KVCache, read, sample_token
+from generate import KVCache, next_logits, sample_token
 
 HELP = """/reset          forget what was said; the system message stays
 /system TEXT    another system message; forgets what was said
@@ -39,8 +39,9 @@ def reply(model, cache, ids, how, stop, limit):
         # All that is new, then one id at a time.
         unread = ids[cache.length:]
         make_room(cache, len(unread))
-        x = torch.tensor([unread], device=cache.start.device)   # (1, T)
-        logits = read(model, x, cache)                          # (1, V)
+        x = torch.tensor([unread], device=cache.padding.device)  # (1, T)
+        with cache.attached(model):
+            logits = next_logits(model, x, cache)               # (1, V)
         ids.append(sample_token(logits, **how).item())
         yield ids[-1]
         if ids[-1] in stop:

@@ -36,6 +36,7 @@ if __name__ == "__main__" and not __package__:
 import hashlib
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -185,15 +186,18 @@ def check(config):
         raise ValueError(f"ffn={config.ffn!r} with n_layer=1 would change nothing: the first layer stays dense")
 
 
-def build(model):
+def build(model, settings):
     """
     Put structured layers in place of the MLP's matrices in every block but the first, with initial values of their own.
 
-    ValueError: see check.
+    settings: ffn, ffn_rank and ffn_blocks of the run, by name. ValueError: see check.
     """
-    c = model.config
+    c = SimpleNamespace(**vars(model.config), ffn_width=model.config.ffn_width, head_dim=model.config.head_dim,
+                        ffn=settings["ffn"], ffn_rank=settings["ffn_rank"], ffn_blocks=settings["ffn_blocks"])
     check(c)
-    model.initial = partial(initial, draw=model.initial)
+    model.structured = c.ffn
+    noise = model.initial
+    model.initial = lambda name, shape, seed: initial(name, shape, c, seed, noise)
     for block in model.model.layers[1:]:
         for name, dense in list(block.mlp.named_children()):
             if isinstance(dense, nn.Linear):
@@ -208,9 +212,9 @@ def initial(name, shape, config, seed, draw):
 
     lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts from, its singular
     values split evenly between the factors. Blocks: normal noise made orthogonal, all singular values 1. Guide: the
-    product. draw(name, shape, config, seed): the noise. Source: post_init of the released code.
+    product. draw(name, shape, seed): the noise. Source: post_init of the released code.
     """
-    noise = partial(draw, config=config, seed=seed)
+    noise = partial(draw, seed=seed)
     owner, _, leaf = name.rpartition(".")
     if leaf not in ("v", "u", "guide"):
         return noise(name, shape)
@@ -269,10 +273,9 @@ class Guides:
     layers do not have, or a share of the run that there is not.
     """
 
-    def __init__(self, config, shape):
+    def __init__(self, config):
         self.config = config
         self.last = guided_steps(config)
-        check(shape)
 
     def join(self, model):
         """Take part in a model, before it is wrapped or sharded."""
@@ -299,6 +302,15 @@ class Guides:
         drop_guides(self.model, optimizer)
         self.last = 0
         return True
+
+
+class Guided:
+    """A mixin of Apertus that sets its `guides`, in a tuple, before each forward pass in training."""
+
+    def forward(self, *args, **how):
+        if self.training:
+            self.guides[0].set(*self.now)
+        return super().forward(*args, **how)
 
 
 def guided_steps(config):

@@ -43,7 +43,8 @@ from configurator import config_file, read_config, run, settings
 from engine.hardware import GPUS
 from engine.parallel import nearest_divisors
 from engine.plot import finish, pyplot
-from model import ApertusConfig, chunk_rows
+from loss import chunk_rows
+from model import ApertusConfig
 from posttrain import lora, qrpo, sft
 from posttrain.common import adapters_of, check_base, shapes_of
 from tools.tracing import KINDS, on_one, planner, sharded

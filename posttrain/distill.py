@@ -9,7 +9,7 @@ learnt from the 8B: 0.5B to 4B parameters, 1.7T tokens, a = 0.9 (arXiv 2605.2912
 Here the teacher runs beside its student, which costs a forward pass of the teacher in each step, and no disk.
 
 Two tensors of logits, 2.1 GB each for one window of 4,096, never exist. Only the teacher's hidden states are whole: its
-logits are formed for one chunk of rows at a time, beside the student's, in the loop that model.py has for its own loss.
+logits are formed for one chunk of rows at a time, beside the student's, in the loop of loss.py.
 Three tensors of a chunk's size live at once, where the plain loss has one. On several ranks each holds the teacher
 whole, in the dtype of the activations (16 GB for the 8B in bf16), whether the student is sharded or not.
 
@@ -18,14 +18,14 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --distill=0
 
 import torch
 
-from engine.hardware import at_least_fp32, linear
+from loss import ChunkedCrossEntropy, at_least_fp32
 
 # Shapes: B batch, T time, N = B*T positions, V vocabulary, C width of the student, D width of the teacher.
 
 
 def log_probabilities(h, w):
     """log softmax(h w.T): h (rows, C), w (V, C) -> (rows, V), at least fp32."""
-    z = at_least_fp32(linear(h, w))
+    z = at_least_fp32(h @ w.T)
     return z.sub_(z.logsumexp(-1, keepdim=True))
 
 
@@ -72,55 +72,40 @@ class Labels:
         return self.labels[rows], self.known[rows], self.head
 
 
-class Teacher:
+class Student:
     """
-    A model to learn from. It is frozen, and sees what the student sees: the same windows, documents and masks.
+    A mixin of Apertus: in training it learns from `teacher` as well, a model in a tuple, so that it is no part of this
+    one. share: of KL in the loss, 0 to 1.
 
-    model: an Apertus of any width and depth, on the device and in the dtype of the run. share: of KL in the loss, 0 to
-    1. vocab_size: the student's; rows of the teacher's head behind it only pad it to a round number, and are no tokens.
+    The teacher reads the same windows, documents and positions. It is frozen, in the dtype of the run.
     """
 
-    def __init__(self, model, share, vocab_size, compiled):
-        self.model = model.eval().requires_grad_(False)
-        self.head = model.lm_head.weight[:vocab_size]      # (V, D)
-        self.share = share
-        self.chunk_loss = chunk_loss
-        if compiled:
-            # The blocks of both models are the same code. When it meets a second width, torch.compile would make a
-            # slower graph for all widths of it.
-            model.compile_blocks(dynamic=False)
-            self.chunk_loss = torch.compile(chunk_loss)
-
-    def loss(
-        self,
-        chunked,
-        idx,
-        doc,
-        split,
-        h,
-        head,
-        labels,
-        weights,
-        rows,
-    ):
-        """
-        idx, doc, split: what the student has read, as in Apertus.forward; chunked: ChunkedCrossEntropy.apply, and its
-        other arguments.
-
-        Returns the two terms, cross-entropy and KL, each summed with the weights, (2,) without gradient; and the loss.
-        """
+    def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, positions=None, **how):
+        """As Apertus.forward; in training {"loss": cross-entropy, "kl": KL}, for the log, and their weighted sum."""
+        if not self.training or targets is None:
+            return super().forward(idx, targets, keep, doc, n_tokens=n_tokens, positions=positions, **how)
+        teacher, = self.teacher
         with torch.no_grad():
-            known = self.model.hidden(idx, doc, split=split)  # (B, T, D)
-        known = known.flatten(0, 1)
+            known = teacher.hidden(idx, doc, positions)    # (B, T, D)
+        h = self.hidden(idx, doc, positions)               # (B, T, C)
+        # Rows of the teacher's head behind the student's ids only pad it to a round number.
+        labels = Labels(targets.flatten(), known.flatten(0, 1), teacher.lm_head.weight[:self.config.vocab_size])
+        weights = at_least_fp32(keep.flatten().to(h.dtype))[:, None] / n_tokens          # (N, 1)
         shares = weights.new_tensor([1 - self.share, self.share])
-        weights = weights[:, None]                         # (N, 1)
-        loss, terms = chunked(
-            h,
-            head,
-            Labels(labels, known, self.head),
-            weights * shares,
-            rows,
-            self.chunk_loss,
-        )
-        sums = (weights * terms).sum(0)
-        return sums, loss
+        loss, terms = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.lm_head.weight, labels, weights * shares,
+                                                self.chunk_both)
+        ce, kl = (weights * terms).sum(0)
+        return dict(loss=ce, kl=kl), loss
+
+
+def learn_from(model, teacher, share, compiled):
+    """Set a Student's attributes. compiled: compile the teacher's blocks and the loss of a chunk too."""
+    model.teacher = (teacher.eval().requires_grad_(False),)
+    model.share = share
+    model.chunk_both = chunk_loss
+    if compiled:
+        # The blocks of both models are the same code. When it meets a second width, torch.compile would make a slower
+        # graph for all widths of it.
+        for block in teacher.model.layers:
+            block.compile(dynamic=False)
+        model.chunk_both = torch.compile(chunk_loss)

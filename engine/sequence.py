@@ -1,0 +1,126 @@
+"""
+A window of T positions over a group of P neighbouring ranks, which hold T/P positions each: for windows that no GPU
+holds alone.
+
+Everything but attention acts on each position by itself. Attention acts on each head by itself, so around it ranks
+exchange positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509): each gets all T positions of H/P query heads and of
+the K/P key-value heads that these share. The sums are those of one process, and parameters collect gradients over ranks
+as over micro-batches. Per block and direction it costs two all-to-alls of (B, H, T/P, D) and two of (B, K, T/P, D).
+
+$ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --parallel=fsdp --sequence_parallel=8
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.parallel import Ranks, nearest_divisors
+
+
+@torch.library.custom_op("apertus::exchange", mutates_args=())
+def exchange(x: Tensor, group: str) -> Tensor:
+    """
+    All-to-all within a group of P ranks, by its name: x[j] goes to rank j, and y[i] comes from rank i. x, y (P, ...).
+
+    An operator of its own, so that torch.compile has a name for it and breaks no graph.
+    """
+    y = x.new_empty(x.shape)
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    dist.all_to_all_single(y, x.contiguous(), group=ranks)
+    return y
+
+
+@exchange.register_fake
+def _(x, group):
+    return x.new_empty(x.shape)
+
+
+def exchange_back(ctx, grad):
+    """The gradient of y[i] goes back to rank i: the exchange is its own transpose."""
+    return exchange(grad, ctx.group), None
+
+
+def keep_group(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+exchange.register_autograd(exchange_back, setup_context=keep_group)
+
+
+def by_heads(x, P, group):
+    """All heads of this rank's positions (B, H, T/P, D) -> some heads of all positions (B, H/P, T, D)."""
+    x = x.unflatten(1, (P, -1))                            # (B, P, H/P, T/P, D)
+    x = exchange(x.transpose(0, 1), group)                 # (P, B, H/P, T/P, D)  by positions
+    return x.movedim(0, 2).flatten(2, 3)                   # (B, H/P, T, D)
+
+
+def by_positions(x, P, group):
+    """And back: (B, H/P, T, D) -> (B, H, T/P, D)."""
+    x = x.unflatten(2, (P, -1))                            # (B, H/P, P, T/P, D)
+    x = exchange(x.movedim(2, 0), group)                   # (P, B, H/P, T/P, D)  by heads
+    return x.transpose(0, 1).flatten(1, 2)                 # (B, H, T/P, D)
+
+
+class SplitRanks(Ranks):
+    """Ranks of which P neighbours read the same samples, and share each window. ValueError: P does not divide them."""
+
+    def __init__(self, P, *how):
+        super().__init__(*how)
+        if P < 1 or self.size % P:
+            near = nearest_divisors(self.size, max(1, P))
+            raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: try {near}, or start a "
+                             "multiple of it, torchrun --nproc_per_node=8 ... --parallel=fsdp")
+        if self.exact and P > 1:
+            raise ValueError("exact=True gives the same bits on any number of ranks, and sums over a split window round "
+                             "differently: leave it out, or take --sequence_parallel=1")
+        self.P = P
+        self.groups = self.size // P
+        self.group, self.part = divmod(self.rank, P)
+
+    def join(self, device, timeout):
+        super().join(device, timeout)
+        group, _ = dist.new_subgroups(self.P)
+        self.window = group.group_name
+
+
+def check_split(P, **counts):
+    """ValueError if one of these numbers, of positions or of heads, cannot be split over P ranks."""
+    for name, n in counts.items():
+        if n % P:
+            raise ValueError(f"{name}={n} cannot be split over sequence_parallel={P} ranks: "
+                             f"{nearest_divisors(n, P)} can")
+
+
+def split_attention(model, ranks):
+    """Let the layers of a model attend to whole windows, of which each rank of a group holds 1/P."""
+    def split(inner):
+        def attend(q, k, v, doc=None):
+            q, k, v = (by_heads(x, ranks.P, ranks.window) for x in (q, k, v))
+            return by_positions(inner(q, k, v, doc), ranks.P, ranks.window)
+        return attend
+
+    for block in model.model.layers:
+        block.self_attn.attend = split(block.self_attn.attend)
+
+
+class SplitForward:
+    """
+    A mixin of Apertus with `ranks`: forward() takes whole windows and computes this rank's positions of them. Losses of
+    all tokens come back as (B, T), those of other ranks' positions as 0.
+    """
+
+    def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, **how):
+        if targets is None:                                # generate.py: each rank writes the same text by itself
+            return super().forward(idx, **how)
+        P, n = self.ranks.P, idx.shape[1] // self.ranks.P
+        mine = slice(self.ranks.part * n, (self.ranks.part + 1) * n)
+        positions = torch.arange(mine.start, mine.stop, device=idx.device)
+        # Each of the P ranks has counted all tokens of the window. doc stays whole, since attention needs it.
+        each = n_tokens and n_tokens / P
+        more, found = super().forward(idx[:, mine], targets[:, mine], keep[:, mine], doc, n_tokens=each,
+                                      positions=positions, per_token=per_token)
+        if not per_token:
+            return more, found
+        nll = found.new_zeros(targets.shape)
+        nll[:, mine] = found * P
+        return None, nll

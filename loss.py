@@ -1,0 +1,109 @@
+"""
+Cross-entropy without the logits of all positions.
+
+    loss = sum_n weights[n] * -log softmax(h[n] @ head.T)[targets[n]]
+
+At V = 131,072 the fp32 logits of one window of 4,096 tokens take 2.1 GB, and the usual loss keeps three copies of
+them. Here only one chunk of rows exists at a time, and its gradient, softmax minus one-hot, is formed at once, in the
+forward pass: three matrix products as always, and nothing is computed twice.
+
+Shapes: N = B*T positions, C channels, V vocabulary.
+"""
+
+import torch
+
+
+def at_least_fp32(x):
+    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def chunk_loss(h, w, targets, weights, train):
+    """One chunk of rows: nll (rows,), and if train, weights times d nll / d logits (rows, V)."""
+    z = at_least_fp32(h @ w.T)                             # (rows, V)
+    targets = targets[:, None]
+    own = z.gather(1, targets)[:, 0]                       # (rows,)  the logits of the targets
+    largest = z.amax(-1)
+    # In place: one such tensor of the 8B takes 268 MB. The sum and the gradient share the exponentials, so
+    # torch.compile computes them once, row by row, while the row is in the cache.
+    e = z.sub_(largest[:, None]).exp_()
+    total = e.sum(-1)                                      # (rows,)
+    nll = total.log() + (largest - own)
+    if not train:
+        return nll, None
+    # Softmax minus one-hot. At the target p - 1 overwrites p, so no fp32 one-hot is filled, added and read again.
+    share = weights / total
+    dz = e.mul_(share[:, None]).to(h.dtype)
+    own_dz = torch.expm1(-nll) * weights                   # (rows,)
+    return nll, dz.scatter_(1, targets, own_dz[:, None].to(dz.dtype))
+
+
+def chunk_rows(V, device, trained=True):
+    """
+    How many rows of logits (rows, V) exist at a time: 512 of 131,072, which take 268 MB in fp32.
+
+    A small vocabulary on a CPU takes 16 MB, which stay in its cache. On a GPU it is twice as many if the head is
+    trained, because each chunk reads and writes the head's gradient. A power of two, as batches are: a remainder would
+    be another shape to compile.
+    """
+    kind = torch.device(device).type
+    most = 2**26
+    if kind == "cpu" and V <= 2**14:
+        most = 2**22
+    if kind == "cuda" and trained:
+        most = 2**27
+    power = (most // V).bit_length() - 1
+    return max(128, 2**power)
+
+
+def add_product(total, a, b):
+    """total += a @ b, where total is fp32 and a and b may be bf16; on CUDA without a tensor for the product."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """
+    h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) without gradient.
+
+    chunk_loss: the function above, or the same compiled, or one with more terms than one: weights and nll then have a
+    column for each.
+    """
+
+    @staticmethod
+    def forward(ctx, h, head, targets, weights, chunk_loss):
+        w = head.to(h.dtype)
+        nll = torch.empty_like(weights)
+        grad_h = grad_head = None
+        # A frozen head needs no gradient, which saves 2 GB of the 8B. Validation needs neither.
+        train_h, train_head = ctx.needs_input_grad[:2]
+        if train_h:
+            grad_h = torch.empty_like(h)
+        if train_head:
+            grad_head = at_least_fp32(torch.zeros_like(head))
+        rows = chunk_rows(len(head), h.device, train_head)
+        for i in range(0, len(h), rows):
+            s = slice(i, i + rows)
+            nll[s], dz = chunk_loss(h[s], w, targets[s], weights[s], train_h or train_head)
+            if train_h:
+                grad_h[s] = dz @ w                         # (rows, C)
+            if train_head:
+                add_product(grad_head, dz.T, h[s])         # (V, C)
+        ctx.head_dtype = head.dtype
+        ctx.save_for_backward(grad_h, grad_head)
+        ctx.mark_non_differentiable(nll)
+        return (nll * weights).sum(), nll
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        grad_h, grad_head = ctx.saved_tensors
+        if grad_h is not None:
+            grad_h = grad_h * grad.to(grad_h.dtype)
+        if grad_head is not None:
+            # In place, since a copy takes 2 GB of the 8B. Autograd therefore refuses a second backward pass.
+            grad_head = grad_head.mul_(grad).to(ctx.head_dtype)
+        return grad_h, grad_head, None, None, None
