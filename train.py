@@ -20,7 +20,6 @@ larger --total_samples or --minutes continues from before the decay.
 Another script may train another model with this loop: it calls main() with a function that builds it.
 """
 
-import dataclasses
 import itertools
 import json
 import math
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 from ademamix import build_optimizer, check_states
 from configurator import lengths, run, settings
-from data import StagedDataset, TokenDataset, begun, share_of_one, since
+from data import StagedDataset, TokenDataset, begun, share_of_one
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype, vendor_flops
@@ -183,7 +182,7 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides, spent=0.0,
                           validate_first=False,
-                          compiled=compile and can_compile(torch.device(where)), decay_at=decay_planned(config))
+                          compiled=compile and can_compile(torch.device(where)), decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine import memory                              # here, since only the start needs it
     with torch.device("meta"):
         line = memory.check(build(run), config, rows, shape.block_size, ranks, where, run.dtype)
@@ -232,11 +231,6 @@ def load(run, found):
 # where a run resumes, and where it ends
 
 
-def decay_planned(config):
-    """After how many samples the decay of a run with these settings begins; NEVER: when the clock says so."""
-    return NEVER if config.get("minutes") else config["total_samples"] - config["decay_samples"]
-
-
 def total_of(run):
     """The samples of the whole run: other than planned if the decay began earlier or later."""
     return begun_at(run.decay_at, total_samples, decay_samples)[0]
@@ -248,58 +242,13 @@ def end_of(run):
     return end if run.train.stop is None else min(end, steps_until(run.train.stop))
 
 
-def find_checkpoint(run):
-    """
-    (path, manifest) of the checkpoint to resume from, or None; sets run.decay_at and run.spent.
-
-    It is the newest intact one, or, if its rate has begun to fall towards an end that is no longer the run's, the
-    newest from before that. ValueError: it is of a run with other settings, which are named; or none is left from
-    before the decay.
-    """
-    found = resume and checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, allow_restart)
-    if not found:
-        return None
-    path, manifest = found
-    before, samples = manifest["config"], samples_before(manifest["step"])
-    removed = since(data, before.get("data_version"))
-    if removed and begun(before["data_hash"], samples) != begun(run.config["data_hash"], samples):
-        raise ValueError(f"{path}: {removed}, so windows are numbered anew: start another run with --out, from these "
-                         f"weights with --init_from={out}")
-    runs.refuse_another(path, identity(before, samples, run.decides), identity(run.config, samples, run.decides))
-    decay_at = manifest.get("decay_at", decay_planned(before))
-    planned_by = "total_samples", "decay_samples", "minutes", "schedule"
-    if all((before.get(name) or 0) == run.config[name] for name in planned_by):
-        run.decay_at = decay_at
-    elif before["schedule"] == "wsd" and samples > decay_at:
-        found = before_decay(run, path, samples, manifest["seconds"], steps_until(decay_at))
-    run.spent = found[1].get("seconds", 0.0)
-    return found
-
-
-def before_decay(run, path, samples, seconds, last):
-    """find_checkpoint() of a longer run: until step `last` its rate did not fall. path: the newest, set aside."""
-    if not (60 * minutes > seconds if minutes else total_samples > samples):
-        raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has begun "
-                         "to fall: resume with its own total_samples and minutes, or with more")
-    found = checkpoint.newest_intact(f"{out}/ckpt", run.ranks.files, until=last)
-    if not found:
-        raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to train "
-                         f"longer from: start from these weights, --init_from={out} --out=ANOTHER")
-    if run.ranks.first:
-        runs.set_aside(out, found[1]["step"])
-        runs.forget(out, "cooldown")                       # it was for the decay that is now given up
-        print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")
-    return found
-
-
-def identity(config, samples, decides):
+def identity(run, config, samples):
     """
     The settings that a resumed run may not change, as {name: value}. Of the data, only stages that have begun after
     `samples` count: those of later stages may still come.
     """
-    names = [field.name for field in dataclasses.fields(ApertusConfig)]
-    names += ["tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer", *decides]
-    same = {name: config.get(name) for name in names}
+    names = [*ApertusConfig.__dataclass_fields__, "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
+    same = {name: config.get(name) for name in [*names, *run.decides]}
     same["state_dtype"] = config.get("state_dtype", "float32")
     same["data_hash"] = begun(config["data_hash"], samples)
     same["staged"] = bool(config.get("stage"))
@@ -503,7 +452,10 @@ def save(run, done, begun):
 def pretrain(run, build, stop, cooldown):
     """stop, cooldown: lists that are no longer empty once a signal has asked this process to exit or to decay."""
     ranks, first = run.ranks, run.ranks.first
-    found = find_checkpoint(run)
+    found = None
+    if resume:
+        from engine.resume import find_checkpoint          # here, since a new run need not read it
+        found = find_checkpoint(run, identity, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
     # If no step is left, the run was killed before it had written its summary, or is finished.

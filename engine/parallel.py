@@ -19,7 +19,6 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
 import contextlib
-import logging
 import math
 import os
 import re
@@ -28,11 +27,9 @@ import sys
 import threading
 import traceback
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 MODES = ("none", "ddp", "fsdp", "hsdp")
 
@@ -192,7 +189,9 @@ def spread(model, ranks, device, recompute="none", compiled=False):
     A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. One whose shards
     have memory keeps them.
     """
-    recompute_activations(model, recompute)
+    if recompute != "none":
+        from engine.recompute import recompute_activations
+        recompute_activations(model, recompute)
     if compiled:
         # Blocks share their code: depth costs no time.
         for block in model.model.layers:
@@ -246,45 +245,6 @@ def place(p, rows):
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     if shape[0]:
         p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])
-
-
-def recompute_activations(model, mode):
-    """
-    Trade compute for memory: drop what a block's forward pass stored, and recompute it when backward needs it.
-
-    full       keeps the input of each block only, and costs one more forward pass: a third more FLOPs.
-    selective  keeps what is expensive to compute and small to store: q, k, v, the output projection and attention.
-               Recomputed are norms, activations and the widest matrix, up, whose result is 5.25 C wide: 43 % of what a
-               block stores.
-    ValueError for another mode.
-    """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={mode!r}: there is none, selective and full")
-    if mode == "none":
-        return
-    wide, narrow = model.config.ffn_width, model.config.n_embd // 4
-    products = torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default
-
-    def policy(ctx, op, *args, **kwargs):
-        keep = "attention" in str(op)
-        if op in products:
-            # A product over few numbers, such as a low-rank matrix, is as cheap as its result is large.
-            inner, outer = args[1].shape
-            keep = wide not in (inner, outer) and inner > narrow
-        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-    how = dict(use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        # torch.compile warns against changes in place there, and a block makes none.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
-    def recomputed(block, *args):
-        # A function of ours: Dynamo skips files of torch, and with checkpoint() itself it would skip the whole block.
-        return checkpoint(partial(type(block).forward, block), *args, **how)
-
-    for block in model.model.layers:
-        block.forward = recomputed.__get__(block)
 
 
 # -----------------------------------------------------------------------------

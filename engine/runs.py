@@ -77,7 +77,8 @@ def refuse_another(path, before, now):
     changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
                if json.dumps(before.get(name)) != json.dumps(value)]
     if changed:
-        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings, or another --out")
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings and data (if documents were "
+                         "removed, windows are numbered anew), or another --out, from these weights with --init_from")
 
 
 def entry_of(line):

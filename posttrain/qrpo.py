@@ -61,7 +61,7 @@ from configurator import run, settings
 from convert import fingerprint
 from engine import checkpoint, runs
 from engine.hardware import can_compile, pick_dtype
-from engine.parallel import drop_gathered, orderly_exit, recompute_activations, reduce_after, spread, stop_signals
+from engine.parallel import drop_gathered, orderly_exit, reduce_after, spread, stop_signals
 from generate import generate
 from posttrain import collapse, lora
 from posttrain.charter import Charter
@@ -432,7 +432,7 @@ def main():
 def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
-    recompute_activations(model, recompute)
+    spread(model, ranks, device, recompute)
     kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)

@@ -1,0 +1,54 @@
+"""
+From which checkpoint a run resumes, and how much of it was planned otherwise.
+
+    the same plan                              the newest intact checkpoint
+    more minutes or samples, before the decay  the same, and the decay begins later
+    more minutes or samples, in the decay      the newest from before the decay; the decayed ones are set aside
+"""
+
+from engine import checkpoint, runs
+
+
+def find_checkpoint(run, identity, samples_before, steps_until):
+    """
+    (path, manifest) of the checkpoint to resume from, or None if there is none. Sets run.decay_at and run.spent.
+
+    identity(run, config, samples): the settings that may not change, by name. samples_before(step), steps_until(samples):
+    as in train.py. ValueError: the checkpoint is of a run with other settings, which are named; or none is left from
+    before the decay.
+    """
+    now = run.config
+    folder = f"{now['out']}/ckpt"
+    found = checkpoint.newest_intact(folder, run.ranks.files, now["allow_restart"])
+    if not found:
+        return None
+    path, manifest = found
+    before, samples = manifest["config"], samples_before(manifest["step"])
+    runs.refuse_another(path, identity(run, before, samples), identity(run, now, samples))
+    decay_at = manifest.get("decay_at", before["total_samples"] - before["decay_samples"])
+    planned_by = "total_samples", "decay_samples", "minutes", "schedule"
+    if all((before.get(name) or 0) == now[name] for name in planned_by):
+        run.decay_at = decay_at
+    elif before["schedule"] == "wsd" and samples > decay_at:
+        # The rate has begun to fall towards an end that is no longer the run's.
+        seconds = manifest["seconds"]
+        if not (60 * now["minutes"] > seconds if now["minutes"] else now["total_samples"] > samples):
+            raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
+                             "begun to fall: resume with its own total_samples and minutes, or with more")
+        found = before_decay(run, path, folder, steps_until(decay_at))
+    run.spent = found[1].get("seconds", 0.0)
+    return found
+
+
+def before_decay(run, path, folder, last):
+    """The newest checkpoint until step `last`; those after it, of which `path` is the newest, are set aside."""
+    out = run.config["out"]
+    found = checkpoint.newest_intact(folder, run.ranks.files, until=last)
+    if not found:
+        raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to train "
+                         f"longer from: start from these weights, --init_from={out} --out=ANOTHER")
+    if run.ranks.first:
+        runs.set_aside(out, found[1]["step"])
+        runs.forget(out, "cooldown")                       # it was for the decay that is now given up
+        print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")
+    return found
