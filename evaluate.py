@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
+from configurator import attached
 from chat import read_rows
 from data import TokenDataset
 from engine.files import read_json, read_text, write_flushed
@@ -695,7 +696,7 @@ def main():
 
     lookups = []
     if lookup:
-        from studies.length import lookup_scores
+        lookup_scores = attached("studies.length").lookup_scores
         lookups = lookup_scores(model, tok, window or model.config.block_size, lookup)
 
     folder = out or (init_from if is_run else "results/evaluate")

@@ -24,7 +24,7 @@ import torch
 import convert
 import tokenizer
 import train
-from configurator import run, settings
+from configurator import attached, run, settings
 from data import read_meta
 from engine import fp8 as eight_bits
 from engine import runs, sequence
@@ -34,7 +34,8 @@ from model import Apertus
 from posttrain import distill as distillation
 from posttrain import forgetting, lora
 from posttrain.common import adapters_of, load_start, shapes_of
-from studies import structured
+
+structured = attached("studies.structured")
 
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name

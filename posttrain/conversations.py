@@ -24,11 +24,12 @@ from tqdm import tqdm
 import chat
 import tokenizer
 from chat import count, learnable, left_out
-from configurator import literal
-from corpus import dedup, quality
+from configurator import attached, literal
 from data import SLOTS, by_epoch, mix_weights
 from engine import checkpoint, inputs, readers
 from engine.files import sha256, write_flushed
+
+dedup, quality = attached("corpus.dedup"), attached("corpus.quality")
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 PART = 2**26                    # bytes of text that become one file
