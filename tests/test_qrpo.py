@@ -790,8 +790,7 @@ def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(alig
     model, tok = common.start_model(str(start / "model"), "cpu", torch.float32)
     opt = ademamix.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12, 12)
     free = {"out", "data", "rewards", "references", "resume", "device", "parallel", "micro_batch", "rank_every",
-            "compile", "routes", "checkpoint_every", "keep_checkpoints", "recompute", "old", "old_every", "old_windows",
-            "task"}
+            "compile", "routes", "checkpoint_every", "keep_checkpoints", "recompute", "old", "old_every", "old_windows"}
     # Where all weights are trained, what adapters would be like.
     free |= {"lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
     compared = manifest["config"].keys() - free
