@@ -6,7 +6,6 @@ $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
 $ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       # 1.1 GB of weights, then a conversation
 """
 
-import sys
 
 import torch
 
@@ -47,15 +46,6 @@ def load():
     # Compiled sums want matrices by rows.
     if by_columns:
         lay_out_for_decoding(model)
-    if model.config.ffn != "dense":
-        from studies import structured
-
-        # From which number of tokens the factors of a matrix are faster than their product, premerge() measures.
-        below = structured.premerge(model)
-        faster = "the factors at every size"
-        if below:
-            faster = f"merged matrices for up to {below} tokens at a time, factors above"
-        print(f"structured feed-forward ({model.config.ffn}), measured to be faster: {faster}", file=sys.stderr)
     return model, tok
 
 
