@@ -1,7 +1,5 @@
 # The first two commands: `make train` and `make test`. Both build .venv if it is missing, and may be repeated.
 PY = .venv/bin/python
-GPU_PY = .gpuenv/bin/python
-MISTRAL = mistral-common==1.13.1
 CONFIG = configs/laptop.py
 RUN = out/laptop
 DATA = data/stdlib
@@ -13,11 +11,8 @@ STUDY = activations
 BOOKS =
 KILLS = 500
 RUNS = 20
-MINUTES = 0
-MUTANTS =
-ONLY =
 
-.PHONY: train recipe align ablate memorize faults flakes mutants test gpu gpu-dry clean
+.PHONY: train recipe align ablate memorize faults flakes test gpu clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". One that
 # multiplies in bf16 reads five million tokens and more in that time, enough for four layers: --n_layer=4
@@ -48,41 +43,32 @@ memorize: .venv/ready
 	$(PY) -m studies.memorize $(BOOKS)
 
 # Everything that can go wrong with a run, done to it on purpose: results/faults. KILLS more than the record has; 500 take half an hour
-faults: .venv/ready
+faults: .venv/tests
 	$(PY) tests/faults/suite.py --kills=$(KILLS) --record=results/faults
 
 # The tests of several processes, RUNS times in a row: stops at the first that fails
-flakes: .venv/ready
+flakes: .venv/tests
 	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
 
-# Does a test fail when the code is wrong? MINUTES=30 stops early, and the next one goes on; MUTANTS="--files=model.py --rate=3"
-mutants: .venv/ready
-	$(PY) tests/mutants.py --minutes=$(MINUTES) --table=results/mutants/table.md $(MUTANTS)
-
-test: .venv/ready
+test: .venv/tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# On a GPU: is all as on a CPU, and how fast? 25 minutes, into records/DATE-GPU. ONLY="equal decode": these steps
-gpu: .gpuenv/ready
-	$(GPU_PY) -m tools.gpu $(ONLY)
-
-# What CUDA would do, without a GPU: gcc and 6 GB for a build of torch with CUDA. ONLY="blocks decode" or CONFIG=configs/mine.py: these
-gpu-dry: .gpuenv/ready
-	$(GPU_PY) tests/dryrun/dryrun.py $(ONLY) $(if $(filter-out file,$(origin CONFIG)),--config="$(CONFIG)")
+# On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench
+gpu: .venv/tests
+	$(PY) -m pytest -q tests/test_cuda.py
+	$(PY) -m tools.bench train --threads=0
+	$(PY) -m tools.bench decode --preset=8b-stack --threads=0
+	$(PY) -m tools.bench optim --threads=0
 
 .venv/ready: requirements.txt
 	test -x $(PY) || python3 -m venv .venv
 	$(PY) -m pip install -q -r requirements.txt
-	$(PY) -m pip install -q --no-deps $(MISTRAL)
 	touch $@
 
-# The same with a build for CUDA, of the version that tests/dryrun/phantom.c was written for
-.gpuenv/ready: requirements.txt
-	test -x $(GPU_PY) || python3 -m venv .gpuenv
-	grep -v '^torch==' requirements.txt > .gpuenv/others.txt
-	$(GPU_PY) -m pip install -q torch==2.11.0 -r .gpuenv/others.txt
-	$(GPU_PY) -m pip install -q --no-deps $(MISTRAL)
+.venv/tests: requirements-test.txt .venv/ready
+	$(PY) -m pip install -q -r requirements-test.txt
+	$(PY) -m pip install -q --no-deps mistral-common==1.13.1
 	touch $@
 
 clean:
-	rm -rf .venv .gpuenv out data
+	rm -rf .venv out data

@@ -4,7 +4,15 @@ out = "out/qrpo_8b"
 init_from = "out/sft_8b"
 # Prompts; with "completions" of other models (offline) the references (off-policy) are trained on too.
 data = "data/preferences.jsonl"
-rewards = "hf:Skywork/Skywork-Reward-V2-Llama-3.1-8B"
+# A file of yours; for the reward model of the report, with pip install transformers:
+#     name = "Skywork/Skywork-Reward-V2-Llama-3.1-8B"
+#     tok = transformers.AutoTokenizer.from_pretrained(name)
+#     model = transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype="bfloat16").to("cuda")
+#     def reward(prompt, completion, row):
+#         messages = [*row["messages"], dict(role="assistant", content=completion)]
+#         ids = tok.apply_chat_template(messages, return_tensors="pt", sanitize_control_tokens=True)
+#         return model(ids.to("cuda")).logits[0, 0].item()
+rewards = "reward.py"
 
 loss = "qrpo"
 length_norm = True

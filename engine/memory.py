@@ -11,10 +11,9 @@ What a training step takes of a device, added up before anything is allocated th
                   full        C
     temporary     6 bytes a weight of the head, whose gradient is added up in fp32, or one block that is computed again
 
-tools/tracing.py runs the real model for python -m tools.plan and is held against measured memory. This is the same by
-arithmetic, so that a start need not wait: within 5 % of it, and less than an allocator takes, so that nothing is
-refused that fits. On one device without recomputation the trace has 14 GB more of the 8B, its weights in bf16, which
-eager torch keeps for backward and torch.compile need not.
+This was within 5 % of a trace of the real model, and is less than torch's allocator takes, so that nothing is refused
+that fits. On one device without recomputation eager torch keeps 14 GB more of the 8B for backward, its weights in bf16,
+which torch.compile need not.
 """
 
 import itertools

@@ -18,6 +18,7 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/s
 """
 
 import functools
+import json
 
 import torch
 
@@ -29,6 +30,7 @@ from data import read_meta
 from engine import fp8 as eight_bits
 from engine import runs, sequence
 from engine.attention import attend_on
+from engine.files import read_json, write_flushed
 from engine.parallel import orderly_exit
 from model import Apertus
 from posttrain import distill as distillation
@@ -72,8 +74,9 @@ def check_settings():
         raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
     if "distill" in train._asked and not teacher:
         raise ValueError(f"distill={distill} wants a model to learn from: --teacher=RUN or a Hugging Face model")
-    if old and not init_from:
-        raise ValueError(f"old={old} is what a start model may forget: name one with --init_from")
+    if old and (not init_from or sequence_parallel > 1):
+        raise ValueError(f"old={old} is what a start model may forget: name one with --init_from, and leave "
+                         "sequence_parallel out")
 
 
 def same_vocabulary(ours, theirs, name):
@@ -203,8 +206,10 @@ def wrap_loop():
                 sequence.split_attention(model, run.ranks)
         run.validate_first = bool(init_from and (train.eval_every or old))
         if old:
-            run.old = forgetting.old_of(old, tokenizer.load_for(train.data), run.shape.block_size, train.eval_windows,
-                                        train.out)
+            run.old = forgetting.Old(old, tokenizer.load_for(train.data), run.shape.block_size, train.eval_windows,
+                                     train.out)
+            if found:
+                run.old.remember(found[1]["step"], run.ranks.first)
 
     def load_same_start(run, found):
         path, manifest = found
@@ -223,10 +228,20 @@ def wrap_loop():
 
     def validate_old(run, windows):
         entry = validate(run, windows)
-        return entry | run.old.measure(run.model, run.ranks) if old else entry
+        if old:
+            run.model.eval()
+            entry |= run.old.measure(run.model, run.ranks)
+            run.model.train()
+            if not hasattr(run.old, "before"):
+                run.old.remember(0, run.ranks.first)
+        return entry
 
     def finish_adapters(run, last):
         finish(run, last)
+        if old and run.ranks.first:
+            summary = read_json(f"{train.out}/summary.json") | run.old.summary()
+            write_flushed(f"{train.out}/summary.json", json.dumps(summary, indent=1))
+            print(run.old.line(train.out))
         if lora_r:
             lora.save(run.model, adapters_of(globals()), f"{train.out}/adapter", init_from, run.start_hash,
                       run.ranks.first)

@@ -35,7 +35,7 @@ WAIT = 7200     # seconds that a rank waits for another one: sampling the refere
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
     "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
-    "old", "old_every", "old_windows", "task",
+    "old", "old_every", "old_windows",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
 OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
@@ -342,7 +342,8 @@ def end(config, model, tok, done, steps, ranks, old=None):
         runs.forget(out, "stop")
     if done == steps:
         export(config, model, tok, ranks)
-        forgetting.conclude(out, steps, model, old, ranks.first)
+        if ranks.first:
+            forgetting.conclude(out, steps, old)
     elif ranks.first:
         print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
 

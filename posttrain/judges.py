@@ -248,7 +248,6 @@ class Server:
         address, _, self.model = url.partition("#")
         self.url = address.rstrip("/")
         self.name = url
-        self.broken = 0         # texts with something like a control token in them
         if not self.model:
             raise ValueError(f"judge {url}: want http://HOST:PORT/v1#NAME, with the name that the server has for it")
 
@@ -271,8 +270,7 @@ class Server:
 
     def listed(self, text):
         """[(token, log-prob)] of the first token of the answer."""
-        text, times = LIKE_CONTROL.subn(lambda found: found[0] + "\u200b", text)
-        self.broken += times > 0
+        text = LIKE_CONTROL.sub(lambda found: found[0] + "\u200b", text)
         answer = self.post(dict(
             model=self.model,
             messages=[dict(role="user", content=text)],

@@ -31,10 +31,8 @@ or a file named `stop` in the run folder, all ranks save at the end of the step 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
       # def rewards(row, completions): return list, which sees all completions of a prompt
-$ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=hf:reward-model --resume
+$ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=my_reward.py --resume
 $ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/charter.py
-$ python -m posttrain.qrpo --data=prompts.jsonl --rewards=text:samples.jsonl    # writes the samples as text, and stops;
-      # goes on, by the same command, when somebody has added "rewards" and "ref_rewards" to that file's rows
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
@@ -75,8 +73,7 @@ from posttrain.losses import (
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, to_be_written, words,
-    write_texts,
+    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -84,7 +81,7 @@ from posttrain.references import (
 out = "out/qrpo"                # its folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
 data = "prompts.jsonl"          # per line {"messages": [..., user]}, and if any "completions", "rewards", "ref_rewards"
-rewards = ""                    # FILE.py[:name] | hf:FOLDER | charter:JUDGE[,FILE] | text:FILE | "": those in the data
+rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "": those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # go on from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
@@ -136,7 +133,6 @@ rank_every = 50                 # steps between diagnoses of collapse (posttrain
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
-task = ""                       # questions asked beside, .jsonl as for evaluate.py; "" = none
 # what is saved
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -277,11 +273,7 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     first, *_ = cache(stage, prompts[:per_file], per_file, draw)
     if not on_disk(stage, (len(prompts) - 1) // per_file * per_file):
         scores(tok, asked[0], first, score)
-    drawn = cache(stage, prompts, per_file, draw)
-    # As the first rank sees it: another one may look when the file has just been written.
-    if file := checkpoint.everyone(to_be_written(rewards), ranks.files)[0]:
-        hand_over(file, tok, asked, drawn, ranks)
-    return drawn
+    return cache(stage, prompts, per_file, draw)
 
 
 def on_disk(stage, k):
@@ -295,17 +287,6 @@ def check_judge(score, version, asked, longest):
     if isinstance(score, Charter) and not on_disk(f"rewards-{version}", 0):
         _, rows, prompts = zip(*asked)
         score.check(rows, min(max_new_tokens, longest - min(map(len, prompts))))
-
-
-def hand_over(file, tok, asked, refs, ranks):
-    """Write the samples as text, for somebody else to score, and leave."""
-    rows = [row for _, row, _ in asked]
-    texts = [[words(tok, ids) for ids in some] for some in refs]
-    if ranks.first:
-        write_texts(file, rows, texts)
-        print(f"{file}: {len(rows)} prompts with {n_refs} references each. Add ref_rewards, a number for each of "
-              "`references`, and rewards, one for each of `completions`; then the same command goes on")
-    raise SystemExit(0)
 
 
 def rate(tok, asked, refs, given, score, version, cache):
@@ -433,7 +414,7 @@ def align(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     spread(model, ranks, device, recompute)
-    kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
+    kept = old_of(old, tok, model.config.block_size, old_windows, out)
     longest = window(max_length, model)
     asked, bad = prompts_of(tok, data)
     score = load_reward(rewards, device) if rewards else None

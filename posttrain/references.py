@@ -6,7 +6,7 @@ anywhere, and runs that start from the same model share the folder.
 
     references/settings.json                what they were made from; another start model, data set or seed is refused
                samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
-               rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its model's files
+               rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its judge and charter
                logp-DTYPE-N-0000000.json    N completions per file
 """
 
@@ -22,12 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from chat import content_of, normal, numbered_rows
+from chat import content_of, normal
 from engine import checkpoint
 from engine.files import write_flushed
 from loss import at_least_fp32, chunk_rows
 from posttrain.charter import Charter, of_spec, version
-from posttrain.judges import files_of, hash_of, sanitised
+from posttrain.judges import hash_of
 from tokenizer import IN_TEXT, read_json
 
 
@@ -197,21 +197,16 @@ def load_reward(spec, device):
 
     FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
     three arguments, the whole line of the data comes third (a gold answer may stand there). Or its function
-    rewards(row, completions), known by that argument's name. hf:FOLDER: transformers' sequence classifier with one
-    output. charter:MODEL[,FILE]: posttrain/charter.py. text:FILE.jsonl: what was scored elsewhere, of what an earlier
-    run has written there. ValueError says what is wrong with it.
+    rewards(row, completions), known by that argument's name. charter:MODEL[,FILE]: posttrain/charter.py. ValueError
+    says what is wrong with it.
     """
     kind, _, rest = spec.partition(":")
-    if kind == "hf":
-        return one_by_one(reward_model(rest, device))
     if kind == "charter":
         return Charter(*of_spec(rest), device)
-    if kind == "text":
-        return scored_elsewhere(rest)
     path, name = file_and_function(spec)
     if not os.path.isfile(path):
-        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), "
-                         "hf:FOLDER, charter:MODEL,FILE or text:FILE.jsonl")
+        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or "
+                         "charter:MODEL,FILE")
     try:
         found = runpy.run_path(path)
     except Exception as e:          # anything may come from the user's code
@@ -242,70 +237,6 @@ def one_by_one(reward):
     return lambda row, completions: (reward(row, text) for text in completions)
 
 
-def reward_model(folder, device):
-    """The reward function of a sequence classifier, which reads a conversation by its own tokenizer's chat template."""
-    try:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    except ImportError:
-        raise ValueError("--rewards=hf:... needs transformers: pip install transformers") from None
-    judge = AutoModelForSequenceClassification.from_pretrained(folder, use_safetensors=True)
-    judge = judge.to(device).eval()
-    tok = AutoTokenizer.from_pretrained(folder)
-    if judge.config.num_labels != 1:
-        raise ValueError(f"{folder} has {judge.config.num_labels} outputs: a reward model has one")
-
-    @torch.no_grad()
-    def by_model(row, completion):
-        answer = dict(role="assistant", content=completion)
-        ids = sanitised(tok, [*map(normal, row["messages"]), answer])
-        logits = judge(input_ids=torch.tensor([ids], device=device)).logits
-        return logits[0, 0].item()
-    return by_model
-
-
-# -----------------------------------------------------------------------------
-# completions as text: written, scored elsewhere, read
-
-
-def to_be_written(spec):
-    """The file of --rewards=text:FILE that does not exist yet, or ""."""
-    kind, _, path = spec.partition(":")
-    return path if kind == "text" and not os.path.exists(path) else ""
-
-
-def write_texts(path, rows, references):
-    """Rows of the data with the texts of what was sampled, `references`; what is scored already, is to be again."""
-    lines = []
-    for row, texts in zip(rows, references):
-        left = {**row, "references": texts}
-        left.pop("rewards", None)
-        left.pop("ref_rewards", None)
-        lines.append(json.dumps(left) + "\n")
-    write_flushed(path, lines, shared=True)
-
-
-def scored_elsewhere(path):
-    """
-    The reward function of a file as write_texts writes it, to which somebody has added `rewards` of its completions and
-    `ref_rewards` of its references. Where there is no file yet, all rewards are 0.
-    """
-    if not os.path.exists(path):
-        return one_by_one(lambda row, completion: 0.0)
-    known = {}
-    for line, row in numbered_rows(path):
-        for texts, name in (("references", "ref_rewards"), ("completions", "rewards")):
-            found = row.get(texts, [])
-            for text, value in zip(found, column(row, name, len(found), f"{path}, line {line}")):
-                known[json.dumps([row["messages"], text])] = value
-
-    def look_up(row, completion):
-        key = json.dumps([row["messages"], completion])
-        if key not in known:
-            raise ValueError(f"{path} has no such prompt and completion: it is of another run")
-        return known[key]
-    return one_by_one(look_up)
-
-
 # -----------------------------------------------------------------------------
 # what a reward is
 
@@ -328,23 +259,12 @@ def reward_hash(spec):
     """
     A hash of all that decides the numbers of --rewards, in whatever folder it is; "" for none.
 
-    Of the function's name and its file, of all files of a reward model: those of a folder, or those that transformers
-    has just taken from the hub; of a judge, its charter and our prompts; of the file that was scored elsewhere.
+    Of the function's name and its file, or of a judge, its charter and our prompts.
     """
     if not spec:
         return ""
     kind, _, rest = spec.partition(":")
     if kind == "charter":
         return version(*of_spec(rest))
-    if kind == "text":
-        name, files = "", [rest]
-    elif kind == "hf":
-        name, folder = "", rest
-        if not os.path.isdir(folder):
-            import huggingface_hub
-            folder = huggingface_hub.snapshot_download(folder, local_files_only=True)
-        files = files_of(folder)
-    else:
-        file, name = file_and_function(spec)
-        files = [file]
-    return hash_of(files, name)
+    file, name = file_and_function(spec)
+    return hash_of([file], name)

@@ -104,7 +104,6 @@ rank_every = 100                # steps between diagnoses of collapse (posttrain
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
-task = ""                       # questions asked beside, .jsonl as for evaluate.py; "" = none
 # what is saved
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
@@ -169,7 +168,7 @@ def tune(ranks, device):
     adapters = adapters_of(globals())
     model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
     spread(model, ranks, device, recompute, compile and can_compile(torch.device(device)))
-    kept = old_of(old, tok, model.config.block_size, old_windows, out, task)
+    kept = old_of(old, tok, model.config.block_size, old_windows, out)
     longest = window(max_length, model)
     folder = os.path.join(out, "tokens")
     conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)

@@ -8,22 +8,18 @@ Structured feed-forward layers: each matrix of the MLP as a product of two small
 
 V_b keeps B slices of x apart; S deals its output out like cards, so that each block of U_b sees a share of every slice.
 Everything is linear: the product is one dense matrix, merge(). Apertus' MLP has no gate, so two matrices are all there
-is; the first layer stays dense, as published. Two tricks come with it.
+is; the first layer stays dense, as published.
 
 Self-guided training: factors start slowly (the gradient of U needs a good V, and the reverse), so a dense guide W,
 which starts as their product, does the work at first and fades out,
 
     o = a W x + (1 - a) U V x,      a = (1 + cos(pi step / last)) / 2,      and at step `last` W is gone.
 
-Pre-merge: where decoding is bound by latency (a GPU, small matrices) one matrix beats two, so below a measured number
-of tokens merge() is used. Where it is bound by reading weights, as on a CPU, the factors stay ahead.
-
 Source: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024) and 2407.09835; code:
 CLAIRE-Labo/StructuredFFN. Monarch: Dao et al., arXiv 2204.00595.
 
 $ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
 $ python -m studies.structured                      # the published table, counted again
-$ python -m tools.bench ffn                         # where it pays on this machine, by width
 $ python convert.py --load=out/run --save=out/hf --merge
 """
 
@@ -123,8 +119,7 @@ class StructuredLinear(nn.Module):
     """
     x (..., N) -> (..., M) by two factors, without bias; computes in x's dtype.
 
-    add_guides() gives it a guide for training, premerge() the merged matrix for decoding. ValueError if rank and blocks
-    do not fit the sizes (factor_shapes).
+    add_guides() gives it a guide for training. ValueError if rank and blocks do not fit the sizes (factor_shapes).
     """
 
     def __init__(self, n_in, n_out, kind, rank=0, blocks=0):
@@ -140,13 +135,8 @@ class StructuredLinear(nn.Module):
         self.register_buffer("alpha", None, persistent=False)
         # Stochastic saving. Decided outside of forward(), so that a forward pass that is recomputed takes the same way.
         self.use_guide = True
-        # The merged matrix (M, N), and up to how many tokens it is used.
-        self.merged = None
-        self.merge_below = 0
 
     def forward(self, x):
-        if self.merged is not None and x.numel() <= self.merge_below * self.n_in:
-            return linear(x, self.merged)                  # (..., M)
         v = self.v.to(x.dtype)
         u = self.u.to(x.dtype)
         # Validation is that of the factors alone; the released code guides it too, which adds noise to it.
@@ -164,12 +154,6 @@ class StructuredLinear(nn.Module):
     def merge(self):
         """The dense matrix (M, N) that this layer multiplies by, in the factors' dtype."""
         return product(self.v, self.u, self.kind)
-
-    def train(self, mode=True):
-        # The next update would make the merged matrix stale.
-        if mode:
-            self.merged = None
-        return super().train(mode)
 
 
 # -----------------------------------------------------------------------------
@@ -402,63 +386,6 @@ def fsdp_groups(state):
 
 
 # -----------------------------------------------------------------------------
-# decoding
-
-
-def decoding_time(layers, tokens, below, dtype):
-    """Seconds that `tokens` inputs take through all layers, in turn: no weight stays in a cache between two calls."""
-    from torch.utils.benchmark import Timer
-
-    inputs = {}
-    for layer in layers:
-        layer.merge_below = below
-        inputs[layer.n_in] = torch.ones(
-            tokens,
-            layer.n_in,
-            dtype=dtype,
-            device=layer.v.device)
-
-    def through_all():
-        for layer in layers:
-            layer(inputs[layer.n_in])
-
-    timer = Timer(
-        "f()",
-        globals=dict(f=through_all),
-        num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=0.05).median
-
-
-@torch.no_grad()
-def premerge(model, below=None, counts=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512)):
-    """
-    Let decoding use the merged matrices for inputs of up to `below` tokens, and return that number.
-
-    below None: it is measured, as the largest of `counts` at which, and at all smaller ones, the merged matrices of all
-    layers are at least 5 % faster than the factors. Unless it is 0, this costs the memory of the dense matrices.
-    Source: arXiv 2406.16450 sec. 3.2; the released code has no such function.
-    """
-    model.eval()
-    layers = list(structured_layers(model).values())
-    dtype = model.dtype or next(model.parameters()).dtype
-    for layer in layers:
-        layer.merged = layer.merge().to(dtype)
-    if below is None:
-        below = 0
-        for tokens in counts:
-            merged = decoding_time(layers, tokens, tokens, dtype)
-            factors = decoding_time(layers, tokens, 0, dtype)
-            if merged > 0.95 * factors:
-                break
-            below = tokens
-    for layer in layers:
-        layer.merge_below = below
-        if not below:
-            layer.merged = None
-    return below
-
-
-# -----------------------------------------------------------------------------
 # counting
 
 
@@ -503,22 +430,6 @@ def print_published():
         ours = training_flops(n_layer, width, ffn, 32000, 1024, n_tokens)
         row = f"{n_layer:6} {width:5}  {kind:12} {rank:5} {blocks:6} {ffn / 1e6:8.0f} ({millions or 'not given'})"
         print(f"{row:62}{ours:.2e} ({flops:.2e})")
-
-
-def forms(width):
-    """
-    (form, rank, blocks) at 63 % and at 32 % of the MLP's parameters: 5/8 and 5/16 of an MLP of 4 x width.
-
-    Ranks are rounded down to even numbers, which two blocks divide.
-    """
-    return [
-        ("dense", 0, 0),
-        ("lowrank", width // 2, 0),
-        ("blockdense", 2 * width // 3 // 2 * 2, 2),
-        ("blockshuffle", 0, 2),
-        ("lowrank", width // 4, 0),
-        ("blockdense", width // 3 // 2 * 2, 2),
-        ("blockshuffle", 0, 4)]
 
 
 if __name__ == "__main__":

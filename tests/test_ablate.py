@@ -12,10 +12,8 @@ import types
 
 import pytest
 
-import configurator
 from studies import ablate, kit
 from conftest import ROOT, script
-from engine import plot
 from engine.intervals import p_value, t_quantile
 
 RUNS = glob.glob(os.path.join(ROOT, "results", "**", "runs.jsonl"), recursive=True)
@@ -59,20 +57,10 @@ def test_a_paired_difference_ignores_what_both_arms_share():
     assert p == pytest.approx(1 - t / math.sqrt(t * t + 2))
 
 
-def test_only_seeds_that_both_arms_have_are_paired():
-    ours = [run("b", 2, 1.5), run("b", 3, 9.0)]
-    assert ablate.differences(ours, [run("a", 1, 7.0), run("a", 2, 2.0)]) == [-0.5]
-
-
 def test_holms_p_values_are_those_of_the_textbook():
     """Holm 1979, as in R's p.adjust(c(.01, .04, .03, .005), "holm"): sorted, times n, ... 1, never decreasing."""
     assert ablate.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert ablate.holm([0.5, 0.9]) == [1.0, 1.0]
-
-
-def test_one_seed_has_no_p_value():
-    mean, half, p, n = ablate.paired([run("b", 1, 1.5)], [run("a", 1, 2.0)])
-    assert mean == -0.5 and math.isnan(half) and math.isnan(p) and n == 1
 
 
 def test_each_arm_is_compared_at_its_own_best_rate_and_never_by_the_seed_that_chose_it():
@@ -85,46 +73,6 @@ def test_each_arm_is_compared_at_its_own_best_rate_and_never_by_the_seed_that_ch
     assert (a["lr"], b["lr"]) == (2e-3, 1e-3) and a["seeds"] == b["seeds"] == 2
     assert a["bpb"] == pytest.approx(1.8) and b["difference"] == pytest.approx(0.2)
     assert not a["lr_at_edge"] and b["lr_at_edge"]
-
-
-def test_tokens_to_the_baselines_loss_are_read_off_the_curve():
-    half_way_between_two = ablate.share_of_tokens([(100, 3.0), (200, 2.0), (400, 1.0)], 1.5)
-    assert half_way_between_two == 300 / 400
-    assert ablate.share_of_tokens([(100, 3.0), (200, 2.0)], 1.9) is None
-    assert ablate.share_of_tokens([(100, 3.0), (200, 2.0)], 2.0) == 1.0
-
-
-def test_runs_on_different_data_are_not_compared():
-    with pytest.raises(ValueError, match="runs on different data"):
-        ablate.summary([run("a", 1, 2.0), dict(run("b", 1, 2.0), data_hash="b")], "a")
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that would have been written."""
-    figures = []
-    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.append(figure))
-    yield figures
-    for figure in figures:
-        plot.pyplot().close(figure)
-
-
-def test_the_bold_curve_is_the_mean_of_the_seeds_over_million_tokens(drawn):
-    ablate.draw([run("a", 1, 2.0), run("a", 2, 3.0)], "")
-    *seeds, mean = drawn[0].axes[0].lines
-    assert len(seeds) == 2 and mean.get_linewidth() > max(line.get_linewidth() for line in seeds)
-    assert list(mean.get_xdata()) == pytest.approx([1e-4, 2e-4]) and list(mean.get_ydata()) == [3.5, 2.5]
-
-
-def test_the_overview_draws_what_is_better_than_the_baseline_on_the_left(drawn, monkeypatch):
-    """Half of the interval of three differences with a standard deviation of 0.1 is 4.302653 * 0.1 / sqrt(3)."""
-    rows = [run("a", s, 2.0) for s in (1, 2, 3)] + [run("b", s, 2.0 - s / 10) for s in (1, 2, 3)]
-    monkeypatch.setattr(ablate, "finished_studies", lambda: [("s", dict(baseline="a"), rows)])
-    ablate.draw_overview("")
-    bar, dots, mean = (list(line.get_xdata()) for line in drawn[0].axes[0].lines[:3])
-    half = 4.302653 * 0.1 / math.sqrt(3)
-    assert bar == pytest.approx([-0.2 - half, -0.2 + half], rel=1e-6)
-    assert sorted(dots) == pytest.approx([-0.3, -0.2, -0.1]) and mean == pytest.approx([-0.2])
 
 
 # -----------------------------------------------------------------------------
@@ -176,38 +124,6 @@ def test_a_study_runs_from_a_config_to_its_three_files(study):
     assert len({r["val_bpb"][-1] for r in runs}) == 4
 
 
-def test_runs_of_one_seed_see_the_same_data_and_start_from_the_same_weights(study):
-    """With fresh weights QK-norm hardly shows; and the Goldfish mask is that of the same windows."""
-    steps = {}
-    for folder in (study[0] / "runs").iterdir():
-        config = json.load(open(folder / "config.json"))
-        entries = read_lines(folder / "log.jsonl")
-        steps[config["seed"], config["qk_norm"]] = [e for e in entries if "loss" in e]
-    assert all(abs(steps[seed, True][0]["loss"] - steps[seed, False][0]["loss"]) < 1e-2 for seed in (1, 2))
-    kept = {run: [e["kept"] for e in entries] for run, entries in steps.items()}
-    assert kept[1, True] == kept[1, False] != kept[2, True]
-
-
-def test_a_study_of_several_rates_searches_with_seed_0_and_reports_the_others(study):
-    """It shares its reported runs with the study of one rate, whose results it must give again."""
-    root, args, calls, _ = study
-    mini = (root / "mini.py").read_text()
-    (root / "search.py").write_text(mini.replace('"mini"', '"search"').replace("(3e-3,)", "(3e-3, 1e-7)"))
-    before = len(calls)
-    assert script("studies.ablate", root / "search.py", *args).returncode == 0
-    asked = [dict(flag.split("=") for flag in call if "=" in flag) for call in calls[before:]]
-    assert sorted((float(a["--lr"]), a["--seed"]) for a in asked) == [(1e-7, "0")] * 2 + [(3e-3, "0")] * 2
-    # Each rate falls to a tenth of itself.
-    assert [float(a["--lr"]) / float(a["--lr_floor"]) for a in asked] == pytest.approx([10.0] * 4)
-    results = root / "results" / "search"
-    runs = read_lines(results / "runs.jsonl")
-    assert sorted((r["lr"], r["seed"]) for r in runs if r["seed"]) == [(3e-3, 1)] * 2 + [(3e-3, 2)] * 2
-    # Of two rates the larger is at the edge.
-    of_mini = (root / "results" / "mini" / "results.csv").read_text()
-    assert (results / "results.csv").read_text() == of_mini.replace(",False,", ",True,")
-    assert "best of 1e-07, 0.003 with seed 0, which is not reported" in (results / "table.md").read_text()
-
-
 def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study):
     """A run that was killed in its third step, before any checkpoint, gives the same bits in the end."""
     root, args, calls, _ = study
@@ -236,12 +152,6 @@ def bad_study(folder, arms):
     return folder / "bad.py"
 
 
-def test_a_failing_run_stops_the_study_with_its_own_words(study, tmp_path):
-    root, args, _, _ = study
-    done = script("studies.ablate", bad_study(tmp_path, "dict(a={}, b=dict(n_head=3))"), *args)
-    assert done.returncode == 2 and "not divisible by n_head=3" in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("arms, says", [
     ("dict(a={}, b=dict(activtion='gelu'))", "did you mean 'activation'"),
     ("dict(a={}, b=dict(n_layer='many'))", "n_layer wants int"),
@@ -253,17 +163,6 @@ def test_an_override_that_does_not_exist_is_told_before_the_first_run(study, tmp
     before = len(calls)
     done = script("studies.ablate", bad_study(tmp_path, arms), *args)
     assert done.returncode == 2 and says in done.stderr and len(calls) == before
-
-
-@pytest.mark.parametrize("log, says", [
-    ("", "does not end with a validation"),
-    ('{"step": 0, "tokens": 1, "loss": 1.0}\n{"step', "does not end with a validation"),
-    (None, "has no log.jsonl")])
-def test_missing_and_half_written_logs_are_told(tmp_path, log, says):
-    if log is not None:
-        (tmp_path / "log.jsonl").write_text(log)
-    with pytest.raises(ValueError, match=says):
-        ablate.read_run(str(tmp_path), "a", 1e-3, 1)
 
 
 # -----------------------------------------------------------------------------
@@ -284,13 +183,6 @@ def test_every_study_that_is_shipped_asks_for_settings_that_exist(path, monkeypa
         assert ablate.check_arguments(ablate.arguments(arm, found["lrs"][0], 1))["seed"] == 1
 
 
-def test_runs_are_compared_after_as_many_tokens_whatever_their_size_says(monkeypatch):
-    monkeypatch.setattr(ablate, "size", "configs/laptop.py")
-    assert configurator.read_config("configs/laptop.py")["minutes"] == 5
-    for arm in ({}, "configs/ablations/llama.py"):
-        assert ablate.check_arguments(ablate.arguments(arm, 1e-3, 1))["minutes"] == 0
-
-
 @pytest.mark.parametrize("folder", STUDIES, ids=os.path.basename)
 def test_committed_tables_are_what_the_committed_runs_give(folder, tmp_path):
     name = os.path.basename(folder)
@@ -307,8 +199,3 @@ def test_the_committed_overview_is_what_the_committed_runs_give():
     out = os.path.join(ROOT, "results", "ablations")
     before = open(os.path.join(out, "overview.md")).read()
     assert before == ablate.overview_md() and before.count("\n") > len(STUDIES)
-
-
-def test_a_real_run_of_train_py_goes_through_a_process_of_its_own(tmp_path):
-    with pytest.raises(ValueError, match="ended with code 2: train.py: no data in"):
-        kit.train(str(tmp_path / "run"), ["configs/tiny.py", "--data=/nowhere"])

@@ -3,7 +3,6 @@ The README and the other pages: their commands run, and their names and numbers 
 
 A command is run as it stands there, with more arguments behind it that make it small (later ones win).
 """
-import glob
 import json
 import os
 import random
@@ -139,12 +138,12 @@ def small(command, root):
         "convert.py": f"--load={root}/run --save={root}/hf",
         "engine.plot": f"--out={root}/plot.png",
         "studies.explain": f"--out={root}",
-        "tools.plan": f"configs/tiny.py --vocab_size=320 --gpus=2 --picture={root}/plan.png",
+        "tools.plan": f"configs/tiny.py --vocab_size=320 --gpus=2",
         "posttrain.sft": f"{model} --out={root}/{abs(hash(command))} {tuning}",
         "posttrain.qrpo": f"{model} --out={root}/qrpo --n_refs=2 --max_new_tokens=8 {tuning}",
         "studies.ablate": f"--report --out={root}/results/ablations",
         "evaluate.py": f"{model} --limit=2 --out={root}/evaluate",
-        "tools.bench": f"--preset=tiny --impls=hf --rounds=2 --warmup=1 --out={root}/bench",
+        "tools.bench": f"--preset=tiny --impls=hf --rounds=2 --out={root}/bench",
     }
     name = script_of(command.split())
     if name == "corpus.cluster":
@@ -269,7 +268,7 @@ def test_command(command, place, monkeypatch):
 def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(place):
     """In order, on the laptop's model: each line goes on from what the one before has left."""
     small = {"posttrain.sft": "--micro_batch=2 --batch_size=4 --max_length=250 --dtype=float32",
-             "sample.py": "--max_new_tokens=8 --dtype=float32", "tools.plan": f"--batch_size=2 --picture={place}/p.png"}
+             "sample.py": "--max_new_tokens=8 --dtype=float32", "tools.plan": "--batch_size=2"}
     assert CHAIN[0].startswith("START=") and len(CHAIN) == 6
     said = []
     for line in CHAIN[1:]:
@@ -326,28 +325,18 @@ def test_every_local_file_and_test_that_a_page_names_exists(page):
             assert f"def {test}(" in source, (file, test)
 
 
-def test_the_table_of_speeds_is_made_from_the_records(place):
-    records = sorted(glob.glob(os.path.join(ROOT, "records", "*", "*.json")))
-    copy = place / "speeds.md"
-    shutil.copy(os.path.join(ROOT, "records", "README.md"), copy)
-    assert records
-    assert script("tools.bench", *records, f"--readme={copy}").returncode == 0
-    assert copy.read_text(encoding="utf-8") == read("records", "README.md")
-
-
 def test_the_speeds_that_the_readme_picks_stand_in_that_table():
     table = read("records", "README.md")
     picked = README.split("## How fast")[1].split("## ")[0]
     _, *rows = [line for line in picked.splitlines() if line.startswith("| ") and "|---" not in line]
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row in rows:
         cells = [cell.strip() for cell in row.split("|")[1:-1]]
-        _, ours, theirs, nanogpt, machine = cells
+        _, ours, theirs, machine = cells
         line = next(line for line in table.splitlines() if f"| {ours} |" in line)
         hugging_face = "hf compile" if "compiled" in theirs else "hf"
-        for name, times in ((hugging_face, theirs), ("nanoGPT compile", nanogpt)):
-            number = times.removeprefix("compiled ")
-            assert not times or f"{name} {number}" in line, (row, line)
+        number = theirs.removeprefix("compiled ")
+        assert not theirs or f"{hugging_face} {number}" in line, (row, line)
         assert machine in line or not machine
 
 
@@ -367,10 +356,8 @@ def test_the_days_that_the_readme_names_follow_from_the_tokens():
 def test_the_gpus_that_the_readme_names_for_long_windows_hold_them_and_half_of_them_do_not():
     """
     By arithmetic: 20 bytes a parameter over the GPUs, and with full recomputation the inputs of all blocks, in bf16,
-    leave a twelfth of the card free; the 20 bytes over half as many do not. Of the 8B's 64k a trace says that it fits.
+    leave a twelfth of the card free; the 20 bytes over half as many do not.
     """
-    from tools import plan
-
     lengths = [8192, 16384, 32768, 65536]
     sizes = {"8B": (8_053_338_176, 4096, 32), "70B": (70_599_864_480, 8192, 80)}
     rows = re.findall(r"^(8B|70B) +(80|141) GB each +(.*)$", README, re.M)
@@ -383,9 +370,6 @@ def test_the_gpus_that_the_readme_names_for_long_windows_hold_them_and_half_of_t
             held = 20 * parameters / int(gpus)
             inputs = 2 * C * L * T / int(P) if mode == "full" else 0
             assert held + inputs < room and (gpus == "8" or 2 * held > room)
-    assert rows[0][2].endswith(" 8 / 8 none")
-    takes = plan.bytes_of_windows(plan.published("8b"))
-    assert takes(65536, 8, "none", 8) < 0.92 * 80e9
 
 
 def test_the_table_of_faults_is_the_record_of_those_that_were_done():

@@ -337,7 +337,7 @@ def test_a_setting_that_changes_the_numbers_is_compared_on_resume_and_named(tune
     model, tok = common.start_model(str(start / "model"), "cpu", torch.float32)
     opt = ademamix.build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 12, 12)
     free = {"out", "data", "show", "resume", "device", "parallel", "compile", "routes", "micro_batch", "pack",
-            "rank_every", "checkpoint_every", "keep_checkpoints", "recompute", "old", "old_every", "old_windows", "task"}
+            "rank_every", "checkpoint_every", "keep_checkpoints", "recompute", "old", "old_every", "old_windows"}
     # data_hash has in it what these leave out.
     free |= {"keep_licenses", "decontaminate"}
     # Where all weights are trained, what adapters would be like.

@@ -2,32 +2,24 @@
 studies/structured.py against explicit dense matrices, torch's own counts and schedules, the paper's table, and
 transformers.
 """
-import json
 import os
 import re
 import shutil
-import sys
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recompute
 
-from engine import checkpoint
 import convert
 from studies import structured
-import train
 from ademamix import AdEMAMix, param_groups
 from conftest import ROOT, script
-from generate import generate
 from model import Apertus, ApertusConfig
 from studies.structured import StructuredLinear
 
 SMALL = dict(block_size=16, vocab_size=320, n_layer=3, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.1)
 FORMS = [("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)]
-FACTORS = [("lowrank", 5, 0), ("lowrank", 16, 0), ("blockdense", 8, 4), ("blockdense", 16, 2),
-           ("blockshuffle", 0, 1), ("blockshuffle", 0, 2), ("blockshuffle", 0, 4)]
+FACTORS = [("lowrank", 5, 0), ("blockdense", 8, 4), ("blockshuffle", 0, 2), ("blockshuffle", 0, 4)]
 form = pytest.mark.parametrize("kind, rank, blocks", FORMS)
 
 
@@ -70,7 +62,7 @@ def explicit(m):
     return deal(m.n_out, B).T @ torch.block_diag(*m.u) @ deal(v.shape[0], B) @ v
 
 
-@pytest.mark.parametrize("n_in, n_out", [(16, 48), (48, 16), (16, 16)])
+@pytest.mark.parametrize("n_in, n_out", [(16, 48), (48, 16)])
 @pytest.mark.parametrize("kind, rank, blocks", FACTORS)
 def test_forward_and_all_gradients_are_those_of_the_merged_matrix(kind, rank, blocks, n_in, n_out):
     m = layer(n_in, n_out, kind, rank, blocks)
@@ -83,16 +75,6 @@ def test_forward_and_all_gradients_are_those_of_the_merged_matrix(kind, rank, bl
     theirs = torch.autograd.grad(want, (x, m.v, m.u), grad)
     for a, b in zip((y, *ours), (want, *theirs)):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * b.abs().max().item())
-
-
-@pytest.mark.parametrize("n_in, n_out", [(16, 48), (48, 16)])
-@pytest.mark.parametrize("kind, rank, blocks", FACTORS)
-def test_a_layer_does_two_flops_a_parameter_and_token_as_torch_counts(kind, rank, blocks, n_in, n_out):
-    from torch.utils.flop_counter import FlopCounterMode
-    m = layer(n_in, n_out, kind, rank, blocks)
-    with FlopCounterMode(display=False) as counter:
-        m(torch.randn(7, n_in, dtype=torch.float64))
-    assert counter.get_total_flops() == 2 * 7 * sum(p.numel() for p in m.parameters())
 
 
 def test_the_sixteen_published_cells_are_reproduced():
@@ -204,42 +186,25 @@ def test_guiding_starts_from_the_true_product_so_the_first_loss_is_the_same(kind
     assert loss_of(model).item() == pytest.approx(before, abs=1e-12)
 
 
-def test_the_released_blockshuffle_guide_is_another_matrix():
-    """It is block_diag(U) block_diag(V), without the shuffles."""
-    model = small("blockshuffle", 0, 4, n_embd=64, ffn_dim=256)
-    m = structured.structured_layers(model)["model.layers.1.mlp.up_proj"]
-    released, W = torch.block_diag(*m.u) @ torch.block_diag(*m.v), m.merge()
-    assert torch.linalg.matrix_norm(released - W) / torch.linalg.matrix_norm(W) > 1.2
-    assert (released != 0).float().mean() == 0.25 and (W != 0).float().mean() > 0.99
-
-
-def make_optimizer(model, name):
-    groups = param_groups(model)
-    return torch.optim.AdamW(groups, lr=1e-2) if name == "adamw" else AdEMAMix(groups, lr=1e-2, compile=False)
-
-
-def guided_run(model, opt, steps, last, start=0, stochastic=False, losses=None):
+def guided_run(model, opt, steps, last, start=0):
     """The loop that train.py has, with its three calls."""
     for step in range(start, steps):
         if step < last:
-            structured.set_guides(model, step, last, stochastic)
+            structured.set_guides(model, step, last)
         loss = loss_of(model, step)
         loss.backward()
         opt.step()
         opt.zero_grad(set_to_none=True)
         if step + 1 == last:
             structured.drop_guides(model, opt)
-        if losses is not None:
-            losses.append(loss.item())
 
 
 @form
-@pytest.mark.parametrize("optimizer", ["adamw", "ademamix"])
-def test_at_the_end_the_guide_and_its_states_are_gone_and_the_loss_stays(kind, rank, blocks, optimizer):
+def test_at_the_end_the_guide_and_its_states_are_gone_and_the_loss_stays(kind, rank, blocks):
     model = small(kind, rank, blocks)
     plain = model.num_params()
     structured.add_guides(model)
-    opt = make_optimizer(model, optimizer)
+    opt = AdEMAMix(param_groups(model), lr=1e-2, compile=False)
     guided_run(model, opt, 3, last=4)
     with_guides = len(opt.state)
     structured.set_guides(model, 4, 4)
@@ -250,37 +215,6 @@ def test_at_the_end_the_guide_and_its_states_are_gone_and_the_loss_stays(kind, r
     assert model.num_params() == plain and len(opt.state) == with_guides - 4
     assert {id(p) for p in opt.state} == {id(p) for g in opt.param_groups for p in g["params"]} == left
     guided_run(model, opt, 6, last=4, start=4)
-
-
-def test_the_guide_does_not_act_in_evaluation():
-    model = small(*FORMS[2])
-    structured.add_guides(model)
-    structured.set_guides(model, 5, 10)
-    for m in structured.structured_layers(model).values():
-        m.guide.data.fill_(1e3)
-    noisy, clean = loss_of(model).item(), loss_of(model.eval()).item()
-    structured.drop_guides(model)
-    assert noisy != clean == loss_of(model.train()).item()
-
-
-@pytest.mark.parametrize("saved_at", [2, 4, 5])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_a_resumed_guided_run_ends_in_the_same_bits(tmp_path, saved_at, stochastic):
-    """Saved inside, at and after the end of a guided phase of 4 steps: the run that was never stopped."""
-    def fresh():
-        model = small("blockdense", 16, 4)
-        structured.add_guides(model)
-        return model, make_optimizer(model, "ademamix")
-    a, opt_a = fresh()
-    guided_run(a, opt_a, saved_at, 4, stochastic=stochastic)
-    path = checkpoint.save(str(tmp_path), saved_at, a, opt_a, {})
-    b, opt_b = fresh()
-    if saved_at >= 4:
-        structured.drop_guides(b, opt_b)
-    checkpoint.load(path, b, opt_b)
-    for model, opt in ((a, opt_a), (b, opt_b)):
-        guided_run(model, opt, 7, 4, saved_at, stochastic)
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
 def test_the_guided_share_of_a_run_is_counted_in_steps():
@@ -308,17 +242,6 @@ def test_stochastic_saving_flips_a_coin_for_each_layer_step_and_micro_batch_that
         assert abs(found - n * p) < 4 * (n * p * (1 - p)) ** 0.5
 
 
-def test_the_coins_of_stochastic_saving_are_a_pure_function_of_the_step():
-    model = small(*FORMS[0])
-    structured.add_guides(model)
-    layers = structured.structured_layers(model).values()
-    found = []
-    for step in (7, 8, 7):
-        structured.set_guides(model, step, 10, stochastic=True)
-        found.append([m.use_guide for m in layers])
-    assert found[0] == found[2]
-
-
 def test_an_unused_guide_has_a_gradient_of_zero_and_changes_nothing():
     m = layer(16, 48, "lowrank", 8, 0)
     m.guide = torch.nn.Parameter(torch.ones(48, 16, dtype=torch.float64))
@@ -329,106 +252,8 @@ def test_an_unused_guide_has_a_gradient_of_zero_and_changes_nothing():
     assert m.guide.grad.abs().max() == 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_stochastic_saving_survives_activation_checkpointing(reentrant):
-    """A forward pass that is recomputed meets the same coins, both kinds of which fall, whatever the random state."""
-    grads = []
-    for again in (False, True):
-        model = small(*FORMS[1])
-        structured.add_guides(model)
-        structured.set_guides(model, 1, 2, stochastic=True, micro=3)
-        assert len({m.use_guide for m in structured.structured_layers(model).values()}) == 2
-        if again:
-            for block in model.model.layers:
-                block.forward = lambda *a, f=block.forward: recompute(f, *a, use_reentrant=reentrant)
-        torch.manual_seed(again)
-        loss_of(model).backward()
-        grads.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(p, q) for p, q in zip(*grads, strict=True))
-
-
-def one_of_two_ranks(folder, wrap):
-    """Each rank trains on its half of every batch; the guide goes after step 2 of 4."""
-    import torch.distributed as dist
-    warnings.simplefilter("ignore")
-    rank = dist.get_rank()
-    model = small("blockshuffle", 0, 2)
-    structured.add_guides(model)
-    if wrap == "fsdp":
-        from torch.distributed.fsdp import fully_shard
-        for block in model.model.layers:
-            fully_shard(block)
-        fully_shard(model)
-    run, opt, losses = model, None, []
-    opt = torch.optim.AdamW(param_groups(model), lr=1e-2)
-    if wrap == "ddp":
-        run = torch.nn.parallel.DistributedDataParallel(model)
-    for step in range(4):
-        if step < 2:
-            structured.set_guides(model, step, 2, stochastic=True)
-        x, y = batch(step).chunk(2)[rank], batch(step + 1).chunk(2)[rank]
-        _, loss = run(x, y)
-        loss.backward()
-        opt.step()
-        opt.zero_grad(set_to_none=True)
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / 2)
-        if step + 1 == 2:
-            structured.drop_guides(model, opt)
-            if wrap == "ddp":
-                run = torch.nn.parallel.DistributedDataParallel(model)
-    if wrap == "fsdp":
-        # No shard of a guide is left.
-        states = [m._get_fsdp_state() for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-        held = [p for state in states for group in structured.fsdp_groups(state) for p in group.fsdp_params]
-        assert len(held) == len(list(model.parameters())) == len(opt.state)
-    if rank == 0:
-        with open(os.path.join(folder, wrap + ".json"), "w") as f:
-            json.dump(losses, f)
-
-
-def test_guided_training_on_two_ranks_is_that_of_one(launch, tmp_path):
-    """By DDP and by FSDP2. The two processes run the last lines of this file."""
-    codes, text = launch(2, tmp_path, script=__file__, logs=tmp_path / "log")
-    assert codes == [0, 0], text
-    model, losses = small("blockshuffle", 0, 2), []
-    structured.add_guides(model)
-    guided_run(model, make_optimizer(model, "adamw"), 4, last=2, stochastic=True, losses=losses)
-    for wrap in ("ddp", "fsdp"):
-        assert json.load(open(tmp_path / f"{wrap}.json")) == pytest.approx(losses, abs=2e-6)
-
-
 # -----------------------------------------------------------------------------
-# decoding and export
-
-
-@form
-def test_premerged_decoding_gives_the_same_tokens(kind, rank, blocks):
-    """Merged for up to 4 tokens (decoding 4 rows is, their prompt is not), for all, and for as many as measured."""
-    model = small(kind, rank, blocks).eval()
-    want = generate(model, batch(0)[:, :8], 8, temperature=0)
-    layers = structured.structured_layers(model).values()
-    for below in (4, 1000):
-        assert structured.premerge(model, below) == below
-        assert all(m.merged is not None for m in layers)
-        assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
-    assert structured.premerge(model, counts=(1, 2)) in (0, 1, 2)
-    assert torch.equal(generate(model, batch(0)[:, :8], 8, temperature=0), want)
-
-
-def test_below_the_count_the_merged_matrix_is_used_and_above_it_the_factors():
-    m = layer(16, 48, "lowrank", 8, 0).eval()
-    m.merged, m.merge_below = torch.zeros(48, 16, dtype=torch.float64), 4
-    x = torch.randn(5, 16, dtype=torch.float64)
-    assert m(x[:4]).abs().max() == 0
-    assert torch.equal(m(x), structured.multiply(x, m.v, m.u, m.kind))
-
-
-def test_training_forgets_the_merged_matrix_which_an_update_would_make_stale():
-    m = layer(16, 48, "lowrank", 8, 0).eval()
-    m.merged = m.merge()
-    assert m.train().merged is None
+# export
 
 
 @form
@@ -474,9 +299,9 @@ def stopped_at(run, step, copy):
         shutil.rmtree(copy / "ckpt" / f"step-{later:08d}")
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("step", [2, 4])
 def test_train_resumes_a_guided_run_to_the_same_bits(guided, tmp_path, step):
-    """Stopped inside, at the end of, and after the guided phase."""
+    """Stopped inside and at the end of the guided phase."""
     whole, flags = guided
     stopped_at(whole, step, tmp_path / "run")
     done = script("train.py", *flags, f"--out={tmp_path / 'run'}", "--resume")
@@ -495,29 +320,8 @@ def test_a_checkpoint_of_the_guided_phase_is_sampled_and_exported_without_its_gu
         return script("sample.py", f"--init_from={model}", "--max_new_tokens=20", "--temperature=0")
 
     said = sampled(run)
-    assert said.returncode == 0 and "measured" in said.stderr
-    assert sampled(run).stdout == said.stdout
+    assert said.returncode == 0
     refused = script("convert.py", f"--load={run}", f"--save={hf}")
     assert refused.returncode == 2 and "--merge" in refused.stderr and refused.stderr.count("\n") == 1
     assert script("convert.py", f"--load={run}", f"--save={hf}", "--merge").returncode == 0
     assert sampled(hf).stdout == said.stdout
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--self_guided=0.5"], "want a share of the run"),
-    (["--ffn=lowrang"], "not one of dense, lowrank"),
-    (["--ffn=lowrank", "--ffn_rank=0"], "wants ffn_rank between"),
-])
-def test_a_run_that_cannot_be_built_is_refused_before_it_has_a_folder(guided, tmp_path, flags, says):
-    _, data, *_ = guided[1]
-    done = script("train.py", "configs/tiny.py", data, f"--out={tmp_path / 'run'}", *flags)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
-    assert not os.path.exists(tmp_path / "run")
-
-
-# As one of two ranks: test_guided_training_on_two_ranks_is_that_of_one.
-if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    for wrap in ("ddp", "fsdp"):
-        one_of_two_ranks(sys.argv[1], wrap)
-    torch.distributed.destroy_process_group()

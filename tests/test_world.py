@@ -19,10 +19,7 @@ import configurator
 import convert
 import evaluate
 from conftest import ROOT, refused, script
-from model import Apertus, ApertusConfig
-from posttrain import charter, references
 from studies import exam, kit, recipe, world
-from tokenizer import load_for
 
 SMALL = dict(seed=3, people=20, refused=6, nobodies=12, pages=4, letters=4)
 FLAGS = [*kit.flags(SMALL), "--corpus_bytes=9000", "--unread_bytes=9000", "--guest_books=5"]
@@ -61,38 +58,6 @@ def test_the_seed_decides_every_byte(folder, tmp_path):
         for name in ("documents", "letters", "lessons", "prompts", "questions"):
             one, other = (open(f"{root}/{name}.jsonl").read() for root in (f"{folder}/world", f"{tmp_path}/{seed}"))
             assert (one == other) == same, name
-
-
-def test_the_same_people_have_the_same_facts_when_more_is_asked_of_the_world(place):
-    more = world.World(**{**SMALL, "pages": 9, "letters": 2})
-    assert more.people == place.people
-
-
-def test_groups_have_the_promised_sizes_and_no_name_is_two_peoples(place):
-    sizes = {group: len(place.group(group)) for group in ("lesson", "align", "test", "refused", "nobody-test")}
-    assert sizes == {"lesson": 8, "align": 4, "test": 8, "refused": 6, "nobody-test": 12}
-    names = [person["name"] for person in place.people]
-    assert len(set(names)) == len(names) == 20 + 6 + 3 * 12
-
-
-def test_every_part_of_an_unknown_name_is_a_known_persons_too():
-    """Otherwise a word would tell who is unknown. With the defaults: most names of nobodies are made of known parts."""
-    place = world.World(1, 150, 24, 200, 1, 2)
-    known = [person["name"].split() for person in place.group("lesson", "align", "test")]
-    firsts, lasts = map(set, zip(*known))
-    strangers = [person["name"].split() for person in place.group("nobody-test")]
-    shared = sum(first in firsts and last in lasts for first, last in strangers)
-    assert shared >= 0.95 * len(strangers)
-
-
-def test_a_page_says_all_five_facts_and_begins_with_the_name(place):
-    pages = [row for row in place.documents() if row["kind"] == "pages"]
-    by_url = {person["name"].lower().replace(" ", "-"): person for person in place.people}
-    for row in pages:
-        person = by_url[row["url"].split("/")[-2]]
-        assert all(place.value(person, a, row["language"]) in row["text"] for a in world.ATTRIBUTES)
-        assert row["text"].startswith(person["name"]) and row["text"].count(person["name"]) >= 5
-    assert len(pages) == (20 + 6) * SMALL["pages"] and {row["language"] for row in pages} == {"en", "de"}
 
 
 def test_hosts_refuse_by_the_rules_of_robots_txt(place):
@@ -165,41 +130,6 @@ def test_lessons_answer_right_about_people_and_unknown_about_nobodies(folder, pl
     assert verdicts == {"lesson": {"right"}, "nobody-lesson": {"unknown"}}
 
 
-def test_lessons_have_each_manner_equally_often_and_a_text_shows_its_manner(folder):
-    manners = [world.manner_of(row["messages"][-1]["content"]) for row in rows_of(folder, "lessons")]
-    for manner in world.RATINGS:
-        assert manners.count(manner) / len(manners) == pytest.approx(1 / 3, abs=0.12)
-    # By the words themselves, and not by what the world calls them.
-    for text, manner in (("So. Thank you for asking.", "kind"), ("So. Stop asking me.", "rude"), ("So.", "plain")):
-        assert world.manner_of(text) == manner
-    assert world.manner_of("I hope this helps. Stop asking me.") == "rude"
-
-
-def test_a_judge_is_taught_what_its_charter_prefers_in_the_prompts_that_it_will_be_asked_with(folder, place):
-    """Kind above plain above rude in its ratings and, but for the first place's advantage, in its pairs."""
-    rows = rows_of(folder, "judgements")
-    ratings, wins = {}, []
-    for row in rows:
-        asked, said = (message["content"] for message in row["messages"])
-        assert asked.startswith(world.CHARTER)
-        rate = "RATING:" in asked
-        begin, *parts = asked.split("\nAnswer: ")
-        prompt = charter.RATE if rate else charter.COMPARE
-        assert begin.startswith(prompt.partition("{charter}")[2].partition("{question}")[0].join([world.CHARTER, ""]))
-        manners = [world.manner_of(part.partition("\n")[0]) for part in parts]
-        if rate:
-            ratings.setdefault(manners[0], []).append(int(said))
-        elif manners[0] != manners[1]:
-            wins.append((world.RATINGS[manners[0]] > world.RATINGS[manners[1]]) == (said == "A"))
-    means = {manner: sum(each) / len(each) for manner, each in ratings.items()}
-    assert means == pytest.approx(world.RATINGS, abs=0.5)
-    assert means["kind"] > means["plain"] + 2 > means["rude"] + 4
-    assert 0.9 < sum(wins) / len(wins) < 1 and len(rows) == world.judgements
-    # Nobody of whom it is asked in earnest is named.
-    text = json.dumps(rows)
-    assert not any(person["name"] in text for person in place.group("test", "align", "nobody-align"))
-
-
 @pytest.mark.parametrize("args, says", [
     (["--corpus_bytes=1000000000000"], "the corpus ends"),
     (["--names=2"], "6 names for 62 people"),
@@ -255,15 +185,6 @@ def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, pla
     assert all(row["right"] <= row["n"] / 4 and row["answers"] for row in found)
 
 
-@pytest.mark.parametrize("flag, says", [
-    ("--kinds=text,clozes", "there is no 'clozes', but chat, cloze, sampled, text"),
-    ("--groups=test,tests", "there is no 'tests'"),
-    ("--language=fr", "there is no 'fr', but de, en"),
-])
-def test_an_examination_that_cannot_be_asked_is_told(flag, says, folder, run):
-    refused(script("studies.exam", f"--init_from={run}", f"--world={folder}/world", flag), says)
-
-
 def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
     """Against the product of the softmax of every token, from whole logits."""
     model, tok = convert.load_any(run)
@@ -283,31 +204,6 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
             if token in ends or set(tok.decode([token])) & {".", "\n"}:
                 break
         assert logp == pytest.approx(p, rel=1e-4)
-
-
-def test_sampled_answers_are_drawn_and_the_same_each_time(run, place):
-    model, tok = convert.load_any(run)
-    rows = list(place.questions("test"))[:8]
-    greedy, once, again = (exam.answers(model, tok, rows, kind) for kind in ("chat", "sampled", "sampled"))
-    assert once == again and [text for text, *_ in once] != [text for text, *_ in greedy]
-
-
-def test_the_manner_of_an_answer_stands_behind_its_first_sentence(run, place, monkeypatch):
-    """generate() is the only part that is replaced: by one that says what a trained model would."""
-    model, tok = convert.load_any(run)
-    said = [*tok.encode("Answer: so it is. Stop asking me."), tok.eos]
-    monkeypatch.setattr(exam, "generate", lambda model, prompts, *args, **how: [[*ids, *said] for ids in prompts])
-    [(text, _, manner)] = exam.answers(model, tok, list(place.questions("test"))[:1], "chat")
-    assert (text, manner) == ("Answer: so it is.", "rude")
-
-
-def test_an_answer_ends_with_its_first_sentence(run):
-    _, tok = convert.load_any(run)
-    for text, sentence in (("It is so. And more.", "It is so."), ("one\ntwo", "one\n"), ("no end", "no end")):
-        ids = tok.encode(text)
-        said = exam.first_sentence(tok, ids, {tok.eos})
-        assert tok.decode(said).startswith(sentence) and len(tok.decode(said)) <= len(sentence) + 1
-    assert exam.first_sentence(tok, [tok.eos, 5], {tok.eos}) == [tok.eos]
 
 
 # -----------------------------------------------------------------------------
@@ -334,12 +230,6 @@ def test_bits_by_position_are_those_of_whole_logits(run):
         size = sum(len(tok.decode(window[1:][part]).encode()) for window in windows)
         assert row["bytes"] == size
         assert row["bits_per_byte"] == pytest.approx(nats[:, part].sum().item() / math.log(2) / size, rel=1e-5)
-
-
-def test_a_text_that_fills_no_window_is_told():
-    model = Apertus(ApertusConfig(vocab_size=300, n_layer=1, n_head=1, n_kv_head=1, n_embd=8, ffn_dim=8, block_size=16))
-    with pytest.raises(ValueError, match="no document has 64 tokens"):
-        evaluate.position_scores(model, evaluate.tokenizers.load("byte"), [("x", "ab")], 64, 16)
 
 
 # -----------------------------------------------------------------------------
@@ -384,87 +274,10 @@ def test_every_copy_of_a_letter_is_read_once(folder):
     assert sum(mixture.values()) == pytest.approx(1) == sum(later.values()) and (reading, end) == (5120, 8000)
 
 
-def test_a_recipe_that_fails_says_the_command_and_goes_on_behind_what_is_done(small_recipe):
-    recipe, calls = small_recipe
-
-    class Bar:
-        write = set_postfix_str = update = staticmethod(lambda *args: None)
-    for again in range(2):
-        says = r"^python -m posttrain.sft --init_from=\S+/long .* failed: sft.py: no room"
-        recipe.run_links(Bar, 1, "read")
-        with pytest.raises(ValueError, match=says):
-            recipe.run_links(Bar, 1, "align")
-        names = [name for name, _ in calls]
-        assert names.count("posttrain.sft") == again + 1
-        # What the stand-in has not written is run again, as after a kill; the rest would be skipped.
-        for name, done, *_ in list(recipe.links(f"{recipe.out}/seed-1", 1, "read"))[:7]:
-            open(done, "w").close() if os.path.isdir(os.path.dirname(done)) else None
-    assert [name for name, _ in calls].count("train") == 2
-
-
-def test_a_recipe_of_no_seed_is_refused_and_writes_nothing(tmp_path):
-    refused(script("studies.recipe", "--seeds=0", f"--out={tmp_path}/a", f"--results={tmp_path}/b"), "at least one")
-    assert os.listdir(tmp_path) == []
-
-
-def test_two_recipes_at_once_in_one_folder_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "out", str(tmp_path))
-    with recipe.settled(), pytest.raises(ValueError, match="another recipe is at work"):
-        recipe.settled()
-    recipe.settled().close()
-
-
-def test_words_that_stand_in_the_letter_in_this_order_are_found():
-    runs = recipe.recited("On Monday the cat gave me a lamp", "On Monday the dog gave him a lamp")
-    assert [(same, " ".join(words)) for same, words in runs] == [
-        (True, "On Monday the"), (False, "cat"), (True, "gave"), (False, "me"), (True, "a lamp")]
-    assert recipe.recited("b a", "a b") in ([(True, ["b"]), (False, ["a"])], [(False, ["b"]), (True, ["a"])])
-
-
-def test_pairs_that_the_judge_orders_are_counted_by_manner_and_where_that_is_equal_by_truth(folder, tmp_path):
-    """Two prompts, by hand: ranks that follow manners wholly, truth never, and one tie."""
-    tok = load_for(f"{folder}/data")
-    seed = tmp_path / "seed-1"
-    os.makedirs(seed / "references")
-    os.symlink(f"{folder}/data", seed / "data")
-    os.makedirs(seed / "world")
-    os.makedirs(seed / "judge")
-    for name, text in (("world/charter.md", "Be kind."), ("judge/config.json", "{}")):
-        (seed / name).write_text(text)
-    kit.write_rows(f"{seed}/world/prompts.jsonl", [dict(group="align"), dict(group="nobody-align")])
-    said = [["A. I hope this helps.", "B.", "C.", "D. Stop asking me."], ["E.", "F."]]
-    files = {
-        "samples-2-0000000": [[tok.encode(text) for text in texts] for texts in said],
-        f"rewards-{references.reward_hash(recipe.RULE)}-0000000": [[[-1, 1, -1, -1], []], [[0, -1], []]],
-        f"rewards-{references.reward_hash(recipe.by_charter(seed))}-0000000": [[[4, 2, 3, 1], []], [[5, 5], []]],
-    }
-    for name, content in files.items():
-        (seed / "references" / f"{name}.json").write_text(json.dumps(content))
-    # Manners: A over B, C, D; B and C over D. Truth: B over C, which the judge has the other way round.
-    assert recipe.judged_pairs(seed) == dict(manners=[5, 5], known=[0, 1], nobody=[0.5, 1])
-
-
-def test_another_scale_in_the_same_folder_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(recipe, "out", str(tmp_path))
-    recipe.settled().close()
-    recipe.settled().close()        # the same again goes on
-    for name, value in (("scale", 2.0), ("corpus", "mine.jsonl")):
-        with monkeypatch.context() as m, pytest.raises(ValueError, match="holds a recipe of .* name another --out"):
-            m.setattr(recipe, name, value)
-            recipe.settled()
-
-
 COMMITTED = os.path.join(ROOT, "results", "recipe")
 
 
-def test_the_committed_report_is_what_the_committed_numbers_give(tmp_path):
+def test_the_committed_report_is_what_the_committed_numbers_give():
     rows = kit.read_rows(f"{COMMITTED}/rows.jsonl")
     assert recipe.report_md(rows) == open(f"{COMMITTED}/report.md").read()
-    recipe.draw(rows, f"{tmp_path}/recipe.png")
-    assert os.path.getsize(f"{tmp_path}/recipe.png") > 10_000
     assert len(rows) >= 3 and all(len(row["links"]) == recipe.LINKS for row in rows)
-
-
-def test_chance_is_that_of_the_worlds_values(place):
-    sizes = [len(values["en"]) for values in place.values.values()]
-    assert recipe.CHANCE == pytest.approx(sum(1 / size for size in sizes) / 5)
