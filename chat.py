@@ -21,6 +21,7 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 """
 
 import datetime
+import itertools
 import json
 import os
 
@@ -217,6 +218,46 @@ def ts_type(spec):
             fields.append(f"{key}{optional}: \n{'':16}{ts_type(value)}")
         return "{\n" + ", ".join(fields) + "}"
     return "object" if kind == "object" else scalars.get(kind, "any")
+
+
+def check(tok):
+    """ValueError, one line, if a model with this Tokenizer has conversations of another format."""
+    if "<|tool_output_start|>" in tok.special:
+        raise ValueError(f"{tok.name} is of Apertus 1.5, of which this is the text part: its conversations have "
+                         "another format, so text only, without --chat")
+    if tok.foreign:
+        raise ValueError(tok.foreign)
+    for name in ("user_start", "assistant_start", "assistant_end"):
+        tok.id_of(f"<|{name}|>")
+
+
+def ids_of(tok, pieces):
+    """
+    Pieces of `chat_pieces` -> (ids, said), two lists: said[i] is True where the assistant itself must produce ids[i].
+
+    Only a piece marked as control becomes a control token; the same name in a message stays text. Neighbouring texts
+    are encoded as one, as in the published tokenizer; a token across their border belongs to where it begins.
+    """
+    ids = []
+    said = []
+    for is_control, neighbours in itertools.groupby(pieces, key=lambda piece: piece[1]):
+        neighbours = list(neighbours)
+        if is_control:
+            ids += [tok.id_of(name) for name, _, _ in neighbours]
+            said += [mine for _, _, mine in neighbours]
+            continue
+        new = tok.encode("".join(text for text, _, _ in neighbours))
+        ids += new
+        # For each byte of the text, whether the assistant produces it. Nearly always all are alike.
+        owner = b"".join(bytes([mine]) * len(text.encode()) for text, _, mine in neighbours)
+        if len(set(owner)) < 2:
+            said += [any(owner)] * len(new)
+            continue
+        begin = 0
+        for i in new:
+            said.append(bool(owner[begin]))
+            begin += len(tok.decode_bytes([i]))
+    return ids, said
 
 
 def ends(tok):

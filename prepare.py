@@ -6,11 +6,10 @@ Documents -> token shards that train.py reads, and an audit of what is in them a
     order      by a hash of the document's id; train or val by one of its text, so that whatever is joined later, and
                however files are called, each text is on one side. Adding a file moves no other document
     tokenize   <s> text </s>, personal data replaced by <email-pii>, <ip-pii>, <iban-pii>
-    report     documents in = kept + removed for a reason: report.md, report.json, flow.png, removed.jsonl.gz
+    report     documents in = kept + removed for a reason: report.md, report.json, removed.jsonl.gz
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
-$ python prepare.py new_texts/ --out=data/mine --add
 $ python prepare.py new/ --known=data/mine --tokenizer=data/mine/tokenizer.json --out=data/more    # data.py --join
 $ python prepare.py --out=data/mine --remove=opted_out.txt     # documents that must go; the rest keeps its bytes
 $ python prepare.py pages.parquet --robots=robots.jsonl.gz --near_dedup=0.72 --tokenizer=apertus
@@ -48,11 +47,10 @@ import tokenizer as tokenizers
 from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
-from corpus.grow import can_grow, merge
 from corpus.heuristics import Limits, limit_files
 from corpus.kept import tables, write_kept
 from corpus.language import identifier
-from corpus.quality import TOXICITY, Classifier, TopShare
+from corpus.quality import TOXICITY, TopShare
 from corpus.reservations import COLUMNS, open_reservations
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
@@ -95,9 +93,9 @@ min_chars = 0               # of a document
 max_chars = 0               # 0 = any
 min_tokens = 0              # of a document, its begin and end included: needs a --tokenizer
 max_tokens = 0              # 0 = any
-score_field = ""            # column of a quality score, or a classifier.npz of corpus/quality.py, of which...
+score_field = ""            # column of a quality score, of which...
 keep_top = 0.33             # ...this share of each language is kept
-max_field = ""              # column of a score like toxicity, or a classifier.npz, which must be below...
+max_field = ""              # column of a score like toxicity, which must be below...
 max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by language, or apertus = its thresholds
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
@@ -105,8 +103,7 @@ dedup = True                # of equal texts keep the first
 known = ""                  # another data folder, to --join later: what it holds is a duplicate here
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
-# what comes later, and what may not stay (corpus/grow.py, corpus/withdraw.py)
-add = False                 # these files come to what --out holds: the bytes of a run over all of them
+# documents to delete (corpus/withdraw.py)
 remove = ""                 # take documents out of --out: ids, URLs, hosts, one a line; .jsonl; a newer robots store
 # memorisation probes
 probes = ""                 # passages to plant: .jsonl with text, or one a line
@@ -124,7 +121,6 @@ CODE = [
     "prepare.py",
     "tokenizer.py",
     "corpus/kept.py",
-    "corpus/grow.py",
     "corpus/sift.py",
     "corpus/shards.py",
     "engine/inputs.py",
@@ -163,8 +159,6 @@ def main():
     out = os.path.normpath(out)
     try:
         with lock:
-            if add:
-                go_on_from(out, tmp)
             prepare(here, final, tmp)
     except OSError as e:
         # One of ours has no number.
@@ -172,21 +166,6 @@ def main():
             raise
         # A full disk shows in any library. Raised here it is an error of ours, which is told without a traceback.
         raise OSError(f"{e}. {out} is as it was; the same command goes on from {tmp}") from None
-
-
-def go_on_from(folder, tmp):
-    """--add: what the folder holds is known. ValueError if the files cannot come to it."""
-    global known
-    try:
-        if not paths:
-            raise ValueError(f"--add wants the files that come to --out={folder}")
-        can_grow(folder, settings(globals()))
-    except ValueError:
-        # Where a run was killed, its work stays for the same command to go on with.
-        if not (tmp / "work").exists():
-            clear(tmp)
-        raise
-    known = folder
 
 
 def take_out():
@@ -257,14 +236,6 @@ def prepare(here, final, tmp):
         print(reports.markdown(account))
         return
     write_account(new, meta, account)
-    if add:
-        both = work / "both"
-        shutil.rmtree(both, ignore_errors=True)
-        meta, account = merge(final, new, both, shard_tokens, validates)
-        # Killed from here on, the next run begins anew: these are no longer the files that it would write.
-        os.remove(work / "plan.json")
-        shutil.rmtree(new)
-        os.rename(both, new)
     publish(final, tmp)
     say(meta, account, time.time() - began)
 
@@ -300,7 +271,7 @@ def survey(here, work, new):
     times = [stat.st_mtime_ns for stat in stats]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, vocabulary, f"{known}/meta.json"]
-    named += [score_field, max_field, *limit_files(heuristics)]
+    named += limit_files(heuristics)
     hashes = [digest(path) for path in named if os.path.exists(path)]
     hashes += [sha256(os.path.join(ROOT, file)) for file in CODE]
     key = json.dumps([decides, here, sizes, times, BACKEND, hashes])
@@ -347,9 +318,6 @@ def check_settings():
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} are counted in a vocabulary that is there "
                          "already: name it, --tokenizer=apertus")
-    if max_field.endswith(".npz") and max_value == "apertus":
-        raise ValueError(f"max_field={max_field} is a classifier of your own, Apertus' thresholds are another's: "
-                         "want --max_value, like 0.9")
     if not 0 <= detect_language <= 1:
         raise ValueError(f"detect_language={detect_language}: want a probability like 0.9, from which one is believed")
 
@@ -390,7 +358,6 @@ def read_rules(files, work):
             license=default_license or ("" if paths else "PSF-2.0"),
         ),
         sure=detect_language,
-        classifiers={name: Classifier.load(name) for name in (score_field, max_field) if name.endswith(".npz")},
         robots=asked if robots or blocked else None,
         reservations=open_reservations(reservations) if reservations else None,
         columns=columns,
@@ -587,7 +554,7 @@ def split(documents, audit, work):
     """
     names = [name for name, _, _ in audit.groups]
     sources, source_of = np.unique(names, return_inverse=True)
-    halves = halve(documents, work) if len(documents) == 1 and not add else documents
+    halves = halve(documents, work) if len(documents) == 1 else documents
     halved = len(halves) > len(documents)
     if halved:
         val = np.array([False, True])
@@ -595,16 +562,10 @@ def split(documents, audit, work):
         hashes = documents["id_hash" if by_id() else "text_hash"]
         val = hashes / 2.0**64 < val_share
         # Of a handful of documents the one of the least hash validates, with its copies if they are kept.
-        if not val.any() and not add and hashes.min() < hashes.max():
+        if not val.any() and hashes.min() < hashes.max():
             val = hashes == hashes.min()
     halves["stream"] = 2 * source_of[halves["group"]] + val
     return sources.tolist(), halves, halved
-
-
-def validates(row):
-    """Whether a row of kept.parquet is for validation, by the rule."""
-    number = id_hash(row["id"]) if by_id() else row["text_hash"]
-    return np.uint64(number) / 2.0**64 < val_share
 
 
 def by_id():
@@ -745,7 +706,6 @@ def write_account(folder, meta, account):
     write_json(folder / "meta.json", meta)
     write_json(folder / "report.json", account)
     write_flushed(folder / "report.md", reports.markdown(account))
-    reports.picture(account, folder / "flow.png")
     # Once more, from the files: in = kept + removed, hashes, tokens.
     reports.verify(folder)
 
@@ -800,7 +760,6 @@ def describe(name, tok, began):
         python=sys.version.split()[0],
         settings={name: value for name, value in settings(globals()).items() if name != "paths"},
         packages={package: version_of(package) for package in packages},
-        classifiers={path: Classifier.load(path).about for path in (score_field, max_field) if path.endswith(".npz")},
         tokenizer=name,
         tokenizer_sha256=tok.hash,
     )
@@ -873,7 +832,7 @@ def say(meta, account, seconds):
         f"{out}: {documents:,} documents, {tokens:,} tokens to train on ({size / max(tokens, 1):.2f} bytes each), "
         f"{val:,} to validate; tokenizer {meta['tokenizer']} of {meta['vocab_size']:,}"
     )
-    print(f"the audit: {out}/report.md, flow.png   {seconds:.0f} s, {total['bytes_in'] / 1e6 / seconds:.1f} MB/s")
+    print(f"the audit: {out}/report.md   {seconds:.0f} s, {total['bytes_in'] / 1e6 / seconds:.1f} MB/s")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ The audit of a data folder: every document that came in is kept or removed for a
 Tokens are counted for what was kept. What was removed is never tokenized: its tokens are estimated from its bytes, at
 the rate of what was kept of the same source, language and licence, and every name of such a number says "about".
 
-prepare.py fills an Audit and writes report.json (all numbers), report.md (for people), flow.png (documents from input
-to kept) and removed.jsonl.gz (id, URL, reason of each document that is not there; never its text). The last section of
-report.md is the text for the boxes of the EU's public summary of training content: see eu_summary.
+prepare.py fills an Audit and writes report.json (all numbers), report.md (for people) and removed.jsonl.gz (id, URL,
+reason of each document that is not there; never its text).
 
 $ python -m corpus.audit data/mine           # the invariants once more, from the files: counts, hashes of the shards
 $ python -m corpus.audit data/mine --find=https://example.org/page    # was it trained on? an id, a URL, or a text
@@ -37,7 +36,7 @@ from corpus.heuristics import RULES
 from corpus.reservations import RESERVED
 from corpus.shards import version
 from engine.files import read_json, sha256
-from engine.plot import entry_of, finish, pyplot
+from engine.plot import entry_of
 
 paths = []                          # data folders whose audit is to be checked, or asked
 find = ""                           # an id, a URL, a text or a file that holds one: is it in there?
@@ -328,8 +327,7 @@ def markdown(report):
         *files(report["inputs"], report.get("ignored"), report["outputs"]["shards"]),
         report["outputs"]["rule"],
         *([f"Version {report['outputs']['version']}."] if "version" in report["outputs"] else []),
-        f"```\n{run['command']}\n```",
-        *eu_summary(report)]) + "\n"
+        f"```\n{run['command']}\n```"]) + "\n"
 
 
 def flow(t, tokenizer):
@@ -457,114 +455,6 @@ def files(inputs, ignored, shards):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# for the EU
-
-
-def eu_summary(report):
-    """
-    The boxes of the form that this data can fill, as blocks of text to paste and to correct.
-
-    The form: European Commission, Template for the Public Summary of Training Content for general-purpose AI models,
-    C(2025) 8311 final of 5 December 2025 (first published on 24 July 2025), for art. 53(1)(d) of the AI Act. Its
-    section numbers, the three ranges of tokens and the titles of the boxes are those of the forms that Apertus (1
-    September 2025, swiss-ai/apertus-data-transparency) and Cohere (Command A+, 10 September 2026) filled in, which
-    agree; the Commission's own file was not at hand. The form counts the data of a model after filtering, from all its
-    folders and for each modality.
-    """
-    t = report["total"]
-    pii = report["pii"]
-    tokens = t["tokens"]
-    bracket = "More than 10 trillion"
-    if tokens <= 1e13:
-        bracket = "Less than 1 billion" if tokens < 1e9 else "1 billion to 10 trillion"
-    sizes = {}
-    for row in report["table"]:
-        add(sizes, {row["language"] or "not stated": row["bytes"]})
-    # By size, and only those of which something was kept.
-    languages = sorted(filter(sizes.get, sizes), key=sizes.get, reverse=True)
-    sources = [file["name"] for file in report["inputs"] if not file["problem"]]
-    latest = (report["dates"][1] or "")[:10] or "not stated in the data; write it here"
-    others = ("license", "score", "above", *RULES, "contaminated", "duplicate", "near-duplicate")
-    measures = ", ".join(f"{reason} {t['removed'][reason][0]:,}" for reason in others if reason in t["removed"])
-    boxes = [f"1.3 Modality: Text. Training data size: {bracket} tokens ({tokens:,} tokens of "
-             f"{report['run']['tokenizer']}, {t['bytes_written'] / 1e9:,.3f} GB).",
-             f"1.3 Latest date of data acquisition/collection for model training: {latest}.",
-             f"1.3 Linguistic characteristics: {len(languages):,} language{'s' * (len(languages) != 1)}, by size: "
-             f"{first_ten(languages, 'more')}.",
-             f"2 Data sources: {first_ten(sources, 'more files')}. "
-             "(2.1 if public, 2.2 if licensed or private, 2.3 if crawled by you: that is not in the files.)",
-             f"3.1 Reservations of rights: {reservations(report['robots'], t['removed'])}",
-             f"3.3 Personal data: {'replaced: ' + replaced(pii) if pii['scrubbed'] else 'not replaced'}.",
-             f"3.2, 3.3 Other measures (documents removed): {measures or 'none'}."]
-    return ["## For the EU public summary of training content",
-            "Text to paste, and to correct, for the boxes of the Commission's template C(2025) 8311 (AI Act, art. "
-            "53(1)(d)) that these files can fill; section numbers are the template's. A model trained on more than "
-            "this folder adds up all of them. Check the wording against the current template: it was taken from "
-            "published forms, not from the Commission's file.",
-            "\n".join(f"- {box}" for box in boxes)]
-
-
-def first_ten(names, more):
-    """Ten names as a phrase, and how many more there are."""
-    phrase = ", ".join(names[:10])
-    rest = len(names) - 10
-    return f"{phrase} and {rest:,} {more}" if rest > 0 else phrase
-
-
-def reservations(robots, removed):
-    """Box 3.1: whose opt-outs were applied, to how much, and what silence was taken for."""
-    pages = beyond_robots(removed)
-    beyond = f" Removed for reservations in pages, headers, tdmrep.json and ai.txt: {pages}." if pages else ""
-    if not robots:
-        return f"no robots.txt was looked up.{beyond}" if pages else "none was looked up."
-    reasons = ("robots", "blocked-domain", "no-robots", "unparsable", "bad-url")
-    gone = sum(removed[reason][0] for reason in reasons if reason in removed)
-    silent = "left out" if robots["missing"] == "deny" else "taken as not having opted out"
-    return (f"robots.txt of {robots['hosts']['with_file']:,} hosts, applied to documents of any date, for "
-            f"{len(robots['agents']):,} agents ({', '.join(robots['agents'][:4])}, ...); {gone:,} documents removed. "
-            f"A host without a file was {silent}.{beyond}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# flow.png
-
-
-def picture(report, path):
-    """
-    flow.png: the documents that are left after each rule, from all that came in down to what was kept.
-
-    A bar for each rule shows what it left and, behind it, what it removed.
-    """
-    t = report["total"]
-    came = t["documents_in"]
-    left = came
-    bars = [("came in", left, 0)]
-    for reason, (n, _) in t["removed"].items():
-        left -= n
-        bars.append((reason, left, n))
-    bars.append(("kept", left, 0))
-    colors = {"came in": "C7", "kept": "C2"}
-    figure, axis = pyplot().subplots(figsize=(9, 0.8 + 0.42 * len(bars)), layout="constrained")
-    for y, (name, n, gone) in enumerate(bars):
-        axis.barh(y, n, color=colors.get(name, "C0"), height=0.7)
-        axis.barh(y, gone, left=n, color="C3", height=0.7)
-        number = f" \u2212{gone:,} ({percent(gone, came)})" if gone else f" {n:,}"
-        axis.annotate(number, (n + gone, y), va="center", fontsize=9)
-        # The stream narrows from bar to bar.
-        if y:
-            axis.fill_between([0, n + gone], y - 0.65, y - 0.35, color="C0", alpha=0.12, linewidth=0)
-    labels = [f"{name}\n{REASONS[name]}" if name in REASONS else name for name, _, _ in bars]
-    axis.set_yticks(range(len(bars)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlim(0, came * 1.18)
-    axis.set_xlabel("documents left (blue) and removed by each rule (red), in the order of the rules")
-    axis.xaxis.set_major_formatter("{x:,.0f}")
-    title = f"{report['run']['out']}: {t['documents']:,} of {came:,} documents, {t['tokens']:,} tokens"
-    axis.set_title(title, fontsize=10)
-    finish(figure, path)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # the check
 
 
@@ -651,6 +541,13 @@ def verify_kept(folder, outputs, begins_of, tokens):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the questions
+
+
+def first_ten(names, more):
+    """Ten names as a phrase, and how many more there are."""
+    phrase = ", ".join(names[:10])
+    rest = len(names) - 10
+    return f"{phrase} and {rest:,} {more}" if rest > 0 else phrase
 
 
 def ask(folder):

@@ -11,7 +11,7 @@ gs://, hf://), --out on a disk that all machines see.
     account    1            meta.json, kept.parquet, the audit
 
 The rules are those of prepare.py, all its settings that look at one document alone (corpus/steps.py); what looks at all
-of them at once (a vocabulary that is learnt, top shares, --max_bytes, --known, --add, probes) is refused by name.
+of them at once (a vocabulary that is learnt, top shares, --max_bytes, --known, probes) is refused by name.
 Without near-duplicates the tokens are prepare.py's, in its order, and only the cuts between shards are others. With
 them the pairs are the same, but not always what stays of three: MinHash joins pairs to a cluster, of which one stays,
 and prepare.py keeps what is like nothing that it kept before.
@@ -60,7 +60,7 @@ hours = 20                  # of Slurm, for a task at most
 gb = 8                      # memory of a task, for Slurm and Ray
 
 # What a rule that looks at all documents at once would need.
-ALONE = dict(score_field="", max_bytes=0.0, probes="", known="", add=False, remove="", dry_run=False)
+ALONE = dict(score_field="", max_bytes=0.0, probes="", known="", remove="", dry_run=False)
 
 
 def main():

@@ -225,7 +225,7 @@ WRITTEN = {
     "report.md",
     "removed.jsonl.gz",
     "kept.parquet",
-    "flow.png",
+    "flow.png",             # in older folders
     "tokenizer.json",
     "probes.json",
 }

@@ -44,7 +44,6 @@ class Rules(SimpleNamespace):
         name, source_by                 the name of the only source, or the column that names it
         defaults                        {"language", "license"} of documents that do not say
         sure                            probability from which a language is believed that no column says; 0: none is
-        classifiers                     {column: quality.Classifier} of the scores that are computed here
         robots                          arguments of robots.verdict, or None
         reservations                    reservations.open_reservations(path), or None
         columns                         arguments of quality.column_reason
@@ -56,20 +55,13 @@ class Rules(SimpleNamespace):
     """
 
     def documents(self, rows):
-        """The documents of a batch, with what classifiers say of them: a language that no column says, and scores."""
-        for some in handfuls(documents(self.files, rows, self.text_field, self.wanted)):
-            docs = [doc for _, doc in some]
-            readable = [doc for doc in docs if doc["text"] is not None]
-            if self.sure:
-                for doc in readable:
-                    language = doc.get("language") or detect(doc["text"], self.sure)
-                    if language:
-                        doc["language"] = language
-            for column, classifier in self.classifiers.items():
-                texts = [doc["text"] for doc in readable]
-                for doc, score in zip(readable, classifier.scores(texts)):
-                    doc[column] = score
-            yield from docs
+        """The documents of a batch, with a language where no column says one."""
+        for doc in documents(self.files, rows, self.text_field, self.wanted):
+            if self.sure and doc["text"] is not None:
+                language = doc.get("language") or detect(doc["text"], self.sure)
+                if language:
+                    doc["language"] = language
+            yield doc
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ What may leave: documents go from the shards, kept.parquet and the report, and t
 `prepare.py --remove=FILE --out=FOLDER` makes the new folder beside the old one, checks it from its files, and puts it
 in its place. Killed at any moment, there is the old data or the new, whole. Texts are told by a hash of them and stand
 in no file of the result. Where a run has read the old data, its windows are numbered anew: train.py refuses to resume,
-and says since which step. What has gone does not come back by --add or --known: its text, its URL, and its id or host
+and says since which step. What has gone does not come back by --known: its text, its URL, and its id or host
 if it was asked for by that. Memory: a byte a document, and about a kilobyte for each that goes.
 """
 
@@ -74,7 +74,6 @@ def withdraw(path, out, final, tmp):
     for name, content in (("meta.json", meta), ("report.json", report)):
         write_flushed(new / name, json.dumps(content, indent=1, ensure_ascii=False))
     write_flushed(new / "report.md", audit.markdown(report))
-    audit.picture(report, new / "flow.png")
     audit.verify(new)
     publish(final, tmp)
     print(f"{out}: {len(rows):,} documents ({sum(row['tokens'] for row in rows):,} tokens) went, "

@@ -26,7 +26,6 @@ import zlib
 from functools import lru_cache
 from importlib.util import find_spec
 
-from engine.files import sha256
 from engine.inputs import ending, hub_try, kind_of, unreadable
 
 # Bytes of raw text in a batch, about. A worker needs some ten times as much memory.

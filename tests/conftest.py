@@ -42,15 +42,14 @@ def same(one, other):
 def script(name, *args, stdin="", pictures=False):
     """
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
-    .returncode, .stdout and .stderr. pictures: draw loss.png and flow.png, which cost 0.4 s each, more than most runs.
+    .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
-    from corpus import audit
     from engine import plot, routes
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
-    drawn = plot.curves, audit.picture
+    drawn = plot.curves
     if not pictures:
-        plot.curves = audit.picture = lambda *args: None
+        plot.curves = lambda *args: None
     sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
     os.chdir(ROOT)
     try:
@@ -63,7 +62,7 @@ def script(name, *args, stdin="", pictures=False):
     finally:
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
-        plot.curves, audit.picture = drawn
+        plot.curves = drawn
         routes.take({})                                    # as a new process begins
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 

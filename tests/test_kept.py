@@ -1,22 +1,16 @@
 """What is in, where it stands and when it was read: kept.parquet against the shards, --when against a loader that reads."""
-import gzip
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import types
 
 import numpy as np
 import pytest
 
 import tokenizer
-import train
-from conftest import ROOT, refused, script
+from conftest import refused, script
 from corpus import kept
-from data import SLOTS, StagedDataset, TokenDataset, begun, permute
-from schedule import samples_at, steps_in
+from data import StagedDataset, TokenDataset, permute
+from schedule import steps_in
 
 BYTE = tokenizer.load("byte")
 ADDRESS = "Write to jo@example.org or from 10.1.2.3, and to al@example.org."
@@ -85,11 +79,6 @@ def test_each_row_names_the_tokens_of_its_document_and_the_hash_of_the_text_as_i
     assert len(crossing) >= 2
 
 
-def test_probes_are_in_it_too_as_often_as_they_stand_there(folder):
-    planted = [row["id"] for row in kept_rows(folder) if row["source"] == "probes"]
-    assert len(planted) == 6 and all(planted.count(name) == 3 for name in planted)
-
-
 def test_a_single_document_is_two_rows_that_are_its_text(tmp_path):
     text = "\n".join(f"Line {i} of the book." for i in range(300))
     (tmp_path / "book.txt").write_text(text)
@@ -107,21 +96,25 @@ def ask(folder, *args):
     return done.stdout
 
 
-def test_an_id_a_url_a_text_and_a_file_are_found(folder, tmp_path):
+def test_an_id_a_url_a_text_and_a_file_are_found_and_what_is_not_is_said_with_what_is_near(folder, tmp_path):
     (tmp_path / "letter.txt").write_text(document(5))
-    for how, wanted in (("this id", "d.jsonl:d5"), ("this URL", "https://h5.example/p/5"), ("this text", document(5)),
+    for how, wanted in (("this id", "d.jsonl:d5"), ("this URL", "https://h5.example/p/5"),
                         ("this text:", tmp_path / "letter.txt"),
                         ("this text but for white space", document(5).replace("  ", "\n"))):
         said = ask(folder, f"--find={wanted}")
         assert said.startswith("d.jsonl:d5 is in") and f"by {how}" in said, said
+    assert "near it is 'https://h5.example/p/5'" in ask(folder, "--find=https://h5.exmple/p/5")
+    assert "d.jsonl:copy came in and was removed: duplicate" in ask(folder, "--find=d.jsonl:copy")
+
+
+def shingles(text):
+    words = text.replace(".", " ").replace(":", " ").lower().split()
+    return {tuple(words[i:i + 5]) for i in range(len(words) - 4)}
 
 
 def test_a_text_is_found_that_is_nearly_the_same(folder):
     """The Jaccard similarity of the 5-word shingles, counted plainly, is the one that is told, within 3 sigma."""
     changed = document(19) + " And more of it."
-    def shingles(text):
-        words = text.replace(".", " ").replace(":", " ").lower().split()
-        return {tuple(words[i:i + 5]) for i in range(len(words) - 4)}
     one, other = shingles(document(19)), shingles(changed)
     jaccard = len(one & other) / len(one | other)
     said = ask(folder, f"--find={changed}")
@@ -131,14 +124,12 @@ def test_a_text_is_found_that_is_nearly_the_same(folder):
     assert "is not in" in ask(folder, f"--find={changed}", "--similarity=0.999")
 
 
-def test_what_is_not_there_is_said_with_what_is_near_and_why_it_went(folder):
-    assert "near it is 'https://h5.example/p/5'" in ask(folder, "--find=https://h5.exmple/p/5")
-    assert "near it is 'd.jsonl:d11'" in ask(folder, "--find=d.json:d11")
-    assert "d.jsonl:copy came in and was removed: duplicate" in ask(folder, "--find=d.jsonl:copy")
-
-
-def test_data_of_the_older_format_are_named_in_one_line(folder, tmp_path):
+def test_data_that_cannot_be_asked_are_named_in_one_line(folder, tmp_path):
     old = prepared(tmp_path / "old", write(tmp_path / "d.jsonl", rows(9)))
+    raw = (old / "kept.parquet").read_bytes()
+    (old / "kept.parquet").write_bytes(raw[:-9] + bytes(9))
+    refused(script("corpus.audit", old), "another sha256")
+    refused(script("corpus.audit", old, "--find=x"), "damaged")
     os.remove(old / "kept.parquet")
     refused(script("corpus.audit", old, "--find=x"), "older format", "prepare.py")
     refused(script("corpus.audit", tmp_path, "--find=x"), "has no meta.json")
@@ -146,59 +137,54 @@ def test_data_of_the_older_format_are_named_in_one_line(folder, tmp_path):
     refused(script("corpus.audit", folder, "--find=d.jsonl:d5", "--when=x"), "not a run of train.py")
 
 
-def test_a_kept_list_that_is_not_what_was_written_is_noticed(tmp_path):
-    out = prepared(tmp_path / "out", write(tmp_path / "d.jsonl", rows(9)))
-    raw = (out / "kept.parquet").read_bytes()
-    (out / "kept.parquet").write_bytes(raw[:-9] + bytes(9))
-    refused(script("corpus.audit", out), "another sha256")
-    refused(script("corpus.audit", out, "--find=x"), "damaged")
-
-
 def test_a_version_is_one_hash_of_all_that_meta_says(folder):
     meta = json.loads((folder / "meta.json").read_text())
-    report = json.loads((folder / "report.json").read_text())
     said = {name: value for name, value in meta.items() if name != "version"}
-    # The probes are the last source, which is no order of the alphabet's.
-    plain = hashlib.sha256(json.dumps([said, list(said["sources"])] if list(said["sources"]) != sorted(said["sources"])
-                                      else said, sort_keys=True).encode()).hexdigest()
-    assert meta["version"] == report["outputs"]["version"] == plain
-    assert plain[:16] in (folder / "report.md").read_text(encoding="utf-8")
+    plain = json.dumps(said, sort_keys=True)
+    assert meta["version"] == hashlib.sha256(plain.encode()).hexdigest()
+    assert meta["version"] in (folder / "report.md").read_text(encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # joined
 
 
-def test_joined_folders_share_what_a_count_by_hand_says_and_each_text_is_on_one_side(tmp_path):
-    """200 documents in both of two folders. By ids, 22 of 39 documents for validation also stood in train."""
-    one, two = rows(300), rows(300, 100)
-    parts = [prepared(tmp_path / name, write(tmp_path / f"{name}.jsonl", records), "--val_share=0.1")
-             for name, records in (("one", one), ("two", two))]
-    both = tmp_path / "both"
+def join(both, *parts):
     done = script("data.py", *parts, f"--join={both}", "--block_size=64")
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def val_hashes(folder):
+    return {row["text_hash"] for row in kept_rows(folder) if row["split"] == "val"}
+
+
+def test_joined_folders_share_what_a_count_by_hand_says_and_each_text_is_on_one_side(tmp_path):
+    """100 documents are in both of two folders."""
+    one, two = (prepared(tmp_path / name, write(tmp_path / f"{name}.jsonl", records), "--val_share=0.1")
+                for name, records in (("one", rows(150)), ("two", rows(150, 50))))
+    both = tmp_path / "both"
+    said = join(both, one, two)
     report = json.loads((both / "report.json").read_text())
     # The document with addresses is not among the shared: its tokens are the letters and two more.
-    shared = sum(len(document(i)) + 2 for i in range(100, 300))
-    assert report["twice"] == dict(documents=200, tokens=shared, on_both_sides=0)
-    assert f"200 documents ({shared:,} tokens)" in done.stdout
-    assert list(report["parts"]) == ["../one", "../two"]
-    page = (both / "report.md").read_text()
-    assert report["version"] in page and page.count("300 documents (") == 2
+    shared = sum(len(document(i)) + 2 for i in range(50, 150))
+    assert report["twice"] == dict(documents=100, tokens=shared, on_both_sides=0)
+    assert f"100 documents ({shared:,} tokens)" in said and list(report["parts"]) == ["../one", "../two"]
     # The questions go to the parts, and so does the check.
     assert script("corpus.audit", both).stdout.count("all hashes as written") == 2
     assert ask(both, "--find=https://h6.example/p/111").count(" is in ") == 2
-    assert "near it is" in ask(both, "--find=https://h6.exmple/p/111")
     # Split by id they leak, and that is told.
     three = prepared(tmp_path / "three", tmp_path / "two.jsonl", "--val_share=0.1", "--split_by=id")
-    said = script("data.py", both, three, f"--join={both}", "--block_size=64").stdout
-    val = {name: {row["text_hash"] for row in kept_rows(tmp_path / name) if row["split"] == "val"}
-           for name in ("two", "three")}
-    leaks = len(val["two"] ^ val["three"])
-    assert f"{leaks} of the texts for training and for validation: prepare" in said and leaks > 20
+    leaks = len(val_hashes(two) ^ val_hashes(three))
+    assert f"{leaks} of the texts for training and for validation: prepare" in join(both, both, three) and leaks > 10
     os.remove(three / "kept.parquet")
-    said = script("data.py", parts[0], three, f"--join={tmp_path / 'new'}", "--block_size=64").stdout
-    assert "of the older format: whether its texts stand" in said
+    assert "of the older format: whether its texts stand" in join(tmp_path / "new", one, three)
+
+
+def documents(folder):
+    readers = {place: kept.Tokens(place) for place in kept.folders_of(folder)}
+    return sorted((row["id"], row["split"], readers[place].of(row).tolist())
+                  for place, table in kept.tables(folder) for row in table.to_pylist())
 
 
 def test_what_comes_to_known_data_and_is_joined_are_the_documents_and_splits_of_a_whole_run(tmp_path):
@@ -210,99 +196,10 @@ def test_what_comes_to_known_data_and_is_joined_are_the_documents_and_splits_of_
     more = prepared(tmp_path / "more", new, *flags, f"--known={mine}")
     whole = prepared(tmp_path / "whole", old, new, *flags)
     both = tmp_path / "both"
-    said = script("data.py", mine, more, f"--join={both}", "--block_size=64").stdout
-    assert said.startswith("0 documents (0 tokens) have a text that stood there already")
-    def documents(folder):
-        readers = {place: kept.Tokens(place) for place in kept.folders_of(folder)}
-        return sorted((row["id"], row["split"], readers[place].of(row).tolist())
-                      for place, table in kept.tables(folder) for row in table.to_pylist())
+    assert join(both, mine, more).startswith("0 documents (0 tokens) have a text that stood there already")
     assert documents(both) == documents(whole) and len(documents(both)) == 110
-    removed = {line["id"] for line in (next(kept.removed_of(more, f"new.jsonl:new d{i}")) for i in range(30, 60))}
-    assert len(removed) == 30
-    refused(script("prepare.py", new, f"--out={tmp_path / 'x'}", "--tokenizer=byte", f"--known={mine}", "--dedup=False"),
-            "leave one of them out")
-    refused(script("prepare.py", new, f"--out={tmp_path / 'x'}", "--tokenizer=byte", f"--known={tmp_path}"),
-            "has no meta.json")
-
-
-@pytest.mark.parametrize("by", ["--source_by=lang", "--source_by="])
-def test_files_that_are_added_make_the_bytes_of_a_run_over_all(tmp_path, by):
-    old = write(tmp_path / "old.jsonl", rows(60))
-    new = write(tmp_path / "new.jsonl", [dict(row, id=f"new {row['id']}") for row in rows(80, 30)])
-    third = write(tmp_path / "third.jsonl", [dict(row, lang="ita") for row in rows(5, 200)])
-    flags = "--val_share=0.2", "--shard_tokens=2000", by
-    whole = prepared(tmp_path / "whole" / "data", old, new, third, *flags)
-    grown = prepared(tmp_path / "data", old, *flags)
-    inodes = os.stat(grown).st_ino
-    for files in (new, third):
-        prepared(grown, files, *flags, "--add")
-    for name in sorted(os.listdir(whole)):
-        if name.endswith((".npy", ".parquet", "meta.json")):
-            assert (grown / name).read_bytes() == (whole / name).read_bytes(), name
-    one, other = (json.loads((folder / "report.json").read_text()) for folder in (grown, whole))
-    for report in (one, other):
-        for row in (report["total"], *report["table"]):
-            # An estimate, at the rate of what was kept when it was made.
-            del row["tokens_removed_about"]
-    for part in ("total", "table", "licenses", "pii", "inputs"):
-        assert one[part] == other[part], part
-    lines = [gzip.decompress((folder / "removed.jsonl.gz").read_bytes()) for folder in (grown, whole)]
-    assert lines[0] == lines[1] and lines[0].count(b"duplicate") == 30
-    assert sorted(os.listdir(grown)) == sorted(os.listdir(whole)) and os.stat(grown).st_ino != inodes
-    assert len(one["additions"]) == 2
-
-
-KILLED = """
-import os, sys
-import prepare
-from configurator import run
-left, true = int(sys.argv.pop()), os.rename
-prepare.reports.picture = lambda *args: None
-def rename(*names):
-    global left
-    left -= 1
-    if left < 0:
-        os.kill(os.getpid(), 9)
-    true(*names)
-os.rename = rename
-run(prepare.main, vars(prepare))
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
-def test_killed_before_any_renaming_and_started_again_nothing_is_lost_and_nothing_comes_twice(tmp_path):
-    old = write(tmp_path / "old.jsonl", rows(60))
-    new = write(tmp_path / "new.jsonl", rows(30, 60))
-    flags = "--val_share=0.2", "--shard_tokens=2000", "--tokenizer=byte"
-    whole = prepared(tmp_path / "whole" / "data", old, new, *flags)
-    for at in range(4):
-        folder = prepared(tmp_path / str(at) / "data", old, *flags)
-        command = new, f"--out={folder}", *flags, "--add"
-        done = subprocess.run([sys.executable, "-c", KILLED, *map(str, command), str(at)], cwd=ROOT,
-                              capture_output=True, text=True)
-        assert done.returncode == (-signal.SIGKILL if at < 3 else 0), done.stderr
-        if at == 3:
-            refused_again = script("prepare.py", *command)
-            assert "30 duplicate" in refused_again.stderr
-        else:
-            assert script("prepare.py", *command).returncode == 0
-        for name in sorted(os.listdir(whole)):
-            if name.endswith((".npy", ".parquet", "meta.json")):
-                assert (folder / name).read_bytes() == (whole / name).read_bytes(), (at, name)
-        assert sorted(os.listdir(folder)) == sorted(os.listdir(whole)) or at == 3
-
-
-@pytest.mark.parametrize("flags, says", [
-    (["--near_dedup=0.72"], "near_dedup looks at all documents"), (["--min_chars=3"], "min_chars=0, not 3"),
-    (["--tokenizer=apertus:300"], "another tokenizer")])
-def test_what_cannot_be_added_is_one_line_and_leaves_the_data_as_they_were(tmp_path, flags, says):
-    old = write(tmp_path / "old.jsonl", rows(60))
-    out = prepared(tmp_path / "out", old, "--val_share=0.2")
-    before = {file.name: file.read_bytes() for file in out.iterdir()}
-    new = write(tmp_path / "new.jsonl", rows(9, 90))
-    done = script("prepare.py", new, "--tokenizer=byte", "--val_share=0.2", "--add", f"--out={out}", *flags)
-    assert done.returncode == 2 and says in done.stderr.splitlines()[-1], done.stderr
-    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    gone = [next(kept.removed_of(more, f"new.jsonl:new d{i}"))["reason"] for i in range(30, 60)]
+    assert gone == ["duplicate"] * 30
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,44 +236,26 @@ DATA = {
     "mixed": lambda folder: TokenDataset(folder, "train", 16, 28, sources=dict(b=1, a=5, c=0.3)),
     "twice": lambda folder: TokenDataset(folder, "train", 16, 28, sources=("b", "a", "b")),
     "stages": lambda folder: StagedDataset(folder, STAGES, 16)}
+# shard, offset, tokens, the first of them: the end of the first shard of a and so the begin of the second; one token,
+# which is also the last label of a window; the end of the stream.
+SPANS = [("a0", 320, 1, 322), ("a0", 300, 40, 302), ("c0", 100, 500, 1835), ("b0", 0, 1, 1402), ("b0", 300, 33, 1702),
+         ("a0", 990, 25, 992)]
 
 
-@pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", DATA)
-def test_the_samples_of_a_document_are_those_in_which_a_loader_reads_one_of_its_tokens(
-        counted, monkeypatch, kind, groups):
-    """
-    All batches of train.py, of all groups of ranks, the second half of them after a resumption: 22,000 samples, more
-    than two blocks of a mixture.
-    """
-    data, steps, held = DATA[kind](counted), 22, {}
-    for name, value in dict(batch_size=500, batch_ramp_at=2_000).items():
-        monkeypatch.setattr(train, name, value)
-    for group in range(groups):
-        for begin, end in ((0, 13), (13, steps)):
-            run = types.SimpleNamespace(train=data, ranks=types.SimpleNamespace(groups=groups, group=group))
-            loader = train.batches(run, begin)
-            for step in range(begin, end):
-                idx, targets, *_ = next(loader)
-                held.setdefault(step, set()).update(idx.flatten().tolist(), targets.flatten().tolist())
-            loader.close()
-    until = samples_at(steps, 500, 2_000)
-    # Of the first shard of a, its end and so the begin of the second; one token; the end of the stream.
-    for file, offset, n, first in (("a0", 320, 1, 322), ("a0", 300, 40, 302), ("c0", 100, 500, 1835), ("b0", 0, 1, 1402),
-                                   ("b0", 300, 33, 1702), ("a0", 990, 25, 992)):  # 320: also a window's last label
-        want = {step for step, tokens in held.items() if tokens & set(range(first, first + n))}
-        samples = data.samples_of(os.path.join(counted, f"{file}.npy"), offset, n, until)
-        assert {steps_in(int(sample), 500, 2_000) for sample in samples} == want
-        assert (samples < until).all() and (np.diff(samples) > 0).all()
-    assert len(want) > 5
-
-
-def test_the_samples_of_a_document_are_exact_to_the_sample(counted):
-    data = DATA["mixed"](counted)
-    idx, targets, *_ = data.batch(0, 2 * SLOTS)
-    inside = ((idx >= 302) & (idx < 342) | (targets >= 302) & (targets < 342)).any(1).numpy()
-    found = data.samples_of(os.path.join(counted, "a0.npy"), 300, 40, 2 * SLOTS)
-    assert found.tolist() == np.flatnonzero(inside).tolist()
+def test_the_samples_of_a_document_are_those_in_which_a_loader_reads_one_of_its_tokens(counted, monkeypatch, kind):
+    """Blocks of a mixture of 400 samples, where there are 10,000."""
+    monkeypatch.setattr("data.SLOTS", 400)
+    data, until = DATA[kind](counted), 1_000
+    windows = []
+    for sample in range(until):
+        idx, targets, *_ = data.batch(sample, 1)
+        windows.append([*idx[0].tolist(), int(targets[0, -1])])
+    windows = np.array(windows)
+    for file, offset, n, first in SPANS:
+        want = np.flatnonzero(((windows >= first) & (windows < first + n)).any(1))
+        found = data.samples_of(os.path.join(counted, f"{file}.npy"), offset, n, until)
+        assert found.tolist() == want.tolist()
 
 
 def test_when_says_the_steps_at_which_a_run_that_was_stopped_and_resumed_has_read_it(folder, tmp_path, monkeypatch):
@@ -385,41 +264,37 @@ def test_when_says_the_steps_at_which_a_run_that_was_stopped_and_resumed_has_rea
 
     def batch(self, first, n):
         idx, targets, *rest = true(self, first, n)
-        rows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1)
         # Before the first step it looks at single windows.
         if n > 1:
-            read[steps_in(first, 8, 96)] = [row.astype(np.uint16).tobytes() for row in rows]
+            windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1)
+            read[steps_in(first, 8)] = [window.astype(np.uint16).tobytes() for window in windows]
         return idx, targets, *rest
     monkeypatch.setattr(StagedDataset, "batch", batch)
     table, out = tmp_path / "table.py", tmp_path / "run"
-    table.write_text('stages = (("one", ("eng",), 80, 28), ("two", {"eng": 1, "deu": 3}, 9999, 29))')
-    args = ["configs/tiny.py", table, f"--data={folder}", f"--out={out}", "--stage=all", "--batch_ramp_at=96",
-            "--n_layer=1", "--eval_every=0", "--checkpoint_every=5", "--warmup_samples=8", "--decay_samples=8"]
-    assert script("train.py", *args, "--total_samples=80").returncode == 0
-    assert script("train.py", *args, "--total_samples=160", "--resume").returncode == 0
-    config = json.loads((out / "config.json").read_text())
-    assert config["data_version"] == json.loads((folder / "meta.json").read_text())["version"]
-    at, counts = {}, []
-    streams = {name: b"".join(np.load(file).tobytes() for file in sorted(folder.glob(f"{name}_*.npy")))
-               for name in ("eng_train", "deu_train")}
+    table.write_text('stages = (("one", ("eng",), 40, 28), ("two", {"eng": 1, "deu": 3}, 9999, 29))')
+    args = ["configs/tiny.py", table, f"--data={folder}", f"--out={out}", "--stage=all", "--n_layer=1",
+            "--eval_every=0", "--checkpoint_every=2", "--warmup_samples=8", "--decay_samples=8"]
+    assert script("train.py", *args, "--total_samples=40").returncode == 0
+    assert script("train.py", *args, "--total_samples=80", "--resume").returncode == 0
+    streams = {name: b"".join(np.load(file).tobytes() for file in sorted(folder.glob(f"{name}_train_*.npy")))
+               for name in ("eng", "deu")}
+    at, counts = dict(eng=0, deu=0), []
     for row in kept_rows(folder):
         if row["split"] != "train" or row["source"] == "probes":
             continue
-        name = f"{row['source']}_train"
-        begin = at.get(name, 0)
-        at[name] = end = begin + row["tokens"]
-        if int(row["id"].partition(":d")[2]) % 5:
+        source, begin = row["source"], at[row["source"]]
+        at[source] = end = begin + row["tokens"]
+        if int(row["id"].partition(":d")[2]) % 8:
             continue
-        # A window is of the place where its bytes stand in one of the streams.
-        places = {step: [streams[name].find(window) // 2 for window in windows if window in streams[name]]
-                  for step, windows in read.items() if step < 16}
+        # A window of 65 tokens is of the place where its bytes stand in one of the streams.
+        places = {step: [streams[source].find(window) // 2 for window in windows if window in streams[source]]
+                  for step, windows in read.items() if step < 10}
         want = [step for step in sorted(places) if any(p < end and p + 65 > begin for p in places[step])]
         said = ask(folder, f"--find={row['id']}", f"--when={out}")
-        told = [int(part.split()[-1]) for part in said.split(" (tokens")[:-1]]
-        assert told == want[:10], said
-        assert f"read at {len(want)} of the 16 steps" in said or not want and "none of the 16 steps" in said
+        assert [int(part.split()[-1]) for part in said.split(" (tokens")[:-1]] == want, said
+        assert f"read at {len(want)} of the 10 steps" in said or not want and "none of the 10 steps" in said
         counts.append(len(want))
-    assert len(counts) > 15 and len(set(counts)) > 2
+    assert len(counts) > 10 and len(set(counts)) > 2
     val = next(row["id"] for row in kept_rows(folder) if row["split"] == "val")
     assert "for validation" in ask(folder, f"--find={val}", f"--when={out}")
 
