@@ -30,28 +30,21 @@ have no full hash and are kept. At 4096 that hardly matters. At 256, a passage r
 random offsets has each of its holes filled 128 * 49 / 256 = 24 times. With context = the h-1 tokens
 before the window, the same passage has the same mask wherever it is cut.
 
-$ python goldfish.py [FILE] [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of any text, a passage with its holes
+$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, and a passage with its holes
 """
 
 import functools
-import glob
-import itertools
-import os
-import sys
-import sysconfig
 
 import numpy as np
 import torch
-
-from engine.files import read_text
 
 # Letters: B batch, T time, c labels of context, h labels in a hashed window, 1/k the share to forget.
 
 tokenizer = "apertus"   # whose ids are hashed: apertus, apertus:K, byte, bpe:FILE (tokenizer.py)
 k = 50                  # forget one label in k
 h = 50                  # labels that the hash sees, the forgotten one included
-show = 200              # tokens of the text to print with the forgotten ones marked
-paths = []              # text files; default: the top-level modules of the running Python's standard library
+show = 200              # tokens of the text to print, the forgotten ones in brackets
+paths = []              # text files; default: this file
 
 TABLE_SIZE = 1_000_003
 A = 6364136223846793005  # Knuth's MMIX multiplier: s <- A s + x is his random generator, fed with labels
@@ -65,37 +58,21 @@ def goldfish_mask(labels, k=50, h=50, hash="product", context=None):
     the hash sees, the forgotten one included. hash 'product' (Apertus, bit-exact) or 'mix'. context
     (c,) or (B, c) int64: the tokens before the labels, c = h-1 to hash them all; with fewer or None
     (c = 0) the first h-1-c labels are kept. Returns a bool tensor of labels' shape. ValueError for
-    other shapes, kinds or values. Source: swiss-ai/Megatron-LM, apply_goldfish.
+    a wrong type or value. Source: swiss-ai/Megatron-LM, apply_goldfish.
     """
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels are {labels.dtype}: want torch.int64 (labels.long())")
+    if hash not in ("product", "mix") or k <= 1 or h < 1:
+        raise ValueError(f"k={k}, h={h}, hash={hash!r}: want k > 1, h >= 1, and 'product' (Apertus) or 'mix'")
     if context is None:
         context = labels[..., :0]
-    check(labels, k, h, hash, context)
-    stream = (context.numpy(), labels.numpy())
-    x = np.concatenate(stream, -1)  # (B, c+T)
+    x = torch.cat((context, labels), -1).numpy()  # (B, c+T)
     keep = np.ones(x.shape, bool)
     if x.shape[-1] >= h:
         hash_keeps = keep_by_product if hash == "product" else keep_by_mix
         keep[..., h - 1 :] = hash_keeps(x, k, h)
     c = context.shape[-1]
     return torch.from_numpy(keep[..., c:])  # (B, T)
-
-
-def check(labels, k, h, hash, context):
-    """ValueError for arguments that goldfish_mask cannot hash, saying what it wants instead."""
-    batch = labels.shape[:-1]
-    if labels.ndim not in (1, 2) or context.shape[:-1] != batch:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} and context {tuple(context.shape)} do not fit: "
-            "want (T,) and (c,) or (B, T) and (B, c)"
-        )
-    for x in (labels, context):
-        if x.dtype != torch.int64 or x.device.type != "cpu":
-            found = f"{x.dtype} on {x.device}"
-            raise ValueError(f"labels and context are {found}: want int64 on the CPU (x.long().cpu())")
-    if not k > 1 or not isinstance(h, int) or h < 1:
-        raise ValueError(f"k={k}, h={h}: want k > 1 (one label in k is forgotten) and a whole h >= 1")
-    if hash not in ("product", "mix"):
-        raise ValueError(f"hash={hash!r}: there is 'product' (Apertus) and 'mix'")
 
 
 # -----------------------------------------------------------------------------
@@ -107,7 +84,7 @@ def fold(x, h, join):
     join(... join(join(x_i, x_i+1), x_i+2) ..., x_i+h-1) for every i, by doubling: 7 joins instead of 49 at h = 50.
 
     x (..., T) array; join(left, right, n) combines neighbouring runs, n = length of the right one,
-    and is associative. Returns (..., T-h+1). The bits of h say the lengths: 50 = 0b110010 goes
+    and is associative. Returns (..., T-h+1). The bits of h give the lengths: 50 = 0b110010 goes
     1, 2, 3, 6, 12, 24, 25, 50.
     """
     runs, n = x, 1  # runs[..., i] is the join of x_i ... x_{i+n-1}
@@ -137,9 +114,9 @@ def keep_by_product(x, k, h):
 @functools.lru_cache(maxsize=4)
 def table(k):
     """
-    (1,000,003,) bool numpy array: is this key kept?
+    (1,000,003,) bool numpy array: does this key keep its label?
 
-    As bools it is 1 MB and stays in the cache, where the 4 MB of random numbers may not.
+    As bools it takes 1 MB and stays in the CPU's cache; the 4 MB of random numbers may not.
     """
     # The CPU's generator, since a GPU draws other numbers, and in fp32, where 1/50 is 0.01999999955.
     generator = torch.Generator().manual_seed(2971215073)
@@ -151,18 +128,12 @@ def window_mix(x, h):
     """
     x (..., T) int64 -> (..., T-h+1) uint64, uniform: a polynomial in A, then the finalizer of SplitMix64.
 
-    A is odd, so a label is not lost as it ages; A has a good spectrum (Knuth, TAOCP 3.3.4), so small
+    A is odd, so no label loses bits as it ages; A has a good spectrum (Knuth, TAOCP 3.3.4), so small
     differences of ids do not cancel: windows of 50 ids below 2^17 that differ in one or two labels
     never collide (tested, all pairs). The finalizer (Steele et al. 2014) turns a counter into random
     numbers, so all 64 bits depend on the last label too.
     """
-
-    def shift_and_add(left, right, n):
-        left = left * pow(A, n, 2**64)
-        left += right
-        return left
-
-    z = fold(x.view(np.uint64), h, shift_and_add)
+    z = fold(x.view(np.uint64), h, lambda left, right, n: left * pow(A, n, 2**64) + right)
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
     z = (z ^ z >> 27) * 0x94D049BB133111EB
     return z ^ z >> 31
@@ -170,69 +141,29 @@ def window_mix(x, h):
 
 def keep_by_mix(x, k, h):
     """x (..., T) int64 -> (..., T-h+1) bool: all windows but one in k."""
-    forgotten_below = int(2**64 / k)
-    return window_mix(x, h) >= forgotten_below
+    return window_mix(x, h) >= int(2**64 / k)
 
 
 # -----------------------------------------------------------------------------
-# The command: what both hashes do to a text
-
-
-def print_rates(labels):
-    """For three pairs of k and h: the share of `labels` (T,) that each hash drops, and of windows that it maps to 0."""
-    print("  k    h     1/k     product: dropped   windows = 0        mix: dropped   windows = 0")
-    # At k = 4 collapsed windows are dropped; at h = 13 none collapses.
-    pairs = [(k, h), (4, h), (k, 13)]
-    for k_, h_ in dict.fromkeys(pairs):
-        if len(labels) < h_:
-            continue
-        line = f"{k_:3} {h_:4} {1 / k_:8.2%}"
-        for hash, window in (("product", window_product), ("mix", window_mix)):
-            kept = goldfish_mask(labels, k_, h_, hash)[h_ - 1 :]
-            dropped = 1 - kept.float().mean()
-            zeros = window(labels.numpy(), h_) == 0
-            line += f"   {dropped:16.2%} {zeros.mean():13.2%}"
-        print(line)
-
-
-def marked(ids, keep, decode):
-    """The text of ids, forgotten tokens struck through in red on a terminal, in wdiff's [-brackets-] elsewhere."""
-    left, right = "[-", "-]"
-    if sys.stdout.isatty():
-        left, right = "\x1b[9;31m", "\x1b[0m"
-    text = ""
-    pairs = zip(keep, ids)
-    # Tokens are decoded by runs, since a character may span several.
-    for kept, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-        part = decode([i for _, i in run])
-        text += part if kept else left + part + right
-    return text
+# The command
 
 
 def main():
+    """Print the share of labels that each hash drops, and a passage with its forgotten tokens in brackets."""
     import tokenizer as tokenizers
+    from engine.files import read_text
 
     tok = tokenizers.load(tokenizer)
-    stdlib = sysconfig.get_path("stdlib")
-    files = paths or sorted(glob.glob(os.path.join(stdlib, "*.py")))
-    stream = []  # as prepare.py writes it
-    for path in files:
-        stream += [tok.bos, *tok.encode(read_text(path)), tok.eos]
-    labels = torch.tensor(stream)  # (T,)
-    if len(labels) < h:
-        raise ValueError(
-            f"{len(labels)} tokens in {len(files)} files, want at least h={h}: give more, or lower --h"
-        )
-    source = ", ".join(paths) or f"{len(files)} modules of the standard library"
-    print(f"{source}: {len(labels):,} tokens of {tokenizer!r}\n")
-    print_rates(labels)
-    first = h - 1  # the first label with a full hash
-    passage = labels[: first + show]
+    ids = []
+    for path in paths or [__file__]:
+        ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]
+    labels = torch.tensor(ids)
     for hash in ("product", "mix"):
-        keep = goldfish_mask(passage, k, h, hash)[first:].tolist()
-        forgotten = keep.count(False)
-        print(f"\n--- {hash}, k = {k}, h = {h}: {forgotten} of {len(keep)} labels forgotten")
-        print(marked(passage[first:].tolist(), keep, tok.decode))
+        keep = goldfish_mask(labels, k, h, hash)[h - 1 :]
+        dropped = 1 - keep.float().mean()
+        print(f"{hash}, k = {k}, h = {h}: forgets {dropped:.2%} of {len(keep):,} labels (1/k: {1 / k:.2%})")
+        passage = zip(ids[h - 1 :], keep.tolist()[:show])
+        print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in passage), "\n", sep="")
 
 
 if __name__ == "__main__":

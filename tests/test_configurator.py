@@ -1,36 +1,42 @@
 """configurator.py: what a user may type, and what the answer is. The authority is the user's intention."""
+
 import glob
 import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+import configurator
+from configurator import configure, lengths, run, settings
 from conftest import ROOT
-from configurator import configure, settings
 
 SCRIPT = '''"""A script."""
 from configurator import run
 lr = 0.1             # how fast
 steps = 10           # how long
-name = "a"           # called
-top_k = None         # or a number
-fast = False         # or slow
-betas = (0.9, 0.99)  # two
 def main():
-    print(lr, steps, name, top_k, fast, betas)
+    print(lr, steps)
 if __name__ == "__main__":
-    run(main, globals())
+    run(main, globals(), beyond="beyond")
+'''
+BEYOND = '''"""More settings for the script."""
+import script
+from configurator import run
+rank = 0             # of adapters
+lr = 0.2             # another
+def start():
+    run(lambda: print("beyond", script.lr, script.steps, rank, lr, *rank_first()), vars(script), globals())
+def rank_first():
+    return [name for name in script._asked if name == "rank"]
 '''
 
 
-def defaults():
-    return dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), __file__=__file__)
-
-
 def after(*argv, **more):
-    namespace = {**defaults(), **more}
+    """The globals of a script with these arguments."""
+    namespace = dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), **more)
     configure(namespace, list(argv))
     return namespace
 
@@ -41,73 +47,27 @@ def after(*argv, **more):
     ("--top_k=5", "top_k", 5), ("--top_k=None", "top_k", None),
     ("--fast", "fast", True), ("--fast=False", "fast", False),
     ("--betas=[0.8,0.9]", "betas", (0.8, 0.9)), ("--betas=0.8,0.9", "betas", (0.8, 0.9))])
-def test_a_flag_sets_its_value_in_the_kind_of_the_default(arg, key, want):
+def test_a_flag_sets_its_value_in_the_type_of_the_default(arg, key, want):
     got = after(arg)[key]
     assert got == want and type(got) is type(want)
 
 
 @pytest.mark.parametrize("arg, says", [
-    ("--learning=1", "no setting 'learning'; --help lists them"),
-    ("--step=1", "did you mean 'steps'"),
-    ("--lr=fast", "lr wants float like 0.1, got 'fast'"),
-    ("--steps=1.5", "steps wants int like 10, got 1.5"),
-    ("--fast=1", "True or False"),
-    ("--steps=True", "steps wants int"), ("--steps=None", "steps wants int"),
-    ("--steps=__import__('os').getcwd()", "steps wants int"),
-    ("--lr", "lr wants float like 0.1, got True"),
-    ("nonsense", "no config file 'nonsense'")])
-def test_what_cannot_be_used_is_refused_in_one_line(arg, says):
-    with pytest.raises(ValueError, match=".*".join(says.split("'"))) as e:
+    ("--learning=1", "--learning: there is no setting 'learning'; --help lists them"),
+    ("--step=1", "--step: there is no setting 'step', did you mean 'steps'?"),
+    ("--learning_rate=1", "--learning_rate: there is no setting 'learning_rate', did you mean 'lr'?"),
+    ("--lr=fast", "--lr=fast: want a number, such as 0.1"),
+    ("--lr", "--lr=True: want a number, such as 0.1"),
+    ("--steps=1.5", "--steps=1.5: want a whole number, such as 10"),
+    ("--steps=True", "--steps=True: want a whole number, such as 10"),
+    ("--steps=__import__('os').getcwd()", "--steps=__import__('os').getcwd(): want a whole number, such as 10"),
+    ("--fast=1", "--fast=1: want True or False, such as False"),
+    ("--betas=1", "--betas=1: want a list, such as (0.9, 0.99)"),
+    ("nonsense", "no config file 'nonsense' here or in configs/")])
+def test_what_cannot_be_used_is_an_error_of_one_line(arg, says):
+    with pytest.raises(ValueError) as error:
         after(arg)
-    assert "\n" not in str(e.value)
-
-
-def lengthy(*argv):
-    """As after(), of a script that has the settings of train.py."""
-    import train
-    return configure({**vars(train)}, ["tiny", *argv])
-
-
-@pytest.mark.parametrize("arg, want", [
-    ("--learning_rate=1", "lr"), ("--min_lr=1", "lr_floor"), ("--batch=3", "batch_size"),
-    ("--warmup_steps=3", "warmup_samples"), ("--eval_interval=3", "eval_every"), ("--clip=1", "grad_clip"),
-    ("--out_dir=x", "out"), ("--n_layers=2", "n_layer"), ("--alpha_warm_up=2", "alpha_warmup"),
-    ("--compiled", "compile")])
-def test_the_name_that_others_give_a_setting_proposes_ours(arg, want):
-    with pytest.raises(ValueError, match=f"did you mean '{want}'"):
-        lengthy(arg)
-
-
-def test_a_name_that_shares_a_whole_word_proposes_those_that_have_it():
-    with pytest.raises(ValueError, match="did you mean 'total_samples' or 'warmup_samples' or 'decay_samples'"):
-        lengthy("--samples=3")
-
-
-def test_steps_is_never_taken_for_eps():
-    """They share three letters of five: --steps=20 was answered with 'eps'."""
-    with pytest.raises(ValueError) as e:
-        lengthy("--steps")
-    assert "'eps'" not in str(e.value) and "total_samples = steps * batch_size" in str(e.value)
-
-
-@pytest.mark.parametrize("argv", [
-    ["--steps=20"],
-    ["--max_iters", "20"],
-    ["--max_steps=20", "--batch_size=4"],
-    ["--batch_size=4", "--iters=20"]])
-def test_a_number_of_steps_is_answered_with_the_flags_that_make_it(argv):
-    """The batch is that of the command line, wherever it stands, and the proposed flags can be used as they are."""
-    batch = 4 if "--batch_size=4" in argv else 8
-    with pytest.raises(ValueError, match=f"20 steps of batch_size={batch} are --total_samples={20 * batch} ") as e:
-        lengthy(*argv)
-    flags = str(e.value).split(" are ")[1].split()
-    got = lengthy(*flags, f"--batch_size={batch}")
-    assert got["warmup_samples"] + got["decay_samples"] <= got["total_samples"] == 20 * batch
-
-
-def test_epochs_are_answered_with_what_counts_instead():
-    with pytest.raises(ValueError, match="length is counted in samples: total_samples = epochs . windows of the data"):
-        lengthy("--epochs=3")
+    assert str(error.value) == says
 
 
 def test_a_value_may_follow_its_flag_after_a_space():
@@ -115,39 +75,29 @@ def test_a_value_may_follow_its_flag_after_a_space():
     assert (got["lr"], got["fast"], got["name"], got["top_k"]) == (3e-4, True, "b", -1)
 
 
-def test_files_stack_and_flags_win(tmp_path):
+def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_path):
     (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\n_private = 3\n")
-    (tmp_path / "two.py").write_text("lr = 2\n")
+    (tmp_path / "two.py").write_text("lr = 2\nname = 'c'\ntop_k = _before['steps'] + (_before['lr'] == 1e-3)\n")
     got = after("--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7")
-    assert (got["lr"], got["steps"], got["name"]) == (2.0, 7, "z")
+    assert (got["lr"], got["steps"], got["name"], got["top_k"]) == (2.0, 7, "z", 21)
+    assert list(got["_asked"]) == ["lr", "top_k", "name", "steps"]
 
 
-def test_a_typo_in_a_file_is_an_error_with_a_suggestion(tmp_path):
-    (tmp_path / "typo.py").write_text("stepps = 3\n")
-    with pytest.raises(ValueError, match="typo.py: there is no setting 'stepps', did you mean 'steps'"):
-        after(str(tmp_path / "typo.py"))
-
-
-def test_a_wrong_kind_in_a_file_is_an_error(tmp_path):
-    (tmp_path / "kind.py").write_text("steps = 'many'\n")
-    with pytest.raises(ValueError, match="kind.py: steps wants int"):
-        after(str(tmp_path / "kind.py"))
+@pytest.mark.parametrize("text, says", [
+    ("stepps = 3", "there is no setting 'stepps', did you mean 'steps'?"),
+    ("steps = 'many'", "steps=many: want a whole number, such as 10")])
+def test_a_mistake_in_a_file_is_an_error_that_names_the_file(tmp_path, text, says):
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    with pytest.raises(ValueError) as error:
+        after(str(file))
+    assert str(error.value) == f"{file}: {says}"
 
 
 @pytest.mark.parametrize("arg", ["8b", "config/8b.py", "configs/8b.py", "configs/8b"])
-def test_a_config_has_three_spellings(arg):
-    import train
-    namespace = {**vars(train)}
-    assert configure(namespace, [arg])["n_layer"] == 32 and namespace["batch_ramp_at"] == 1_718_272_000
-
-
-def test_a_file_is_told_the_settings_before_it_and_sets_none_of_them(tmp_path):
-    """Those of the files before it, the defaults of the rest; flags come later."""
-    (tmp_path / "one.py").write_text("lr = 2.0\n")
-    (tmp_path / "two.py").write_text("steps = 3 if _before['lr'] == 2 and _before['steps'] == 10 else 4\n")
-    got = after("--lr=5", str(tmp_path / "one.py"), str(tmp_path / "two.py"))
-    # The flag is said last, although the first file had set it too.
-    assert (got["steps"], got["lr"], list(got["_asked"])) == (3, 5.0, ["steps", "lr"])
+def test_a_config_has_several_spellings(arg):
+    assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
+    assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
 
 
 def test_every_config_file_fits_its_script():
@@ -159,41 +109,108 @@ def test_every_config_file_fits_its_script():
         with open(path, encoding="utf-8") as f:
             if "\nstudy = " in f.read():
                 name = "studies.ablate"
-        configure({**vars(importlib.import_module(name))}, [path])
+        spaces = [dict(vars(importlib.import_module(name)))]
+        if hasattr(importlib.import_module(name), "shape"):
+            spaces += [spaces[0]["shape"], dict(vars(importlib.import_module("posttrain.attach")))]
+        configure(spaces[0], [path], *spaces[1:])
 
 
-def test_other_arguments_are_paths_where_a_script_takes_paths(tmp_path):
-    (tmp_path / "text.py").write_text("nonsense = 1\n")
-    got = after(str(tmp_path / "text.py"), "*.md", "--lr=1", paths=[])
-    assert got["paths"] == [str(tmp_path / "text.py"), "*.md"]
+def test_where_a_script_takes_paths_all_but_configs_are_paths(tmp_path):
+    assert after("mine.py", "*.md", "--lr=1", paths=["a"])["paths"] == ["a", "mine.py", "*.md"]
+    with pytest.raises(ValueError, match="configs/tiny.py: there is no setting 'out'"):
+        after("configs/tiny.py", paths=[])
+
+
+def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
+    script, other, shape = dict(lr=1.0, out="a"), dict(lr=2.0, rank=0), SimpleNamespace(n_layer=4)
+    got = configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
+    assert got == settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
+    assert script["lr"] == other["lr"] == 3.0 and shape.n_layer == 5 and "n_layer" not in script
+    assert list(script["_asked"]) == list(other["_asked"]) == ["lr", "n_layer", "rank"]
+
+
+def test_settings_are_plain_lower_case_names():
+    assert settings(dict(a=1, _b=2, C=3, d=print, e=sys, f=None)) == dict(a=1, f=None)
+
+
+def test_the_proposed_lengths_are_five_and_thirty_percent():
+    assert lengths(200) == "--total_samples=200 --warmup_samples=10 --decay_samples=60"
 
 
 @pytest.fixture
-def call(tmp_path):
-    """call(ARGS): `python script.py ARGS`, as a process of its own."""
+def call(tmp_path, monkeypatch, capsys):
+    """call(ARGS): what `python script.py ARGS` does, in this process: its exit code, stdout and stderr."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": ROOT}
+    (tmp_path / "beyond.py").write_text(BEYOND)
+    monkeypatch.syspath_prepend(tmp_path)
 
-    def call(*args):
-        return subprocess.run([sys.executable, tmp_path / "script.py", *args], capture_output=True, text=True, env=env)
-    return call
-
-
-def test_a_script_runs_with_its_flags(call):
-    assert call("--lr=1").stdout == "1.0 10 a None False (0.9, 0.99)\n"
-
-
-def test_a_script_says_its_errors_in_one_line_and_leaves_with_2(call):
-    bad = call("--stepz=3")
-    assert bad.returncode == 2 and bad.stdout == ""
-    assert bad.stderr == "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
-
-
-def test_help_is_the_docstring_and_a_line_for_each_setting(call):
-    done = call("--help")
-    assert done.returncode == 0 and done.stdout.startswith("A script.\n")
-    assert "--steps=10" in done.stdout and "how long" in done.stdout
+    def call(*args, main=None):
+        sys.modules.pop("script", None), sys.modules.pop("beyond", None)
+        monkeypatch.setattr(sys, "argv", ["script.py", *args])
+        namespace = vars(importlib.import_module("script"))
+        code = 0
+        try:
+            run(main or namespace["main"], namespace, beyond="beyond")
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+    yield call
+    sys.modules.pop("script", None), sys.modules.pop("beyond", None)
 
 
-def test_settings_are_plain_lower_case_globals():
-    assert settings(dict(a=1, _b=2, C=3, d=print, e=sys, f=None)) == dict(a=1, f=None)
+def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_2(call):
+    assert call("--lr=1") == (0, "1.0 10\n", "")
+    wrong = "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
+    assert call("--stepz=3") == (2, "", wrong)
+
+
+def test_only_errors_of_our_own_code_are_for_the_user(call, tmp_path):
+    """This file is in the project, a library is not."""
+    def own():
+        open("/nowhere/at/all")
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    (tmp_path / "library.py").write_text("def main():\n    int('x')\n")
+    with pytest.raises(ValueError, match="invalid literal"):
+        call(main=importlib.import_module("library").main)
+    assert call(main=own) == (2, "", "script.py: [Errno 2] No such file or directory: '/nowhere/at/all'\n")
+    assert call(main=stopped)[0] == 130
+
+
+def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call, tmp_path):
+    """On the command line or in a file; a setting that both have stays with the script; a typo is nobody's."""
+    (tmp_path / "config.py").write_text("rank = 4\nsteps = 3\n")
+    assert call("--rank=8", "--lr=1") == (0, "beyond 1.0 10 8 1.0 rank\n", "")
+    assert call(str(tmp_path / "config.py")) == (0, "beyond 0.1 3 4 0.2 rank\n", "")
+    assert call("--lr=1") == (0, "1.0 10\n", "")
+    assert call("--ranks=8")[0] == 2
+
+
+def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_beyond(call):
+    code, shown, _ = call("--steps=3", "--help")
+    lines = shown.splitlines()
+    assert code == 0 and lines[:3] == ["A script.", "", "settings:"]
+    assert [line.split() for line in lines[3:5]] == [["--lr=0.1", "how", "fast"], ["--steps=10", "how", "long"]]
+    assert lines[6:7] == ["settings of beyond, which takes over if one of them is set:"]
+    assert [line.split() for line in lines[7:]] == [["--rank=0", "of", "adapters"]]
+    assert shown == call("-h")[1]
+
+
+def test_help_of_an_object_has_the_comments_of_its_class(capsys):
+    from model import ApertusConfig
+    script = dict(__doc__="A script.", __file__=__file__)
+    configurator.print_help(script, [script, ApertusConfig()])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--activation=" in line]
+    assert lines[0].startswith("  --activation='xielu'") and "swiglu" in lines[0]
+
+
+def test_help_whose_reader_has_left_ends_quietly(call, tmp_path):
+    """As in `--help | head -1`: its stdout is a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, tmp_path / "script.py", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=ROOT))
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

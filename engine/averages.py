@@ -1,0 +1,139 @@
+"""
+An optimizer's update in fewer passes and in less memory: compiled, small tensors joined, averages in bf16.
+
+A compiled kernel reads p, g, m1, m2, v and writes p, m1, m2, v once: 36 bytes a parameter in fp32. Averages in bf16
+save 4 of 20 bytes of memory a parameter (weight, gradient, m1, m2, v); the slow one is then rounded stochastically.
+
+The update itself comes from outside (ademamix.py): a function of p, g, m1, m2, v and of scalars, elementwise, in
+place. A row is the list [p, g, m1, m2, v] of one tensor, in which m1 may be None.
+"""
+
+import torch
+from torch.fx.experimental import _config as shapes
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from engine.hardware import can_compile
+
+# Calling a compiled kernel has a price, so tensors of at most SMALL elements (gains, scalars) are joined and updated
+# as one, and MANY tensors share a call. A larger MANY saves calls, but takes longer to compile; a larger SMALL costs
+# more for copying than it saves. Tensors are cut into rows of WIDE, the remainder goes to the small ones.
+SMALL = 4_096
+MANY = 3
+WIDE = 16
+
+
+def check(name, state_dtype):
+    """ValueError unless the optimizer of this name can keep its averages in the dtype of this name."""
+    if state_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"state_dtype={state_dtype!r}: there is float32 and bfloat16")
+    if state_dtype == "bfloat16" and name == "adamw":
+        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
+                         "use --optimizer=ademamix, or leave state_dtype out")
+
+
+def updater(update, device, compile):
+    """
+    A function (rows, t, scalars) that applies an elementwise update to a list of rows, in place.
+
+    t, a 0-d int32 tensor, is the number of the step. compile: with torch.compile, if the device has a compiler.
+    """
+
+    def many(rows, t, numbers):
+        for p, g, m1, m2, v in rows:
+            slow = m2.float() if m2.dtype == torch.bfloat16 else m2
+            update(p, g, m1, slow, v, *numbers)
+            if slow is not m2:
+                m2.copy_(stochastic_bf16(slow, t))
+
+    if compile and not can_compile(device):
+        print(f"ademamix: no compiler found for {device.type}: the update runs eagerly, which is slower")
+        compile = False
+    if not compile:
+        return many
+    # dynamic: one kernel for tensors of every size.
+    fused = torch.compile(many, fullgraph=True, dynamic=True)
+
+    # Tensors of one length may differ in the next call. "Duck shapes" would take their lengths for one variable.
+    @shapes.patch(use_duck_shape=False)
+    def joined(rows, t, numbers):
+        wide, small = [], []
+        for row in rows:
+            n = row[0].numel()
+            whole = n - n % WIDE if n > SMALL else 0
+            if not all(x is None or x.is_contiguous() for x in row):
+                # Non-contiguous tensors cannot be viewed as rows. They are rare, so they are updated eagerly.
+                many([row], t, numbers)
+                continue
+            if whole:
+                wide.append(each(lambda x: in_rows(x, whole), row))
+            if whole < n:
+                small.append(each(lambda x: x.view(-1)[whole:], row))
+        columns = list(zip(*small))
+        together = [None if column[0] is None else join(column) for column in columns]
+        if small:
+            wide.append(each(lambda x: in_rows(x, x.numel()), together))
+        # Zeros fill up the last call: a shorter list would need another kernel.
+        while len(wide) % MANY:
+            wide.append(each(lambda x: in_rows(x.new_zeros(2 * WIDE), 2 * WIDE), wide[0]))
+        for i in range(0, len(wide), MANY):
+            fused(wide[i : i + MANY], t, numbers)
+        # Joined tensors are copies, so all but the gradients are copied back.
+        sizes = [row[0].numel() for row in small]
+        for i, whole in enumerate(together):
+            if i != 1 and whole is not None:
+                torch._foreach_copy_(columns[i], whole[: sum(sizes)].split(sizes))
+        # Autograd does not see changes through .data, but a backward pass through the old weights must still fail.
+        torch.autograd.graph.increment_version([row[0] for row in rows])
+
+    return joined
+
+
+def each(f, row):
+    """f of each tensor of a row."""
+    return [None if x is None else f(x) for x in row]
+
+
+def in_rows(x, n):
+    """
+    The first n elements of x as (n / WIDE, WIDE), the same memory. torch.compile takes WIDE for fixed: with no known
+    length a kernel moves one number at a time on a GPU, and with this one 16 bytes.
+    """
+    # FSDP's gradients are parts of one buffer. torch.compile would compile those that do not begin at its start apart,
+    # and views apart from whole tensors (hence .data).
+    if x.storage_offset():
+        x = from_dlpack(to_dlpack(x.detach()))
+    rows = x.as_strided((n // WIDE, WIDE), (WIDE, 1)).data
+    torch._dynamo.mark_static(rows, 1)
+    return rows
+
+
+def join(column):
+    """1-D tensors as one, padded with zeros to whole rows, at least two: torch.compile would compile one row apart."""
+    n = sum(x.numel() for x in column)
+    zeros = column[0].new_zeros(max(2 * WIDE - n, -n % WIDE))
+    return torch.cat([*column, zeros])
+
+
+# -----------------------------------------------------------------------------
+# bf16
+
+
+def stochastic_bf16(x, seed):
+    """
+    Round fp32 to bf16, up or down at random so that the mean is exact. x any shape, seed a 0-d int32
+    tensor (the step). Returns bf16 of x's shape.
+
+    bf16 has 8 bits of precision, and a slow average moves by 1e-4 of the distance: rounded to nearest it
+    stops at 0.0312 after 20,000 gradients of 1, where 0.8647 is right. The noise is a hash of (element,
+    step) (lowbias32, C. Wellons), so there is no random state to save, and a resumed run rounds alike.
+    Elements are counted within a shard, so other world sizes round differently.
+    """
+    element = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
+    h = element.view(x.shape) ^ (seed * -1640531527)
+    # int32 products wrap around, as the hash needs; the masks turn >> into its unsigned shift.
+    h = (h ^ (h >> 16 & 0xFFFF)) * 0x7FEB352D
+    h = (h ^ (h >> 15 & 0x1FFFF)) * -0x7B935975
+    # Uniform over the 16 bits that bf16 drops: where the sum carries into the others, x is rounded up.
+    noise = (h ^ h >> 16) & 0xFFFF
+    bits = (x.view(torch.int32) + noise) & -0x10000
+    return bits.view(torch.float32).bfloat16()
