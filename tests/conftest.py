@@ -45,7 +45,7 @@ def script(name, *args, stdin="", pictures=False):
     .returncode, .stdout and .stderr. pictures: draw loss.png and flow.png, which cost 0.4 s each, more than most runs.
     """
     from corpus import audit
-    from engine import plot, routes
+    from engine import plot
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves, audit.picture
@@ -64,7 +64,6 @@ def script(name, *args, stdin="", pictures=False):
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
         plot.curves, audit.picture = drawn
-        routes.take({})                                    # as a new process begins
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
