@@ -13,7 +13,7 @@ embedding, head, norms, activation and attention.
 
 The report tried this with the 8B after 8T tokens (appendix D): 26 % faster, and the loss 0.01 higher at once. It
 diverged 300B tokens later, and they returned to bf16; here --resume --fp8=False does that. After 300 steps of 3.5M
-parameters on a CPU, which rounds in the same way, validation is 0.010 +- 0.011 nats per token higher than in bf16 and
+parameters on a CPU, with the same rounding, validation is 0.010 +- 0.011 nats per token higher than in bf16 and
 the last 50 training steps 0.011 +- 0.009 (five seeds). It has not run on a GPU.
 
 $ python train.py configs/8b.py --data=data/mine --fp8

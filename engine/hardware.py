@@ -1,5 +1,5 @@
 """
-What this machine has, and what a CPU needs to be fast. Nothing here changes what is computed.
+The parts of this machine, and speed on a CPU. Nothing here changes results.
 
     pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
     memory_of, free_on_host, vendor_flops   bytes and FLOP/s
@@ -83,7 +83,7 @@ def pick_dtype(dtype, device):
 
 
 def can_compile(device):
-    """Whether torch.compile has what it needs: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
+    """Whether torch.compile finds its tools: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
     # torch would first compile a program to see whether AVX works: seconds of every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     kind = torch.device(device).type

@@ -64,7 +64,7 @@ def of_step(model, settings, rows, tokens, ranks, size, shards=1):
     # 3 C: embedding, last norm, and gradient of the hidden states.
     takes["activations"] = (c.n_layer * kept[settings["recompute"]] + 3 * C) * positions * size
 
-    # The loss holds so many logits at a time on a GPU, in fp32 and as their gradient.
+    # Logits that the loss holds at a time on a GPU, in fp32 and as their gradient.
     head = model.lm_head.weight
     logits = 2**27 if head.requires_grad else 2**26
     in_head = 8 * min(logits, positions * c.vocab_size)
@@ -91,7 +91,7 @@ def room_on(device):
 
 def check(model, settings, rows, tokens, ranks, device, dtype):
     """
-    One line about what a step takes and what the device has; "" if that is unknown. Arguments as in of_step.
+    One line with the memory of a step and of the device; "" if that is unknown. Arguments as in of_step.
 
     ValueError, with the sum and the flags to change, if the step takes more than the device has.
     """
