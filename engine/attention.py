@@ -1,13 +1,15 @@
 """
-Attention on a CPU, causal and inside documents. Both ways have the numbers of model.py's masked_attention, to
-rounding; engine/routes.py times which is faster.
+Attention on a CPU, causal and inside documents: attend_on_cpu takes the place of Attention.attend there.
 
-    segment_attention(q, k, v, doc)   torch's kernel, one call for each document: no mask, and no work outside
-    formula_attention(q, k, v, doc)   matrix products and softmax, a slice of the queries at a time
+    segments   torch's kernel, one call per document: no mask, and no work between documents
+    formula    matrix products and softmax, 64 queries at a time: for bf16 in windows of at most 512 tokens
 
-torch.compile would trip over both: over documents, whose lengths differ in every batch, and over slices, for each of
-which it writes kernels of their own. Each is therefore an operator (torch.library.custom_op): a name, what it
-computes, the shapes of the results for the compiler, and the gradient.
+In bf16 a step by the kernel takes 1.1 times as long at T = 256. In fp32 the two differ by little (Zen 3, one thread, a
+compiled step of configs/laptop.py: segments take 1.01 to 1.02 times as long), and segments keep no probabilities.
+
+torch.compile would compile the segments anew for every batch, since the lengths of documents differ, and would unroll
+the slices of the formula. Both are therefore inside one operator (torch.library.custom_op), which has a name, the
+shapes of its results for the compiler, and a gradient.
 """
 
 import math
@@ -19,252 +21,196 @@ from engine.hardware import at_least_fp32
 
 # Letters: B batch, T time, H query heads, K kv heads, D head dim, R queries of a slice, S keys that they may see.
 
-# -----------------------------------------------------------------------------
-# by torch's kernel
-
-attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def documents(doc):
+def attend_on_cpu(q, k, v, doc=None):
     """
-    Where the documents lie. doc: (B, T) ids, equal inside a document; None: every row is one. Returns
-    [(slice of rows, slice of columns)]: all rows at once if every row is one document, else one pair per
-    document.
+    softmax(q k^T / sqrt(D)) v, causal and inside documents: (B, H, T, D), in memory as (B, T, H, D).
+
+    q (B, H, T, D); k and v (B, K, T, D); doc (B, T), equal inside a document, None if every row is one document.
     """
-    if doc is None:
-        return [(slice(None), slice(None))]
-    B, T = doc.shape
-    cuts = []
-    for row in doc:
-        borders = 1 + row.diff().nonzero()[:, 0]
-        cuts.append([0, *borders.tolist(), T])
-    if max(map(len, cuts)) == 2:
-        return [(slice(0, B), slice(0, T))]
-    found = []
-    for b, row in enumerate(cuts):
-        this_row = slice(b, b + 1)
-        for start, end in zip(row, row[1:]):
-            found.append((this_row, slice(start, end)))
-    return found
+    y, *_ = attention(q, k, v, doc)
+    return y
 
 
-def widened(x, wide):
-    return at_least_fp32(x) if wide else x
+def attend_on(model, device):
+    """Let the layers of a model attend by attend_on_cpu if the device is a CPU, else as model.py does."""
+    for block in model.model.layers:
+        vars(block.self_attn).pop("attend", None)
+        if str(device) == "cpu":
+            block.self_attn.attend = attend_on_cpu
+
+
+def by_formula(q):
+    """Whether the formula is faster than segments for q (B, H, T, D)."""
+    return q.dtype == torch.bfloat16 and q.shape[2] <= 512
 
 
 def unfilled(q):
     """
-    Memory for the two results of segment_attention of q (B, H, T, D): the output, of the same shape, and
-    the logsumexp (B, H, T). The output lies in memory as (B, T, H, D), which the projection that follows
-    reads without a copy.
+    Memory for the results of the operator: [y (B, H, T, D), *kept].
+
+    kept, for the gradient: by segments the logsumexp of the scores (B, H, T), by the formula the probabilities
+    (B, H, R, S) of each slice.
     """
     B, H, T, D = q.shape
-    y = q.new_empty(B, T, H, D)
-    lse = at_least_fp32(q.new_empty(B, T, H))
-    return y.transpose(1, 2), lse.transpose(1, 2)
-
-
-@torch.library.custom_op("apertus::segment_attention", mutates_args=())
-def segment_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc: Tensor | None,
-    wide: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """
-    Document-masked attention without a mask: one causal call for each document of the batch.
-
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D),
-    and for the gradient the logsumexp of the scores (B, H, T). A T x T mask would make attention slower;
-    this makes it faster, since work falls with the sum of squared lengths. wide: bf16 is computed in fp32,
-    which SDPA's CPU kernel does in half the time for short documents.
-    """
-    y, lse = unfilled(q)
-    inputs = [widened(x, wide) for x in (q, k, v)]
-    for rows, columns in documents(doc):
-        inside = rows, slice(None), columns                              # of all heads
-        mine = (x[inside] for x in inputs)
-        y[inside], lse[inside] = attend(*mine, is_causal=True)
-    return y, lse
-
-
-@segment_attention.register_fake
-def _(q, k, v, doc, wide=True):
-    return unfilled(q)
-
-
-@torch.library.custom_op("apertus::segment_attention_backward", mutates_args=())
-def segment_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    doc: Tensor | None,
-    y: Tensor,
-    lse: Tensor,
-    wide: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of y. Shapes as in segment_attention."""
-    gradients = tuple(map(torch.empty_like, (q, k, v)))
-    inputs = [widened(x, wide) for x in (grad, q, k, v, y, lse)]
-    for rows, columns in documents(doc):
-        inside = rows, slice(None), columns
-        mine = (x[inside] for x in inputs)
-        parts = attend_backward(*mine, dropout_p=0.0, is_causal=True)
-        for whole, part in zip(gradients, parts):
-            whole[inside] = part
-    return gradients
-
-
-@segment_attention_backward.register_fake
-def _(grad, q, k, v, doc, y, lse, wide=True):
-    return tuple(map(torch.empty_like, (q, k, v)))
-
-
-def segment_gradients(ctx, grad, grad_lse):
-    """lse has no gradient of its own, since only this function reads it; and the ids of documents have none."""
-    return *segment_attention_backward(grad, *ctx.saved_tensors, ctx.wide), None, None
-
-
-def keep_inputs_and_outputs(ctx, inputs, output):
-    *tensors, ctx.wide = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
-segment_attention.register_autograd(segment_gradients, setup_context=keep_inputs_and_outputs)
+    # The projection that follows reads (B, T, H D) without a copy.
+    y = q.new_empty(B, T, H, D).transpose(1, 2)
+    if not by_formula(q):
+        lse = at_least_fp32(q.new_empty(B, T, H))
+        return [y, lse.transpose(1, 2)]
+    results = [y]
+    for start in range(0, T, SLICE):
+        end = min(start + SLICE, T)
+        results.append(q.new_empty(B, H, end - start, end))
+    return results
 
 
 # -----------------------------------------------------------------------------
-# by its formula
+# by torch's kernel, document by document
+
+
+def documents(doc, tensors):
+    """
+    Yield views of `tensors`, (B, heads, T, ...) each, for one document at a time: (1, heads, length, ...).
+
+    If every row is one document, all rows at once.
+    """
+    if doc is None or not doc.diff().any():
+        yield tensors
+        return
+    for b, row in enumerate(doc):
+        borders = 1 + row.diff().nonzero()[:, 0]
+        parts = [x[b:b + 1].tensor_split(borders, dim=2) for x in tensors]
+        yield from zip(*parts)
+
+
+def by_segments(attend, doc, inputs, outputs):
+    """Write attend(*inputs) into `outputs`, document by document. All tensors are (B, heads, T, ...)."""
+    # The kernel takes half the time in fp32 for short documents in bf16.
+    if doc is not None:
+        inputs = [at_least_fp32(x) for x in inputs]
+    n = len(inputs)
+    for views in documents(doc, [*inputs, *outputs]):
+        found = attend(*views[:n], 0.0, True)                            # no dropout, causal
+        for target, part in zip(views[n:], found):
+            target.copy_(part)
+
+
+# -----------------------------------------------------------------------------
+# by the formula, slice by slice
 
 #     z = q k^T / sqrt(D)        p = softmax(z)                       y = p v
 #     dp = dy v^T                dz = p (dp - sum over keys of p dp)
 #     dq = dz k / sqrt(D)        dk = dz^T q / sqrt(D)                dv = p^T dy
 
-# Queries at a time: keys behind them all are left out, and what is computed of their scores is still in the cache when
-# it is read again. Fewer would make the matrix products slower.
+# Queries of a slice. Their scores fit in the cache; fewer queries would make the matrix products slower.
 SLICE = 64
 
 
-def slices(T):
-    """[(slice of queries, slice of the keys that one of them may see)] of T positions."""
-    found = []
-    for begin in range(0, T, SLICE):
-        end = min(begin + SLICE, T)
-        found.append((slice(begin, end), slice(0, end)))
-    return found
-
-
 def grouped(x, K):
-    """x (B, H, R, D) -> (B K, H/K R, D): the rows of all heads that share a key-value head are those of one matrix."""
+    """x (B, H, R, D) -> (B K, H/K R, D): heads that share a key-value head are the rows of one matrix."""
     B, H, R, D = x.shape
     return x.reshape(B * K, H // K * R, D)
 
 
-def shapes_of_p(q, K):
-    """The shapes (B K, H/K R, S) of the probabilities, one for each of slices(T); q (B, H, T, D)."""
-    B, H, T, _ = q.shape
-    shapes = []
-    for mine, past in slices(T):
-        R = mine.stop - mine.start
-        shapes.append((B * K, H // K * R, past.stop))
-    return shapes
+def formula(q, k, v, doc, y, kept):
+    """Write the output into y, and the probabilities of each slice into `kept`."""
+    B, K, T, D = k.shape
+    keys = grouped(k, K)                                                 # (B K, T, D)
+    values = grouped(v, K)
+    if doc is None:
+        doc = torch.zeros(B, T)
+    i = torch.arange(T)
+    for p in kept:
+        R, S = p.shape[2:]
+        mine = slice(S - R, S)
+        z = grouped(p, K)                                                # (B K, H/K R, S)
+        z.baddbmm_(grouped(q[:, :, mine], K), keys[:, :S].mT, beta=0, alpha=D ** -0.5)
+        other = doc[:, mine, None] != doc[:, None, :S]                   # (B, R, S)
+        later = i[mine, None] < i[:S]
+        # Adding a bias is faster than filling in through a mask that all heads share.
+        bias = torch.zeros_like(other, dtype=p.dtype)
+        bias.masked_fill_(other | later, -math.inf)
+        p += bias[:, None]
+        torch.softmax(z, -1, out=z)
+        y[:, :, mine] = torch.bmm(z, values[:, :S]).view(B, -1, R, D)
 
 
-def in_slices(kept, q, K):
-    """The memory `kept` of all probabilities, as the matrices of these shapes."""
-    shapes = shapes_of_p(q, K)
-    parts = kept.split(list(map(math.prod, shapes)))
-    return [part.view(shape) for part, shape in zip(parts, shapes)]
-
-
-def unfilled_p(q):
-    """Memory for the results of formula_attention of q (B, H, T, D): the output, and all probabilities."""
-    y, _ = unfilled(q)
-    pairs = sum(map(math.prod, shapes_of_p(q, K=1)))                     # as many for any K
-    return y, q.new_empty(pairs)
-
-
-@torch.library.custom_op("apertus::formula_attention", mutates_args=())
-def formula_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> tuple[Tensor, Tensor]:
-    """
-    softmax(q k^T / sqrt(D)) v, causal and inside documents, a slice of the queries at a time.
-
-    q (B, H, T, D), k and v (B, K, T, D), doc (B, T), None: each row is one document. Returns (B, H, T, D), and for the
-    gradient the probabilities, slice behind slice.
-    """
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
-    later = torch.ones(SLICE, SLICE, dtype=torch.bool).triu(1)
-    y, kept = unfilled_p(q)
-    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
-        queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
-        p.baddbmm_(queries, keys[:, past].mT, beta=0, alpha=D ** -0.5)   # (B K, H/K R, S)
-        by_head = p.view(B, H, -1, past.stop)
-        R = by_head.shape[2]
-        by_head[..., mine].masked_fill_(later[:R, :R], -math.inf)        # all keys before these are seen
-        if doc is not None:
-            # Added, since filling a mask that heads share takes longer.
-            other = doc[:, None, mine, None] != doc[:, None, None, past]  # (B, 1, R, S)
-            bias = torch.zeros_like(other, dtype=p.dtype)
-            by_head += bias.masked_fill_(other, -math.inf)
-        torch.softmax(p, -1, out=p)
-        y[:, :, mine] = torch.bmm(p, values[:, past]).view(B, H, R, D)
-    return y, kept
-
-
-@formula_attention.register_fake
-def _(q, k, v, doc):
-    return unfilled_p(q)
-
-
-@torch.library.custom_op("apertus::formula_attention_backward", mutates_args=())
-def formula_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of the output. Shapes as in formula_attention."""
-    B, H, T, D = q.shape
-    K = k.shape[1]
-    keys, values = grouped(k, K), grouped(v, K)                          # (B K, T, D)
-    grad_q = torch.empty_like(q)
-    # A key collects from all slices behind it.
-    grad_k, grad_v = (at_least_fp32(torch.zeros_like(x)) for x in (keys, values))
-    for (mine, past), p in zip(slices(T), in_slices(kept, q, K)):
-        queries = grouped(q[:, :, mine], K)                              # (B K, H/K R, D)
-        incoming = grouped(grad[:, :, mine], K)
-        grad_p = torch.bmm(incoming, values[:, past].mT)                 # (B K, H/K R, S)
+def formula_backward(grad, q, k, v, kept, gradients):
+    """Write the gradients of q, k and v into `gradients`."""
+    B, K, T, D = k.shape
+    keys = grouped(k, K)                                                 # (B K, T, D)
+    values = grouped(v, K)
+    grad_q, grad_k, grad_v = gradients
+    # A key collects a sum over all slices behind it.
+    sum_k = at_least_fp32(torch.zeros_like(keys))
+    sum_v = at_least_fp32(torch.zeros_like(values))
+    for p in kept:
+        R, S = p.shape[2:]
+        mine = slice(S - R, S)
+        p = grouped(p, K)                                                # (B K, H/K R, S)
+        incoming = grouped(grad[:, :, mine], K)                          # (B K, H/K R, D)
+        grad_p = torch.bmm(incoming, values[:, :S].mT)
         grad_z = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
-        grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, past]).view(B, H, -1, D)
-        grad_k[:, past] += torch.bmm(grad_z.mT, queries)
-        grad_v[:, past] += torch.bmm(p.mT, incoming)
+        grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, :S]).view(B, -1, R, D)
+        sum_k[:, :S] += torch.bmm(grad_z.mT, grouped(q[:, :, mine], K))
+        sum_v[:, :S] += torch.bmm(p.mT, incoming)
     scale = D ** -0.5
     grad_q *= scale
-    grad_k *= scale
-    return grad_q, grad_k.view(k.shape).to(k.dtype), grad_v.view(v.shape).to(v.dtype)
+    sum_k *= scale
+    grad_k.copy_(sum_k.view_as(k))
+    grad_v.copy_(sum_v.view_as(v))
 
 
-@formula_attention_backward.register_fake
-def _(grad, q, k, v, kept):
-    return torch.empty_like(q), q.new_empty(k.shape), q.new_empty(v.shape)
+# -----------------------------------------------------------------------------
+# the operator
 
 
-def formula_gradients(ctx, grad, grad_kept):
-    """The probabilities have no gradient of their own, since only this function reads them."""
-    q, k, v, kept = ctx.saved_tensors
-    return *formula_attention_backward(grad, q, k, v, kept), None
+@torch.library.custom_op("apertus::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> list[Tensor]:
+    """[y, *kept] of unfilled(); arguments of attend_on_cpu."""
+    y, *kept = unfilled(q)
+    if by_formula(q):
+        formula(q, k, v, doc, y, kept)
+    else:
+        by_segments(kernel, doc, [q, k, v], [y, *kept])
+    return [y, *kept]
 
 
-def keep_probabilities(ctx, inputs, output):
-    q, k, v, _ = inputs
-    _, kept = output
-    ctx.save_for_backward(q, k, v, kept)
+@attention.register_fake
+def _(q, k, v, doc):
+    return unfilled(q)
 
 
-formula_attention.register_autograd(formula_gradients, setup_context=keep_probabilities)
+@torch.library.custom_op("apertus::attention_backward", mutates_args=())
+def attention_backward(saved: list[Tensor], doc: Tensor | None) -> list[Tensor]:
+    """The gradients of q, k and v; saved: that of the output, q, k, v, and the operator's results."""
+    grad, q, k, v, _, *kept = saved
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    if by_formula(q):
+        formula_backward(grad, q, k, v, kept, gradients)
+    else:
+        by_segments(kernel_backward, doc, saved, gradients)
+    return gradients
+
+
+@attention_backward.register_fake
+def _(saved, doc):
+    return [torch.empty_like(x) for x in saved[1:4]]
+
+
+def keep_inputs_and_results(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+def gradients_of(ctx, gradients):
+    """Only the output of the results has a gradient, and doc has none."""
+    q, k, v, doc, *results = ctx.saved_tensors
+    saved = [gradients[0], q, k, v, *results]
+    return *attention_backward(saved, doc), None
+
+
+attention.register_autograd(gradients_of, setup_context=keep_inputs_and_results)

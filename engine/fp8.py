@@ -1,20 +1,20 @@
 """
-The six matrices of a block multiplied in eight bits, of which Hopper and Ada do twice as many a second as of bf16.
+The matrices of all blocks multiplied in eight bits, which Hopper and Ada do twice as fast as in bf16.
 
-    y  = x w^T          x and w in e4m3, 3 bits of mantissa:   at most 2^-4 off each, relative
-    dx = dy w           dy in e5m2, 2 bits and a wider range:  at most 2^-3 off
+    y  = x w^T          x and w in e4m3, 3 bits of mantissa:   relative error at most 2^-4
+    dx = dy w           dy in e5m2, 2 bits and a wider range:  at most 2^-3
     dw = dy^T x
 
-Each tensor is divided by a scale of its own, max |t| / the largest number of its format, made anew for every product
-("current scaling"): there is no history to save, and a resumed run has the bits of one that was not stopped. What is
-below 1/28,672 of the largest in x or w has fewer bits. The tensors are those of a micro-batch on one device, so
-another micro_batch rounds otherwise. Weights, gradients, what ranks send and the optimizer stay as they are, and so do
+Each tensor is divided by a scale of its own, max |t| / the largest number of its format, computed anew for every
+product ("current scaling"). So there is no history to save, and a run resumes bit-exactly. Numbers of x and w below
+1/28,672 of the largest have fewer bits. A scale covers the positions of one micro-batch on one device, so another
+micro_batch rounds differently. Weights, gradients, communication and the optimizer stay as they are, and so do
 embedding, head, norms, activation and attention.
 
-The report tried this with the 8B after 8T tokens (appendix D): 26 % faster, its loss 0.01 higher at once. It diverged
-300B tokens later, and they went back. Here --resume --fp8=False goes back. After 300 steps of 3.5M parameters on a CPU,
-whose products are rounded alike, validation is 0.010 +- 0.011 nats a token higher, and the last 50 training steps
-0.011 +- 0.009 (five seeds against bf16). No GPU has run it.
+The report tried this with the 8B after 8T tokens (appendix D): 26 % faster, and the loss 0.01 higher at once. It
+diverged 300B tokens later, and they returned to bf16; here --resume --fp8=False does that. After 300 steps of 3.5M
+parameters on a CPU, with the same rounding, validation is 0.010 +- 0.011 nats per token higher than in bf16 and
+the last 50 training steps 0.011 +- 0.009 (five seeds). It has not run on a GPU.
 
 $ python train.py configs/8b.py --data=data/mine --fp8
 """
@@ -27,13 +27,16 @@ E5M2 = torch.float8_e5m2        # of gradients; 57,344
 
 
 def check_fp8(config, positions, device):
-    """ValueError, in one line, if not all products can be in fp8. positions: of a micro-batch on this device."""
-    kind = device.split(":")[0]
+    """ValueError if not all products can be in fp8. positions: of a micro-batch on this device."""
+    kind, _, _ = device.partition(":")
     if kind == "mps" or kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"fp8=True wants a GPU that multiplies in it (H100, 4090 and later) and {device} does not: "
                          "leave it out")
-    sizes = dict(n_embd=config.n_embd, ffn_width=config.ffn_width, positions_of_a_micro_batch=positions,
-                 width_of_k_and_v=config.n_kv_head * config.head_dim)
+    sizes = dict(
+        n_embd=config.n_embd,
+        ffn_width=config.ffn_width,
+        positions_of_a_micro_batch=positions,
+        width_of_k_and_v=config.n_kv_head * config.head_dim)
     odd = [f"{name}={n}" for name, n in sizes.items() if n % 16]
     if odd:
         raise ValueError(f"fp8=True wants sizes that 16 divides, unlike {', '.join(odd)}: leave it out")
@@ -42,27 +45,28 @@ def check_fp8(config, positions, device):
 def quantise(x, kind):
     """x (M, K) -> x / scale in 8 bits (M, K), and the scale () fp32."""
     x = x.float()
-    # All zeros stay zeros. What is not a number stays one, so the run notices.
+    # Zeros stay zeros. nan and inf stay visible, so that the run notices them.
     scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(kind).max
     return (x / scale).to(kind), scale
 
 
 def product(a, b, a_scale, b_scale, dtype, fast=False):
     """
-    a (M, K) @ b (N, K).T -> (M, N) in dtype. GPUs want both to lie in memory along K. fast: add up with fewer bits, as
-    is usual forward and not backward.
+    a (M, K) @ b (N, K).T -> (M, N) in dtype. GPUs want both to be contiguous along K.
+
+    fast: add up with fewer bits, as usual forward and not backward.
     """
     return torch._scaled_mm(a.contiguous(), b.contiguous().T, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 class Product(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x @ w.T (M, N), this and both gradients in fp8."""
+    """x (M, K), w (N, K) -> x @ w.T (M, N); this and both gradients in fp8."""
 
     @staticmethod
     def forward(ctx, x, w):
         x8, x_scale = quantise(x, E4M3)
         w8, w_scale = quantise(w, E4M3)
-        # Of w the parameter itself: FSDP drops it after the block, and a copy in 8 bits would stay.
+        # Save w itself, the parameter: FSDP frees it after the block, where a copy in 8 bits would stay.
         ctx.save_for_backward(x8, x_scale, w)
         return product(x8, w8, x_scale, w_scale, x.dtype, fast=True)
 
@@ -76,14 +80,16 @@ class Product(torch.autograd.Function):
         return grad_x, grad_w
 
 
-def linear(x, w):
-    """x (..., K) @ w (N, K).T -> (..., N) in fp8, with its gradients."""
-    y = Product.apply(x.flatten(0, -2), w)
-    return y.unflatten(0, x.shape[:-1])
+class Linear8(nn.Linear):
+    """A matrix without bias, with the parameters and names of model.Linear: checkpoints stay the same."""
+
+    def forward(self, x):
+        y = Product.apply(x.flatten(0, -2), self.weight.to(x.dtype))
+        return y.unflatten(0, x.shape[:-1])
 
 
 def multiply_in_fp8(model):
-    """Have the matrices of all blocks multiply in fp8. The head stays: its errors are those of the logits."""
-    for matrix in model.model.layers.modules():
-        if isinstance(matrix, nn.Linear):
-            matrix.product = linear
+    """Have the matrices of all blocks multiply in fp8. The head stays, since its errors are those of the logits."""
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Linear8

@@ -1,9 +1,9 @@
 """
-What a mean or a share of few values is worth: intervals and p-values by Student's t, and Wilson's interval of a share.
+Confidence intervals and p-values of a mean by Student's t, and Wilson's interval of a share.
 
     mean +- t(n - 1) sd / sqrt(n)        t(1) = 12.7, t(2) = 4.3, t(4) = 2.8
 
-The normal distribution's 1.96 in place of t is right for many values only, and studies have five seeds.
+The normal distribution's 1.96 in place of t holds for many values only, and studies have five seeds.
 Sources: Abramowitz & Stegun, Handbook of Mathematical Functions (1964), 26.7; Wilson, JASA 22 (1927).
 """
 
@@ -14,7 +14,7 @@ import statistics
 
 def p_value(t, df):
     """
-    P(|T| > |t|) of Student's t with df degrees of freedom, a whole number; nan for df < 1, and 0 for an infinite t.
+    P(|T| > |t|) of Student's t with df degrees of freedom, an integer; nan for df < 1.
 
     By the finite sums of Abramowitz & Stegun 26.7.3-4, where a = atan(|t| / sqrt(df)) and c = cos a:
 
@@ -23,8 +23,6 @@ def p_value(t, df):
     """
     if df < 1:
         return math.nan
-    if math.isinf(t):
-        return 0.0
     angle = math.atan(abs(t) / math.sqrt(df))
     odd = df % 2
     term, total = 1.0, 0.0
@@ -41,7 +39,7 @@ def p_value(t, df):
 def t_quantile(df, p=0.05):
     """The t with P(|T| > t) = p, by bisection: half of a 95 % interval is t standard errors."""
     if df > 10_000:
-        # The normal distribution's quantile agrees to 2e-4 here, and the sums of p_value would have thousands of terms.
+        # The normal quantile agrees to 2e-4 here, and p_value would add up thousands of terms.
         return statistics.NormalDist().inv_cdf(1 - p / 2)
     low, high = 0.0, 1000.0
     while high - low > 1e-9:
@@ -57,7 +55,7 @@ def student(values):
     """
     The mean of a list of numbers, half of its 95 % interval, and the p-value of a true mean of 0: three floats.
 
-    Interval and p-value are nan for one value, all three for none.
+    Interval and p-value are nan for one value, all three for an empty list.
     """
     n = len(values)
     mean = statistics.fmean(values) if n else math.nan
@@ -70,15 +68,16 @@ def student(values):
 
 
 def half_interval(values):
-    """Half of the 95 % interval of a mean, by Student's t."""
-    return student(values)[1]
+    """Half of the 95 % interval of a mean."""
+    _, half, _ = student(values)
+    return half
 
 
 def wilson(right, n):
     """
     95 % interval (low, high) of the share right / n (Wilson 1927).
 
-    It stays inside [0, 1] and holds its promise at small n, where p +- 1.96 sd does neither.
+    It stays inside [0, 1] and keeps its coverage at small n, unlike p +- 1.96 sd.
     """
     p = right / n
     z = 1.96

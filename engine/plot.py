@@ -1,13 +1,12 @@
 """
-Pictures of runs, from their log.jsonl: loss, bits per byte, gradient norm, learning rate and speed.
+Plots of runs, from their log.jsonl: loss, bits per byte, gradient norm, learning rate and speed.
 
-    bold line    mean over the 2 % of all steps before each
-    thin line    every step; of a long run the mean of neighbouring steps, since a picture has no more columns
-    band         least and largest of those neighbours, so that a spike of one step among thousands is still seen
+    line      every step; of a long run the means of 100 groups of neighbouring steps
+    band      least and largest of each group, so that a spike of one step among thousands stays visible
+    number    the last value of a validation, to the right of its panel
 
-train.py draws loss.png of its own run at the end, as SFT and QRPO do, over steps. What no log has gets no panel. Runs
-are drawn together only where their numbers can be compared: on the same data, or, if only the tokenizers differ, in
-bits per byte.
+train.py, SFT and QRPO draw loss.png of their own run at the end. A panel without data is left out. Runs can be plotted
+together if they have the same data or, in bits per byte only, the same validation text.
 
 $ python -m engine.plot out/a out/b --out=compare.png
 """
@@ -18,6 +17,7 @@ if __name__ == "__main__" and not __package__:
     print("plot.py: start it from the project's root, python -m engine.plot", file=sys.stderr)
     sys.exit(2)
 
+import contextlib
 import json
 import os
 from array import array
@@ -27,9 +27,9 @@ import numpy as np
 from engine.files import read_json
 
 paths = []             # run folders
-out = "out/plot.png"   # the picture of runs
+out = "out/plot.png"   # the plot
 
-# (key of the log, title); "minutes" stands for val_bpb over minutes instead of tokens
+# (key of the log, title); "minutes" is val_bpb over minutes instead of tokens
 PANELS = (
     ("loss", "training loss (nats/token)"),
     ("val_bpb", "validation (bits/byte)"),
@@ -38,30 +38,25 @@ PANELS = (
     ("task", "task (share of right answers)"),
     ("grad_norm", "gradient norm"),
     ("lr", "learning rate"),
-)
-SPEED = (
     ("tok_s", "tokens per second"),
     ("minutes", "validation (bits/byte) over minutes"),
 )
+MEASURED = "val_bpb", "old_bpb", "old_kl", "task", "minutes"
+UNITS = dict(tokens=(1e6, "million tokens"), step=(1, "step"), minutes=(60, "minutes"))
 
 
 # -----------------------------------------------------------------------------
 # log.jsonl
 
 
-def parsed(text):
-    """The JSON object in a text (str or bytes); None if there is none, since a kill or a full disk has torn it."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 def entry_of(line):
-    """A line of log.jsonl as a dict; None for one that a kill, a full disk or a power cut has torn."""
-    entry = parsed(line) if line.endswith("\n") else None
-    return entry if entry and type(entry.get("step")) is int else None
+    """A line of log.jsonl as a dict; None if a kill, a full disk or a power cut has torn it."""
+    with contextlib.suppress(ValueError, RecursionError):
+        entry = json.loads(line)
+        whole = line.endswith("\n") and isinstance(entry, dict)
+        if whole and type(entry.get("step")) is int:
+            return entry
+    return None
 
 
 def has_log(folder):
@@ -71,9 +66,9 @@ def has_log(folder):
 
 def entries(folder):
     """
-    The entries of a run's log.jsonl in order, torn lines left out. ValueError if there is no such file.
+    Yield the entries of a run's log.jsonl in order, without torn lines. ValueError if there is no such file.
 
-    They come one at a time, because the 2.6 million of the 8B would be gigabytes of dicts.
+    All at once, the 2.6 million entries of the 8B would take gigabytes.
     """
     path = f"{folder}/log.jsonl"
     if not os.path.isfile(path):
@@ -83,29 +78,33 @@ def entries(folder):
 
 
 def read_log(folder):
-    """All entries of a run's log.jsonl (a list of dicts), in order; torn lines are left out."""
     return list(entries(folder))
 
 
 # -----------------------------------------------------------------------------
-# any picture
+# any plot
 
 
 def pyplot():
-    """matplotlib.pyplot without a display and in our style. Imported here: most users of this file draw nothing."""
+    """matplotlib.pyplot without a display, in our style. Imported here, since most users of this file draw nothing."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    plt.rc("figure", titlesize=11)
-    plt.rc("figure.constrained_layout", use=True, h_pad=0.1)
-    plt.rc("axes", titlesize=10, labelsize=9)
-    plt.rc("axes.spines", top=False, right=False)
-    plt.rc("legend", fontsize=8, frameon=False)
+    plt.rcParams.update({
+        "figure.titlesize": 11,
+        "figure.constrained_layout.use": True,
+        "figure.constrained_layout.h_pad": 0.1,
+        "axes.titlesize": 10,
+        "axes.labelsize": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "legend.fontsize": 8,
+        "legend.frameon": False})
     return plt
 
 
 def finish(figure, picture):
-    """Write a figure as a file, and free it. The folder is made if it is not there."""
+    """Write a figure to a file, whose folder is made if need be, and free it."""
     os.makedirs(os.path.dirname(picture) or ".", exist_ok=True)
     figure.savefig(picture, dpi=110)
     pyplot().close(figure)
@@ -115,121 +114,95 @@ def finish(figure, picture):
 # runs
 
 
-def points(folder, keys, x_axis="tokens"):
+def points(folder, keys, x_axis):
     """
-    {key: (x, y)} of a run's log, arrays of float64, empty for a key that the log never has. The log is read once.
+    {key: (x, y)} of a run's log, arrays of float64, empty for a key that the log does not have. Reads the log once.
 
-    x_axis: tokens, in millions, or step; "minutes" has its own. ValueError if the log has no whole line.
+    x: entry[x_axis], or seconds for "minutes". ValueError if the log has no whole line.
     """
     found = {key: (array("d"), array("d")) for key in keys}
     entry = None
     for entry in entries(folder):
+        entry["minutes"] = entry.get("val_bpb")
         for key, (x, y) in found.items():
-            over, unit = x_axis, 1e6 if x_axis == "tokens" else 1
-            if key == "minutes":
-                key, over, unit = "val_bpb", "seconds", 60
-            # A step whose loss was no number has null there.
-            if over in entry and entry.get(key) is not None:
-                x.append(entry[over] / unit)
+            at = entry.get("seconds" if key == "minutes" else x_axis)
+            # A step whose loss is not finite has null.
+            if at is not None and entry.get(key) is not None:
+                x.append(at)
                 y.append(entry[key])
     if entry is None:
         raise ValueError(f"{folder}/log.jsonl has no whole line yet: wait for the run's first step")
     return found
 
 
-def thinned(values):
-    """values (n,) in at most 2,000 groups of neighbours: mean, least and largest of each, (3, groups)."""
-    groups = np.array_split(values, min(len(values), 2_000))
-    return np.array([(group.mean(), group.min(), group.max()) for group in groups]).T
+def draw_run(axis, x, y, colour, **line):
+    """All points x, y (n,) of a run in one panel, in at most 100 groups of neighbours."""
+    groups = min(len(y), 100)
+    x = [part.mean() for part in np.array_split(x, groups)]
+    parts = np.array_split(y, groups)
+    low, high = ([extreme(part) for part in parts] for extreme in (np.min, np.max))
+    axis.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    axis.plot(x, [part.mean() for part in parts], color=colour, **line)
 
 
-def running_mean(y, width):
-    """The mean of each value of y (n,) and the `width` before it, fewer at the beginning; (n,)."""
-    window = np.ones(width + 1)
-    counts = np.convolve(np.ones(len(y)), window)
-    return (np.convolve(y, window) / counts)[:len(y)]
-
-
-def draw_run(axis, key, x, y, colour, name):
-    """All points x, y (n,) of a run in one panel."""
-    last = y[-1]
-    x, *_ = thinned(x)
-    y, low, high = thinned(y)
-    if key in ("loss", "tok_s"):
-        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-        axis.plot(x, y, colour, alpha=0.25, linewidth=0.7)
-        width = max(1, len(y) // 50)
-        y = running_mean(y, width)
-    measured = key in ("val_bpb", "old_bpb", "old_kl", "task")
-    marker = "." if measured or key == "minutes" else None
-    axis.plot(x, y, colour, linewidth=1.6, marker=marker, label=name)
-    if measured:
-        axis.annotate(
-            f"{last:.3f}",
-            (x[-1], last),
-            xytext=(0, 6),
-            textcoords="offset points",
-            horizontalalignment="right",
-            fontsize=9,
-            color=colour)
+def print_values(axis, values):
+    """Print values, (y, colour) each, to the right of a panel: each near its height, and a line apart."""
+    low, high = axis.get_ylim()
+    heights = []
+    for y, _ in values:
+        lowest = heights[-1] + 0.07 if heights else 0.0
+        heights.append(max(lowest, (y - low) / (high - low)))
+    above = max(0, heights[-1] - 1)
+    for height, (y, colour) in zip(heights, values):
+        axis.text(1.01, height - above, f"{y:.3f}", color=colour, fontsize=9, va="center", transform=axis.transAxes)
 
 
 def curves(folders, picture, panels=PANELS, x_axis="tokens"):
-    """Draw the `panels` of runs, pairs of a key of the log and a title, over tokens or steps; one colour per run."""
+    """Plot `panels`, (key of the log, title) each, of runs over "tokens" or "step", with a colour per run."""
     runs = [points(folder, [key for key, _ in panels], x_axis) for folder in folders]
     panels = [(key, title) for key, title in panels if any(found[key][0] for found in runs)]
     columns = (len(panels) + 1) // 2
-    figure, axes = pyplot().subplots(
-        min(2, len(panels)),
-        columns,
-        figsize=(max(5 * columns, 7), 6),
-        squeeze=False)
+    size = max(5 * columns, 7), 6
+    figure, axes = pyplot().subplots(min(2, len(panels)), columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(panels):]:
         axis.remove()
     for axis, (key, title) in zip(axes.flat, panels):
-        label = "million tokens" if x_axis == "tokens" else x_axis
-        axis.set(title=title, xlabel="minutes" if key == "minutes" else label)
+        unit, label = UNITS["minutes" if key == "minutes" else x_axis]
+        axis.set(title=title, xlabel=label)
         axis.grid(alpha=0.2)
-    for n, (folder, found) in enumerate(zip(folders, runs)):
-        name = os.path.basename(os.path.normpath(folder))
-        for axis, (key, _) in zip(axes.flat, panels):
+        marker = "." if key in MEASURED else ""
+        last = []
+        for n, (folder, found) in enumerate(zip(folders, runs)):
+            name = os.path.basename(os.path.normpath(folder))
             x, y = found[key]
             if y:
-                draw_run(axis, key, x, y, f"C{n}", name)
-    first = axes[0, 0]
-    if first.lines:
-        first.legend()
+                draw_run(axis, np.array(x) / unit, y, f"C{n}", marker=marker, label=name)
+                last.append((y[-1], f"C{n}"))
+        if marker:
+            print_values(axis, sorted(last))
+    axes[0, 0].legend()
     finish(figure, picture)
 
 
 def comparable(folders):
     """
-    Which panels may be drawn for these runs together.
-
-    Runs of the same data share all. If other tokenizers have cut the same validation text, only bits per byte has a
-    common unit. ValueError if the texts differ, since no number can then be compared.
+    The panels in which runs can be compared: all if they have the same data, bits per byte if only the tokenizer
+    differs. ValueError if the validation texts differ or cannot be seen, since then no number has a common unit.
     """
-    configs = {}
-    for folder in folders:
-        path = f"{folder}/config.json"
-        if os.path.isfile(path):
-            configs[folder] = read_json(path)
-    hashes = {config.get("data_hash") for config in configs.values()}
-    if len(hashes) <= 1:
-        return PANELS + SPEED
-    texts = {}
+    paths = {folder: f"{folder}/config.json" for folder in folders}
+    configs = {folder: read_json(path) for folder, path in paths.items() if os.path.isfile(path)}
+    if len({config.get("data_hash") for config in configs.values()}) <= 1:
+        return PANELS
+    texts = set()
     for folder, config in configs.items():
-        data = config.get("data")
-        path = f"{data}/meta.json"
+        path = f"{config.get('data')}/meta.json"
         if not os.path.isfile(path):
-            raise ValueError(f"the runs have different data, and that of {folder} ({data}) is not here "
-                             "to see whether its text is the same: compare runs of one data folder")
+            raise ValueError(f"the runs have different data, and {path} of {folder} is not here to see whether the text is "
+                             "the same: compare runs of one data folder")
         splits = [source["val"] for source in read_json(path)["sources"].values()]
-        texts[folder] = sorted((split["documents"], split["bytes"]) for split in splits)
-    if len({str(text) for text in texts.values()}) > 1:
-        sizes = [f"{folder}: {sum(size for _, size in text):,} bytes" for folder, text in texts.items()]
-        raise ValueError(f"the runs are validated on different text ({', '.join(sizes)}): "
-                         "nothing of theirs can be compared")
+        texts.add(str(sorted((split["documents"], split["bytes"]) for split in splits)))
+    if len(texts) > 1:
+        raise ValueError(f"{', '.join(configs)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return PANELS[1:2]
 
@@ -237,12 +210,11 @@ def comparable(folders):
 def main():
     if not paths:
         raise ValueError("name one or more run folders: python -m engine.plot out/laptop")
-    panels = comparable(paths)
-    curves(paths, out, panels)
+    curves(paths, out, comparable(paths))
     print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    # A library here imports nothing of the root; only this command does, for its flags.
+    # Only this command needs the root, for its flags.
     from configurator import run
     run(main, globals())

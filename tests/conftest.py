@@ -44,7 +44,7 @@ def script(name, *args, stdin="", pictures=False):
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
     .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
-    from engine import plot, routes
+    from engine import plot
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves
@@ -63,7 +63,6 @@ def script(name, *args, stdin="", pictures=False):
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
         plot.curves = drawn
-        routes.take({})                                    # as a new process begins
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

@@ -1,29 +1,19 @@
-"""
-engine/hardware.py: its operators are what they say in fp64, and torch.library.opcheck finds nothing wrong with their
-shapes and gradients.
-"""
+"""engine/hardware.py: the authorities are the kernel's files, libgomp, Triton's sources, and products in fp64."""
 import os
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from conftest import ROOT
 from engine import hardware
-from engine.hardware import ROUTES, linear, onednn_linear
-
-onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-
-
-def numbers(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 @pytest.mark.parametrize("cuda, mps, first, names", [
-    (True, True, "cuda", "cuda, mps, cpu"), (True, False, "cuda", "cuda, cpu"), (False, True, "mps", "mps, cpu"),
-    (False, False, "cpu", "cpu")])
+    (True, True, "cuda", "cuda, mps, cpu"), (False, True, "mps", "mps, cpu"), (False, False, "cpu", "cpu")])
 def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, cuda, mps, first, names):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
@@ -32,71 +22,83 @@ def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, cuda, m
         hardware.pick_device("tpu:1")
 
 
-@pytest.mark.parametrize("build, says", [(None, "this build of torch has no CUDA: pip install"),
-                                         ("13.0", "torch finds no GPU: nvidia-smi should list one")])
-def test_without_cuda_it_says_whether_the_build_or_the_gpu_is_missing(monkeypatch, build, says):
+@pytest.mark.parametrize("build, says", [
+    (None, "this build of torch has no CUDA: pip install"), ("13.0", "torch finds no GPU: nvidia-smi should list one")])
+def test_without_cuda_the_error_names_the_build_or_the_gpu(monkeypatch, build, says):
     monkeypatch.setattr(torch.version, "cuda", build)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=f"device='cuda:0' is not here: there is .*; {says}"):
         hardware.pick_device("cuda:0")
 
 
-@onednn
-@pytest.mark.parametrize("rows, n_in, n_out", [
-    ((4, 64), 96, 256), ((4, 64), 256, 96), ((7,), 33, 5), ((2, 3, 5), 8, 1)])
-def test_onednn_has_the_product_and_its_gradients_to_1e_6(rows, n_in, n_out):
-    x, w, grad = numbers(*rows, n_in), numbers(n_out, n_in, seed=1), numbers(*rows, n_out, seed=2)
-    results = []
-    for product, dtype in ((onednn_linear, torch.float32), (F.linear, torch.float64)):
-        a, b = (t.detach().to(dtype).requires_grad_() for t in (x, w))
-        y = product(a, b)
-        y.backward(grad.to(dtype))
-        results.append((y, a.grad, b.grad))
-    for ours, true in zip(*results):
-        assert (ours - true).abs().max() <= 1e-6 * true.abs().max()
+@pytest.mark.parametrize("avx512, amx", [(False, False), (True, False), (False, True)])
+def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, avx512, amx):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    of_cpu = torch.bfloat16 if avx512 or amx else torch.float32
+    assert hardware.pick_dtype("auto", "cpu") == of_cpu and hardware.pick_dtype("bfloat16", "cpu") == torch.bfloat16
+    # A T4 only emulates it.
+    assert hardware.pick_dtype("auto", "cuda:0") == hardware.pick_dtype("auto", "mps") == torch.float32
+    with pytest.raises(ValueError, match="dtype='float16': there is auto, float32 and bfloat16"):
+        hardware.pick_dtype("float16", "cpu")
 
 
-@onednn
-def test_onednn_takes_any_strides():
-    x, w = numbers(24, 16).T, numbers(24, 40, seed=1).T                   # (16, 24), (40, 24), both by columns
-    torch.testing.assert_close(onednn_linear(x, w), x @ w.T, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("device, variable, there, works", [
+    ("cuda:0", None, {"triton", "gcc"}, True), ("cuda", None, {"triton", "clang"}, True), ("cuda", None, {"gcc"}, False),
+    ("cuda", None, {"triton"}, False), ("cuda", "CC", {"triton", "mine"}, True),
+    ("cuda", "CC", {"triton", "gcc"}, False),
+    ("cpu", None, {"g++", "clang++"}, True), ("cpu", "CXX", {"g++"}, False), ("cpu", "CXX", {"mine"}, True),
+    ("mps", None, {"g++", "clang++"}, False)])
+def test_compilation_wants_a_compiler_and_on_cuda_triton(monkeypatch, device, variable, there, works):
+    """Triton builds a stub for each kernel by gcc, clang or $CC (triton/runtime/build.py)."""
+    monkeypatch.setattr(hardware, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(hardware.shutil, "which", lambda name: name if name in there else None)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "mine")
+    assert hardware.can_compile(device) == hardware.can_compile(torch.device(device)) == works
 
 
-@onednn
-def test_onednn_multiplies_many_rows_in_fp32_and_nothing_else(monkeypatch):
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            self.found |= op is torch.ops.apertus.linear.default
-            return op(*args, **(kwargs or {}))
-
-    def by_onednn(rows, dtype):
-        calls = Calls()
-        calls.found = False
-        with calls:
-            linear(numbers(*rows, 8).to(dtype), numbers(3, 8, seed=1).to(dtype))
-        return calls.found
-
-    monkeypatch.setattr(ROUTES, "products", "onednn")
-    assert by_onednn((2, 5), torch.float32) and by_onednn((2,), torch.float32)
-    assert not by_onednn((1, 1), torch.float32)
-    assert not by_onednn((2, 5), torch.float64) and not by_onednn((2, 5), torch.bfloat16)
-    monkeypatch.setattr(ROUTES, "products", "torch")
-    assert not by_onednn((2, 5), torch.float32)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp is Linux's")
+def test_threads_of_openmp_spin_briefly_unless_the_user_says_otherwise(monkeypatch):
+    """libgomp prints its settings when torch loads it."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")
+    command = [sys.executable, "-c", "import engine.hardware"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        env = {name: "theirs"}
+        monkeypatch.setattr(hardware.os, "environ", env)
+        hardware.spin_briefly()
+        assert env == {name: "theirs"}
 
 
-@onednn
-def test_torch_finds_the_operators_sound():
-    torch.library.opcheck(onednn_linear, (numbers(2, 6, 8).requires_grad_(), numbers(5, 8, seed=1).requires_grad_()))
+def test_malloc_keeps_freed_memory_unless_the_user_says_otherwise(monkeypatch):
+    """mallopt(3): M_MMAP_THRESHOLD is -3, of at most 32 MB; M_TRIM_THRESHOLD is -1."""
+    told = []
+    libc = SimpleNamespace(mallopt=lambda *args: told.append(args))
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(hardware.os, "environ", {})
+    hardware.keep_freed_memory()
+    assert told == [(-3, 32 * 2**20), (-1, 2**31 - 1)]
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.setattr(hardware.os, "environ", {name: "1"})
+        hardware.keep_freed_memory()
+    assert len(told) == 2
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-14)])
-def test_one_row_alone_is_the_same_product_compiled_and_not(dtype, tolerance):
-    x, w = numbers(1, 1, 96).to(dtype), numbers(64, 96, seed=1).to(dtype)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("N", [64, 7])
+def test_a_row_times_a_matrix_is_the_product_in_fp64(N, dtype, tolerance):
+    torch.manual_seed(0)
+    x, w = torch.randn(1, 1, 96, dtype=dtype), torch.randn(N, 96, dtype=dtype)
     want = x.double() @ w.double().T
-    with torch.no_grad():
-        for product in (linear, torch.compile(linear, backend="aot_eager", fullgraph=True)):
-            y = product(x, w)
-            assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
+    y = hardware.one_row(x, w)
+    assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel's own figure is in /proc")
@@ -107,39 +109,30 @@ def test_the_memory_of_a_cpu_is_the_kernels():
     assert hardware.memory_of("mps") is None
 
 
-@pytest.mark.parametrize("triton, cc, there, works", [
-    (True, None, {"gcc"}, True), (True, None, {"clang"}, True), (True, None, set(), False), (False, None, {"gcc"}, False),
-    (True, "mycc", {"mycc"}, True), (True, "mycc", {"gcc"}, False)])
-def test_on_cuda_compilation_wants_triton_and_a_c_compiler(monkeypatch, triton, cc, there, works):
-    """Triton builds a stub for each kernel by gcc, clang or $CC (triton/runtime/build.py)."""
-    monkeypatch.setattr(hardware, "find_spec", lambda name: triton and object() or None)
-    monkeypatch.setattr(hardware.shutil, "which", lambda name: f"/usr/bin/{name}" if name in there else None)
-    monkeypatch.delenv("CC", raising=False)
-    if cc:
-        monkeypatch.setenv("CC", cc)
-    assert hardware.can_compile(torch.device("cuda")) == works
+def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(tmp_path):
+    """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
+    files = {
+        "proc/meminfo": "MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n",
+        "proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
+        "groups/job_7/memory.current": "300000\n",
+        "groups/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
+        "groups/job_7/memory.max": "max\n"}
+    found = []
+    for name, text in [*files.items(), ("groups/job_7/memory.max", "400000\n")]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        found.append(hardware.free_on_host(tmp_path / "proc", f"{tmp_path}/groups"))
+        (tmp_path / name).write_text(text)
+    assert found == [None] + 5 * [500 * 1024]
+    assert hardware.free_on_host(tmp_path / "proc", f"{tmp_path}/groups") == 400_000 - (300_000 - 90_000)
+
+
+@pytest.mark.parametrize("name, flops", [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Tesla T4", None)])
+def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert hardware.vendor_flops("cuda:1") == flops and hardware.vendor_flops("cpu") is None
 
 
 def test_cudnn_plans_no_attention():
     import model  # noqa: F401
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_what_is_free_is_the_smaller_of_the_machines_and_the_jobs_own(tmp_path):
-    """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
-    proc, group = tmp_path / "proc", tmp_path / "groups" / "job_7"
-    os.makedirs(proc / "self")
-    os.makedirs(group)
-
-    def free():
-        return hardware.free_on_host(str(proc), str(tmp_path / "groups"))
-    assert free() is None
-    (proc / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n")
-    assert free() == 500 * 1024
-    (proc / "self" / "cgroup").write_text("1:cpu:/x\n0::/job_7\n")
-    (group / "memory.current").write_text("300000\n")
-    (group / "memory.stat").write_text("anon 200000\ninactive_file 90000\n")
-    (group / "memory.max").write_text("max\n")
-    assert free() == 500 * 1024
-    (group / "memory.max").write_text("400000\n")
-    assert free() == 400000 - (300000 - 90000)

@@ -1,123 +1,134 @@
 """
-engine/memory.py against a real step, what torch's allocator took of an H200, and the arithmetic of the report's 8B; and
-what a run says before it allocates.
+engine/memory.py against the report's 8B, against tensors after a real step, and against what torch's allocator took on
+an H200; and the lines that a run prints.
 """
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ademamix import build_optimizer
-from conftest import ROOT
-from configurator import read_config
 from engine import memory
 from model import Apertus, ApertusConfig
-from posttrain import lora
-from posttrain.common import shapes_of
-from tools import plan
 
-EIGHT = plan.published("8b")
-H200, H100 = 143_771 * 2**20, 81_559 * 2**20           # what nvidia-smi says they have
+H200, H100 = 143_771 * 2**20, 81_559 * 2**20           # bytes, by nvidia-smi
 ALONE = SimpleNamespace(mode="none", sharded=False)
 NODE = SimpleNamespace(mode="fsdp", sharded=True, shard=8)
+SETTINGS = dict(optimizer="ademamix", state_dtype="float32", recompute="none", init_from="", lora_r=0)
+N = 8_053_338_176                                      # parameters of the 8B, of which 131,072 x 4,096 are the head
+HEAD = 131_072 * 4_096
+
+
+@pytest.fixture(scope="module")
+def eight():
+    with torch.device("meta"):
+        return Apertus(ApertusConfig())
+
+
+@pytest.fixture
+def asked(monkeypatch, eight):
+    """asked(bytes of the device, rows, settings): the line of check(), or its error, of a step of the 8B in bf16."""
+    def ask(has, rows, ranks=ALONE, model=eight, **settings):
+        monkeypatch.setattr(memory, "memory_of", lambda device: has)
+        try:
+            return memory.check(model, SETTINGS | settings, rows, 4096, ranks, "gpu", torch.bfloat16)
+        except ValueError as error:
+            return f"error: {error}"
+    return ask
 
 
 @pytest.mark.parametrize("optimizer, state_dtype", [
     ("ademamix", "float32"), ("ademamix", "bfloat16"), ("adamw", "float32")])
-def test_weights_gradients_and_states_are_those_of_a_step(optimizer, state_dtype):
-    """After one real step: the bytes of the parameters, of their gradients and of all states but the step."""
+def test_weights_gradients_and_states_are_those_after_a_step(optimizer, state_dtype):
     model = Apertus(ApertusConfig(block_size=8, vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96))
     opt = build_optimizer(
         model, optimizer, 1e-3, (0.9, 0.999, 0.99), 8.0, 1e-8, 0.0, 1, 1, compile=False, state_dtype=state_dtype)
+    model.model.embed_tokens.requires_grad_(False)
     model(torch.zeros(1, 8, dtype=torch.long))[0].sum().backward()
     opt.step()
     states = [t for state in opt.state.values() for name, t in state.items() if name != "step"]
-    found = dict(weights=list(model.parameters()), gradients=[p.grad for p in model.parameters()], states=states)
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    found = dict(weights=list(model.parameters()), gradients=gradients, states=states)
     wanted = {kind: sum(t.nbytes for t in tensors) for kind, tensors in found.items()}
     assert memory.held(model, optimizer, state_dtype) == wanted
 
 
-def asked(monkeypatch, has, rows, ranks=ALONE, shape=EIGHT, adapters=None, base="fp32", **settings):
-    """What check() says of a step of bf16 on a device of so many bytes; an error as its text."""
-    monkeypatch.setattr(memory, "memory_of", lambda device: has)
-    config = dict(optimizer="ademamix", state_dtype="float32", recompute="none", init_from="", lora_r=0) | settings
-    model = shapes_of(shape, adapters, base)
-    try:
-        return memory.check(model, config, rows, shape.block_size, ranks, "gpu", torch.bfloat16)
-    except ValueError as error:
-        return f"refused: {error}"
+@pytest.mark.parametrize("mode, numbers", [
+    ("none", 2 * 21504 + 4 * 4096 + 3 * 4096 + 3 * 1024), ("selective", 4 * 4096 + 2 * 1024), ("full", 4096)])
+def test_activations_are_those_of_the_table(eight, mode, numbers):
+    takes = memory.of_step(eight, SETTINGS | dict(recompute=mode), 2, 4096, ALONE, 2)
+    assert takes["activations"] == 2 * 2 * 4096 * (32 * numbers + 3 * 4096)
 
 
-def test_the_8b_does_not_fit_on_one_gpu_and_the_flags_that_it_is_told_do(monkeypatch):
+def test_the_head_or_a_block_is_the_peak(eight):
+    """At most 2^27 logits, at 8 bytes, and 6 bytes a weight; of 64 windows a block has more. A frozen head has less."""
+    def temporary(rows, ranks=ALONE, shards=1):
+        return memory.of_step(eight, SETTINGS, rows, 4096, ranks, 2, shards)["temporary"]
+    assert temporary(1) == 8 * 2**27 + 6 * HEAD
+    block = 2 * 21504 * 4096 + 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 4096 + 2 * 128 + 2
+    kept = 2 * 21504 + 7 * 4096 + 3 * 1024
+    assert temporary(64) == pytest.approx(1.7 * 64 * 4096 * 2 * kept + 8 * block)
+    assert temporary(64, NODE, 8) - temporary(64) == pytest.approx(2 * HEAD)
+    eight.lm_head.requires_grad_(False)
+    assert memory.of_step(eight, SETTINGS, 1, 64, ALONE, 2)["temporary"] > 8 * 64 * 131_072
+    eight.model.layers[0].requires_grad_(False)
+    assert memory.of_step(eight, SETTINGS, 1, 1024, ALONE, 2)["temporary"] == 8 * 2**26
+    eight.requires_grad_(True)
+
+
+def test_shards_divide_what_is_held_and_ddp_sends_gradients_in_buckets(eight):
+    whole = memory.of_step(eight, SETTINGS, 1, 4096, ALONE, 2)
+    assert [whole[kind] for kind in ("weights", "gradients", "states")] == [4 * N, 4 * N, 12 * N]
+    parts = memory.of_step(eight, SETTINGS, 1, 4096, NODE, 2, 8)
+    assert parts["states"] == 12 * N / 8
+    ddp = memory.of_step(eight, SETTINGS, 1, 4096, SimpleNamespace(mode="ddp"), 2)
+    assert sum(ddp.values()) - sum(whole.values()) == 4 * N
+
+
+@pytest.mark.parametrize("rows, took, how", [
+    (1, 129.4, dict(optimizer="adamw", recompute="full")),
+    (1, 128.4, dict(state_dtype="bfloat16", recompute="full")),
+    (4, 132.4, dict(state_dtype="bfloat16", recompute="full")),
+    (2, 137.0, dict(state_dtype="bfloat16", recompute="selective"))])
+def test_the_sum_is_at_most_6_percent_less_than_an_allocator_took(asked, rows, took, how):
+    """GiB that torch's allocator reached for whole 8B steps on an H200, all of which ran."""
+    summed = float(asked(H200, rows, **how).split("about ")[1].split()[0]) * 1e9 / 2**30
+    assert 0.94 * took < summed < took
+
+
+def test_the_error_names_flags_with_which_the_8b_fits(asked):
     """20 bytes for each of 8,053,338,176 parameters are 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9."""
-    said = asked(monkeypatch, H200, 4)
-    assert said.startswith("refused: a step takes about 245.8 GB (weights 32.2, gradients 32.2, states 96.6, ")
-    assert "gpu has 150.8: --state_dtype=bfloat16 --recompute=selective --micro_batch=1 takes 138.1" in said
+    said = asked(H200, 4)
+    assert said.startswith("error: a step takes about 245.8 GB (weights 32.2, gradients 32.2, states 96.6, ")
+    assert said.endswith("gpu has 150.8: --state_dtype=bfloat16 --recompute=selective --micro_batch=1 takes 138.1")
     now = dict(state_dtype="bfloat16", recompute="selective")
-    assert asked(monkeypatch, H200, 1, **now).startswith("a step takes about 138.1 GB")
+    assert asked(H200, 1, **now).startswith("a step takes about 138.1 GB")
+    assert asked(H100, 4, NODE).endswith("gpu has 85.5: --micro_batch=2 takes 64.4")
+    assert asked(H100, 6, NODE).endswith("gpu has 85.5: --micro_batch=2 takes 64.4")
+    assert asked(H100, 2, NODE).startswith("a step takes about 64.4 GB")
+    assert asked(H200, 8, optimizer="adamw", recompute="selective").endswith(": --micro_batch=1 takes 138.1")
 
 
-def test_what_an_allocator_took_of_one_h200_is_never_refused(monkeypatch):
-    """GiB that torch's own allocator reached for whole 8B steps, of 140.4: the sum is less, and by at most 6 %."""
-    for how, rows, took in (
-            (dict(optimizer="adamw", recompute="full"), 1, 129.4),
-            (dict(state_dtype="bfloat16", recompute="full"), 1, 128.4),
-            (dict(state_dtype="bfloat16", recompute="full"), 4, 132.4),
-            (dict(state_dtype="bfloat16", recompute="selective"), 2, 137.0)):
-        said = asked(monkeypatch, H200, rows, **how)
-        summed = float(said.split("about ")[1].split()[0]) / 2**30 * 1e9
-        assert 0.94 * took < summed < took
+def test_the_error_names_more_devices_or_adapters_where_no_flag_helps(asked, eight):
+    shards = "in shards on 4 of them, --parallel=fsdp --recompute=full --micro_batch=1 takes 45.7"
+    assert asked(H100, 4).endswith(shards)
+    start = dict(init_from="swiss-ai/Apertus-8B-2509")
+    assert asked(H100, 4, **start).endswith(f"{shards}; or train adapters, --lora_r=16 --base=bf16")
+    assert asked(H100, 4, **start, lora_r=16).endswith(shards)
+    assert asked(1e9, 1).endswith("take a shorter --block_size, or a larger device")
+    assert asked(None, 4) == asked(1e9, 1, recompute="some") == ""
 
 
-def test_eight_gpus_of_80_gb_want_a_micro_batch_of_two(monkeypatch):
-    assert asked(monkeypatch, H100, 4, NODE).endswith("gpu has 85.5: --micro_batch=2 takes 64.4")
-    assert asked(monkeypatch, H100, 2, NODE).startswith("a step takes about 64.4 GB")
-    assert asked(monkeypatch, H200, 4, NODE).startswith("a step takes about")
-
-
-def test_where_no_flag_helps_it_says_how_many_gpus_do_and_of_a_start_model_adapters(monkeypatch):
-    said = asked(monkeypatch, H100, 4)
-    assert said.endswith("in shards on 4 of them, --parallel=fsdp --recompute=full --micro_batch=1 takes 45.7")
-    said = asked(monkeypatch, 24e9, 4, init_from="swiss-ai/Apertus-8B-2509")
-    assert said.endswith("; or train adapters, --lora_r=16 --base=bf16")
-    adapters = lora.settings_of(16, 32, "all")
-    said = asked(monkeypatch, 24e9, 1, adapters=adapters, base="bf16", lora_r=16, init_from="x", recompute="full")
-    assert said.startswith("a step takes about 19.1 GB")
-    assert asked(monkeypatch, 1e9, 1).endswith("take a shorter --block_size, or a larger device")
-    assert asked(monkeypatch, None, 4) == ""               # how much a device has may not be known
-
-
-def test_another_process_on_the_gpu_is_told_from_a_gpu_too_small(monkeypatch):
-    """A teacher that this process holds already is no other process, but what it takes is gone."""
-    monkeypatch.setattr(memory, "memory_of", lambda device: 100e9)
-    model, config = shapes_of(plan.published("1b5")), dict(
-        optimizer="ademamix", state_dtype="float32", recompute="full", init_from="", lora_r=0)
-    for name, value in dict(reserved=5e9, allocated=4e9).items():
-        monkeypatch.setattr(torch.cuda, f"memory_{name}", lambda device, value=value: value)
-    free = [90e9]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 100e9))
+def test_memory_that_another_process_has_taken_is_named(asked, monkeypatch, eight):
+    monkeypatch.setattr(memory, "memory_of", lambda device: 200e9)
+    free = [190e9]
+    for name, value in dict(memory_reserved=5e9, memory_allocated=4e9, mem_get_info=None).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value or (free[0], 200e9))
 
     def check():
-        return memory.check(model, config, 1, 4096, ALONE, "cuda:0", torch.bfloat16)
-    assert check().endswith("and cuda:0 has 91.0")
+        settings = SETTINGS | dict(recompute="full")
+        return memory.check(eight, settings, 1, 4096, ALONE, "cuda:0", torch.bfloat16)
+    assert check().endswith("and cuda:0 has 191.0")
     free[0] = 20e9
-    with pytest.raises(ValueError, match="cuda:0 has 21.0 of its 100.0 free: another process is there .nvidia-smi"):
+    with pytest.raises(ValueError, match="cuda:0 has 21.0 of its 200.0 free: another process is there .nvidia-smi"):
         check()
-
-
-def test_ddp_sends_gradients_in_buckets_of_its_own():
-    config = dict(optimizer="ademamix", state_dtype="float32", recompute="full")
-    model = shapes_of(EIGHT)
-    alone, ddp = (
-        memory.of_step(model, config, 1, 4096, SimpleNamespace(mode=mode), 2) for mode in ("none", "ddp"))
-    assert sum(ddp.values()) - sum(alone.values()) == 4 * 8_053_338_176
-
-
-def test_the_config_for_one_gpu_fits_there_and_leaves_room(monkeypatch):
-    """Behind configs/8b.py and configs/continue_8b.py, whose other settings it must not touch."""
-    found = read_config(os.path.join(ROOT, "configs", "8b_one_gpu.py"))
-    settings = {name: found[name] for name in ("state_dtype", "recompute")}
-    said = asked(monkeypatch, H200, found["micro_batch"], **settings)
-    assert float(said.split("about ")[1].split()[0]) < 0.92 * H200 / 1e9
-    assert found.keys() == {"out", "state_dtype", "recompute", "micro_batch", "eval_every", "checkpoint_every"}
