@@ -44,8 +44,12 @@ def script(name, *args, stdin="", pictures=False):
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
     .returncode, .stdout and .stderr. pictures: draw loss.png and flow.png, which cost 0.4 s each, more than most runs.
     """
-    from corpus import audit
+    from configurator import settings
+    from corpus import audit, join
     from engine import plot, routes
+    # Modules to which a script hands its command line: a new process would import them anew.
+    attached = [vars(module) for module in (join,)]
+    defaults = list(map(settings, attached))
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves, audit.picture
@@ -64,6 +68,8 @@ def script(name, *args, stdin="", pictures=False):
         sys.argv, sys.stdin = before[:2]
         os.chdir(before[2])
         plot.curves, audit.picture = drawn
+        for space, values in zip(attached, defaults):
+            space.update(values)
         routes.take({})                                    # as a new process begins
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ import tokenizer
 import train
 from conftest import ROOT, refused, script
 from corpus import kept
-from data import SLOTS, StagedDataset, TokenDataset, begun, permute
-from schedule import samples_at, steps_in
+from data import StagedDataset
+from schedule import steps_in
 
 BYTE = tokenizer.load("byte")
 ADDRESS = "Write to jo@example.org or from 10.1.2.3, and to al@example.org."
@@ -307,76 +306,6 @@ def test_what_cannot_be_added_is_one_line_and_leaves_the_data_as_they_were(tmp_p
 
 # ----------------------------------------------------------------------------------------------------------------------
 # when it was read
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000, 4097])
-def test_back_is_the_inverse_of_the_permutation(n):
-    i = np.arange(n)
-    assert (permute(permute(i, n, 28, 3), n, 28, 3, back=True) == i).all()
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """A data folder whose every token is another number: what a batch holds says from where in which shard it is."""
-    root = tmp_path_factory.mktemp("counted")
-    sources, begin = {}, 2
-    for name, sizes in (("a", (1000, 400)), ("b", (333,)), ("c", (777,))):
-        shards = []
-        for k, n in enumerate(sizes):
-            np.save(root / f"{name}{k}.npy", np.arange(begin, begin + n, dtype=np.uint32))
-            shards.append(dict(file=f"{name}{k}.npy", tokens=n, sha256=str(begin)))
-            begin += n
-        part = dict(documents=1, tokens=sum(sizes), bytes=1, shards=shards)
-        sources[name] = dict(train=part, val=part)
-    meta = dict(tokenizer="byte", tokenizer_hash="", vocab_size=begin, bos=0, eos=1, sources=sources)
-    (root / "meta.json").write_text(json.dumps(meta))
-    return str(root)
-
-
-STAGES = (("1", ("a",), 130, 28), ("2", dict(a=1, b=3, c=2), 25_000, 29))
-DATA = {
-    "plain": lambda folder: TokenDataset(folder, "train", 16, 28),
-    "mixed": lambda folder: TokenDataset(folder, "train", 16, 28, sources=dict(b=1, a=5, c=0.3)),
-    "twice": lambda folder: TokenDataset(folder, "train", 16, 28, sources=("b", "a", "b")),
-    "stages": lambda folder: StagedDataset(folder, STAGES, 16)}
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-@pytest.mark.parametrize("kind", DATA)
-def test_the_samples_of_a_document_are_those_in_which_a_loader_reads_one_of_its_tokens(
-        counted, monkeypatch, kind, groups):
-    """
-    All batches of train.py, of all groups of ranks, the second half of them after a resumption: 22,000 samples, more
-    than two blocks of a mixture.
-    """
-    data, steps, held = DATA[kind](counted), 22, {}
-    for name, value in dict(batch_size=500, batch_ramp_at=2_000).items():
-        monkeypatch.setattr(train, name, value)
-    for group in range(groups):
-        for begin, end in ((0, 13), (13, steps)):
-            run = types.SimpleNamespace(train=data, ranks=types.SimpleNamespace(groups=groups, group=group))
-            loader = train.batches(run, begin)
-            for step in range(begin, end):
-                idx, targets, *_ = next(loader)
-                held.setdefault(step, set()).update(idx.flatten().tolist(), targets.flatten().tolist())
-            loader.close()
-    until = samples_at(steps, 500, 2_000)
-    # Of the first shard of a, its end and so the begin of the second; one token; the end of the stream.
-    for file, offset, n, first in (("a0", 320, 1, 322), ("a0", 300, 40, 302), ("c0", 100, 500, 1835), ("b0", 0, 1, 1402),
-                                   ("b0", 300, 33, 1702), ("a0", 990, 25, 992)):  # 320: also a window's last label
-        want = {step for step, tokens in held.items() if tokens & set(range(first, first + n))}
-        samples = data.samples_of(os.path.join(counted, f"{file}.npy"), offset, n, until)
-        assert {steps_in(int(sample), 500, 2_000) for sample in samples} == want
-        assert (samples < until).all() and (np.diff(samples) > 0).all()
-    assert len(want) > 5
-
-
-def test_the_samples_of_a_document_are_exact_to_the_sample(counted):
-    data = DATA["mixed"](counted)
-    idx, targets, *_ = data.batch(0, 2 * SLOTS)
-    inside = ((idx >= 302) & (idx < 342) | (targets >= 302) & (targets < 342)).any(1).numpy()
-    found = data.samples_of(os.path.join(counted, "a0.npy"), 300, 40, 2 * SLOTS)
-    assert found.tolist() == np.flatnonzero(inside).tolist()
 
 
 def test_when_says_the_steps_at_which_a_run_that_was_stopped_and_resumed_has_read_it(folder, tmp_path, monkeypatch):
