@@ -100,7 +100,7 @@ def test_permute_has_no_order_of_its_own():
 
 @pytest.mark.parametrize("names", [None, ("c", "b", "c")])
 def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder, names):
-    """Forwards, backwards, across epochs and across the samples that are computed ahead; a source twice counts twice."""
+    """Forwards, backwards, across epochs, across the samples computed ahead; a source twice counts twice."""
     data = TokenDataset(folder, "train", 16, sources=names)
     stream = stream_of(folder, names or "abc")
     assert data.n_tokens == len(stream) and data.n_windows == (len(stream) - 1) // 16
@@ -144,10 +144,10 @@ def test_goldfish_in_the_scope_of_the_stream_is_the_mask_of_the_uncut_stream(fol
 
 
 def test_by_default_no_label_is_forgotten_and_goldfish_is_that_of_apertus(folder):
-    plain, apertus, full = (TokenDataset(folder, "train", 64, 28, *k) for k in ((), (50,), (50, 50, "product", "window")))
-    assert torch.equal(plain.batch(0, 90)[2], plain.batch(0, 90)[0] != EOS)
-    assert torch.equal(apertus.batch(0, 90)[2], full.batch(0, 90)[2])
-    assert not torch.equal(apertus.batch(0, 90)[2], plain.batch(0, 90)[2])
+    goldfish = (), (50,), (50, 50, "product", "window")
+    plain, apertus, full = (TokenDataset(folder, "train", 64, 28, *how).batch(0, 90) for how in goldfish)
+    assert torch.equal(plain[2], plain[0] != EOS)
+    assert torch.equal(apertus[2], full[2]) and not torch.equal(apertus[2], plain[2])
 
 
 # -----------------------------------------------------------------------------
@@ -281,11 +281,12 @@ def test_a_damaged_shard_is_an_error_before_the_first_step(folder, tmp_path, dam
 def test_a_token_id_beyond_the_vocabulary_is_an_error(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     tokens = np.load(entries_of(copy)[0])
-    for token, bad in ((99, False), (100, True), (60_000, True)):
+    for token in (99, 100, 60_000):
         tokens[77] = token
         np.save(entries_of(copy)[0], tokens)
         data = TokenDataset(str(copy), "train", 32)
-        with pytest.raises(ValueError, match=f"token id {token} >= vocab_size 100") if bad else contextlib.nullcontext():
+        error = pytest.raises(ValueError, match=f"token id {token} >= vocab_size 100")
+        with error if token > 99 else contextlib.nullcontext():
             data.batch(0, data.n_windows)
 
 
@@ -404,7 +405,8 @@ def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder,
 def test_fingerprints_are_those_that_runs_have_recorded(tmp_path):
     """Computed by the code of commit ac03345: a run that began with it can be resumed."""
     path = write(tmp_path / "fixed", 700, b=documents(11, 60), a=documents(10, 60))
-    assert TokenDataset(path, "train", 16).fingerprint == "80f653d58486cb51978b34a2c41def982fe1bae34f9de1702c824df5e45065dc"
+    whole = TokenDataset(path, "train", 16).fingerprint
+    assert whole == "80f653d58486cb51978b34a2c41def982fe1bae34f9de1702c824df5e45065dc"
     named = [TokenDataset(path, "train", 16, sources=s).fingerprint for s in (["a"], dict(b=2, a=1))]
     assert named == [
         "ae0003e84069463dda424223d72a54a6d4885b33aad6bcef74dc0c03e88103d1",
@@ -430,8 +432,8 @@ def test_what_was_removed_since_a_run_began_is_told_from_the_report(tmp_path):
 # -----------------------------------------------------------------------------
 # The published tables
 
-# Report Tables 5 and 8: theta; steps, windows a step and billions of tokens of the 8B and of the 70B; and those of stage
-# 5, long documents and books.
+# Report Tables 5 and 8: theta; steps, windows a step and billions of tokens of the 8B and of the 70B; billions of
+# tokens of stage 5, long documents and books.
 LONG = {
     "8k": (1e6, (9350, 1024, 78.4), (4680, 2048, 78.5), (55.80, 15.87, 6.88)),
     "16k": (2e6, (6930, 512, 58.1), (3470, 1024, 58.2), (41.31, 11.83, 5.15)),

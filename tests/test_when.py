@@ -36,7 +36,7 @@ DATA = {
 
 @pytest.mark.parametrize("kind", DATA)
 def test_the_samples_of_a_document_are_exact_to_the_sample(counted, kind):
-    """A run of its first token; across the end of a shard; at the end of its stream, where some tokens have no window."""
+    """A run of its first token; across the end of a shard; at the end of its stream, where tokens have no window."""
     data, until = DATA[kind](counted), 2 * SLOTS + 77
     idx, targets, *_ = data.batch(0, until)
     # Tokens beyond the end of a shard are those of the next shard of its stream, which another source may follow.
