@@ -115,12 +115,14 @@ class AdEMAMix(torch.optim.Optimizer):
         self.update = None  # one_by_one, or a faster function of the same arguments; chosen at the first step
 
     @torch.no_grad()
-    def step(self, grad_scale=1.0):
+    def step(self, closure=None, grad_scale=1.0):
         """
-        One step for every parameter that has a gradient.
+        One step for every parameter that has a gradient. closure: None, for functions of torch that pass it.
 
         grad_scale: number or 0-d tensor that multiplies every gradient: min(1, clip / norm) clips by the norm.
         """
+        if closure is not None:
+            raise ValueError("a closure is not supported: compute the loss before the step")
         self.update = self.update or self.choose_update()
         for group in self.param_groups:
             # Parameters with the same number of steps t share the scalars of the update.

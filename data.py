@@ -8,70 +8,60 @@ Token shards -> batches. The order of samples is a pure function of (seed, numbe
 Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (report
 sec. 3): inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T
 tokens) a four-line cipher permutes the window numbers: a Feistel network is a bijection whatever its
-round function is. Any process can compute any sample, so 1 and 512 ranks see the same data, and resuming
-needs no replay: the step counter says it all.
+round function is. Every process can compute every sample, so 1 and 512 ranks see the same data, and a
+resumed run needs only its step number.
 
-Several sources (shard sets of one folder) are one stream, in proportion to their sizes, as Apertus mixed
-them; or each is a stream of its own, and a weight says its part of the samples. Stages change sources and
-order at given numbers of samples. All of it is arithmetic on g.
+Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus
+mixed them. Or each source is a stream of its own, and a weight gives its share of the samples. Stages
+change sources and order at given numbers of samples. All of it is arithmetic on g.
 
-$ python data.py data/stdlib                              # what is in there, and one window as the model sees it
-$ python data.py data/edu data/german --join=data/both    # a folder with all their sources, nothing is copied
+$ python data.py data/stdlib                              # its sources, and one window as the model sees it
+$ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
 """
 
+import functools
 import hashlib
 import json
 import math
 import os
-import shutil
-import weakref
 from bisect import bisect_right
 from itertools import accumulate
 
 import numpy as np
 import torch
 
-from corpus.shards import version
+from engine.files import read_json
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the length of a window; g number of a sample in the run.
-
-paths = []           # the data folder (default data/stdlib), or several with --join
-join = ""            # a folder to make of them
-block_size = 256     # tokens a window
-seed = 28            # of the order of windows
 
 # -----------------------------------------------------------------------------
 # The order of samples
 
 
-def permute(i, n, seed, epoch, back=False):
+def feistel(x, half, keys):
+    """Encrypt an array of uint64 of 2 * half bits: each round swaps the halves and adds noise to one of them."""
+    mask = (1 << half) - 1
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right, left ^ mix(right ^ key) & mask
+    return left << half | right
+
+
+def permute(i, n, seed, epoch, cipher=feistel):
     """
     Bijection of [0, n) onto itself, keyed by (seed, epoch). i: array of int64 -> array of int64.
 
-    Six Feistel rounds on the next even number of bits. Results >= n are permuted again until they fall
-    inside ("cycle-walking", fewer than 4 rounds expected). back: the inverse, which is the same rounds with
-    the keys in reverse and the halves swapped, before and after.
+    Six rounds on the next even number of bits. Results >= n are permuted again until they are smaller
+    ("cycle-walking", fewer than 4 rounds expected). cipher: another one gives another bijection.
     """
     bits = int(n - 1).bit_length()
     half = max(1, (bits + 1) // 2)
-    mask = (1 << half) - 1
     keys = [round_key(f"{seed}:{epoch}:{r}") for r in range(6)]
-    if back:
-        keys.reverse()
-    x = np.atleast_1d(i).astype(np.uint64)
+    x = i.astype(np.uint64)
     todo = np.ones(x.shape, dtype=bool)
     while todo.any():
-        left = x[todo] >> half
-        right = x[todo] & mask
-        if back:
-            left, right = right, left
-        for key in keys:
-            noise = mix(right ^ key) & mask
-            left, right = right, left ^ noise
-        if back:
-            left, right = right, left
-        x[todo] = left << half | right
+        x[todo] = cipher(x[todo], half, keys)
         todo = x >= n
     return x.astype(np.int64)
 
@@ -83,23 +73,22 @@ def round_key(text):
 
 
 def mix(x):
-    """A 32-bit integer hash (the finalizer of MurmurHash3) on uint64 arrays."""
-    x = x & 0xFFFFFFFF
+    """A 32-bit integer hash (the finalizer of MurmurHash3) on arrays of uint64."""
     x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
     x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
     return x ^ x >> 16
 
 
-def by_epoch(epoch, i, n, seed, back=False):
-    """permute(i, n, seed, epoch, back) where each i has an epoch of its own, in the order of i."""
+def by_epoch(epoch, i, n, seed, cipher=feistel):
+    """permute(i, n, seed, epoch) where each i has its own epoch."""
     out = np.empty_like(i)
     for e in np.unique(epoch):
         mine = epoch == e
-        out[mine] = permute(i[mine], n, seed, int(e), back)
+        out[mine] = permute(i[mine], n, seed, int(e), cipher)
     return out
 
 
-# A weight is a whole number of slots, so that every 10,000 samples have exactly the mixture.
+# A weight is a whole number of slots, so every 10,000 samples have exactly this mixture.
 SLOTS = 10_000
 
 
@@ -109,18 +98,13 @@ def mix_weights(weights):
 
     ValueError if there is no weight, or one is not positive or below 1/SLOTS of their sum.
     """
-    if not weights or not all(w > 0 for w in weights.values()):
+    if not weights or min(weights.values()) <= 0:
         raise ValueError(f"weights {weights}: want a positive number for each source")
     total = sum(weights.values())
-    slots = {}
-    remainders = {}
-    for name, weight in weights.items():
-        exact = SLOTS * weight / total
-        slots[name] = int(exact)
-        remainders[name] = exact - slots[name]
-    left = SLOTS - sum(slots.values())
-    largest_first = sorted(remainders, key=remainders.get, reverse=True)
-    for name in largest_first[:left]:
+    exact = {name: SLOTS * weight / total for name, weight in weights.items()}
+    slots = {name: int(share) for name, share in exact.items()}
+    largest_remainder_first = sorted(exact, key=lambda name: slots[name] - exact[name])
+    for name in largest_remainder_first[: SLOTS - sum(slots.values())]:
         slots[name] += 1
     if min(slots.values()) < 1:
         raise ValueError(f"weights {weights}: the smallest is below one sample in {SLOTS:,}")
@@ -130,67 +114,21 @@ def mix_weights(weights):
 # -----------------------------------------------------------------------------
 # Files of tokens
 
-# A process may have 256 (macOS) or 1,024 files open, but 15T tokens are 150,000 shards. The first MAPS shards
-# of a process stay mapped into memory; the file of another is opened for each window, which is a little slower.
-MAPS = 128
 
-
-class Shard:
-    """
-    A 1-D .npy of uint16 or uint32, compared with its entry in meta.json when it is opened.
-
-    ValueError: not the shard that meta.json promises. OSError: the system refuses to open it.
-    """
-
-    mapped = weakref.WeakSet()
-
-    def __init__(self, folder, entry):
-        self.path = os.path.join(folder, entry["file"])
-        tokens = self.load()
-        self.stamp = stamp(self.path)
-        n = entry["tokens"]
-        found = f"{tokens.dtype}{list(tokens.shape)}"
-        if found not in (f"uint16[{n}]", f"uint32[{n}]"):
-            raise ValueError(f"{self.path}: {found} where meta.json promises {n} tokens: prepare the data again")
-        self.dtype = tokens.dtype
-        self.offset = tokens.offset
-        self.map = None
-        if len(Shard.mapped) < MAPS:
-            # Still the mapped file, but a slice of a plain array costs less than one of np.memmap.
-            self.map = np.asarray(tokens)
-            Shard.mapped.add(self)
-
-    def load(self):
-        """The file as numpy maps it. The two errors tell damaged data from limits of the system."""
-        try:
-            return np.lib.format.open_memmap(self.path, mode="r")
-        except (ValueError, FileNotFoundError) as e:
-            raise ValueError(f"{self.path}: not a readable token shard ({e}): prepare the data again") from None
-        except OSError as e:
-            raise OSError(
-                f"{self.path} cannot be opened: {e.strerror}. That says nothing against the data: "
-                "look at limits (ulimit -n), rights and the disk"
-            ) from None
-
-    def read(self, begin, n):
-        """Tokens begin .. begin + n - 1 of the shard; fewer where the system reads fewer at once."""
-        if self.map is not None:
-            return self.map[begin : begin + n]
-        size = self.dtype.itemsize
-        with open(self.path, "rb", buffering=0) as f:
-            if stamp(f.fileno()) != self.stamp:
-                raise ValueError(
-                    f"{self.path} is not the file that this run began with: "
-                    "--resume looks whether the data are the same"
-                )
-            f.seek(self.offset + begin * size)
-            return np.frombuffer(f.read(n * size), self.dtype)
-
-
-def stamp(file):
-    """What changes when a file is replaced. file: a path or a descriptor."""
-    stat = os.stat(file)
+def stamp(path):
+    """The time and the size of a file, which change when it is replaced."""
+    stat = os.stat(path)
     return stat.st_mtime_ns, stat.st_size
+
+
+# A process may have 256 (macOS) or 1,024 files open, but 15T tokens are 150,000 shards. The last 128 stay mapped.
+@functools.lru_cache(maxsize=128)
+def mapped(path, stamped):
+    """The tokens of a shard, a 1-D .npy, mapped into memory. ValueError: it was replaced since its stamp was taken."""
+    if stamp(path) != stamped:
+        raise ValueError(f"{path} was replaced during the run: --resume checks whether the data are the same")
+    # Still the mapped file, but a slice of a plain array costs less than one of np.memmap.
+    return np.asarray(np.lib.format.open_memmap(path, mode="r"))
 
 
 class Stream:
@@ -198,31 +136,46 @@ class Stream:
     Shards one after the other as one sequence of tokens, cut into windows of T + 1 that overlap by one.
 
     entries: of the shards in meta.json. begins: of each shard in the stream, and the stream's end.
+    ValueError: a file is not the shard that meta.json describes.
     """
 
     def __init__(self, folder, entries, T):
-        self.shards = [Shard(folder, entry) for entry in entries]
+        self.files = []
+        for entry in entries:
+            path = os.path.join(folder, entry["file"])
+            n = entry["tokens"]
+            self.files.append((path, stamp(path)))
+            try:
+                tokens = mapped(*self.files[-1])
+                found = f"{tokens.dtype}{list(tokens.shape)}"
+            except ValueError as e:
+                found = e
+            if found not in (f"uint16[{n}]", f"uint32[{n}]"):
+                raise ValueError(f"{path}: {found} where meta.json has {n} tokens: prepare the data again")
         sizes = [entry["tokens"] for entry in entries]
         self.begins = [0, *accumulate(sizes)]
         self.n_tokens = self.begins[-1]
         self.n_windows = (self.n_tokens - 1) // T
 
     def read(self, begin, out):
-        """
-        Fill out (n,) with stream[begin : begin + n], across shards, and return it. Before its begin and
-        after its end the stream goes round.
-        """
+        """Fill out (n,) with stream[begin : begin + n] and return it. At both of its ends the stream goes round."""
         at = 0
         while at < len(out):
             token = (begin + at) % self.n_tokens
             shard = bisect_right(self.begins, token) - 1
-            left = self.begins[shard + 1] - token
-            n = min(len(out) - at, left)
             offset = token - self.begins[shard]
-            piece = self.shards[shard].read(offset, n)
+            piece = mapped(*self.files[shard])[offset : offset + len(out) - at]
             out[at : at + len(piece)] = piece
             at += len(piece)
         return out
+
+
+def read_meta(folder):
+    """meta.json of a data folder. ValueError if there is none: says how to make it."""
+    path = os.path.join(folder, "meta.json")
+    if not os.path.isfile(path):
+        raise ValueError(f"no data in {folder!r} (no meta.json): run `python prepare.py [FILES] --out={folder}`")
+    return read_json(path)
 
 
 # -----------------------------------------------------------------------------
@@ -235,15 +188,15 @@ class TokenDataset:
 
     sources: names in meta.json, None = all. They are one stream, in natural proportions, as Apertus; a
     name given twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and
-    repeated by itself, with its part of the samples.
+    repeated by itself, with its share of the samples.
 
     goldfish_k > 0 drops 1/k of the targets (goldfish.py). goldfish_scope 'stream' hashes across the
     window's start, 'window' (Apertus) does not: goldfish.py says why it matters.
 
-    ValueError: a source that is not there, or with less text than one window.
+    ValueError: a source that is not there, or has less text than one window.
     """
 
-    # Samples after which the run ends, where a StagedDataset says so.
+    # Samples after which the run ends, if a StagedDataset says so.
     stop = None
 
     def __init__(
@@ -261,62 +214,46 @@ class TokenDataset:
         self.folder = folder
         self.T = block_size
         self.seed = seed
-        self.k = goldfish_k
-        self.h = goldfish_h
-        self.hash = goldfish_hash
+        self.goldfish = goldfish_k, goldfish_h, goldfish_hash
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
-        self.split = split
-        meta = read_meta(folder)
-        self.meta = meta
-        self.bos = meta["bos"]
-        self.eos = meta["eos"]
-        self.sources = list(sources or meta["sources"])
-        groups = [self.sources]
-        self.slots = None
-        if isinstance(sources, dict):
-            groups = [[name] for name in sources]
-            slots = mix_weights(sources).values()
-            # Stream s has the slots from slots[s] to slots[s + 1].
-            self.slots = np.cumsum([0, *slots])
-        self.streams = [self._stream(names) for names in groups]
-        self.fingerprint = fingerprint(meta, sources)
-        self.shards = [shard for stream in self.streams for shard in stream.shards]
-        dtypes = {shard.dtype for shard in self.shards}
-        self.dtype = np.result_type(*dtypes)
-        self.n_tokens = sum(stream.n_tokens for stream in self.streams)
-        self.n_windows = sum(stream.n_windows for stream in self.streams)
-        # What _windows_of has computed ahead: the first sample, streams and windows.
-        self.ahead = 0, (), ()
-
-    def _stream(self, names):
-        """The shards of some sources as one stream."""
+        self.meta = read_meta(folder)
         found = self.meta["sources"]
-        entries = []
+        names = list(sources or found)
         for name in names:
             if name not in found:
-                raise ValueError(f"{self.folder} has no source {name!r}; it has {', '.join(found)}")
-            entries += found[name][self.split]["shards"]
-        stream = Stream(self.folder, entries, self.T)
-        if stream.n_windows < 1:
+                raise ValueError(f"{folder} has no source {name!r}; it has {', '.join(found)}")
+        self.parts = [found[name][split] for name in names]
+        groups = [self.parts]
+        self.slots = None
+        if isinstance(sources, dict):
+            groups = [[part] for part in self.parts]
+            # Stream s has the slots from slots[s] to slots[s + 1].
+            self.slots = np.cumsum([0, *mix_weights(sources).values()])
+        self.streams = []
+        for group in groups:
+            entries = [entry for part in group for entry in part["shards"]]
+            self.streams.append(Stream(folder, entries, block_size))
+        self.n_tokens = sum(stream.n_tokens for stream in self.streams)
+        self.n_windows = sum(stream.n_windows for stream in self.streams)
+        if min(stream.n_windows for stream in self.streams) < 1:
             raise ValueError(
-                f"{self.folder}: the {self.split} split of {' + '.join(names)} has {stream.n_tokens} tokens, "
-                f"less than one window of block_size={self.T} + 1: prepare more text or lower block_size"
+                f"{folder}: the {split} split of {' or '.join(names)} has less tokens than one window of "
+                f"block_size={block_size} + 1: prepare more text or lower block_size"
             )
-        return stream
+        self.fingerprint = fingerprint(self.meta, sources)
 
     def tokens(self, begin, end):
-        """stream[begin:end] of the first stream as int64; before its begin it goes round to its end."""
+        """stream[begin:end] of the first stream as int64."""
         out = np.empty(end - begin, np.int64)
         return self.streams[0].read(begin, out)
 
     def where(self, samples):
         """Samples of the run, int64 (n,) -> (stream, window), each (n,)."""
-        if self.slots is None:
-            stream = np.zeros_like(samples)
-            number = samples
-        else:
+        stream = np.zeros_like(samples)
+        number = samples
+        if self.slots is not None:
             # SLOTS samples in a row are a permutation of the slots, so proportions are exact, and each
-            # source goes on counting its samples where the last block left it.
+            # source continues counting its samples where the last block left it.
             block, j = np.divmod(samples, SLOTS)
             slot = by_epoch(block, j, SLOTS, ~self.seed)
             stream = np.searchsorted(self.slots, slot, side="right") - 1
@@ -330,145 +267,66 @@ class TokenDataset:
             window[mine] = by_epoch(epoch, i, n, self.seed)
         return stream, window
 
-    def samples_of(self, path, offset, n, until):
-        """
-        The inverse of where(): the samples below `until` whose window holds one of the tokens offset .. offset
-        + n - 1 of the shard at `path`, and those after it if the shard ends before. int64, rising.
-
-        A window is T + 1 tokens, so the one that two windows share is in both.
-        """
-        path = os.path.realpath(path)
-        found = [np.zeros(0, np.int64)]
-        for s, stream in enumerate(self.streams):
-            for shard, start in zip(stream.shards, stream.begins):
-                if os.path.realpath(shard.path) != path:
-                    continue
-                begin = start + offset
-                first = max(0, -(-(begin - self.T) // self.T))
-                last = min((begin + n - 1) // self.T, stream.n_windows - 1)
-                found += self._samples_with(s, np.arange(first, last + 1), until)
-        return np.unique(np.concatenate(found))
-
-    def _samples_with(self, s, windows, until):
-        """Yield, epoch by epoch, the samples below `until` that are one of these windows of stream s."""
-        N = self.streams[s].n_windows
-        epoch = 0
-        while True:
-            number = epoch * N + permute(windows, N, self.seed, epoch, back=True)
-            sample = number
-            if self.slots is not None:
-                block, slot = np.divmod(number, self.slots[s + 1] - self.slots[s])
-                slot += self.slots[s]
-                sample = block * SLOTS + by_epoch(block, slot, SLOTS, ~self.seed, back=True)
-            mine = sample < until
-            yield sample[mine]
-            # The least sample that the next epoch can have: with weights, the first of its block.
-            epoch += 1
-            least = epoch * N
-            if self.slots is not None:
-                least = least // (self.slots[s + 1] - self.slots[s]) * SLOTS
-            if least >= until:
-                return
-
-    def _windows_of(self, first, n):
-        """
-        where(first .. first + n - 1). Few samples cost almost as much as many, so 1,024 of them (or an
-        epoch, if that is less) are computed at once and kept for the next batches.
-        """
-        begin, streams, windows = self.ahead
-        if not begin <= first <= first + n <= begin + len(windows):
-            begin = first
-            ahead = max(n, min(1024, self.n_windows))
-            samples = np.arange(begin, begin + ahead)
-            streams, windows = self.where(samples)
-            streams = streams.tolist()
-            windows = windows.tolist()
-            self.ahead = begin, streams, windows
-        asked = slice(first - begin, first - begin + n)
-        return streams[asked], windows[asked]
+    @functools.lru_cache(maxsize=8)
+    def block(self, number):
+        """where() for 1,024 samples, computed at once, since few of them would cost almost as much."""
+        stream, window = self.where(np.arange(number * 1024, (number + 1) * 1024))
+        return list(zip(stream.tolist(), window.tolist()))
 
     def batch(self, first, n):
         """
         Samples first .. first + n - 1 of the run, as tensors on the CPU, each (n, T).
 
         Returns idx and targets, int64; keep, bool: which targets have a loss; doc, int64: the number of
-        the document that each input token stands in. Besides what Goldfish drops, a target whose *input*
+        the document of each input token. Besides the labels that Goldfish drops, a target whose *input*
         ends a document never has a loss, since the next document's begin cannot be predicted; the end
         itself is learnt (report sec. 3). ValueError for a token id outside the vocabulary.
         """
-        streams, windows = self._windows_of(first, n)
-        # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input. It
-        # keeps the shards' dtype, since 2 or 4 bytes a token compare faster than 8.
+        # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input.
         length = max(self.n_context, 1) + self.T
-        rows = np.empty((n, length), self.dtype)
-        for row, stream, window in zip(rows, streams, windows):
-            end = (window + 1) * self.T + 1
-            self.streams[stream].read(end - length, row)
-        self._check_ids(rows, windows)
-        inputs = rows[:, -self.T - 1 : -1]
-        keep = torch.from_numpy(inputs != self.eos)
-        is_begin = inputs == self.bos
-        doc = torch.from_numpy(is_begin.cumsum(1))
-        # Inputs and targets are views of one tensor: half the memory to fill.
-        ids = torch.from_numpy(rows.astype(np.int64))
+        rows = np.empty((n, length), np.int64)
+        for row, g in zip(rows, range(first, first + n)):
+            stream, window = self.block(g // 1024)[g % 1024]
+            self.streams[stream].read((window + 1) * self.T + 1 - length, row)
+        ids = torch.from_numpy(rows)
+        if rows.max() >= self.meta["vocab_size"]:
+            raise ValueError(
+                f"{self.folder}: token id {rows.max()} >= vocab_size {self.meta['vocab_size']} in samples {first} to "
+                f"{first + n - 1}: a shard is damaged, prepare the data again"
+            )
         idx = ids[:, -self.T - 1 : -1]
         targets = ids[:, -self.T :]
-        if self.k:
-            context = ids[:, : self.n_context]
-            keep &= goldfish_mask(
-                targets,
-                self.k,
-                self.h,
-                self.hash,
-                context,
-            )
+        keep = idx != self.meta["eos"]
+        doc = (idx == self.meta["bos"]).cumsum(1)
+        k, h, hash = self.goldfish
+        if k:
+            keep &= goldfish_mask(targets, k, h, hash, ids[:, : self.n_context])
         return idx, targets, keep, doc
-
-    def _check_ids(self, rows, windows):
-        """ValueError for an id outside the vocabulary, with the number of its window."""
-        vocab_size = self.meta["vocab_size"]
-        largest = rows.max()
-        if largest >= vocab_size:
-            bad = windows[rows.max(1).argmax()]
-            raise ValueError(
-                f"{self.folder}: token id {largest} >= vocab_size {vocab_size} in window {bad}: "
-                "the shard is damaged, prepare the data again"
-            )
 
     def bits_per_byte(self, nats_per_token):
         """Mean loss per predicted token (nats) -> bits per byte of text: comparable across tokenizers."""
-        n_predicted = n_bytes = 0
-        for name in self.sources:
-            val = self.meta["sources"][name]["val"]
-            # All tokens are predicted but each document's begin.
-            n_predicted += val["tokens"] - val["documents"]
-            n_bytes += val["bytes"]
+        # All tokens are predicted but each document's begin.
+        n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
+        n_bytes = sum(part["bytes"] for part in self.parts)
         return nats_per_token / np.log(2) * n_predicted / n_bytes
 
 
 class StagedDataset:
     """
-    A run in stages, like the five of Apertus: sample g belongs to the stage in whose stretch of the run it
-    lies, and is sample g - begin of that stage's own TokenDataset. (The loader began anew at each stage,
-    with another seed; report sec. 3.)
+    A run in stages, like the five of Apertus: sample g belongs to the stage in whose part of the run it
+    lies, and is sample g - begin of that stage's own TokenDataset. (Apertus' loader restarted at each
+    stage, with another seed; report sec. 3.)
 
     stages: rows of (name, sources, until in samples, seed), as in configs/8b.py; sources as in
-    TokenDataset. stage: the name of the last one to run, "" = all; later ones need no data yet. Beyond the
-    last stage its data go on.
+    TokenDataset. stage: the name of the last one to run, "" = all; later ones need no data yet. After the
+    last stage its data continue.
 
     stop: the number of samples at the end of the stage called `stage`, None if none is named.
     fingerprint: HASH@BEGIN of each stage, so that the data of a later one may still change, or come: see
     begun(). ValueError: no such stage, or stages that do not follow each other.
     """
 
-    def __init__(
-        self,
-        folder,
-        stages,
-        block_size,
-        *goldfish,
-        stage="",
-    ):
+    def __init__(self, folder, stages, block_size, *goldfish, stage=""):
         names, _, untils, _ = zip(*stages)
         if stage and stage not in names:
             raise ValueError(f"there is no stage {stage!r}: the table has {', '.join(names)}")
@@ -482,14 +340,7 @@ class StagedDataset:
         words = []
         for begin, row in zip(self.begins, stages):
             _, sources, _, seed = row
-            part = TokenDataset(
-                folder,
-                "train",
-                block_size,
-                seed,
-                *goldfish,
-                sources=sources,
-            )
+            part = TokenDataset(folder, "train", block_size, seed, *goldfish, sources=sources)
             words.append(f"{sha256_of([part.fingerprint, row])}@{begin}")
             self.parts.append(part)
         self.fingerprint = " ".join(words)
@@ -505,69 +356,25 @@ class StagedDataset:
             s = bisect_right(self.begins, at) - 1
             begin = self.begins[s]
             end = min(first + n, self.ends[s])
-            batch = self.parts[s].batch(at - begin, end - at)
-            batches.append(batch)
+            batches.append(self.parts[s].batch(at - begin, end - at))
             at = end
         return tuple(map(torch.cat, zip(*batches)))
-
-    def samples_of(self, path, offset, n, until):
-        """As TokenDataset.samples_of."""
-        found = []
-        for begin, end, part in zip(self.begins, self.ends, self.parts):
-            if begin < until:
-                found.append(begin + part.samples_of(path, offset, n, min(until, end) - begin))
-        return np.concatenate(found)
 
 
 def share_of_one(data, until, n=64):
     """
-    The share of windows that hold a single document, of n samples spread evenly over the first `until` of a run on
-    these data (of either class). What is longer than most documents teaches little that a shorter window would not.
+    The share of windows with a single document, of n samples spread evenly over the first `until` of a run
+    on these data (of either class). Windows longer than most documents teach little that shorter ones do not.
     """
     samples = sorted({i * until // n for i in range(n)})
-    single = 0
-    for sample in samples:
-        doc = data.batch(sample, 1)[3]    # (1, T)
-        single += bool(doc.min() == doc.max())
-    return single / len(samples)
-
-
-def data_of_run(config, samples):
-    """
-    The windows that a run of train.py with these settings (its config.json) has read in so many samples.
-
-    ValueError: the folder no longer holds the data that it read.
-    """
-    folder, T = config["data"], config["block_size"]
-    if config["stage"]:
-        data = StagedDataset(folder, config["stages"], T, stage=config["stage"].removeprefix("all"))
-    else:
-        data = TokenDataset(folder, "train", T, config["seed"])
-    if begun(data.fingerprint, samples) != begun(config["data_hash"], samples):
-        raise ValueError(
-            f"{folder} is no longer what the run has read: it is version {data.meta.get('version', '?')[:16]}, "
-            f"the run began with {config.get('data_version') or config['data_hash']:.16}"
-        )
-    return data
+    docs = [data.batch(sample, 1)[3] for sample in samples]  # each (1, T)
+    return sum(bool(doc.min() == doc.max()) for doc in docs) / len(docs)
 
 
 # -----------------------------------------------------------------------------
-# meta.json: what a folder holds, and what of it a run depends on
+# The data that a run depends on
 
-
-def read_meta(folder):
-    """meta.json of a data folder. ValueError if there is none: says how to make it."""
-    path = os.path.join(folder, "meta.json")
-    if not os.path.isfile(path):
-        hint = "python prepare.py"
-        if os.path.normpath(folder) != os.path.normpath("data/stdlib"):
-            hint += f" YOUR_FILES --out={folder}"
-        raise ValueError(f"no data in {folder!r} (no meta.json there): make it with `{hint}`")
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
-
-
-# What says which token an id is.
+# The keys of meta.json that define the meaning of token ids.
 VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
 
 
@@ -578,53 +385,53 @@ def sha256_of(content):
 
 def fingerprint(meta, sources=None):
     """
-    sha256 of what a run reads, and must find unchanged when it is resumed.
+    sha256 of the data that a run reads, which must be the same when it is resumed.
 
-    sources: as in TokenDataset. Where they are named, the vocabulary counts and, in their order, the sources
-    with their weights: others may come to the folder, and it may move. Where none are, all of meta.json counts.
+    sources: as in TokenDataset. If they are named, the vocabulary counts and, in their order, the sources with
+    their weights: others may come to the folder, and it may move. If not, all of meta.json counts.
     """
     if not sources:
-        return version(meta)
-    vocabulary = [meta.get(key) for key in VOCABULARY]
+        rest = {key: value for key, value in meta.items() if key != "version"}
+        # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
+        names = list(meta["sources"])
+        return sha256_of(rest if names == sorted(names) else [rest, names])
     rows = []
     for name in sources:
         weight = sources[name] if isinstance(sources, dict) else None
         shards = []
         for split, part in meta["sources"][name].items():
-            for shard in part["shards"]:
-                content = shard.get("sha256")
-                shards.append([split, shard["tokens"], content])
+            shards += [[split, shard["tokens"], shard.get("sha256")] for shard in part["shards"]]
         rows.append([name, weight, shards])
-    return sha256_of([vocabulary, rows])
+    return sha256_of([[meta.get(key) for key in VOCABULARY], rows])
+
+
+def begun(fingerprint, samples):
+    """
+    The words of a fingerprint that count after so many samples: of a StagedDataset's, HASH@BEGIN of each
+    stage, those of the stages that have begun. A TokenDataset's has no BEGIN, and counts from the start.
+    """
+    return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 
 
 def first_changed(before, now, samples):
-    """
-    The first of so many samples that a run would read otherwise on data with another fingerprint; None if none.
-
-    A stage's own fingerprint says whether its windows are the same; without stages all of them count.
-    """
+    """The first of so many samples that differ between data with these two fingerprints; None if all are the same."""
     now = begun(now, samples)
     for i, word in enumerate(begun(before, samples)):
-        if now[i:i + 1] != [word]:
-            _, _, begin = word.partition("@")
-            return int(begin or 0)
-    return None
+        if now[i : i + 1] != [word]:
+            return int(word.partition("@")[2] or 0)
 
 
 def since(folder, version):
     """
-    What `prepare.py --remove` has taken out of a folder since it was of this version (meta.json), as a sentence; "" if
-    that is not how it became what it is.
+    The documents that `prepare.py --remove` has deleted from a folder since it had this version (meta.json), as a
+    sentence; "" if the folder has changed otherwise.
     """
     report = os.path.join(folder, "report.json")
     if not version or not os.path.isfile(report):
         return ""
-    with open(report, encoding="utf-8") as f:
-        removals = json.load(f).get("removals", [])
+    removals = read_json(report).get("removals", [])
     gone, at = [], version
     for removal in removals:
-        # Each names the version that it found.
         if removal["before"] == at:
             at = removal["after"]
             gone.append(f"{removal['documents']:,} documents ({removal['tokens']:,} tokens) on {removal['date'][:10]}")
@@ -633,110 +440,7 @@ def since(folder, version):
     return f"from {folder} were removed, since this run began with version {version[:16]}, {', '.join(gone)}"
 
 
-def begun(fingerprint, samples):
-    """
-    The words of a fingerprint that count after so many samples: of a StagedDataset's, HASH@BEGIN of each
-    stage, those of the stages that have begun. A TokenDataset's has no BEGIN, and counts from the start.
-    """
-    words = []
-    for word in fingerprint.split():
-        _, _, begin = word.partition("@")
-        if int(begin or -1) < samples:
-            words.append(word)
-    return words
-
-
-# -----------------------------------------------------------------------------
-# The command
-
-
-def joined_meta(folders, final):
-    """
-    meta.json of several folders in one, for a folder that will stand at `final`.
-
-    ValueError for folders of different vocabularies, and for a source that is there twice.
-    """
-    first = read_meta(folders[0])
-    keys = ("tokenizer", *VOCABULARY)
-    joined = {key: first[key] for key in keys}
-    joined.update(sources={}, about={})
-    for folder in folders:
-        meta = read_meta(folder)
-        about = meta.get("about", {})
-        if meta["tokenizer_hash"] != joined["tokenizer_hash"]:
-            raise ValueError(
-                f"{folder} was made by the tokenizer {meta['tokenizer']} and {folders[0]} by "
-                f"{joined['tokenizer']}, another one: prepare both with the same --tokenizer"
-            )
-        for name, source in meta["sources"].items():
-            new = name
-            if new in joined["sources"]:
-                new = f"{os.path.basename(os.path.normpath(folder))}/{name}"
-            if new in joined["sources"]:
-                raise ValueError(f"{folder} has a source {name!r} again, already there as {new!r}")
-            # The shards stay where they are: they are named as seen from the new folder.
-            for part in source.values():
-                for shard in part["shards"]:
-                    path = os.path.join(folder, shard["file"])
-                    shard["file"] = os.path.relpath(os.path.realpath(path), final)
-            joined["sources"][new] = source
-            joined["about"][new] = about.get(name)
-    joined["version"] = version(joined)
-    return joined
-
-
-def join_folders(folders, out):
-    """
-    Write out/meta.json with the sources of all folders, whose shards stay where they are, and their audits
-    in one. Texts that stand there more than once are counted, and told. `out` may be one of them, to which
-    the others come.
-
-    ValueError as joined_meta, and if `out` holds something that is not of an earlier --join.
-    """
-    # Imported here, since training does not need what can write a data folder.
-    from corpus.kept import join_audits
-    from corpus.shards import claim, publish
-
-    final = os.path.realpath(out)
-    joined = joined_meta(folders, final)
-    others = [folder for folder in folders if os.path.realpath(folder) != final]
-    final, tmp, lock = claim(out, others, joined=True)
-    with lock:
-        data = os.path.join(tmp, "data")
-        shutil.rmtree(data, ignore_errors=True)
-        os.makedirs(data)
-        tokenizer_file = os.path.join(folders[0], "tokenizer.json")
-        if os.path.isfile(tokenizer_file):
-            shutil.copy(tokenizer_file, data)
-        meta_file = os.path.join(data, "meta.json")
-        with open(meta_file, "w", encoding="utf-8") as f:
-            json.dump(joined, f, indent=1)
-        print(join_audits(folders, joined, final, data))
-        publish(final, tmp)
-
-
-def main():
-    import tokenizer
-
-    if join:
-        if len(paths) < 2:
-            raise ValueError("--join wants the folders to join: python data.py data/a data/b --join=data/both")
-        join_folders(paths, join)
-    folder = join or (paths[0] if paths else "data/stdlib")
-    data = TokenDataset(folder, "train", block_size, seed)
-    for name, source in data.meta["sources"].items():
-        for split in ("train", "val"):
-            s = source[split]
-            size = f"{s['documents']:8,} documents {s['tokens']:14,} tokens {s['bytes'] / 1e6:10.2f} MB"
-            print(f"{name:20} {split:5} {size}")
-    idx, _, _, doc = data.batch(0, 1)
-    n_documents = doc.max() - doc.min() + 1
-    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {n_documents} documents:\n")
-    tok = tokenizer.load_for(folder)
-    print(tok.decode(idx[0].tolist()))
-
-
 if __name__ == "__main__":
-    from configurator import run
+    from configurator import attached
 
-    run(main, globals())
+    attached("corpus.join").start()

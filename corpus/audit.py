@@ -575,7 +575,7 @@ def reader(run):
 
     ValueError: not a run of train.py, or its data are no longer what it read.
     """
-    from data import data_of_run
+    from corpus.when import data_of_run, samples_of
     from schedule import samples_at, steps_in
     path = Path(run, "config.json")
     config = read_json(path) if path.is_file() else {}
@@ -590,7 +590,7 @@ def reader(run):
         if row["split"] != "train":
             return f"for validation: no step of {run} has learnt from it"
         shard = Path(row["folder"], row["shard"])
-        samples = data.samples_of(shard, row["offset"], row["tokens"], until)
+        samples = samples_of(data, shard, row["offset"], row["tokens"], until)
         steps = Counter(steps_in(int(sample), *batch) for sample in samples)
         # Tokens of the run, from its begin to that of the step and to its end.
         spans = [[samples_at(step + more, *batch) * config["block_size"] for more in (0, 1)] for step in sorted(steps)]

@@ -45,6 +45,9 @@ def script(name, *args, stdin="", pictures=False):
     .returncode, .stdout and .stderr. pictures: draw loss.png, which costs 0.4 s, more than most runs.
     """
     from engine import plot
+    # A new process would import the modules to which a script hands its command line anew.
+    for attached in ("train", "posttrain.attach", "corpus.join"):
+        sys.modules.pop(attached, None)
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves

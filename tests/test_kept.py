@@ -9,7 +9,7 @@ import pytest
 import tokenizer
 from conftest import refused, script
 from corpus import kept
-from data import StagedDataset, TokenDataset, permute
+from data import StagedDataset
 from schedule import steps_in
 
 BYTE = tokenizer.load("byte")
@@ -204,58 +204,6 @@ def test_what_comes_to_known_data_and_is_joined_are_the_documents_and_splits_of_
 
 # ----------------------------------------------------------------------------------------------------------------------
 # when it was read
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000, 4097])
-def test_back_is_the_inverse_of_the_permutation(n):
-    i = np.arange(n)
-    assert (permute(permute(i, n, 28, 3), n, 28, 3, back=True) == i).all()
-
-
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory):
-    """A data folder whose every token is another number: what a batch holds says from where in which shard it is."""
-    root = tmp_path_factory.mktemp("counted")
-    sources, begin = {}, 2
-    for name, sizes in (("a", (1000, 400)), ("b", (333,)), ("c", (777,))):
-        shards = []
-        for k, n in enumerate(sizes):
-            np.save(root / f"{name}{k}.npy", np.arange(begin, begin + n, dtype=np.uint32))
-            shards.append(dict(file=f"{name}{k}.npy", tokens=n, sha256=str(begin)))
-            begin += n
-        part = dict(documents=1, tokens=sum(sizes), bytes=1, shards=shards)
-        sources[name] = dict(train=part, val=part)
-    meta = dict(tokenizer="byte", tokenizer_hash="", vocab_size=begin, bos=0, eos=1, sources=sources)
-    (root / "meta.json").write_text(json.dumps(meta))
-    return str(root)
-
-
-STAGES = (("1", ("a",), 130, 28), ("2", dict(a=1, b=3, c=2), 25_000, 29))
-DATA = {
-    "plain": lambda folder: TokenDataset(folder, "train", 16, 28),
-    "mixed": lambda folder: TokenDataset(folder, "train", 16, 28, sources=dict(b=1, a=5, c=0.3)),
-    "twice": lambda folder: TokenDataset(folder, "train", 16, 28, sources=("b", "a", "b")),
-    "stages": lambda folder: StagedDataset(folder, STAGES, 16)}
-# shard, offset, tokens, the first of them: the end of the first shard of a and so the begin of the second; one token,
-# which is also the last label of a window; the end of the stream.
-SPANS = [("a0", 320, 1, 322), ("a0", 300, 40, 302), ("c0", 100, 500, 1835), ("b0", 0, 1, 1402), ("b0", 300, 33, 1702),
-         ("a0", 990, 25, 992)]
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_the_samples_of_a_document_are_those_in_which_a_loader_reads_one_of_its_tokens(counted, monkeypatch, kind):
-    """Blocks of a mixture of 400 samples, where there are 10,000."""
-    monkeypatch.setattr("data.SLOTS", 400)
-    data, until = DATA[kind](counted), 1_000
-    windows = []
-    for sample in range(until):
-        idx, targets, *_ = data.batch(sample, 1)
-        windows.append([*idx[0].tolist(), int(targets[0, -1])])
-    windows = np.array(windows)
-    for file, offset, n, first in SPANS:
-        want = np.flatnonzero(((windows >= first) & (windows < first + n)).any(1))
-        found = data.samples_of(os.path.join(counted, f"{file}.npy"), offset, n, until)
-        assert found.tolist() == want.tolist()
 
 
 def test_when_says_the_steps_at_which_a_run_that_was_stopped_and_resumed_has_read_it(folder, tmp_path, monkeypatch):

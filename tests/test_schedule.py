@@ -43,7 +43,7 @@ def test_a_run_without_a_planned_decay_stays_at_the_peak():
 
 
 def test_a_decay_that_begins_in_the_warmup_falls_from_the_rate_reached_so_far():
-    """After a fifth of the warm-up from a fifth of the peak; after a twentieth it is below the floor and stays there."""
+    """After a fifth of the warm-up from a fifth of the peak; after a twentieth it stays there, below the floor."""
     plan = dict(peak=1.0, floor=0.1, warmup=100, total=1000, decay=500)
     assert [wsd(s, **plan, decay_at=20) for s in (10, 20, 40)] == pytest.approx([0.1, 0.2, 0.1])
     assert wsd(30, **plan, decay_at=20) == pytest.approx(0.1 + 0.1 * (1 - 0.5**0.5))
@@ -90,7 +90,7 @@ def test_published_milestones():
 
 
 def test_the_command_prints_the_published_milestones():
-    """Steps and batches as above; the decay begins at 13.35T of 15T tokens; halfway through it 1 - sqrt(1/2) is left."""
+    """Steps and batches as above; the decay begins at 13.35T of 15T tokens; halfway 1 - sqrt(1/2) is left."""
     eight, seventy = script("schedule.py").stdout.strip().split("\n\n")
     rows = {row.split()[0]: row.split()[1:] for row in eight.splitlines()[1:]}
     columns = zip(*rows.values())

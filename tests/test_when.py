@@ -1,0 +1,59 @@
+"""corpus/when.py: the samples of a document, against all batches of a run of more than two blocks of a mixture."""
+
+import json
+
+import numpy as np
+import pytest
+
+from corpus.when import data_of_run, samples_of
+from data import SLOTS, StagedDataset, TokenDataset
+
+STAGES = [("1", ("a",), 5_000, 1), ("2", dict(b=1, c=2), 30_000, 2)]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A folder whose tokens are 0, 1, 2, ...: two shards of source a, one each of b and c."""
+    folder, token, sources = tmp_path_factory.mktemp("counted"), 0, {}
+    for name, sizes in dict(a=(3220, 10800), b=(3330,), c=(4200,)).items():
+        shards = []
+        for i, n in enumerate(sizes):
+            np.save(folder / f"{name}{i}.npy", np.arange(token, token + n, dtype=np.uint16))
+            shards.append(dict(file=f"{name}{i}.npy", tokens=n, sha256=f"{name}{i}"))
+            token += n
+        sources[name] = dict(train=dict(shards=shards), val=dict(shards=shards))
+    meta = dict(bos=60_001, eos=60_002, vocab_size=60_003, tokenizer_hash="", sources=sources)
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return str(folder)
+
+
+DATA = {
+    "natural": lambda folder: TokenDataset(folder, "train", 16),
+    "mixed": lambda folder: TokenDataset(folder, "train", 16, sources=dict(a=1, b=3, c=1)),
+    "twice": lambda folder: TokenDataset(folder, "train", 16, 28, sources=("b", "a", "b")),
+    "stages": lambda folder: StagedDataset(folder, STAGES, 16)}
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_the_samples_of_a_document_are_exact_to_the_sample(counted, kind):
+    """A run of its first token; across the end of a shard; at the end of its stream, where tokens have no window."""
+    data, until = DATA[kind](counted), 2 * SLOTS + 77
+    idx, targets, *_ = data.batch(0, until)
+    # Tokens beyond the end of a shard are those of the next shard of its stream, which another source may follow.
+    ends = dict(a0=14020, a1=14020, c0=21550)
+    places = ("a0", 0, 0, 1), ("a0", 3200, 3200, 40), ("a1", 10790, 14010, 25), ("c0", 1000, 18350, 500)
+    for file, offset, first, n in places:
+        last = min(first + n, ends[file]) if kind != "natural" else first + n
+        inside = ((idx >= first) & (idx < last) | (targets >= first) & (targets < last)).any(1)
+        found = samples_of(data, f"{counted}/{file}.npy", offset, last - first, until)
+        assert found.dtype == np.int64 and found.tolist() == np.flatnonzero(inside.numpy()).tolist()
+
+
+def test_the_data_of_a_run_are_those_that_it_has_read(counted):
+    config = dict(data=counted, block_size=16, stage="", seed=3)
+    data = data_of_run(config | dict(data_hash=TokenDataset(counted, "train", 16).fingerprint), 10)
+    assert (data.T, data.seed) == (16, 3)
+    staged = dict(config, stage="all", stages=STAGES, data_hash=DATA["stages"](counted).fingerprint)
+    assert data_of_run(staged, 10**4).begins == [0, 5_000]
+    with pytest.raises(ValueError, match="is no longer what the run has read"):
+        data_of_run(config | dict(data_hash="another"), 10)
