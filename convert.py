@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 import chat
 import tokenizer as tokenizers
 from configurator import ROOT, attached, checked, run
-from engine import checkpoint
+from engine import restore
 from engine.attention import attend_on
 from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
@@ -850,7 +850,7 @@ def stored_in_checkpoint(path, model):
     import torch.distributed.checkpoint as dcp
 
     params = base_of(model)
-    reader, _ = checkpoint.reader_for(path, {f"model/{name}": p for name, p in params.items()})
+    reader, _ = restore.reader_for(path, {f"model/{name}": p for name, p in params.items()})
     for name, p in params.items():
         tensor = torch.empty(p.shape, dtype=p.dtype, device="cpu")
         dcp.load({f"model/{name}": tensor}, storage_reader=reader, no_dist=True)
@@ -868,7 +868,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
         raise ValueError(f"no run in {folder!r} (no config.json there): "
                          "train one with `python train.py configs/laptop.py`, or name a Hugging Face model")
     config = read_json(config_file)
-    found = checkpoint.newest_intact(f"{folder}/ckpt")
+    found = restore.newest_intact(f"{folder}/ckpt")
     if not found:
         raise ValueError(f"{folder} has no checkpoint yet: "
                          f"it writes the first after {config['checkpoint_every']} steps")
@@ -881,7 +881,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
             attached("studies.structured").restore(model, config, manifest["step"])
     if spread:
         spread(model)
-        checkpoint.load(path, model)
+        restore.load(path, model)
         attend_on(model, device)
     else:
         settle(model, stored_in_checkpoint(path, model), device, dtype, base)
@@ -931,7 +931,7 @@ def load_adapters_of_run(config, path, device, dtype, base):
     if start[:16] != config["start_hash"]:
         raise ValueError(f"{path} was trained on other weights than those of {config['init_from']} today")
     lora.adapt(model, settings)
-    checkpoint.load(path, model)
+    restore.load(path, model)
     model.config = ApertusConfig.of(config)     # train.py may have changed window and RoPE
     if config.get("chat"):
         tok.eos = tok.id_of("<|assistant_end|>")
@@ -973,7 +973,7 @@ def start_of(name):
                           f"python convert.py --load={name} --save=FOLDER --merge")
     if os.path.isdir(f"{name}/ckpt"):
         config = read_json(f"{name}/config.json")
-        found = checkpoint.newest_intact(f"{name}/ckpt")
+        found = restore.newest_intact(f"{name}/ckpt")
         if not found:
             raise ValueError(f"{name} has no checkpoint yet")
         if config.get("lora_r"):
@@ -998,7 +998,7 @@ def fill(model, path):
     import torch.distributed.checkpoint as dcp
 
     tensors = {f"model/{name}": p.detach() for name, p in base_of(model).items()}
-    reader, _ = checkpoint.reader_for(path, tensors)
+    reader, _ = restore.reader_for(path, tensors)
     dcp.load(tensors, storage_reader=reader, no_dist=True)
 
 

@@ -361,15 +361,6 @@ class StagedDataset:
         return tuple(map(torch.cat, zip(*batches)))
 
 
-def share_of_one(data, until, n=64):
-    """
-    The share of windows with a single document, of n samples spread evenly over the first `until` of a run
-    on these data (of either class). Windows longer than most documents teach little that shorter ones do not.
-    """
-    samples = sorted({i * until // n for i in range(n)})
-    docs = [data.batch(sample, 1)[3] for sample in samples]  # each (1, T)
-    return sum(bool(doc.min() == doc.max()) for doc in docs) / len(docs)
-
 
 # -----------------------------------------------------------------------------
 # The data that a run depends on
@@ -412,35 +403,3 @@ def begun(fingerprint, samples):
     """
     return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 
-
-def first_changed(before, now, samples):
-    """The first of so many samples that differ between data with these two fingerprints; None if all are the same."""
-    now = begun(now, samples)
-    for i, word in enumerate(begun(before, samples)):
-        if now[i : i + 1] != [word]:
-            return int(word.partition("@")[2] or 0)
-
-
-def since(folder, version):
-    """
-    The documents that `prepare.py --remove` has deleted from a folder since it had this version (meta.json), as a
-    sentence; "" if the folder has changed otherwise.
-    """
-    report = os.path.join(folder, "report.json")
-    if not version or not os.path.isfile(report):
-        return ""
-    removals = read_json(report).get("removals", [])
-    gone, at = [], version
-    for removal in removals:
-        if removal["before"] == at:
-            at = removal["after"]
-            gone.append(f"{removal['documents']:,} documents ({removal['tokens']:,} tokens) on {removal['date'][:10]}")
-    if not gone:
-        return ""
-    return f"from {folder} were removed, since this run began with version {version[:16]}, {', '.join(gone)}"
-
-
-if __name__ == "__main__":
-    from configurator import attached
-
-    attached("corpus.join").start()

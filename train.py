@@ -29,15 +29,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+# Before torch, which reads a setting of it when it loads.
+from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype
 import torch
 from tqdm import tqdm
 
 from ademamix import build_optimizer, check_states
-from configurator import lengths, run, settings
-from data import StagedDataset, TokenDataset, begun, share_of_one
+from configurator import lengths, settings
+from configurator import run as run_script
+from data import StagedDataset, TokenDataset, begun
 from engine import checkpoint, runs
 from engine.files import write_flushed
-from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype, vendor_flops
 from engine.parallel import (
     Ranks, add_gradients, drop_gathered, orderly_exit, place, reduce_after, spread, square_norm, stop_signals,
 )
@@ -224,7 +226,9 @@ def build_all(run, build, found):
 
 def load(run, found):
     """Fill model and optimizer from the checkpoint `found` (path, manifest)."""
-    checkpoint.load(found[0], run.model, run.opt)
+    from engine import restore
+
+    restore.load(found[0], run.model, run.opt)
 
 
 # -----------------------------------------------------------------------------
@@ -383,8 +387,7 @@ def introduce(run, end):
         length, end = f"{minutes:g} minute{'s' * (minutes != 1)}", steps_until(total_samples)
     epochs = "" if minutes else f", so {samples_before(end) / run.train.n_windows:.1f} epochs"
     print(f"{run.model.num_params():,} parameters on {kind} in {str(run.dtype)[6:]}, {length} of {batch_size} x "
-          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens{epochs}; "
-          f"{share_of_one(run.train, samples_before(end)):.0%} of its windows hold one document")
+          f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens{epochs}")
     write_flushed(f"{out}/config.json", json.dumps(run.config, indent=1))
     if os.path.exists(f"{data}/tokenizer.json"):
         shutil.copy(f"{data}/tokenizer.json", out)
@@ -473,7 +476,7 @@ def pretrain(run, build, stop, cooldown):
     # With --minutes the bar's end is an estimate, which each step makes anew.
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
                          disable=not first)
-    flops, peak = run.model.flops_per_token(shape.block_size), vendor_flops(run.device)
+    flops = run.model.flops_per_token(shape.block_size)
     loader = batches(run, start)
     skipped, done, stopping = 0, start, False
     if run.validate_first and not start:
@@ -515,6 +518,8 @@ def pretrain(run, build, stop, cooldown):
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
         gpu = {}
         if run.device.startswith("cuda"):
+            from engine.gpus import vendor_flops
+            peak = vendor_flops(run.device)
             gpu = dict(mfu=peak and flops * speed / (peak * ranks.size),
                        memory_gib=torch.cuda.max_memory_allocated() / 2**30)
         run.log(step=step, tokens=tokens, **said, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
@@ -571,4 +576,4 @@ def main(build=build_plain, more={}, decides=()):
 
 if __name__ == "__main__":
     with orderly_exit():
-        run(main, globals(), shape, beyond="posttrain.attach")
+        run_script(main, globals(), shape, beyond="posttrain.attach")

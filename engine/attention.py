@@ -17,12 +17,17 @@ import math
 import torch
 from torch import Tensor
 
-from engine.hardware import at_least_fp32
 
 # Letters: B batch, T time, H query heads, K kv heads, D head dim, R queries of a slice, S keys that they may see.
 
 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def at_least_fp32(x):
+    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide)
 
 
 def attend_on_cpu(q, k, v, doc=None):

@@ -20,7 +20,7 @@ import itertools
 
 import torch
 
-from engine.hardware import memory_of
+from engine.gpus import memory_of
 
 MODES = ("none", "selective", "full")
 # The part of a device that proposed flags may fill: the rest is for CUDA, NCCL, and fragments.

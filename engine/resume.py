@@ -6,7 +6,12 @@ From which checkpoint a run resumes, and how much of it was planned otherwise.
     more minutes or samples, in the decay      the newest from before the decay; the decayed ones are set aside
 """
 
-from engine import checkpoint, runs
+import contextlib
+import glob
+import os
+import shutil
+
+from engine import restore, runs
 
 
 def find_checkpoint(run, identity, samples_before, steps_until):
@@ -19,7 +24,7 @@ def find_checkpoint(run, identity, samples_before, steps_until):
     """
     now = run.config
     folder = f"{now['out']}/ckpt"
-    found = checkpoint.newest_intact(folder, run.ranks.files, now["allow_restart"])
+    found = restore.newest_intact(folder, run.ranks.files, now["allow_restart"])
     if not found:
         return None
     path, manifest = found
@@ -43,12 +48,27 @@ def find_checkpoint(run, identity, samples_before, steps_until):
 def before_decay(run, path, folder, last):
     """The newest checkpoint until step `last`; those after it, of which `path` is the newest, are set aside."""
     out = run.config["out"]
-    found = checkpoint.newest_intact(folder, run.ranks.files, until=last)
+    found = restore.newest_intact(folder, run.ranks.files, until=last)
     if not found:
         raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to train "
                          f"longer from: start from these weights, --init_from={out} --out=ANOTHER")
     if run.ranks.first:
-        runs.set_aside(out, found[1]["step"])
+        set_aside(out, found[1]["step"])
         runs.forget(out, "cooldown")                       # it was for the decay that is now given up
         print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")
     return found
+
+
+def set_aside(out, step):
+    """
+    Rename the checkpoints after `step` to ckpt/decayed-N, with the log and the summary so far in the last of them.
+
+    A run that resumes from `step` will write other ones. Nothing is deleted, and nothing else reads that name.
+    """
+    for path in sorted(glob.glob(f"{out}/ckpt/step-????????")):
+        if int(path[-8:]) > step:
+            aside = f"{out}/ckpt/decayed-{path[-8:]}"
+            os.rename(path, aside)
+    shutil.copy(f"{out}/log.jsonl", aside)
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(f"{out}/summary.json", f"{aside}/summary.json")

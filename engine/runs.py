@@ -151,21 +151,6 @@ def forget(out, *names):
             os.remove(f"{out}/{name}")
 
 
-def set_aside(out, step):
-    """
-    Rename the checkpoints after `step` to ckpt/decayed-N, with the log and the summary so far in the last of them.
-
-    A run that resumes from `step` will write other ones. Nothing is deleted, and nothing else reads that name.
-    """
-    for path in sorted(glob.glob(f"{out}/ckpt/step-????????")):
-        if int(path[-8:]) > step:
-            aside = f"{out}/ckpt/decayed-{path[-8:]}"
-            os.rename(path, aside)
-    shutil.copy(f"{out}/log.jsonl", aside)
-    with contextlib.suppress(FileNotFoundError):
-        os.replace(f"{out}/summary.json", f"{aside}/summary.json")
-
-
 class Clock:
     """The seconds of a run, in earlier processes too, and how many samples fit into its minutes."""
 

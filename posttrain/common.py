@@ -20,9 +20,10 @@ import convert
 import tokenizer
 from ademamix import check_states
 from data import by_epoch
-from engine import checkpoint, memory, plot, runs
+from engine import checkpoint, memory, plot, restore, runs
 from engine.files import write_flushed
-from engine.hardware import keep_freed_memory, memory_of, pick_device
+from engine.gpus import memory_of
+from engine.hardware import keep_freed_memory, pick_device
 from engine.parallel import Ranks, add_gradients, shard, square_norm
 from model import Apertus
 from posttrain import forgetting, lora
@@ -382,7 +383,7 @@ def go_on(out, model, opt, config, ranks):
 
     ValueError names the settings that differ from those of its run, FREE ones excepted.
     """
-    found = checkpoint.newest_intact(os.path.join(out, "ckpt"), ranks.files)
+    found = restore.newest_intact(os.path.join(out, "ckpt"), ranks.files)
     if not found:
         return 0
     path, manifest = found
@@ -390,6 +391,6 @@ def go_on(out, model, opt, config, ranks):
     compared = {name: value for name, value in config.items() if name not in free}
     # Runs from before that setting had fp32.
     runs.refuse_another(path, dict(state_dtype="float32") | manifest["config"], compared)
-    checkpoint.load(path, model, opt)
+    restore.load(path, model, opt)
     return manifest["step"]
 

@@ -30,8 +30,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import convert
-from engine import checkpoint
-from engine.files import read_json
+from engine import restore
+from engine.files import read_json, sha256
 from engine.hardware import pick_device
 
 BATCH = 8                   # texts at once, for models that run here
@@ -76,8 +76,8 @@ def version(name):
     if is_url(name):
         return name
     if os.path.isdir(f"{name}/ckpt"):
-        found = checkpoint.newest_intact(f"{name}/ckpt")
-        return checkpoint.sha256(f"{found[0]}/manifest.json") if found else "no checkpoint"
+        found = restore.newest_intact(f"{name}/ckpt")
+        return sha256(f"{found[0]}/manifest.json") if found else "no checkpoint"
     return hash_of(files_of(convert.local(name)))
 
 
@@ -89,7 +89,7 @@ def hash_of(files, name=""):
     """A hash of the contents and the names of files, and of one name more, whatever folder they are in."""
     digests = []
     for file in filter(os.path.isfile, files):
-        sha = checkpoint.sha256(file)
+        sha = sha256(file)
         digests.append((os.path.basename(file), sha))
     decisive = repr((name, digests))
     return hashlib.sha256(decisive.encode()).hexdigest()[:16]

@@ -51,6 +51,8 @@ import os
 from types import SimpleNamespace
 
 import numpy as np
+# Before torch, which reads a setting of it when it loads.
+from engine.hardware import can_compile, pick_dtype
 import torch
 
 from ademamix import build_optimizer
@@ -58,7 +60,6 @@ from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run, settings
 from convert import fingerprint
 from engine import checkpoint, runs
-from engine.hardware import can_compile, pick_dtype
 from engine.parallel import drop_gathered, orderly_exit, reduce_after, spread, stop_signals
 from generate import generate
 from posttrain import collapse, lora

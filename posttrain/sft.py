@@ -42,6 +42,8 @@ import os
 import time
 
 import numpy as np
+# Before torch, which reads a setting of it when it loads.
+from engine.hardware import can_compile, pick_dtype
 import torch
 from torch.nn.utils.rnn import pad_sequence
 import convert
@@ -50,7 +52,6 @@ from ademamix import build_optimizer
 from chat import learnable
 from configurator import run, settings
 from engine import runs
-from engine.hardware import can_compile, pick_dtype
 from engine.parallel import orderly_exit, reduce_after, spread, stop_signals
 from posttrain import collapse
 from posttrain.common import (

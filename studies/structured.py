@@ -36,9 +36,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from configurator import literal
-from engine.hardware import linear
 from schedule import steps_in
 
 # Letters: N inputs, M outputs, R rank, B blocks.
@@ -99,10 +99,10 @@ def dealt_block_diagonal(x, w):
 def multiply(x, v, u, kind):
     """x (..., N) -> (..., M) through both factors."""
     if kind == "lowrank":
-        return linear(linear(x, v), u)                     # (..., R) -> (..., M)
+        return F.linear(F.linear(x, v), u)                     # (..., R) -> (..., M)
     h = block_diagonal(x, v)
     if kind == "blockdense":
-        return linear(h, u)                                # (..., R) -> (..., M)
+        return F.linear(h, u)                                # (..., R) -> (..., M)
     return dealt_block_diagonal(h, u)                      # (..., min(N, M)) -> (..., M)
 
 
@@ -148,7 +148,7 @@ class StructuredLinear(nn.Module):
             return multiply(x, v + 0 * guide[0, 0], u, self.kind)
         a = self.alpha.to(x.dtype)
         y = multiply(x, v, u, self.kind)
-        return a * linear(x, guide) + (1 - a) * y
+        return a * F.linear(x, guide) + (1 - a) * y
 
     @torch.no_grad()
     def merge(self):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from conftest import ROOT, refused, script
-from engine.hardware import GPUS
+from engine.gpus import GPUS
 from model import ApertusConfig
 from posttrain.common import shapes_of
 from tools import plan

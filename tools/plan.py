@@ -33,7 +33,7 @@ import convert
 import train
 from configurator import config_file, read_config, run, settings
 from engine import memory
-from engine.hardware import GPUS
+from engine.gpus import GPUS
 from engine.parallel import nearest_divisors
 from model import ApertusConfig
 from posttrain import lora, qrpo, sft
