@@ -14,9 +14,7 @@ which is executed: name only files that you would run.
 """
 
 import ast
-import difflib
 import importlib
-import inspect
 import os
 import runpy
 import sys
@@ -28,17 +26,6 @@ TYPES = {
     bool: "True or False", int: "a whole number", float: "a number", str: "a text", tuple: "a list", list: "a list",
     dict: "a dict", type(None): "anything",
 }
-# Names that other trainers (nanoGPT, transformers, torchtitan) give our settings.
-OTHERS = """
-learning_rate=lr min_lr=lr_floor warmup=warmup_samples warmup_iters=warmup_samples warmup_steps=warmup_samples
-decay=decay_samples lr_decay_iters=decay_samples decay_steps=decay_samples batch=batch_size bs=batch_size
-gradient_accumulation_steps=micro_batch micro_batch_size=micro_batch max_norm=grad_clip clip=grad_clip out_dir=out
-output_dir=out dataset=data eval_interval=eval_every eval_iters=eval_windows save_every=checkpoint_every
-save_interval=checkpoint_every seq_len=block_size context=block_size layers=n_layer heads=n_head hidden_size=n_embd
-temp=temperature max_tokens=max_new_tokens steps=total_samples max_steps=total_samples num_steps=total_samples
-train_steps=total_samples total_steps=total_samples max_iters=total_samples iters=total_samples
-iterations=total_samples epochs=total_samples num_epochs=total_samples
-"""
 
 
 def settings(*namespaces):
@@ -57,13 +44,6 @@ def names(namespace):
 def lengths(total):
     """The three flags of a pretraining run of `total` samples: 5 % warm-up, 30 % decay, as in configs/laptop.py."""
     return f"--total_samples={total} --warmup_samples={total // 20} --decay_samples={3 * total // 10}"
-
-
-def suggestion(key, known):
-    """What the user of an unknown setting may have meant, as the rest of a sentence."""
-    others = dict(pair.split("=") for pair in OTHERS.split())
-    near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known, 3, 0.6)
-    return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"
 
 
 def checked(key, value, default, where=""):
@@ -116,7 +96,8 @@ def configure(namespace, argv=None, *more):
 
     def override(key, value, where=""):
         if key not in defaults:
-            error = ValueError(f"{where or '--' + key}: there is no setting {key!r}{suggestion(key, defaults)}")
+            hint = attached("engine.help").suggestion(key, defaults)
+            error = ValueError(f"{where or '--' + key}: there is no setting {key!r}{hint}")
             error.unknown = key
             raise error
         for space in spaces:
@@ -149,24 +130,6 @@ def configure(namespace, argv=None, *more):
     return settings(*spaces)
 
 
-def print_help(script, namespaces, beyond=""):
-    """The script's docstring, and a line for each setting: its value and the comment behind it."""
-    print(script["__doc__"].strip(), "\n\nsettings:", sep="")
-    more = vars(attached(beyond)) if beyond else None
-    shown = set()
-    for space in (*namespaces, more) if beyond else namespaces:
-        if space is more:
-            print(f"\nsettings of {beyond}, which takes over if one of them is set:")
-        file = space["__file__"] if isinstance(space, dict) else inspect.getfile(type(space))
-        with open(file, encoding="utf-8") as lines:
-            comments = {line.split()[0].strip(":"): line.partition("  # ")[2] for line in lines if " = " in line}
-        for key, value in settings(space).items():
-            if key not in shown:
-                print(f"  --{key}={value!r}".ljust(38), comments.get(key, "").strip())
-                shown.add(key)
-    sys.stdout.flush()
-
-
 # -----------------------------------------------------------------------------
 # run
 
@@ -194,7 +157,7 @@ def run(main, *namespaces, beyond=""):
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:
         if {"-h", "--help"} & set(sys.argv[1:]):
-            return print_help(script, namespaces, beyond)
+            return attached("engine.help").print_help(script, namespaces, settings, beyond and attached(beyond))
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:

@@ -12,8 +12,8 @@ round function is. Every process can compute every sample, so 1 and 512 ranks se
 resumed run needs only its step number.
 
 Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus
-mixed them. Or each source is a stream of its own, and a weight gives its share of the samples. Stages
-change sources and order at given numbers of samples. All of it is arithmetic on g.
+mixed them. Or each source is a stream of its own, and a weight gives its share of the samples. All of it
+is arithmetic on g.
 
 $ python data.py data/stdlib                              # its sources, and one window as the model sees it
 $ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
@@ -22,7 +22,6 @@ $ python data.py data/edu data/german --join=data/both    # a folder with the so
 import functools
 import hashlib
 import json
-import math
 import os
 from bisect import bisect_right
 from itertools import accumulate
@@ -309,57 +308,6 @@ class TokenDataset:
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
         n_bytes = sum(part["bytes"] for part in self.parts)
         return nats_per_token / np.log(2) * n_predicted / n_bytes
-
-
-class StagedDataset:
-    """
-    A run in stages, like the five of Apertus: sample g belongs to the stage in whose part of the run it
-    lies, and is sample g - begin of that stage's own TokenDataset. (Apertus' loader restarted at each
-    stage, with another seed; report sec. 3.)
-
-    stages: rows of (name, sources, until in samples, seed), as in configs/8b.py; sources as in
-    TokenDataset. stage: the name of the last one to run, "" = all; later ones need no data yet. After the
-    last stage its data continue.
-
-    stop: the number of samples at the end of the stage called `stage`, None if none is named.
-    fingerprint: HASH@BEGIN of each stage, so that the data of a later one may still change, or come: see
-    begun(). ValueError: no such stage, or stages that do not follow each other.
-    """
-
-    def __init__(self, folder, stages, block_size, *goldfish, stage=""):
-        names, _, untils, _ = zip(*stages)
-        if stage and stage not in names:
-            raise ValueError(f"there is no stage {stage!r}: the table has {', '.join(names)}")
-        if sorted({0, *untils}) != [0, *untils]:
-            raise ValueError(f"stages end after {untils} samples: want each later than the one before")
-        last = names.index(stage) if stage else len(names) - 1
-        self.stop = untils[last] if stage else None
-        self.begins = [0, *untils[:last]]
-        self.ends = [*untils[:last], math.inf]
-        self.parts = []
-        words = []
-        for begin, row in zip(self.begins, stages):
-            _, sources, _, seed = row
-            part = TokenDataset(folder, "train", block_size, seed, *goldfish, sources=sources)
-            words.append(f"{sha256_of([part.fingerprint, row])}@{begin}")
-            self.parts.append(part)
-        self.fingerprint = " ".join(words)
-        self.meta = self.parts[0].meta
-        self.n_tokens = sum(part.n_tokens for part in self.parts)
-        self.n_windows = sum(part.n_windows for part in self.parts)
-
-    def batch(self, first, n):
-        """As TokenDataset.batch; a batch across the border of two stages has samples of both."""
-        batches = []
-        at = first
-        while at < first + n:
-            s = bisect_right(self.begins, at) - 1
-            begin = self.begins[s]
-            end = min(first + n, self.ends[s])
-            batches.append(self.parts[s].batch(at - begin, end - at))
-            at = end
-        return tuple(map(torch.cat, zip(*batches)))
-
 
 
 # -----------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from ademamix import build_optimizer, check_states
 from configurator import lengths, settings
 from configurator import run as run_script
-from data import StagedDataset, TokenDataset, begun
+from data import TokenDataset, begun
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.parallel import (
@@ -137,11 +137,9 @@ def check_settings():
     for name, kinds in (("schedule", "wsd cosine"), ("loss_average", "step micro")):
         if globals()[name] not in kinds.split():
             raise ValueError(f"{name}={globals()[name]!r}: there is {kinds.replace(' ', ' and ')}")
-    if not 0 <= minutes < math.inf:
-        raise ValueError(f"minutes={minutes}: want how long to train, --minutes=5, or 0 to count samples")
-    if minutes and (schedule != "wsd" or decay_samples >= total_samples or stage):
-        raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants schedule=wsd, a decay "
-                         "shorter than total_samples, and no stage, since stages are counted in samples")
+    if minutes and (not 0 < minutes < math.inf or schedule != "wsd" or decay_samples >= total_samples or stage):
+        raise ValueError(f"minutes={minutes:g} finds the end of a run while it trains: it wants a positive number, "
+                         "schedule=wsd, a decay shorter than total_samples, and no stage; --minutes=0 counts samples")
     if total_samples < batch_size:
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
     if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
@@ -161,6 +159,7 @@ def open_data():
     """The training windows, with Goldfish, and the validation windows, where every predictable token counts."""
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
     if stage:
+        from stages import StagedDataset                   # here, since other runs need not read it
         train = StagedDataset(data, stages, shape.block_size, *goldfish, stage=stage.removeprefix("all"))
     else:
         train = TokenDataset(data, "train", shape.block_size, seed, *goldfish)
@@ -182,14 +181,11 @@ def set_up(build, more, decides):
     config = settings(globals(), shape) | dict(vocab_size=meta["vocab_size"]) | more
     config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"], data_version=meta.get("version"))
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
-                          config=config, shape=ApertusConfig.of(config), decides=decides, spent=0.0,
-                          validate_first=False,
-                          compiled=compile and can_compile(torch.device(where)), decay_at=NEVER if minutes else total_samples - decay_samples)
-    from engine import memory                              # here, since only the start needs it
-    with torch.device("meta"):
-        line = memory.check(build(run), config, rows, shape.block_size, ranks, where, run.dtype)
-    if ranks.first and where.startswith("cuda"):
-        print(line)
+                          config=config, shape=ApertusConfig.of(config), decides=decides,
+                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
+                          decay_at=NEVER if minutes else total_samples - decay_samples)
+    from engine.memory import check_run                    # here, since only the start needs it
+    check_run(run, build)
     return run
 
 
@@ -235,28 +231,13 @@ def load(run, found):
 # where a run resumes, and where it ends
 
 
-def total_of(run):
-    """The samples of the whole run: other than planned if the decay began earlier or later."""
-    return begun_at(run.decay_at, total_samples, decay_samples)[0]
-
-
 def end_of(run):
-    """The number of steps after which the run ends, or its stage. A step across the border is the next stage's."""
-    end = steps_until(total_of(run))
+    """
+    The number of steps after which the run ends, other than planned if the decay began earlier or later, or its stage
+    ends. A step across the border of two stages belongs to the second.
+    """
+    end = steps_until(begun_at(run.decay_at, total_samples, decay_samples)[0])
     return end if run.train.stop is None else min(end, steps_until(run.train.stop))
-
-
-def identity(run, config, samples):
-    """
-    The settings that a resumed run may not change, as {name: value}. Of the data, only stages that have begun after
-    `samples` count: those of later stages may still come.
-    """
-    names = [*ApertusConfig.__dataclass_fields__, "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer"]
-    same = {name: config.get(name) for name in [*names, *run.decides]}
-    same["state_dtype"] = config.get("state_dtype", "float32")
-    same["data_hash"] = begun(config["data_hash"], samples)
-    same["staged"] = bool(config.get("stage"))
-    return same
 
 
 # -----------------------------------------------------------------------------
@@ -457,14 +438,13 @@ def pretrain(run, build, stop, cooldown):
     ranks, first = run.ranks, run.ranks.first
     found = None
     if resume:
-        from engine.resume import find_checkpoint          # here, since a new run need not read it
-        found = find_checkpoint(run, identity, samples_before, steps_until)
+        # Here, since a new run need not read it.
+        from engine.resume import find_checkpoint, refuse_finished
+        found = find_checkpoint(run, begun, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
-    # If no step is left, the run was killed before it had written its summary, or is finished.
-    if start >= end and runs.is_finished(out, samples_before(start) * shape.block_size):
-        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples or minutes, name a later "
-                         f"--stage, or sample it: python sample.py --init_from={out}")
+    if start >= end:
+        refuse_finished(out, end, samples_before(start) * shape.block_size)
     build_all(run, build, found)
     if first:
         introduce(run, end)
@@ -477,6 +457,8 @@ def pretrain(run, build, stop, cooldown):
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
                          disable=not first)
     flops = run.model.flops_per_token(shape.block_size)
+    if run.device.startswith("cuda"):
+        from engine.gpus import usage
     loader = batches(run, start)
     skipped, done, stopping = 0, start, False
     if run.validate_first and not start:
@@ -516,12 +498,7 @@ def pretrain(run, build, stop, cooldown):
         bar.update()
         if not finite:
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
-        gpu = {}
-        if run.device.startswith("cuda"):
-            from engine.gpus import vendor_flops
-            peak = vendor_flops(run.device)
-            gpu = dict(mfu=peak and flops * speed / (peak * ranks.size),
-                       memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+        gpu = usage(run.device, flops * speed / ranks.size) if run.device.startswith("cuda") else {}
         run.log(step=step, tokens=tokens, **said, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
                 skipped=skipped, **gpu)
         # The last validation comes after the last save.

@@ -9,7 +9,8 @@ import os
 
 import numpy as np
 
-from data import SLOTS, StagedDataset, TokenDataset, begun, by_epoch, feistel, permute
+from data import SLOTS, TokenDataset, begun, by_epoch, feistel, permute
+from stages import StagedDataset
 
 
 def inverse(x, half, keys):

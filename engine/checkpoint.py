@@ -83,18 +83,14 @@ def tensors_of(model, optimizer):
     return tensors
 
 
-def save(folder, step, model, optimizer, info, keep=2, group=None):
-    """
-    Write folder/step-N, all or nothing, and delete all but the `keep` newest (0: delete none).
-
-    info: what else to know of the run, as JSON (settings, counters). OSError (disk full, read-only), on every rank
-    alike, leaves the old files untouched and nothing under the new name.
-    """
-    write(folder, step, tensors_of(model, optimizer), info, keep, None, group)
-
-
 def write(folder, step, tensors, info, keep, spare, group):
-    """save(), of tensors that nothing changes until it returns. spare: as in delete_old."""
+    """
+    Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
+
+    tensors: {name: tensor}, which nothing changes until this returns. info: what else to know of the run, as JSON
+    (settings, counters). OSError (disk full, read-only), on every rank alike, leaves the old files untouched and nothing
+    under the new name.
+    """
     import torch.distributed.checkpoint as dcp             # here, since it takes a second that --help need not wait for
 
     rank = dist.get_rank(group) if group else 0

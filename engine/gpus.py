@@ -36,6 +36,12 @@ def vendor_flops(device):
     return next((gpu.flops for kind, gpu in GPUS.items() if kind in name), None)
 
 
+def usage(device, flops):
+    """For the log: the share of its peak at which this GPU computes, by the model's own FLOP/s, and its memory so far."""
+    peak = vendor_flops(device)
+    return dict(mfu=peak and flops / peak, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+
+
 def memory_of(device):
     """Bytes of memory that a device has in all; None if unknown."""
     if device.startswith("cuda"):

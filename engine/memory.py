@@ -89,6 +89,15 @@ def room_on(device):
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
+def check_run(run, build):
+    """check() of a run of train.py, whose model build(run) makes; on a GPU its line is printed."""
+    with torch.device("meta"):
+        model = build(run)
+    line = check(model, run.config, run.rows, run.shape.block_size, run.ranks, run.device, run.dtype)
+    if run.ranks.first and run.device.startswith("cuda"):
+        print(line)
+
+
 def check(model, settings, rows, tokens, ranks, device, dtype):
     """
     One line with the memory of a step and of the device; "" if that is unknown. Arguments as in of_step.

@@ -19,7 +19,6 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
 import contextlib
-import math
 import os
 import re
 import signal
@@ -108,20 +107,14 @@ class Ranks:
         return f"cuda:{self.local}"
 
     def micro_batch(self, batch_size, micro_batch):
-        """Samples in memory at once on each rank. ValueError proposes a size near one that cannot be split."""
-        if batch_size < 1 or micro_batch < 1:
-            raise ValueError(f"batch_size={batch_size} and micro_batch={micro_batch} must be at least 1")
-        if batch_size % self.groups:
-            near = nearest_divisors(batch_size, self.groups)
-            batch = max(1, round(batch_size / self.groups)) * self.groups
-            raise ValueError(f"batch_size={batch_size} cannot be split over {self.groups} processes: "
-                             f"{near} can, or --batch_size={batch}")
-        each = batch_size // self.groups
+        """Samples in memory at once on each rank. ValueError for a batch that cannot be split so."""
+        each, rest = divmod(batch_size, self.groups)
         # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
         micro = micro_batch if self.exact else min(micro_batch, each)
-        if each % micro:
-            raise ValueError(f"batch_size={batch_size} gives each of {self.groups} processes {each} samples, which is "
-                             f"not a multiple of micro_batch={micro_batch}: try --micro_batch={math.gcd(each, micro)}")
+        if rest or micro < 1 or each % micro:
+            batch = micro_batch * self.groups
+            raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
+                             f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // max(batch, 1))}")
         return micro
 
     def join(self, device, timeout):

@@ -8,18 +8,19 @@ From which checkpoint a run resumes, and how much of it was planned otherwise.
 
 import contextlib
 import glob
+import json
 import os
 import shutil
 
 from engine import restore, runs
+from engine.files import read_json
 
 
-def find_checkpoint(run, identity, samples_before, steps_until):
+def find_checkpoint(run, begun, samples_before, steps_until):
     """
     (path, manifest) of the checkpoint to resume from, or None if there is none. Sets run.decay_at and run.spent.
 
-    identity(run, config, samples): the settings that may not change, by name. samples_before(step), steps_until(samples):
-    as in train.py. ValueError: the checkpoint is of a run with other settings, which are named; or none is left from
+    begun: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the checkpoint is of a run with other settings, which are named; or none is left from
     before the decay.
     """
     now = run.config
@@ -29,7 +30,10 @@ def find_checkpoint(run, identity, samples_before, steps_until):
         return None
     path, manifest = found
     before, samples = manifest["config"], samples_before(manifest["step"])
-    runs.refuse_another(path, identity(run, before, samples), identity(run, now, samples))
+    # Of the data, only stages that have begun count: those of later stages may still come.
+    names = [*vars(run.shape), "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer", "state_dtype", "stage"]
+    same = decisive(now, begun, samples)
+    refuse_another(path, decisive(before, begun, samples), {name: same[name] for name in [*names, "data_hash", *run.decides]})
     decay_at = manifest.get("decay_at", before["total_samples"] - before["decay_samples"])
     planned_by = "total_samples", "decay_samples", "minutes", "schedule"
     if all((before.get(name) or 0) == now[name] for name in planned_by):
@@ -43,6 +47,36 @@ def find_checkpoint(run, identity, samples_before, steps_until):
         found = before_decay(run, path, folder, steps_until(decay_at))
     run.spent = found[1].get("seconds", 0.0)
     return found
+
+
+def decisive(config, begun, samples):
+    """The settings of a run, by name; of its data and stages only what counts after so many samples."""
+    parts = dict(data_hash=begun(config["data_hash"], samples), stage=bool(config.get("stage")))
+    return dict(state_dtype="float32") | config | parts
+
+
+def refuse_another(path, before, now):
+    """ValueError naming the differences, if the checkpoint at `path` was made with other settings: {name: value}."""
+    # As JSON, in which a checkpoint keeps its settings: there a tuple has become a list.
+    changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
+               if json.dumps(before.get(name)) != json.dumps(value)]
+    if changed:
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings and data (if documents were "
+                         "removed, windows are numbered anew), or another --out, from these weights with --init_from")
+
+
+def refuse_finished(out, end, tokens):
+    """
+    ValueError if summary.json is of a run of so many tokens. If it is not there, or a full disk has torn it, the run was
+    killed before it had written it, and writes it again.
+    """
+    try:
+        finished = read_json(f"{out}/summary.json")["tokens"] >= tokens
+    except (OSError, ValueError, KeyError):
+        return
+    if finished:
+        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples or minutes, name a later "
+                         f"--stage, or sample it: python sample.py --init_from={out}")
 
 
 def before_decay(run, path, folder, last):

@@ -71,16 +71,6 @@ def lock(out):
     return file
 
 
-def refuse_another(path, before, now):
-    """ValueError naming the differences, if the checkpoint at `path` was made with other settings: {name: value}."""
-    # As JSON, in which a checkpoint keeps its settings: there a tuple has become a list.
-    changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
-               if json.dumps(before.get(name)) != json.dumps(value)]
-    if changed:
-        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings and data (if documents were "
-                         "removed, windows are numbered anew), or another --out, from these weights with --init_from")
-
-
 def entry_of(line):
     """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
     try:
@@ -129,14 +119,6 @@ def start_wandb(project, out):
         raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
     wandb.init(project=project, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
     return wandb.log
-
-
-def is_finished(out, tokens):
-    """Whether summary.json is of a run of so many tokens. One that a full disk has torn is written again."""
-    try:
-        return read_json(f"{out}/summary.json")["tokens"] >= tokens
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def asked_to_stop(out, stop, ranks):

@@ -28,10 +28,11 @@ import train
 from configurator import attached, run, settings
 from data import read_meta
 from engine import fp8 as eight_bits
-from engine import runs, sequence
+from engine import sequence
 from engine.attention import attend_on
 from engine.files import read_json, write_flushed
 from engine.parallel import orderly_exit
+from engine.resume import refuse_another
 from model import Apertus
 from posttrain import distill as distillation
 from posttrain import forgetting, lora
@@ -215,7 +216,7 @@ def wrap_loop():
         path, manifest = found
         before = manifest["config"]
         if lora_r:
-            runs.refuse_another(path, before, dict(start_hash=run.start_hash[:16]))
+            refuse_another(path, before, dict(start_hash=run.start_hash[:16]))
         if hasattr(run, "guides"):
             run.guides.end(manifest["step"], run.opt, before)
         load(run, found)

@@ -26,6 +26,7 @@ from engine.gpus import memory_of
 from engine.hardware import keep_freed_memory, pick_device
 from engine.parallel import Ranks, add_gradients, shard, square_norm
 from model import Apertus
+from engine.resume import refuse_another
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
@@ -333,7 +334,8 @@ def save_if_due(config, done, last, model, opt, ranks):
     every = config["checkpoint_every"]
     if last or every and done % every == 0:
         folder = os.path.join(config["out"], "ckpt")
-        checkpoint.save(folder, done, model, opt, dict(config=config), config["keep_checkpoints"], ranks.files)
+        tensors = checkpoint.tensors_of(model, opt)
+        checkpoint.write(folder, done, tensors, dict(config=config), config["keep_checkpoints"], None, ranks.files)
 
 
 def end(config, model, tok, done, steps, ranks, old=None):
@@ -390,7 +392,7 @@ def go_on(out, model, opt, config, ranks):
     free = FREE if config["lora_r"] or manifest["config"].get("lora_r") else FREE | OF_ADAPTERS
     compared = {name: value for name, value in config.items() if name not in free}
     # Runs from before that setting had fp32.
-    runs.refuse_another(path, dict(state_dtype="float32") | manifest["config"], compared)
+    refuse_another(path, dict(state_dtype="float32") | manifest["config"], compared)
     restore.load(path, model, opt)
     return manifest["step"]
 

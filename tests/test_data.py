@@ -14,7 +14,8 @@ import torch
 
 from configurator import config_file, read_config
 from conftest import ROOT, script
-from data import StagedDataset, TokenDataset, begun, first_changed, mapped, permute, share_of_one, since
+from data import TokenDataset, begun, mapped, permute
+from stages import StagedDataset
 from goldfish import goldfish_mask
 from schedule import steps_in, wsd
 

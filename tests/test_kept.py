@@ -9,7 +9,7 @@ import pytest
 import tokenizer
 from conftest import refused, script
 from corpus import kept
-from data import StagedDataset
+from stages import StagedDataset
 from schedule import steps_in
 
 BYTE = tokenizer.load("byte")

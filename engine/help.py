@@ -1,0 +1,46 @@
+"""What configurator.py says to a user who asks for --help, or who names a setting that does not exist."""
+
+import difflib
+import inspect
+import sys
+
+# Names that other trainers (nanoGPT, transformers, torchtitan) give our settings.
+OTHERS = """
+learning_rate=lr min_lr=lr_floor warmup=warmup_samples warmup_iters=warmup_samples warmup_steps=warmup_samples
+decay=decay_samples lr_decay_iters=decay_samples decay_steps=decay_samples batch=batch_size bs=batch_size
+gradient_accumulation_steps=micro_batch micro_batch_size=micro_batch max_norm=grad_clip clip=grad_clip out_dir=out
+output_dir=out dataset=data eval_interval=eval_every eval_iters=eval_windows save_every=checkpoint_every
+save_interval=checkpoint_every seq_len=block_size context=block_size layers=n_layer heads=n_head hidden_size=n_embd
+temp=temperature max_tokens=max_new_tokens steps=total_samples max_steps=total_samples num_steps=total_samples
+train_steps=total_samples total_steps=total_samples max_iters=total_samples iters=total_samples
+iterations=total_samples epochs=total_samples num_epochs=total_samples
+"""
+
+
+def suggestion(key, known):
+    """What the user of an unknown setting may have meant, as the rest of a sentence."""
+    others = dict(pair.split("=") for pair in OTHERS.split())
+    near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known, 3, 0.6)
+    return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"
+
+
+def print_help(script, namespaces, settings, beyond=None):
+    """
+    The script's docstring, and a line for each setting: its value and the comment behind it.
+
+    settings(namespace): the settings in it. beyond: the module that takes over if one of its settings is set, or None.
+    """
+    print(script["__doc__"].strip(), "\n\nsettings:", sep="")
+    more = [vars(beyond)] if beyond else []
+    shown = set()
+    for space in (*namespaces, *more):
+        if space in more:
+            print(f"\nsettings of {beyond.__name__}, which takes over if one of them is set:")
+        file = space["__file__"] if isinstance(space, dict) else inspect.getfile(type(space))
+        with open(file, encoding="utf-8") as lines:
+            comments = {line.split()[0].strip(":"): line.partition("  # ")[2] for line in lines if " = " in line}
+        for key, value in settings(space).items():
+            if key not in shown:
+                print(f"  --{key}={value!r}".ljust(38), comments.get(key, "").strip())
+                shown.add(key)
+    sys.stdout.flush()
