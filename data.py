@@ -87,29 +87,6 @@ def by_epoch(epoch, i, n, seed, cipher=feistel):
     return out
 
 
-# A weight is a whole number of slots, so every 10,000 samples have exactly this mixture.
-SLOTS = 10_000
-
-
-def mix_weights(weights):
-    """
-    {source: weight} -> {source: slots of SLOTS}, by largest remainders.
-
-    ValueError if there is no weight, or one is not positive or below 1/SLOTS of their sum.
-    """
-    if not weights or min(weights.values()) <= 0:
-        raise ValueError(f"weights {weights}: want a positive number for each source")
-    total = sum(weights.values())
-    exact = {name: SLOTS * weight / total for name, weight in weights.items()}
-    slots = {name: int(share) for name, share in exact.items()}
-    largest_remainder_first = sorted(exact, key=lambda name: slots[name] - exact[name])
-    for name in largest_remainder_first[: SLOTS - sum(slots.values())]:
-        slots[name] += 1
-    if min(slots.values()) < 1:
-        raise ValueError(f"weights {weights}: the smallest is below one sample in {SLOTS:,}")
-    return slots
-
-
 # -----------------------------------------------------------------------------
 # Files of tokens
 
@@ -225,6 +202,8 @@ class TokenDataset:
         groups = [self.parts]
         self.slots = None
         if isinstance(sources, dict):
+            from engine.mixture import mix_weights
+
             groups = [[part] for part in self.parts]
             # Stream s has the slots from slots[s] to slots[s + 1].
             self.slots = np.cumsum([0, *mix_weights(sources).values()])
@@ -251,10 +230,10 @@ class TokenDataset:
         stream = np.zeros_like(samples)
         number = samples
         if self.slots is not None:
-            # SLOTS samples in a row are a permutation of the slots, so proportions are exact, and each
+            # 10,000 samples in a row are a permutation of the slots, so proportions are exact, and each
             # source continues counting its samples where the last block left it.
-            block, j = np.divmod(samples, SLOTS)
-            slot = by_epoch(block, j, SLOTS, ~self.seed)
+            block, j = np.divmod(samples, self.slots[-1])
+            slot = by_epoch(block, j, int(self.slots[-1]), ~self.seed)
             stream = np.searchsorted(self.slots, slot, side="right") - 1
             slots_of = np.diff(self.slots)[stream]
             number = block * slots_of + slot - self.slots[stream]

@@ -159,10 +159,9 @@ def main():
         ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]
     labels = torch.tensor(ids)
     for hash in ("product", "mix"):
-        keep = goldfish_mask(labels, k, h, hash)[h - 1 :]
-        dropped = 1 - keep.float().mean()
-        print(f"{hash}, k = {k}, h = {h}: forgets {dropped:.2%} of {len(keep):,} labels (1/k: {1 / k:.2%})")
-        passage = zip(ids[h - 1 :], keep.tolist()[:show])
+        keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
+        print(f"{hash}, k = {k}, h = {h}: forgets {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")
+        passage = zip(ids[h - 1 :], keep[:show])
         print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in passage), "\n", sep="")
 
 

@@ -182,7 +182,7 @@ def set_up(build, more, decides):
     config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"], data_version=meta.get("version"))
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
-                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
+                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False, cores=None,
                           decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
@@ -201,7 +201,10 @@ def build_all(run, build, found):
         run.model = model = build(run)
     model.dtype = run.dtype
     if run.device == "cpu":
-        from engine.attention import attend_on             # here, since a GPU has its own kernels
+        # Here, since a GPU has its own kernels.
+        from engine.attention import attend_on
+        from engine.cores import cores_for
+        run.cores = cores_for(run.device) if run.compiled else None
         keep_freed_memory()
         attend_on(model, run.device)
     spread(model, run.ranks, run.device, recompute, run.compiled)
@@ -374,14 +377,6 @@ def introduce(run, end):
         shutil.copy(f"{data}/tokenizer.json", out)
 
 
-def not_a_number(step, loss, norm, skipped):
-    """The error that ends a run whose loss or gradient norm is not finite."""
-    before = f", after {skipped} skipped steps" if skipped else ""
-    return ValueError(f"step {step}: loss {loss}, gradient norm {norm}{before}. Stopped before the update; the last "
-                      f"checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, a longer --warmup_samples, or "
-                      "--dtype=float32")
-
-
 def finish(run, last):
     """After the last save of a finished run: the last validation, and summary.json, which marks it as finished."""
     entry = validate(run, last_eval_windows)
@@ -466,6 +461,8 @@ def pretrain(run, build, stop, cooldown):
     if run.compiled:
         bar.set_postfix_str("compiling: half a minute, the first time")
     while done < end and not stopping:
+        if run.cores and done % 50 == 0 and (says := run.cores.take()):
+            bar.write(says)
         step, step_began = done, time.perf_counter()
         batch = next(loader)
         n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())       # kept, and all, of the whole step
@@ -479,7 +476,9 @@ def pretrain(run, build, stop, cooldown):
         finite = math.isfinite(sum(sums) + norm)
         if not finite and skipped >= skip_nonfinite:
             run.saver.finish()
-            raise not_a_number(step, said["loss"], norm, skipped)
+            raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}, after {skipped} skipped steps. "
+                             f"Stopped before the update; the last checkpoint in {out}/ckpt is good. Try --resume with a "
+                             "lower --lr, a longer --warmup_samples, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
         if finite:

@@ -9,7 +9,8 @@ import os
 
 import numpy as np
 
-from data import SLOTS, TokenDataset, begun, by_epoch, feistel, permute
+from data import TokenDataset, begun, by_epoch, feistel, permute
+from engine.mixture import SLOTS
 from stages import StagedDataset
 
 

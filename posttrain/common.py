@@ -24,9 +24,9 @@ from engine import checkpoint, memory, plot, restore, runs
 from engine.files import write_flushed
 from engine.gpus import memory_of
 from engine.hardware import keep_freed_memory, pick_device
-from engine.parallel import Ranks, add_gradients, shard, square_norm
-from model import Apertus
+from engine.parallel import Ranks, add_gradients, square_norm
 from engine.resume import refuse_another
+from model import Apertus
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
@@ -75,6 +75,7 @@ def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
         model.to(DTYPES[base])
         if adapters:
             lora.adapt(model, adapters)
+        from engine.fsdp import shard                      # slow to import, seldom needed
         shard(model, ranks.mesh, dtype, ranks.sum_dtype)
         model.to_empty(device=device)
         from torch.distributed.fsdp import register_fsdp_forward_method

@@ -25,9 +25,10 @@ import chat
 import tokenizer
 from chat import count, learnable, left_out
 from configurator import attached, literal
-from data import SLOTS, by_epoch, mix_weights
+from data import by_epoch
 from engine import checkpoint, inputs, readers
 from engine.files import sha256, write_flushed
+from engine.mixture import SLOTS, mix_weights
 
 dedup, quality = attached("corpus.dedup"), attached("corpus.quality")
 

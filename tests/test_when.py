@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from corpus.when import data_of_run, samples_of
-from data import SLOTS, TokenDataset
+from data import TokenDataset
+from engine.mixture import SLOTS
 from stages import StagedDataset
 
 STAGES = [("1", ("a",), 5_000, 1), ("2", dict(b=1, c=2), 30_000, 2)]
