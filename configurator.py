@@ -198,7 +198,8 @@ def run(main, *namespaces, beyond=""):
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:
-            if not beyond or getattr(error, "unknown", "") not in settings(vars(attached(beyond))):
+            unknown = getattr(error, "unknown", None)
+            if not beyond or not unknown or unknown not in settings(vars(attached(beyond))):
                 raise
             main = attached(beyond).start
         main()
