@@ -179,7 +179,7 @@ def attached(name):
 def ours(error):
     """Whether a file of this project raised the error (it has a message for the user) or a library did (a bug)."""
     file = os.path.abspath(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return file.startswith(ROOT) and "site-packages" not in file
+    return file.startswith(ROOT + os.sep) and "site-packages" not in file
 
 
 def run(main, *namespaces, beyond=""):
