@@ -142,7 +142,7 @@ def attached(name):
 def ours(error):
     """Whether a file of this project raised the error (it has a message for the user) or a library did (a bug)."""
     file = os.path.abspath(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return file.startswith(ROOT) and "site-packages" not in file
+    return file.startswith(ROOT + os.sep) and "site-packages" not in file
 
 
 def run(main, *namespaces, beyond=""):
@@ -161,7 +161,8 @@ def run(main, *namespaces, beyond=""):
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:
-            if not beyond or getattr(error, "unknown", "") not in settings(vars(attached(beyond))):
+            unknown = getattr(error, "unknown", None)
+            if not beyond or not unknown or unknown not in settings(vars(attached(beyond))):
                 raise
             main = attached(beyond).start
         main()

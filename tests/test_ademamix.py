@@ -77,13 +77,13 @@ def test_by_default_it_has_the_published_settings():
 
 
 def test_loaded_and_copied_it_continues_with_the_same_bits():
-    """By load_state_dict, deepcopy and pickle, as torch's optimizers."""
+    """By load_state_dict, deepcopy and pickle, as torch's optimizers; also with averages in bf16."""
     straight, _, _ = run(0, torch.float32)
     assert torch.equal(straight, run(0, torch.float32, reload_at=23)[0])
-    for make in (AdEMAMix, torch.optim.AdamW):
+    for make, options in ((AdEMAMix, {}), (AdEMAMix, dict(state_dtype=torch.bfloat16)), (torch.optim.AdamW, {})):
         p = torch.nn.Parameter(torch.ones(3, 3))
         p.grad = torch.ones(3, 3)
-        opt = make([p], 0.1)
+        opt = make([p], 0.1, **options)
         opt.step()
         copies = [copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))]
         opt.step()

@@ -186,6 +186,9 @@ def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call, 
     assert call(str(tmp_path / "config.py")) == (0, "beyond 0.1 3 4 0.2 rank\n", "")
     assert call("--lr=1") == (0, "1.0 10\n", "")
     assert call("--ranks=8")[0] == 2
+    # Other mistakes do not wait for its imports.
+    sys.modules.pop("beyond")
+    assert call("--steps=many")[0] == 2 and "beyond" not in sys.modules
 
 
 def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_beyond(call):

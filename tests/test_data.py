@@ -30,7 +30,8 @@ def documents(letter, n):
 def write(folder, shard_tokens, **sources):
     """A data folder of these sources {name: tokens}, a fifth of each for validation. Returns its path."""
     os.makedirs(folder)
-    meta = dict(tokenizer="none", tokenizer_hash="t", vocab_size=100, bos=BOS, eos=EOS, about={}, sources={})
+    meta = dict(tokenizer="none", tokenizer_hash="t", vocab_size=100, bos=BOS, eos=EOS)
+    meta.update(about={}, version="v", sources={})
     for name, tokens in sources.items():
         cut = len(tokens) * 4 // 5
         meta["sources"][name] = {}

@@ -55,6 +55,8 @@ def test_wsd_without_warmup_or_without_decay():
     constant = [wsd(s, 1.0, 0.1, warmup=10, total=100, decay=0) for s in (0, 5, 10, 99, 100, 1000)]
     assert constant == [0, 0.5, 1, 1, 0.1, 0.1]
     assert wsd(60, 1.0, 0.0, warmup=40, total=100, decay=60) == pytest.approx(1 - (20 / 60) ** 0.5)
+    # All of the run may be the decay.
+    assert begun_at(0, 100, 100) == (100, 100)
 
 
 def test_cosine_is_torchs():
