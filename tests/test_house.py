@@ -63,8 +63,6 @@ MAY = {
 }
 # Single modules that one module may use all the same.
 LEAVE = {("sample", "posttrain.talk"), ("engine.plot", "configurator")}
-# It times the model's own functions.
-LEAVE |= {("engine.routes", "model")}
 LEAVE |= {(name, "studies.structured") for name in ("model", "train", "convert", "sample")}
 LEAVE |= {("evaluate", "studies.length")}
 LEAVE |= {("convert", f"posttrain.{name}") for name in ("lora", "quantised")}
