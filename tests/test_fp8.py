@@ -125,7 +125,8 @@ def test_sizes_that_16_does_not_divide_are_an_error(changes, positions, says):
 
 
 @pytest.mark.parametrize("device, capability, fits", [
-    ("cuda:0", (8, 6), False), ("cuda:0", (8, 9), True), ("cuda", (9, 0), True), ("mps", None, False), ("cpu", None, True)])
+    ("cuda:0", (8, 6), False), ("cuda:0", (8, 9), True), ("cuda", (9, 0), True), ("mps", None, False),
+    ("cpu", None, True)])
 def test_gpus_before_ada_and_apples_are_an_error(monkeypatch, device, capability, fits):
     """Compute capability 8.9 is the first whose tensor cores have these formats (CUDA's programming guide)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

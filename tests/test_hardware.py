@@ -45,7 +45,8 @@ def test_auto_is_bf16_where_the_processor_multiplies_in_it(monkeypatch, avx512, 
 
 
 @pytest.mark.parametrize("device, variable, there, works", [
-    ("cuda:0", None, {"triton", "gcc"}, True), ("cuda", None, {"triton", "clang"}, True), ("cuda", None, {"gcc"}, False),
+    ("cuda:0", None, {"triton", "gcc"}, True), ("cuda", None, {"triton", "clang"}, True),
+    ("cuda", None, {"gcc"}, False),
     ("cuda", None, {"triton"}, False), ("cuda", "CC", {"triton", "mine"}, True),
     ("cuda", "CC", {"triton", "gcc"}, False),
     ("cpu", None, {"g++", "clang++"}, True), ("cpu", "CXX", {"g++"}, False), ("cpu", "CXX", {"mine"}, True),
