@@ -113,27 +113,22 @@ def train(folder, args, device=None):
                          "The same command tries again where it stopped")
 
 
-def run_each(script, asked, settings, out, path, jobs):
+def completed(path, names, trained):
     """
-    Runs that a script makes one by one, `python -m SCRIPT --only=NAME`, each in a process and a folder; their rows go
-    to the file at `path`.
-
-    asked: {name: rollouts}; settings: {setting: value} that the script is given with each. What has been run is not run
-    again. ValueError, before the first, if that file is of other runs, which would be lost, or cannot be written.
+    The rows of the file at `path`, after the runs that it lacks: trained(name) -> row, in this process. Each row is
+    written when its run has ended. ValueError if there is no row, and no run to make one.
     """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    for row in read_rows(path) if os.path.exists(path) else []:
-        name = row.get("name")
-        if asked.get(name) != row.get("rollouts") or name is None:
-            raise ValueError(f"{path} holds runs of other settings, like {name}: name another --results")
-
-    def one(name, device):
-        folder = f"{out}/{digest([name, settings])}"
-        done = f"{folder}/row.json"
-        call(folder, "run", done, script, f"--only={name}", f"--out={folder}", *flags(settings))
-        return read_json(done)
-    runs = in_parallel(jobs, one, asked)
-    write_rows(path, list(tqdm(runs, "runs", len(asked), unit="run")))
+    rows = read_rows(path) if os.path.exists(path) else []
+    done = {row["name"] for row in rows}
+    missing = [name for name in names if name not in done]
+    if missing:
+        torch.set_num_threads(1)        # the bits of a run must not depend on the number of cores
+    for name in tqdm(missing, unit="run", disable=None):
+        rows.append(trained(name))
+        write_rows(path, rows)
+    if not rows:
+        raise ValueError(f"{path} has no rows, and no run is asked for: want --seeds=1 or more")
+    return rows
 
 
 def flags(settings):
