@@ -875,16 +875,19 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     path, manifest = found
     if config.get("lora_r"):
         return load_adapters_of_run(config, path, device, dtype, base)
+    structured = attached("studies.structured") if config.get("ffn", "dense") != "dense" else None
     with torch.device("meta"):
         model = Apertus(ApertusConfig.of(config), seed=None)
-        if config.get("ffn", "dense") != "dense":
-            attached("studies.structured").restore(model, config, manifest["step"])
+        if structured:
+            structured.restore(model, config, manifest["step"])
     if spread:
         spread(model)
         restore.load(path, model)
         attend_on(model, device)
     else:
         settle(model, stored_in_checkpoint(path, model), device, dtype, base)
+    if structured:
+        structured.drop_guides(model)
     tok = fitting(tokenizers.load_for(folder), model, folder)
     if config.get("chat"):  # a run of posttrain/sft.py or qrpo.py: the end of a turn ends the text
         tok.eos = tok.id_of("<|assistant_end|>")

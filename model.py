@@ -233,12 +233,12 @@ def document_mask(doc, head_dim):
     return create_block_mask(sees, B, None, T, T, device=doc.device)
 
 
+# On Hopper torch would choose cuDNN's kernel, which plans for half a second for each new length.
+torch.backends.cuda.enable_cudnn_sdp(False)
 if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     create_block_mask = torch.compile(create_block_mask)
     flex_attention = torch.compile(flex_attention)
-    # On Hopper torch would choose cuDNN's kernel, which plans for half a second for each new length.
-    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Attention(nn.Module):

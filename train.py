@@ -440,13 +440,13 @@ def pretrain(run, build, stop, cooldown):
     end = end_of(run)
     if start >= end:
         refuse_finished(out, end, samples_before(start) * shape.block_size)
+    run.saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
     build_all(run, build, found)
     if first:
         introduce(run, end)
         if found:
             print(f"resumed from {found[0]}")
     run.log = runs.open_log(out, start, ranks, validate=start >= end, wandb=wandb_log and wandb_project)
-    run.saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
     run.clock = runs.Clock(minutes, run.spent)
     # With --minutes the bar's end is an estimate, which each step makes anew.
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,

@@ -68,8 +68,7 @@ def write_flushed(path, content, shared=False):
     except OSError as e:
         with contextlib.suppress(OSError):
             os.remove(tmp)
-        e.filename, e.filename2 = str(path), None
-        raise
+        raise OSError(e.errno, e.strerror, str(path)) from None
     flush(os.path.dirname(os.path.abspath(path)))
 
 

@@ -71,6 +71,8 @@ def check_settings():
                          "leave one of them out")
     if fp8 and ffn != "dense":
         raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or ffn={ffn}")
+    if sequence_parallel < 1:
+        raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window; 1 is one each")
     if not 0 <= distill <= 1:
         raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
     if "distill" in train._asked and not teacher:

@@ -43,7 +43,8 @@ from configurator import ROOT
 from engine import plot
 from engine.intervals import student
 from model import Apertus, ApertusConfig
-from studies import kit
+from posttrain import attach
+from studies import kit, structured
 from tokenizer import read_json
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
@@ -91,7 +92,7 @@ def check_arguments(argv):
 
     ValueError, before the first run, for a setting that train.py does not have or a value of the wrong kind.
     """
-    resolved = configurator.configure(dict(vars(train)), argv)
+    resolved = configurator.configure(dict(vars(train)), argv, dict(vars(train.shape)), dict(vars(attach)))
     named = set()
     for arg in argv:
         if arg.startswith("--"):
@@ -138,7 +139,9 @@ def read_run(folder, arm, lr, seed):
                          "delete the folder and run the study again")
     config = read_json(f"{folder}/config.json")
     with torch.device("meta"):
-        model = Apertus(ApertusConfig.of(config))
+        model = Apertus(ApertusConfig.of(config), seed=None)
+        if config.get("ffn", "dense") != "dense":
+            structured.build(model, config)
     end = validations[-1]
     # One batch says little about the training loss: the mean of the last twentieth does.
     last_steps = steps[-max(1, len(steps) // 20) :]

@@ -234,6 +234,13 @@ def structured_layers(model):
         if isinstance(module, StructuredLinear)}
 
 
+def restore(model, settings, step):
+    """Give a model the layers that a checkpoint of this step holds, by the settings of its run: guides too, if any."""
+    build(model, settings)
+    if step < guided_steps(settings):
+        add_guides(model)
+
+
 def dense_parameters(model):
     """(name, tensor) of the equivalent dense model, one at a time: factors as their product, guides left out."""
     layers = structured_layers(model)

@@ -39,6 +39,12 @@ def same(one, other):
     return all(one[name].equal(other[name]) for name in one)
 
 
+def save_checkpoint(folder, step, model, optimizer, info, keep=2, group=None):
+    """A checkpoint of a model and its optimizer, as a run writes it."""
+    from engine import checkpoint
+    checkpoint.write(folder, step, checkpoint.tensors_of(model, optimizer), info, keep, None, group)
+
+
 def script(name, *args, stdin="", pictures=False):
     """
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its

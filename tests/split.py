@@ -1,88 +1,99 @@
 """
-What each rank of a split window computes, for test_parallel.py: run on four ranks, it writes what it found to a file.
-
-Every rank knows the whole batch and the whole model, so each holds its own part, P = 2 and P = 4, against the whole.
+Windows over ranks (engine/sequence.py): each of four ranks holds its part of a window, for P = 2 and 4, against the
+whole window, which it computes by itself. Started by test_parallel.py; an AssertionError is a failure there.
 """
-import json
-import sys
 
 import torch
 import torch.distributed as dist
 
-from engine import parallel
+from engine.parallel import orderly_exit
+from engine.recompute import recompute_activations
+from engine.sequence import SplitForward, SplitRanks, by_heads, by_positions, split_attention
 from model import Apertus, ApertusConfig
 
-CONFIG = ApertusConfig(block_size=32, vocab_size=61, n_layer=2, n_head=8, n_kv_head=4, n_embd=32, ffn_dim=48,
-                       init_std=0.3)
+SHAPE = dict(
+    block_size=32,
+    vocab_size=61,
+    n_layer=2,
+    n_head=8,
+    n_kv_head=4,
+    n_embd=32,
+    ffn_dim=48,
+    init_std=0.3,
+)
 
 
-def model_of(dtype, recompute="none"):
-    model = Apertus(CONFIG).to(dtype)
-    parallel.recompute_activations(model, recompute)
+def model_of(dtype):
+    return Apertus(ApertusConfig(**SHAPE)).to(dtype)
+
+
+def split(model, ranks):
+    model.__class__ = type("Split", (SplitForward, Apertus), {})
+    model.ranks = ranks
+    split_attention(model, ranks)
     return model
 
 
 def batch():
-    """Two windows: documents end at 5, 21 and 30, so that each of four stretches lies in another mixture of them."""
+    """Two windows: documents end at 5, 13, 21 and 30, across the cuts; the last quarter has no loss at all."""
     draw = torch.Generator().manual_seed(1)
     idx = torch.randint(61, (2, 32), generator=draw)
     doc = torch.zeros(2, 32, dtype=torch.long)
-    for end in (5, 21, 30):
-        doc[0, end:] += 1
-    doc[1, 13:] += 1
+    for row, end in ((0, 5), (0, 21), (0, 30), (1, 13)):
+        doc[row, end:] += 1
     keep = torch.rand(2, 32, generator=draw) < 0.5
-    keep[:, 24:] = False                                   # the last quarter has no loss at all
+    keep[:, 24:] = False
     return idx, (idx + 7) % 61, keep, doc
 
 
-def step(model, tensors, n_tokens, split=None):
-    """The loss and all gradients, of a whole window or of this rank's part."""
-    idx, targets, keep, doc = tensors
-    loss = model(idx, targets, keep, doc, n_tokens=n_tokens, split=split)[1]
+def step(model, tensors, P=1):
+    """The loss and all gradients. Each of the P ranks has counted all tokens of the window."""
+    _, loss = model(*tensors, n_tokens=P * tensors[2].sum().item())
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def difference(found, wanted):
-    """The largest difference relative to the largest value of each tensor, over all tensors."""
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, wanted))
+def close(found, wanted, times, tolerance):
+    """Sums over ranks are `times` those of the whole, to a share of the largest number of each tensor."""
+    for a, b in zip(found, wanted, strict=True):
+        dist.all_reduce(a)
+        off = (a / times - b).abs().max() / b.abs().max()
+        assert off <= tolerance, off
 
 
-def added_up(tensors, groups):
-    """Sums over all ranks, on each of which `groups` groups have computed the same windows."""
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-    return [tensor / groups for tensor in tensors]
-
-
-def findings(P):
-    """{claim: difference} of a window over P of the four ranks."""
-    ranks = parallel.Ranks("ddp", sequence=P)
-    ranks.join("cpu", 60)
-    whole = batch()
-    mine = ranks.cut(*whole)
-    n_tokens = whole[2].sum().item()
-    found = {}
-    for dtype in (torch.float32, torch.float64):
-        wanted = step(model_of(dtype), whole, n_tokens)
-        for recompute in ("none", "full", "selective"):
-            part = step(model_of(dtype, recompute), mine, n_tokens, ranks.split)
-            found[f"{dtype} {recompute}"] = difference(added_up(part, ranks.groups), wanted)
-    model = model_of(dtype)
-    model.compile_blocks(backend="eager", fullgraph=True)  # a graph break would be an error
-    part = step(model, mine, n_tokens, ranks.split)
-    found["compiled"] = difference(added_up(part, ranks.groups), wanted)
+def check(ranks):
+    tensors = batch()
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
+        wanted = step(model_of(dtype), tensors)
+        for mode in ("none", "full", "selective"):
+            part = split(model_of(dtype), ranks)
+            recompute_activations(part, mode)
+            close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
+    compiled = split(model_of(dtype), ranks)
+    for block in compiled.model.layers:
+        block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
+    close(step(compiled, tensors, ranks.P), wanted, ranks.groups, tolerance)
+    # Losses come back P times as large, for the same reason.
+    nll = [
+        model(*tensors, per_token=True)[1]
+        for model in (split(model_of(dtype), ranks), model_of(dtype))
+    ]
+    close(nll[:1], nll[1:], ranks.size, tolerance)
+    # Heads for positions and back.
     x = torch.randn(2, 4, 8, 4).bfloat16()
-    there = ranks.split.by_heads(x)
-    found["bf16"] = float(not torch.equal(ranks.split.by_positions(there), x) or there.shape != (2, 4 // P, 8 * P, 4))
-    ranks.leave()
-    return found
+    there = by_heads(x, ranks.P, ranks.window)
+    assert there.shape == (2, 4 // ranks.P, 8 * ranks.P, 4)
+    assert by_positions(there, ranks.P, ranks.window).equal(x)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    P, path = sys.argv[1:]
-    rank, *_ = parallel.launched()
-    found = findings(int(P))
-    with open(f"{path}.{rank}", "w", encoding="utf-8") as f:
-        json.dump(found, f)
+    with orderly_exit():
+        halves = SplitRanks(2, "ddp")
+        halves.join("cpu", 60)
+        check(halves)
+        quarters = SplitRanks(4, "ddp")
+        group, _ = dist.new_subgroups(4)
+        quarters.window = group.group_name
+        check(quarters)
+        halves.leave()

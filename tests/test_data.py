@@ -241,18 +241,6 @@ def test_a_stream_of_one_window_is_enough(tmp_path):
 
 
 @pytest.mark.parametrize("T", [16, 48])
-def test_the_share_of_windows_with_one_document_is_that_of_windows_without_a_begin_inside(folder, T):
-    """A window holds one document if none begins behind its first token: counted on the tokens, over an epoch."""
-    data = TokenDataset(folder, "train", T)
-    stream = stream_of(folder, "abc")
-    starts = range(0, data.n_windows * T, T)
-    single = sum(BOS not in stream[start + 1 : start + T] for start in starts)
-    assert share_of_one(data, data.n_windows, data.n_windows) == single / data.n_windows
-    # Samples are spread evenly over the run.
-    docs = [data.batch(i * data.n_windows // 10, 1)[3] for i in range(10)]
-    assert share_of_one(data, data.n_windows, 10) == sum(int(d.max() == d.min()) for d in docs) / 10
-
-
 def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
     """Nats of the predicted tokens, all but each document's begin, over log 2 and the bytes of both texts together."""
     data = TokenDataset(folder, "val", 16, sources=["b", "a"])
@@ -380,13 +368,6 @@ def test_a_run_in_its_first_stage_sees_changes_of_the_data_that_it_reads_and_no_
     assert len(whole) == len(NOT_READ) + len(READ)
 
 
-def test_the_first_sample_that_has_changed_is_that_of_its_stage():
-    before = "x@0 y@40 z@70"
-    for now, samples, first in (("x@0 y@40 a@70", 70, None), ("x@0 y@40 a@70", 71, 70), ("x@0", 71, 40), ("b@0", 9, 0)):
-        assert first_changed(before, now, samples) == first
-    assert first_changed("whole", "other", 1) == 0 and first_changed("whole", "whole", 1) is None
-
-
 ONE, TWO, _ = TABLE
 
 
@@ -417,18 +398,6 @@ def test_fingerprints_are_those_that_runs_have_recorded(tmp_path):
     assert staged.fingerprint == (
         "7eba8b7cba41d9e1b339c73b7b6b027ef9697898885a30ba17a9282cbffa03d5@0 "
         "eacdc0ce364c1242d77b962e0eb053f37be9d6cc003f344aa4299f5e9dcd5d15@40")
-
-
-def test_what_was_removed_since_a_run_began_is_told_from_the_report(tmp_path):
-    removals = [
-        dict(before="v1", after="v2", documents=1200, tokens=34567, date="2026-01-02T03"),
-        dict(before="x", after="y", documents=1, tokens=1, date="2026-01-03T03"),
-        dict(before="v2", after="v3", documents=5, tokens=6, date="2026-02-02T03")]
-    assert since(str(tmp_path), "v1") == ""
-    (tmp_path / "report.json").write_text(json.dumps(dict(removals=removals)))
-    gone = "1,200 documents (34,567 tokens) on 2026-01-02, 5 documents (6 tokens) on 2026-02-02"
-    assert since(str(tmp_path), "v1") == f"from {tmp_path} were removed, since this run began with version v1, {gone}"
-    assert since(str(tmp_path), "v3") == since(str(tmp_path), "") == ""
 
 
 # -----------------------------------------------------------------------------

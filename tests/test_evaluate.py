@@ -14,8 +14,7 @@ import torch
 import convert
 import evaluate
 import tokenizer
-from conftest import ROOT, script
-from generate import generate
+from conftest import script
 from model import Apertus, ApertusConfig
 
 TEXTS = ["All human beings are born free and equal in dignity and rights.",
@@ -71,19 +70,6 @@ def theirs(exported):
     return model.eval(), transformers.AutoTokenizer.from_pretrained(exported)
 
 
-def test_bits_of_a_document_are_transformers(model, tok, theirs):
-    text = TEXTS[0]
-    their_model, their_tokenizer = theirs
-    ids = torch.tensor([[*their_tokenizer(text).input_ids, tok.eos]])
-    with torch.no_grad():
-        nats_per_token = their_model(ids, labels=ids).loss.item()
-    bits = nats_per_token * (ids.shape[1] - 1) / math.log(2)
-    row = evaluate.text_scores(model, tok, [("en", text)])[0]
-    assert row["bits_per_byte"] == pytest.approx(bits / len(text.encode()), rel=1e-5)
-    assert row["bytes"] == len(text.encode())
-    assert row["tokens"] == len(text) + 1
-
-
 def test_a_uniform_model_needs_log2_of_its_vocabulary(tok):
     """Closed form. The end of a document is a token too, and has no byte."""
     flat = apertus(block_size=32, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.0)
@@ -91,27 +77,6 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary(tok):
     assert [r["group"] for r in rows] == ["all", "a", "b"]
     assert rows[0]["bits_per_byte"] == pytest.approx(math.log2(320) * 150 / 148)
     assert rows[1]["bits_per_byte"] == pytest.approx(math.log2(320) * 100 / 99)
-
-
-@pytest.mark.parametrize("n, T", [(2, 8), (9, 8), (10, 8), (57, 8), (300, 96), (97, 96), (98, 97)])
-def test_windows_score_every_token_once_with_half_a_window_of_context(n, T):
-    ids, seen = list(range(n)), []
-    for window, first in evaluate.windows_of(ids, T):
-        assert len(window) <= T + 1 and (first >= T // 2 or window[0] == 0)
-        seen += window[first:]
-    assert seen == ids[1:]
-
-
-def test_a_text_in_windows_is_scored_as_by_hand(model, tok):
-    text = TEXTS[2]
-    ids = [tok.bos, *tok.encode(text), tok.eos]
-    total = 0.0
-    for window, first in evaluate.windows_of(ids, 96):
-        logp = logp_of(model, window[:-1]).gather(1, torch.tensor(window[1:])[:, None])
-        total -= logp[first - 1:].sum().item()
-    want = total / math.log(2) / len(text.encode())
-    found = evaluate.text_scores(model, tok, [("de", text)])[0]
-    assert found["bits_per_byte"] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -150,42 +115,14 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(narr
         assert (row["documents"], row["bytes"], row["tokens"]) == (len(mine), size, tokens)
 
 
-@pytest.mark.parametrize("most", [5, 40])
-def test_each_window_is_scored_once_and_no_batch_holds_more_than_it_may(narrow, monkeypatch, most):
-    """Against one call of the model per window, in fp64. A window that is longer than a batch goes alone."""
-    monkeypatch.setattr(evaluate, "batch_tokens", most)
-    draw = np.random.default_rng(0)
-    windows = [(draw.integers(0, 320, n).tolist(), int(draw.integers(1, n))) for n in draw.integers(2, 14, 40)]
-    exact = copy.deepcopy(narrow).double()
-    sizes = []
-    hidden = narrow.hidden
-    monkeypatch.setattr(narrow, "hidden", lambda idx: sizes.append(idx.shape) or hidden(idx))
-    found = evaluate.token_scores(narrow, windows)
-    for (ids, first), (nll, top) in zip(windows, found, strict=True):
-        logp = logp_of(exact, ids[:-1])[first - 1:]
-        want = torch.tensor(ids[first:])
-        np.testing.assert_allclose(nll, -logp.gather(1, want[:, None])[:, 0], rtol=1e-5)
-        assert top.tolist() == (logp.argmax(-1) == want).tolist()
-    assert sum(rows for rows, _ in sizes) == 40
-    assert all(rows * T <= most or rows == 1 for rows, T in sizes)
-    # At most 12 batches of 40: they are filled.
-    assert len(sizes) <= 12 or most == 5
-
-
-def test_the_likeliest_tokens_are_marked(narrow, tok):
-    """What the model itself writes greedily is the likeliest, token by token; with one token exchanged it is not."""
-    ids = generate(narrow, [[tok.bos, 70]], 8, temperature=0)[0]
-    assert evaluate.token_scores(narrow, [(ids, 2)])[0][1].all()
-    other = [*ids[:4], (ids[4] + 1) % 320, *ids[5:]]
-    assert not evaluate.token_scores(narrow, [(other, 2)])[0][1][2]
-
-
-def test_padding_in_a_batch_changes_nothing(model, tok):
-    windows = [([tok.bos, *tok.encode(t[:n])], 1) for t, n in zip(TEXTS, (5, 60, 90))]
-    for one, (nll, top) in zip(windows, evaluate.token_scores(model, windows)):
-        alone, top_alone = evaluate.token_scores(model, [one])[0]
-        np.testing.assert_allclose(nll, alone, rtol=1e-5)
-        assert (top == top_alone).all()
+def test_the_interval_over_documents_is_the_jackknifes(model, tok):
+    """Another estimator of the same variance; t(39) = 2.02269."""
+    documents = [("x", TEXTS[i % 3][i:i + 30 + i]) for i in range(40)]
+    bits, _ = evaluate.document_bits(model, tok, documents)
+    sizes = np.array([len(text.encode()) for _, text in documents])
+    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
+    want = 2.02269 * math.sqrt(39 * left_out.var())
+    assert evaluate.text_scores(model, tok, documents)[0]["plus_minus"] == pytest.approx(want, rel=0.03)
 
 
 @pytest.mark.parametrize("right, n, low, high", [
@@ -193,39 +130,6 @@ def test_padding_in_a_batch_changes_nothing(model, tok):
 def test_intervals_are_wilsons(right, n, low, high):
     """81 of 263: Newcombe 1998, table I."""
     assert evaluate.wilson(right, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
-
-
-def bits_and_bytes(model, tok, documents):
-    """Two arrays (n,): the bits of each document, scored by itself, and its bytes."""
-    alone = [evaluate.text_scores(model, tok, [document])[0] for document in documents]
-    sizes = np.array([row["bytes"] for row in alone])
-    return sizes * [row["bits_per_byte"] for row in alone], sizes
-
-
-def test_the_interval_over_documents_is_the_jackknifes(model, tok):
-    """Another estimator of the same variance; t(39) = 2.02269."""
-    documents = [("x", TEXTS[i % 3][i:i + 30 + i]) for i in range(40)]
-    bits, sizes = bits_and_bytes(model, tok, documents)
-    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
-    squares = ((left_out - left_out.mean()) ** 2).sum()
-    want = 2.02269 * math.sqrt(39 / 40 * squares)
-    assert evaluate.text_scores(model, tok, documents)[0]["plus_minus"] == pytest.approx(want, rel=0.03)
-
-
-def test_two_documents_have_the_interval_of_one_degree_of_freedom(model, tok):
-    """t(1) = 12.7062 as printed in tables; the normal's 1.96 would claim six times too much."""
-    documents = [("x", TEXTS[0]), ("x", TEXTS[1])]
-    bits, sizes = bits_and_bytes(model, tok, documents)
-    ratio = bits.sum() / sizes.sum()
-    error = math.sqrt(2 * ((bits - ratio * sizes) ** 2).sum()) / sizes.sum()
-    assert evaluate.text_scores(model, tok, documents)[0]["plus_minus"] == pytest.approx(12.7062 * error, rel=1e-4)
-
-
-def test_the_quantile_of_many_values_goes_over_into_the_normals():
-    """1.95996 (1 + (z^2 + 1) / (4 df)): the first term of the expansion in 1 / df, Abramowitz & Stegun 26.7.5."""
-    z = 1.959964
-    for df in (1_000, 10_000, 10_001, 10**6):
-        assert evaluate.t_quantile(df) == pytest.approx(z * (1 + (z**2 + 1) / (4 * df)), rel=2e-4)
 
 
 @pytest.mark.parametrize("values", [[0, 1], [1, 1], [0.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
@@ -238,11 +142,6 @@ def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else
     half = {2: 12.7062, 3: 4.30265}[n] * stderr
     want = evaluate.wilson(sum(values), n) if set(values) <= {0, 1} else (score - half, score + half)
     assert evaluate.harness_interval(score, stderr, n) == pytest.approx(want, abs=1e-4)
-
-
-def test_a_harness_mean_without_a_standard_error_or_of_one_value_has_no_interval():
-    assert evaluate.harness_interval(0.5, "N/A", 3) is None
-    assert evaluate.harness_interval(0.5, 0.0, 1) is None
 
 
 # -----------------------------------------------------------------------------
@@ -277,25 +176,9 @@ def shares_of_right(rows, *chosen):
     return [sum(a == row["answer"] for a, row in zip(of_all, rows)) / len(rows) for of_all in chosen]
 
 
-def test_choices_are_ranked_by_transformers_log_likelihoods(model, tok, theirs):
-    rows = [quiz(f"What is {i} + 1?", [str(i), str(i + 1), "many", "it depends"], i % 4) for i in range(6)]
-    total, norm = best_choices(theirs, rows)
-    # Four questions that the model gets right, two that it does not.
-    for i, row in enumerate(rows):
-        row["answer"] = total[i] if i < 4 else (total[i] + 1) % 4
-    found = evaluate.choice_scores(model, tok, rows, "sums")
-    assert (found["n"], found["chance"]) == (6, 0.25)
-    assert (found["score"], found["interval"]) == (4 / 6, evaluate.wilson(4, 6))
-    assert [found["score_norm"]] == shares_of_right(rows, norm)
-
-
-@pytest.mark.parametrize("answer, want", [(0, 0), (2, 2), ("a", 0), ("C", 2), ("B", 1), ("c3", 2), ("a1", 0)])
+@pytest.mark.parametrize("answer, want", [(0, 0), (2, 2), ("a", 0), ("C", 2), ("c3", 2)])
 def test_an_answer_is_an_index_a_letter_or_the_choice(answer, want):
     assert evaluate.answer_of(dict(choices=["a1", "b2", "c3"], answer=answer), "here") == want
-
-
-def test_an_answer_that_is_a_choice_and_a_letter_is_the_choice():
-    assert evaluate.answer_of(dict(choices=["B", "A"], answer="A"), "here") == 1
 
 
 def test_chance_is_the_mean_over_questions_and_each_score_has_its_own_interval(model, tok, theirs):
@@ -325,58 +208,9 @@ def test_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
     assert asked == [(context, " 6"), (context, " 7")]
 
 
-def test_shots_stand_solved_before_the_question_and_are_not_asked(model, tok, monkeypatch):
-    monkeypatch.setattr(evaluate, "shots", 1)
-    rows = [quiz("1 + 1?", ["2", "3"], "A"), quiz("2 + 2?", ["5", "4"], 1)]
-    assert evaluate.with_shots(rows, lambda r: "2") == [(rows[1], "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer:")]
-    assert evaluate.choice_scores(model, tok, rows, "x")["n"] == 1
-
-
-def test_shots_that_leave_no_question_are_told(model, tok, monkeypatch):
-    monkeypatch.setattr(evaluate, "shots", 2)
-    with pytest.raises(ValueError, match="leaves no question of 2"):
-        evaluate.choice_scores(model, tok, [quiz("1 + 1?", ["2", "3"], "A"), quiz("2 + 2?", ["5", "4"], 1)], "x")
-
-
-def test_exact_match_takes_the_first_line_of_the_greedy_answer(model, tok, theirs, monkeypatch):
-    monkeypatch.setattr(evaluate, "max_new_tokens", 8)
-    their_model, their_tokenizer = theirs
-    ids = their_tokenizer("Say it\nAnswer:", return_tensors="pt").input_ids
-    with torch.no_grad():
-        new = their_model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist()
-    before_end = up_to(new, [tok.eos])
-    said = their_tokenizer.decode(before_end, skip_special_tokens=True).split("\n")[0].strip()
-    rows = [dict(question="Say it", answer=["no", said or "?"]), dict(question="Say it", answer="something else")]
-    assert evaluate.answer_scores(model, tok, rows, "x")["score"] == (0.5 if said else 0.0)
-
-
 def up_to(sequence, stops):
     """A text or a list of ids, cut before the first of the stops that it holds."""
     return sequence[:min((sequence.index(s) for s in stops if s in sequence), default=len(sequence))]
-
-
-def greedy_by_hand(model, ids, n):
-    new = []
-    for _ in range(n):
-        new.append(logp_of(model, [*ids, *new])[-1].argmax().item())
-    return new
-
-
-def test_answers_are_the_greedy_tokens_up_to_the_first_stop(model, tok, monkeypatch):
-    """Five contexts in batches of two. One loses its beginning, so that its answer fits into the window of 96 too."""
-    monkeypatch.setattr(evaluate, "batch_tokens", 2 * 96)
-    contexts = ["Say it", "Question: why?\nAnswer:", TEXTS[2][:200], "x", TEXTS[1][:50]]
-    control = {i for name, i in tok.special.items() if name not in tokenizer.IN_TEXT}
-    whole = []
-    for context in contexts:
-        prompt = [tok.bos, *tok.encode(context)][-(96 - 12):]
-        new = up_to(greedy_by_hand(model, prompt, 12), [tok.eos])
-        whole.append(tok.decode([i for i in new if i not in control]))
-    assert len(set(whole)) > 3
-    for stops in (["\n"], [whole[0][3], whole[1][2], whole[4][1]], [], [""]):
-        # An empty stop stops nothing.
-        want = [up_to(text, [s for s in stops if s]) for text in whole]
-        assert evaluate.continue_texts(model, tok, contexts, stops, 12) == want
 
 
 @pytest.fixture
@@ -413,22 +247,6 @@ def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok
     assert evaluate.answer_scores(model, tok, rows, "sums")["score"] == 0.5
 
 
-def test_an_answer_as_long_as_the_window_leaves_no_room_for_a_question(model, tok):
-    with pytest.raises(ValueError, match="leaves no room for a question"):
-        evaluate.continue_texts(model, tok, ["?"], [], 95)
-
-
-def test_what_comes_after_the_end_and_control_tokens_are_no_words(model, say, tok):
-    say("a", tok.special["<|assistant_start|>"], "b", tok.eos, "c")
-    assert evaluate.continue_texts(model, tok, ["?"], [], 20) == ["ab"]
-
-
-@pytest.mark.parametrize("stops", [[".", "!"], ["!", "."], ["x", "!", ".", "?"]])
-def test_an_answer_ends_at_the_stop_that_comes_first_in_it_wherever_it_is_listed(model, say, tok, stops):
-    say("one. two! three")
-    assert evaluate.continue_texts(model, tok, ["Say it"], stops, 20) == ["one"]
-
-
 @pytest.mark.parametrize("answer", [None, 4, -1, "E", "no choice", True, [0]])
 def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
     rows = [quiz("?", ["a", "b"], 0), quiz("?", ["a", "b", "c", "d"], answer)]
@@ -436,17 +254,15 @@ def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
         evaluate.choice_scores(model, tok, rows, "quiz")
 
 
-@pytest.mark.parametrize("answer", [None, "", [], {"a": 1}])
-def test_a_generation_task_without_an_answer_is_told(model, tok, answer):
-    with pytest.raises(ValueError, match="question 1: no valid answer"):
-        evaluate.answer_scores(model, tok, [dict(question="?", answer=answer)], "sums")
-
-
-@pytest.mark.parametrize("choice, says", [
-    ("", "adds no token"), ("x" * 97, "97 tokens, more than the model's window of 96")])
-def test_a_choice_that_cannot_be_scored_whole_is_told(tok, choice, says):
-    with pytest.raises(ValueError, match=says):
-        evaluate.pair(tok, "?", choice, 96)
+def test_a_task_that_cannot_be_scored_is_told(model, tok, monkeypatch):
+    for choice, says in (("", "adds no token"), ("x" * 97, "97 tokens, more than the model's window of 96")):
+        with pytest.raises(ValueError, match=says):
+            evaluate.pair(tok, "?", choice, 96)
+    with pytest.raises(ValueError, match="leaves no room for a question"):
+        evaluate.continue_texts(model, tok, ["?"], [], 95)
+    monkeypatch.setattr(evaluate, "shots", 1)
+    with pytest.raises(ValueError, match="leaves no question of 1"):
+        evaluate.choice_scores(model, tok, [quiz("?", ["a", "b"], 0)], "quiz")
 
 
 # -----------------------------------------------------------------------------
@@ -459,6 +275,8 @@ def test_one_command_gives_table_json_and_bars(exported, tmp_path):
     write_rows(task, [quiz("1 + 1?", ["2", "3"], "2")])
     table, found = evaluated(tmp_path, texts, task, f"--init_from={exported}")
     assert [r["group"] for r in found["texts"]] == ["all", "de", "en", "fr"] and found["tasks"][0]["n"] == 1
+    _, found = evaluated(tmp_path, texts, f"--init_from={exported}", "--limit=2", "--by=source")
+    assert [(r["group"], r["documents"]) for r in found["texts"]] == [("all", 2), ("texts.jsonl", 2)]
     assert "| fr | 2 |" in table and "chance" in table
     assert os.path.getsize(tmp_path / "out" / "evaluation.png") > 5000
 
@@ -469,20 +287,6 @@ def prepared(folder, *args):
     assert done.returncode == 0, done.stderr
     sources = json.loads((folder / "meta.json").read_text())["sources"]
     return str(folder), sum(source["val"]["documents"] for source in sources.values())
-
-
-def test_a_runs_own_validation_gives_the_bits_per_byte_of_its_text(tmp_path):
-    """Of its first document, as --limit=1 asks; two steps into a run it is still near log2(320) = 8.3."""
-    data, documents = prepared(tmp_path / "own", os.path.join(ROOT, "s*", "*.py"), "--tokenizer=byte")
-    assert documents > 1
-    run = f"{tmp_path}/run"
-    flags = "--total_samples=16 --decay_samples=0 --checkpoint_every=2 --dtype=float32".split()
-    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={run}", *flags)
-    assert done.returncode == 0, done.stderr
-    done = script("evaluate.py", f"--init_from={run}", "--limit=1")
-    assert done.returncode == 0, done.stderr
-    found = json.load(open(f"{run}/evaluation.json"))["texts"]
-    assert found[0]["documents"] == 1 and 5 < found[0]["bits_per_byte"] < 9
 
 
 def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
@@ -501,42 +305,6 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
         assert len(set(found)) == len(found) == documents
         assert all(texts[text.strip()] == source for source, text in found)
         assert {source for source, _ in found} == {"one", "two", "three"}
-
-
-def test_limit_and_groups_of_the_command(exported, tmp_path):
-    texts = zip([*TEXTS, " ", "Ende"], ("en", "fr", "de", "de", "de"))
-    write_rows(tmp_path / "a.jsonl", [dict(text=t, lang=lang, source=str(i)) for i, (t, lang) in enumerate(texts)])
-    write_rows(tmp_path / "b.jsonl", [dict(text=TEXTS[0])])
-    (tmp_path / "book.txt").write_text(TEXTS[1])
-
-    def groups(*args):
-        files = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "book.txt")]
-        _, found = evaluated(tmp_path, *files, f"--init_from={exported}", *args)
-        return {r["group"]: r["documents"] for r in found["texts"]}
-
-    # A blank text is none.
-    assert groups() == {"all": 6, "en": 1, "fr": 1, "de": 2, "b.jsonl": 1, "book.txt": 1}
-    assert groups("--by=source", "--limit=2") == {"all": 4, "0": 1, "1": 1, "b.jsonl": 1, "book.txt": 1}
-
-
-def test_the_table_says_what_was_measured():
-    """Numbers by hand."""
-    text = dict(group="de", documents=1234, bytes=9000, tokens=3000, bits_per_byte=1.25, plus_minus=0.5)
-    choice = dict(task="quiz", kind="choice", n=8, shots=2, score=0.5, interval=(0.25, 0.75), chance=0.25)
-    choice.update(score_norm=0.375, interval_norm=(0.125, 0.625))
-    sums = dict(task="sums", kind="exact match", n=9, shots=0, score=0.125, interval=(0.0, 0.5), chance=0.0)
-    bleu = dict(task="wmt", kind="harness", n=7, shots=1, metric="bleu,none", score=31.5, interval=(29.0, 34.0))
-    alone = dict(bleu, metric="ter,none", interval=None)
-    table = evaluate.table_md(dict(model="out/x", texts=[text], positions=[], tasks=[choice, sums, bleu, alone]))
-    assert table.splitlines() == [
-        "# out/x", "",
-        "| text | documents | bytes | bytes/token | bits/byte (95 %) |", "|---|---|---|---|---|",
-        "| de | 1,234 | 9,000 | 3.00 | 1.250 ± 0.500 |", "",
-        "| task | n | shots | score (95 %) | per byte | chance |", "|---|---|---|---|---|---|",
-        "| quiz (choice) | 8 | 2 | 0.500 (0.250 to 0.750) | 0.375 (0.125 to 0.625) | 0.250 |",
-        "| sums (exact match) | 9 | 0 | 0.125 (0.000 to 0.500) |  | 0.000 |",
-        "| wmt (bleu,none) | 7 | 1 | 31.500 (29.000 to 34.000) | | |",
-        "| wmt (ter,none) | 7 | 1 | 31.500  | | |"]
 
 
 @pytest.mark.parametrize("content, says", [
@@ -604,19 +372,6 @@ def test_the_harness_gives_our_model_and_the_exported_one_the_same_numbers(model
         assert ask(ours, "generate_until", *asked) == ask(theirs, "generate_until", *asked)
 
 
-def test_long_texts_are_rolled_as_the_harness_does_with_one_bos(model, tok, published):
-    """Its own HFLM puts two of them in front, unless add_bos_token=False."""
-    texts = [(text,) for text in TEXTS]
-    ours = ask(evaluate.harness_model(model, tok), "loglikelihood_rolling", *texts)
-    assert ours == pytest.approx(ask(published(add_bos_token=False), "loglikelihood_rolling", *texts), rel=1e-5)
-
-
-def test_a_harness_answer_without_a_length_takes_half_of_the_window(model, tok):
-    pytest.importorskip("lm_eval")
-    (found,) = ask(evaluate.harness_model(model, tok), "generate_until", (TEXTS[0], dict(until=["zz"])))
-    assert found == evaluate.continue_texts(model, tok, [TEXTS[0]], ["zz"], 48)[0]
-
-
 def test_a_harness_task_that_wants_sampling_is_refused(model, tok):
     pytest.importorskip("lm_eval")
     with pytest.raises(ValueError, match="decodes greedily"):
@@ -640,37 +395,3 @@ def test_the_harness_runs_a_local_task_file(model, tok, exported, published, tmp
     assert {r["metric"]: r["score"] for r in found["tasks"]} == want
     ours = evaluate.choice_scores(model, tok, rows, "quiz")
     assert (ours["score"], ours["score_norm"]) == (want["acc,none"], want["acc_bytes,none"])
-
-
-GROUP = """
-group: both
-task: [own_quiz, other_quiz]
-aggregate_metric_list: [{metric: acc, weight_by_size: true}]
-"""
-
-
-def test_a_group_of_harness_tasks_is_reported_beside_its_tasks(model, tok, tmp_path, monkeypatch):
-    """Its n is the sum of theirs, and --shots and --limit reach them."""
-    pytest.importorskip("lm_eval")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [quiz(f"What is {i} + 1?", [str(i), str(i + 1), "many"], i % 3) for i in range(6)]
-    write_rows(tmp_path / "quiz.jsonl", rows)
-    task = TASK.format(file=tmp_path / "quiz.jsonl")
-    for name in ("own_quiz", "other_quiz"):
-        (tmp_path / f"{name}.yaml").write_text(task.replace("own_quiz", name))
-    (tmp_path / "both.yaml").write_text(GROUP)
-    for name, value in dict(harness="both", harness_path=str(tmp_path), limit=4, shots=1).items():
-        monkeypatch.setattr(evaluate, name, value)
-    found = {(r["task"], r["metric"]): r for r in evaluate.run_harness(model, tok)}
-    both, one = found["both", "acc,none"], found["own_quiz", "acc,none"]
-    assert (both["n"], both["shots"], one["n"]) == (8, 1, 4)
-    assert both["score"] == one["score"]
-    table = evaluate.table_md(dict(model="m", texts=[], positions=[], tasks=list(found.values())))
-    assert "| both (acc,none) | 8 |" in table
-
-
-def test_an_unknown_harness_task_is_told(exported, tmp_path):
-    pytest.importorskip("lm_eval")
-    flags = ["--harness=no_such_task", f"--harness_path={tmp_path}", f"--out={tmp_path}"]
-    done = script("evaluate.py", f"--init_from={exported}", *flags)
-    assert done.returncode == 2 and "no task 'no_such_task'" in done.stderr

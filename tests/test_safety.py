@@ -1,29 +1,13 @@
 """Nothing on a load path unpickles, evaluates or executes: read off the syntax tree of every file outside tests/."""
 import ast
+import glob
 import os
+import re
+import subprocess
 
 import pytest
 
 from conftest import ROOT
-
-
-def python_files(root):
-    """
-    Every Python file of the tree, wherever it may be moved.
-
-    Left out are tests/, runs, data, hidden folders and environments.
-    """
-    found = []
-    for folder, inner, files in os.walk(root):
-        if folder == root:
-            inner[:] = set(inner) - {"tests", "out", "data"}
-        inner[:] = sorted(name for name in inner if not is_hidden_or_environment(folder, name))
-        found += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith(".py")]
-    return sorted(found)
-
-
-def is_hidden_or_environment(folder, name):
-    return name.startswith(".") or os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
 
 
 def read(file):
@@ -31,7 +15,12 @@ def read(file):
         return f.read()
 
 
-FILES = python_files(ROOT)
+# What git knows of, and what is new: runs, data and environments are ignored.
+LIST = ["git", "ls-files", "-co", "--exclude-standard", "*.py"]
+LISTED = subprocess.run(LIST, cwd=ROOT, capture_output=True, text=True).stdout.split()
+PATHS = LISTED or glob.glob("**/*.py", root_dir=ROOT, recursive=True)
+OURS = [path for path in PATHS if not path.startswith(("tests/", "out/", "data/"))]
+FILES = [path for path in OURS if os.path.exists(f"{ROOT}/{path}")]
 WAYS_IN = set(
     """
     torch.load torch.save torch.jit.load torch.hub.load torch.package numpy.load builtins.eval builtins.exec os.system
@@ -75,60 +64,40 @@ def offences_of(node):
     return {key.value for key in keys if isinstance(key, ast.Constant)} & {"trust_remote_code"}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_no_file_can_run_what_it_reads(file):
-    assert offences(read(file)) == set()
+def test_no_file_can_run_what_it_reads():
+    assert {"train.py", "engine/checkpoint.py", "configs/ablations/goldfish.py"} <= set(FILES)
+    assert not {file: found for file in FILES if (found := offences(read(file)))}
 
 
-def test_a_file_is_read_wherever_it_lies(tmp_path):
-    there = ["a.py", "room/b.py", "room/deep/c.py", "room/data/d.py"]
-    not_ours = [".git/e.py", "tests/f.py", "out/run/g.py", "venv/lib/h.py", "room/i.txt"]
-    for file in there + not_ours:
-        os.makedirs(tmp_path / os.path.dirname(file), exist_ok=True)
-        (tmp_path / file).write_text("")
-    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
-    assert python_files(str(tmp_path)) == sorted(there)
-
-
-def test_files_of_every_depth_of_this_project_are_read():
-    deep = os.path.join("configs", "ablations", "goldfish.py")
-    assert {"train.py", os.path.join("engine", "checkpoint.py"), deep} <= set(FILES)
-
-
-BAD = [
-    "import pickle",
-    "from dill import loads",
-    "torch.load(f)",
-    "from torch import load",
-    "x = eval",
-    "exec(s)",
-    "np.load(f)",
-    "np.load(f, allow_pickle=True)",
-    "m(x, trust_remote_code=False)",
-    "m(**{'trust_remote_code': 1})",
-    "how['trust_remote_code'] = True",
-    "from numpy import load",
-    "read_array(f, allow_pickle=x)",
-    "torch.jit.load(f)",
-    "from os import system",
-    "yaml.unsafe_load(f)",
-    "run(s, shell=True)",
-    "dcp.FileSystemReader(f)",
-    "from torch.distributed.checkpoint import FileSystemReader",
-]
+BAD = """
+    import pickle
+    from dill import loads
+    torch.load(f)
+    from torch import load
+    x = eval
+    exec(s)
+    np.load(f)
+    np.load(f, allow_pickle=True)
+    m(x, trust_remote_code=False)
+    m(**{'trust_remote_code': 1})
+    how['trust_remote_code'] = True
+    from numpy import load
+    read_array(f, allow_pickle=x)
+    torch.jit.load(f)
+    from os import system
+    yaml.unsafe_load(f)
+    run(s, shell=True)
+    dcp.FileSystemReader(f)
+    from torch.distributed.checkpoint import FileSystemReader
+""".strip().splitlines()
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_the_check_sees_each_way_in(bad):
-    assert offences(bad)
+    assert offences(bad.strip())
 
 
 def test_only_configs_and_reward_files_that_the_user_names_are_run():
     """Found by file name, so that a moved file keeps its leave and no other file gets it."""
-    runs = set()
-    for file in FILES:
-        nodes = ast.walk(ast.parse(read(file)))
-        called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        if called & {"run_path", "run_module", "exec_module"}:
-            runs.add(os.path.basename(file))
+    runs = {os.path.basename(file) for file in FILES if re.search("run_path|run_module|exec_module", read(file))}
     assert "configurator.py" in runs and runs <= {"configurator.py", "references.py"}

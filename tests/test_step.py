@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import convert
 from conftest import script
 from data import TokenDataset
-from engine import checkpoint
+from engine import checkpoint, restore
 from model import Apertus, ApertusConfig
 
 T, BATCH, SAMPLES, SEED = 32, 8, 48, 5
@@ -115,7 +115,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     said = [entry for entry in log if "val_loss" in entry]
     assert len(said) == (len(wanted) + 1) // 2
     for entry, windows in zip(said, [7] * (len(said) - 1) + [11]):
-        checkpoint.load(str(out / "ckpt" / f"step-{entry['step'] + 1:08d}"), begin.float())
+        restore.load(str(out / "ckpt" / f"step-{entry['step'] + 1:08d}"), begin.float())
         logits = begin.double()(idx, doc=doc)[0]
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         predictable = idx[:windows] != val.meta["eos"]

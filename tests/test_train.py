@@ -1,574 +1,559 @@
-"""train.py, engine/checkpoint.py, sample.py as a user runs them: whole processes, at the size of configs/tiny.py."""
-import glob
+"""
+train.py as a user runs it: what it learns, where it resumes, what it refuses, when it ends. test_step.py holds its
+steps to the same steps in fp64.
+"""
+import itertools
 import json
 import math
 import os
+import re
 import shutil
-import subprocess
+import signal
 import sys
 import threading
+import time
 import types
 
 import pytest
 import torch
 
-from studies import kit
-from engine import checkpoint, memory
-import convert
-import model as model_file
-import train
-from ademamix import AdEMAMix
-from conftest import ROOT, refused, same, script, weights
+from conftest import refused, same, script, weights
 from data import TokenDataset
-from model import Apertus, ApertusConfig
+from engine import checkpoint, parallel, restore
+from trained import contents, data, equal, killed_after, log, ran, steps, trained  # noqa: F401
+
+FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    own = tmp_path_factory.mktemp("data") / "own"
-    done = script("prepare.py", os.path.join(ROOT, "*.py"), f"--out={own}", "--tokenizer=byte", "--val_share=0.02")
-    assert done.returncode == 0, done.stderr
-    return str(own)
+def whole(data, tmp_path_factory):
+    """20 steps that nothing happened to, validated after 10 of them and at the end."""
+    return trained(data, tmp_path_factory.mktemp("runs") / "whole", "--eval_every=10")
 
 
-@pytest.fixture(scope="module")
-def trained(data, tmp_path_factory):
-    """A run of 20 steps that was never stopped."""
-    out = str(tmp_path_factory.mktemp("runs") / "whole")
-    args = f"--data={data}", f"--out={out}", "--dtype=float32", "--sample_every=20"
-    done = script("train.py", "configs/tiny.py", *args, pictures=True)
-    assert done.returncode == 0, done.stderr
-    return out, done
+# -----------------------------------------------------------------------------
+# what it learns
+
+SIX_STEPS = """
+    --alpha_warmup=0 --beta3_warmup=0 --total_samples=48 --warmup_samples=16 --decay_samples=16 --lr=1e-2
+    --lr_floor=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --eps=1e-4 --weight_decay=0.5 --last_eval_windows=11
+""".split()
+PINNED = """
+                                             4.464658  2.163763  0.699219  4.424336
+    --micro_batch=1                          4.464658  2.163763  0.699219  4.424336
+    --exact                                  4.464658  2.163763  0.699219  4.424336
+    --grad_clip=100.0                        4.084115  1.990556  0.699219  4.019135
+    --grad_clip=0.0                          4.084115  1.990556  0.699219  4.019135
+    --grad_clip=0.0 --optimizer=adamw        4.257890  1.979913  0.699219  4.213185
+    --optimizer=adamw                        4.605942  2.071100  0.699219  4.587082
+    --loss_average=micro                     4.464794  2.154028  0.699219  4.423547
+    --batch_ramp_at=10                       5.202073  1.981478  0.683594  4.902627
+    --schedule=cosine                        4.659912  1.971441  0.699219  4.654846
+    --alpha_warmup=3 --beta3_warmup=9        4.314020  2.256878  0.699219  4.274270
+    --goldfish_k=0                           4.446989  2.019386  0.976563  4.278494
+    --qk_norm=False --tie_embeddings         4.346888  1.976975  0.699219  4.307749
+    --state_dtype=bfloat16                   4.464725  2.164497  0.699219  4.424359
+""".strip("\n").splitlines()
 
 
-def log(folder):
-    with open(os.path.join(folder, "log.jsonl")) as f:
-        return [json.loads(line) for line in f]
+@pytest.mark.parametrize("row", PINNED, ids=lambda row: " ".join(row.split()[:-4]))
+def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
+    """
+    Loss, gradient norm, kept tokens, and the loss over 11 windows after it: of commit ac03345, whose steps are those of
+    the formulas in fp64.
+    """
+    *flags, loss, norm, kept, val = row.split()
+    trained(data, tmp_path, *SIX_STEPS, *flags)
+    *_, last, end = log(tmp_path)
+    found = last["loss"], last["grad_norm"], last["kept"], end["val_loss"]
+    assert found == pytest.approx([*map(float, (loss, norm, kept, val))], rel=1e-5)
+    assert last["tokens"] == end["tokens"] == 48 * 32
 
 
-def losses(folder):
-    return [entry["loss"] for entry in log(folder) if "loss" in entry]
+def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
+    """WSD of 2 samples up and 6 down, the loss of a fresh model over 320 ids, and the last step but one."""
+    done = script("train.py", "configs/tiny.py", f"--data={data}", f"--out={tmp_path}", "--sample_every=20",
+                  "--block_size=32", pictures=True)
+    assert done.returncode == 0 and "bits per byte" in done.stdout and "ckpt" in os.listdir(tmp_path), done.stderr
+    found = log(tmp_path, "loss")
+    assert [e["step"] for e in found] == [*range(20)] and [e["step"] for e in log(tmp_path, "val_bpb")] == [9, 19]
+    assert found[0]["loss"] == pytest.approx(math.log(320), rel=0.01) and found[-1]["loss"] < 4.5
+    rates = [0, 1.5e-3, *[3e-3] * 13, *(3e-3 - 2.7e-3 * math.sqrt(i / 6) for i in range(1, 6))]
+    assert [e["lr"] for e in found] == pytest.approx(rates)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["val_bpb"] == log(tmp_path)[-1]["val_bpb"] and summary["tokens"] == 160 * 32
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert (settings["n_embd"], settings["vocab_size"], settings["lr"]) == (64, 320, 3e-3)
+    assert (tmp_path / "loss.png").stat().st_size > 10_000 and "9,481 tokens, so 0.5 epochs" in done.stdout
 
 
-def data_of(folder):
-    """The path of the data that a run was trained on."""
-    with open(os.path.join(folder, "config.json")) as f:
-        return json.load(f)["data"]
+def test_the_ramp_counts_in_epochs_and_rates(data, tmp_path):
+    """Steps of 8, 8, 16, 16 samples from 10 samples on: 48 of the 296 windows."""
+    done = ran(data, tmp_path, *FEW, "--total_samples=48", "--batch_ramp_at=10", "--lr_floor=0.0", "--decay_samples=16")
+    windows = TokenDataset(data, "train", 32).n_windows
+    assert f"4 steps of 8 x 32 tokens per step; data: 9,481 tokens, so {48 / windows:.1f} epochs" in done.stdout
+    assert [e["lr"] for e in log(tmp_path, "loss")] == [3e-3] * 4
+    assert [e["tokens"] // 32 for e in log(tmp_path, "loss")] == [8, 16, 32, 48]
 
 
-def tiny(trained, *args):
-    return script("train.py", "configs/tiny.py", f"--data={data_of(trained[0])}", "--dtype=float32", *args)
+def test_of_zeros_and_numbers_of_windows(data, tmp_path, monkeypatch):
+    """eval_every, checkpoint_every = 0: at the end only. The windows of a validation: 6 in batches of 4, each once."""
+    seen, true = [], TokenDataset.batch
 
-
-def test_a_run_folder_has_all_that_design_promises(trained):
-    out, done = trained
-    assert {"config.json", "log.jsonl", "loss.png", "ckpt", "summary.json"} <= set(os.listdir(out))
-    steps = [e for e in log(out) if "loss" in e]
-    assert [e["step"] for e in steps] == list(range(20))
-    assert {"tokens", "loss", "kept", "grad_norm", "lr", "tok_s", "mfu", "memory_gib"} <= steps[0].keys()
-    vocabulary = 320                                                         # of which a fresh model knows nothing
-    assert steps[0]["loss"] == pytest.approx(math.log(vocabulary), rel=0.01)
-    assert steps[-1]["loss"] < 4.5 and [e["step"] for e in log(out) if "val_bpb" in e] == [9, 19]
-    assert steps[0]["lr"] == 0 and max(e["lr"] for e in steps) == pytest.approx(3e-3)
-    assert "bits per byte" in done.stdout and "loss.png" in done.stdout
-
-
-def test_mfu_is_the_share_of_the_peak_of_all_gpus(monkeypatch):
-    """Two H100 of 989 TFLOP/s, 48.3 GFLOPs a token: 16,380 tokens per second are 40 % of what they could do."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 40 * 2**30)
-    run = types.SimpleNamespace(device="cuda:1", ranks=types.SimpleNamespace(size=2))
-    assert train.on_gpu(run, 48.3e9, 16_380) == pytest.approx(dict(mfu=0.4, memory_gib=40), rel=1e-3)
-
-
-def test_stopped_and_resumed_ends_in_the_same_bits(trained, tmp_path):
-    out = tmp_path / "halves"
-    shutil.copytree(trained[0], out)
-    shutil.rmtree(out / "ckpt" / "step-00000020")                            # as if killed after step 10's checkpoint
-    with open(out / "log.jsonl", "a") as f:
-        f.write('{"step": 17, "lo')
-    done = tiny(trained, f"--out={out}", "--resume")
-    assert done.returncode == 0 and "resumed from" in done.stdout, done.stderr
-    assert same(weights(trained[0]), weights(out))
-    assert without_times(log(out)) == without_times(log(trained[0]))         # and in the same log, one line a step
-
-
-def test_weights_that_a_file_fills_are_not_drawn(trained, tmp_path, monkeypatch):
-    """A CPU takes minutes to draw the 8B's. A resumed run, and one from another's weights, end in the bits of before."""
-    out, begun = tmp_path / "halves", ["--total_samples=24", "--decay_samples=8", f"--init_from={trained[0]}"]
-    shutil.copytree(trained[0], out)
-    shutil.rmtree(out / "ckpt" / "step-00000020")
-    assert tiny(trained, f"--out={tmp_path / 'drawn'}", *begun).returncode == 0
-
-    def draw(name, *args):
-        raise AssertionError(f"{name} was drawn")
-    monkeypatch.setattr(model_file, "draw", draw)
-    for args in ([f"--out={out}", "--resume"], [f"--out={tmp_path / 'not'}", *begun]):
-        done = tiny(trained, *args)
-        assert done.returncode == 0, done.stderr
-    assert same(weights(trained[0]), weights(out))
-    assert same(weights(tmp_path / "drawn"), weights(tmp_path / "not"))
-    with pytest.raises(AssertionError, match="embed_tokens.weight was drawn"):
-        tiny(trained, f"--out={tmp_path / 'new'}")
-
-
-def test_without_an_intact_checkpoint_a_restarted_run_begins_with_drawn_weights(trained, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(trained[0], out)
-    for folder in glob.glob(f"{out}/ckpt/step-*"):
-        os.remove(f"{folder}/manifest.json")
-    done = tiny(trained, f"--out={out}", "--resume", "--allow_restart=True")
-    assert done.returncode == 0 and "passed over" in done.stdout, done.stderr
-    assert same(weights(trained[0]), weights(out))
-
-
-def test_stages_one_by_one_are_the_run_through_all(tmp_path):
-    """Another mixture after 10 of 20 steps, and another order too."""
-    for name, word in (("a", "alpha"), ("b", "beta")):
-        rows = [json.dumps(dict(text=f"Text {i} has the word {word}. " * 30)) for i in range(20)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    data, table, through, parts = (tmp_path / name for name in ("data", "table.py", "through", "parts"))
-    texts = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    done = script("prepare.py", *texts, "--source_by=file", "--tokenizer=byte", f"--out={data}")
-    assert done.returncode == 0, done.stderr
-    rows = '("one", ("a.jsonl",), 80, 28), ("two", {"a.jsonl": 1, "b.jsonl": 3}, 160, 29)'
-    table.write_text(f"stages = ({rows})\n", encoding="utf-8")
-
-    def train(out, *args):
-        return script("train.py", "configs/tiny.py", table, f"--data={data}", f"--out={out}", *args)
-
-    for out, *args in ((through, "--stage=all"), (parts, "--stage=one"), (parts, "--resume", "--stage=two")):
-        done = train(out, *args)
-        assert done.returncode == 0, done.stderr
-    assert same(weights(through), weights(parts)) and losses(through) == losses(parts)
-    refused(train(parts, "--stage=three"), "three")
-    refused(train(parts, "--resume"), "is of another run")
-
-
-@pytest.mark.parametrize("flag", [
-    "--activation=swiglu", "--optimizer=adamw", "--goldfish_k=0", "--loss_average=micro", "--schedule=cosine",
-    "--batch_ramp_at=80"])
-def test_an_ablation_needs_nothing_but_its_flag(trained, tmp_path, flag):
-    length = "--total_samples=80", "--warmup_samples=8", "--decay_samples=16"
-    done = tiny(trained, f"--out={tmp_path / 'run'}", flag, *length, "--eval_every=5")
-    assert done.returncode == 0, done.stderr
-    assert log(tmp_path / "run")[-2]["loss"] < 5.6
-
-
-def test_without_a_compiler_it_says_so_and_runs_eagerly(trained, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    done = tiny(trained, f"--out={tmp_path / 'run'}", "--compile=True", "--total_samples=24", "--decay_samples=8")
-    assert done.returncode == 0 and "no compiler found for cpu" in done.stdout
-
-
-def test_the_loader_opens_no_second_pool_of_threads(trained, tmp_path, monkeypatch):
-    """libgomp lets threads sleep at its barriers once there are more of them than cores."""
-    seen, true, before = set(), TokenDataset.batch, torch.get_num_threads()
-
-    def batch(*args):
-        seen.add((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
-        return true(*args)
+    def batch(self, first, n):
+        # The loader opens no second pool of threads: libgomp lets threads sleep once there are more of them than cores.
+        main = threading.current_thread() is threading.main_thread()
+        seen.append((first, n) if self.split == "val" else (main, torch.get_num_threads()))
+        return true(self, first, n)
     monkeypatch.setattr(TokenDataset, "batch", batch)
     torch.set_num_threads(2)
     try:
-        length = "--total_samples=32", "--warmup_samples=8", "--decay_samples=8"
-        assert tiny(trained, f"--out={tmp_path / 'run'}", *length).returncode == 0
+        trained(data, tmp_path / "few", *FEW, "--checkpoint_every=0", "--last_eval_windows=6")
     finally:
-        torch.set_num_threads(before)
-    assert seen == {(False, 1), (True, 2)}                                   # the loader; the training, which evaluates
+        torch.set_num_threads(1)
+    assert set(seen[:-2]) == {(False, 1), (True, 2)} and seen[-2:] == [(0, 4), (2, 4)]
+    assert steps(tmp_path / "few") == [3] and len(log(tmp_path / "few", "val_loss")) == 1
+    seen.clear()
+    trained(data, tmp_path / "all", *FEW, "--last_eval_windows=0", "--eval_every=2", "--eval_windows=3")
+    windows = TokenDataset(data, "val", 32).n_windows
+    ours = [at for at in seen if type(at[0]) is int]
+    assert ours[0] == (0, 3) and ours[-1] == (windows - 4, 4) and len(ours) == 1 + -(-windows // 4)
+    assert [e["step"] for e in log(tmp_path / "all", "val_loss")] == [1, 2]
 
 
-def test_wandb_gets_every_line_of_the_log_or_its_absence_is_one_line(trained, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)                          # as if it were not installed
-    refused(tiny(trained, f"--out={tmp_path / 'none'}", "--wandb_log=True"), "pip install wandb")
-    sent = []
-    # The service cannot be reached from a test.
-    fake = types.SimpleNamespace(
-        init=lambda **settings: sent.append(settings["project"]),
-        log=lambda entry, step: sent.append(entry))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    done = tiny(trained, f"--out={tmp_path / 'run'}", "--wandb_log", "--total_samples=32", "--decay_samples=8")
-    assert done.returncode == 0 and sent == ["nanoapertus", *log(tmp_path / "run")]
+def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path, monkeypatch):
+    import generate
+    asked = []
+
+    def noted(model, prompts, n, **how):
+        asked.append((n, model.training))
+        return [[1, 65]]
+    monkeypatch.setattr(generate, "generate", noted)
+    trained(data, tmp_path, "--sample_every=2", *FEW)
+    assert asked == [(32, False)] * 2                      # after step 2 and at the end
 
 
-FIVE_STEPS = "--total_samples=40", "--warmup_samples=8", "--decay_samples=0", "--last_eval_windows=16"
-
-
-def test_accumulation_does_not_change_the_step(trained, tmp_path):
-    """1 x 8, 2 x 4 and 8 x 1 are the same sum in another order."""
-    for micro in (8, 4, 1):
-        args = f"--out={tmp_path / str(micro)}", f"--micro_batch={micro}", "--goldfish_k=2"
-        assert tiny(trained, *args, *FIVE_STEPS).returncode == 0
-    for micro in (4, 1):
-        assert losses(tmp_path / str(micro)) == pytest.approx(losses(tmp_path / "8"), abs=2e-5)
-
-
-def test_averages_in_bf16_are_saved_so_and_a_stopped_run_goes_on_to_the_same_bits(trained, tmp_path):
-    """2 bytes a number of both averages and 4 of the squares, by the header of the checkpoint's own files."""
-    from safetensors import safe_open
-    short = "--state_dtype=bfloat16", "--total_samples=48", "--warmup_samples=8", "--decay_samples=0"
-    whole, stopped = str(tmp_path / "whole"), str(tmp_path / "stopped")
-    for out, args in ((whole, []), (stopped, ["--checkpoint_every=3"])):
-        assert tiny(trained, f"--out={out}", *short, *args).returncode == 0
-    shutil.rmtree(f"{stopped}/ckpt/step-00000006")
-    os.remove(f"{stopped}/summary.json")
-    refused(tiny(trained, f"--out={stopped}", *short, "--resume", "--state_dtype=float32"),
-            "is of another run: state_dtype 'bfloat16' -> 'float32'")
-    assert tiny(trained, f"--out={stopped}", *short, "--resume").returncode == 0
-    assert same(weights(whole), weights(stopped)) and losses(whole) == losses(stopped)
-    [file] = glob.glob(f"{stopped}/ckpt/step-00000006/*.safetensors")
-    found = {}
-    with safe_open(file, framework="pt") as f:
-        for name in f.keys():
-            found.setdefault(name.partition("/")[0], set()).add(f.get_slice(name).get_dtype())
-    assert found == dict(model={"F32"}, exp_avg_fast={"BF16"}, exp_avg_slow={"BF16"}, exp_avg_sq={"F32"}, step={"F32"})
-
-
-def test_a_run_from_before_the_averages_had_a_dtype_goes_on(trained, tmp_path):
-    run = shutil.copytree(trained[0], tmp_path / "run")
-    for path in (run / "ckpt").iterdir():
-        manifest = checkpoint.read_manifest(str(path))
-        del manifest["config"]["state_dtype"]
-        (path / "manifest.json").write_text(checkpoint.sealed(manifest))
-    more = "--total_samples=168", "--decay_samples=48"
-    assert tiny(trained, f"--out={run}", "--resume", *more).returncode == 0
-
-
-def test_a_run_that_the_device_cannot_hold_is_told_the_sum_before_anything_is_written(trained, tmp_path, monkeypatch):
-    """8 layers of 3 x 1024 x 1024 + 2 x 1024 x 4096 and two vocabularies are 93M parameters, of 20 bytes or 16."""
-    monkeypatch.setattr(memory, "memory_of", lambda device: 2e9)
-    large = "--n_embd=1024", "--ffn_dim=4096", "--n_layer=8"
-    refused(tiny(trained, f"--out={tmp_path / 'run'}", *large),
-            "a step takes about 2.1 GB (weights 0.4, gradients 0.4, states 1.1, ",
-            "and cpu has 2.0: --state_dtype=bfloat16 takes 1.8\n")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_step_whose_gradient_is_no_number_is_skipped_and_changes_nothing(trained, tmp_path, monkeypatch):
-    """The norm of the third step is nan: its weights are the second's, bit for bit, and the run goes on."""
-    from engine import parallel
+@pytest.mark.parametrize("allowed, bad, says", [
+    (1, [3], ""),
+    (0, [3], "step 2: loss 5.\\d+, gradient norm nan. Stopped before the update"),
+    (1, [1, 3, 4], "step 3: loss 5.\\d+, gradient norm nan, after 1 skipped steps. Stopped before the update")])
+def test_a_step_whose_gradient_is_no_number_changes_nothing(data, tmp_path, monkeypatch, allowed, bad, says):
+    """The norm of these steps is nan, and so many in a row are allowed."""
     norms, true = [], parallel.square_norm
 
     def square_norm(*args):
         norms.append(true(*args))
-        return norms[-1] * math.nan if len(norms) == 3 else norms[-1]
+        return norms[-1] * (math.nan if len(norms) in bad else 1)
     monkeypatch.setattr(parallel, "square_norm", square_norm)
-    saves = "--checkpoint_every=1", "--keep_checkpoints=0"
-    done = tiny(trained, f"--out={tmp_path}", "--skip_nonfinite=1", *saves, *FIVE_STEPS)
-    assert done.returncode == 0, done.stderr
-    steps = [e for e in log(tmp_path) if "skipped" in e]
-    assert [e["skipped"] for e in steps] == [0, 0, 1, 0, 0] and steps[2]["grad_norm"] is None
-    two, three, four = (load_file(tmp_path / "ckpt" / f"step-{n:08d}") for n in (2, 3, 4))
+    done = ran(data, tmp_path, f"--skip_nonfinite={allowed}", "--checkpoint_every=1", *FEW, "--total_samples=40")
+    if says:
+        assert done.returncode == 2 and re.search(says, done.stderr), done.stderr
+        assert steps(tmp_path) == [*range(1, bad[-1])] and len(log(tmp_path)) == bad[-1] - 1
+        return
+    found = log(tmp_path, "loss")
+    assert [e["skipped"] for e in found] == [0, 0, 1, 0, 0]
+    assert found[2]["grad_norm"] is found[2]["loss"] is None and found[2]["lr"] == 3e-3
+    two, three, four = (weights(killed_after(tmp_path, tmp_path / f"to{n}", n)) for n in (2, 3, 4))
     assert same(two, three) and not same(two, four)
 
 
-def load_file(folder):
-    """The weights of a checkpoint's safetensors files, without the optimizer's."""
-    from safetensors.torch import load_file
-    found = {}
-    for name in os.listdir(folder):
-        if name.endswith(".safetensors"):
-            found.update(load_file(folder / name))
-    return {name: t for name, t in found.items() if name.endswith(".weight") and "exp_avg" not in name}
+# -----------------------------------------------------------------------------
+# where it resumes
 
 
-def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(trained, tmp_path, monkeypatch):
-    import generate
-    asked = []
-    monkeypatch.setattr(generate, "generate", lambda model, prompts, n, **how: asked.append(n) or [[*prompts[0], 65]])
-    short = ["--total_samples=48", "--warmup_samples=8", "--decay_samples=0"]
-    assert tiny(trained, f"--out={tmp_path}", "--sample_every=2", *short).returncode == 0
-    assert asked == [64] * 3                                                 # of six steps, a whole window each
+@pytest.mark.parametrize("torn", ['{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"tokens": 3}', "[" * 9999])
+def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, whole, tmp_path, monkeypatch, torn):
+    """Killed after step 12 with step 10 saved, files torn as by a full disk. No weights are drawn to be replaced."""
+    run = killed_after(whole, tmp_path / "run", 10)
+    lines = (run / "log.jsonl").read_text().splitlines(True)
+    (run / "log.jsonl").write_text("".join([*lines[:3], torn + "\n", *lines[3:13]]) + '{"step": 12, "lo')
+    (run / "config.json").write_text('{"n_la')
+    with monkeypatch.context() as m:
+        m.setattr("model.Apertus.init_weights", None)
+        done = ran(data, run, "--eval_every=10", "--resume")
+    assert done.returncode == 0 and f"resumed from {run}/ckpt/step-00000010" in done.stdout, done.stderr
+    assert equal(run, whole) and log(run) == log(whole)
+    assert json.loads((run / "config.json").read_text())["n_layer"] == 1
 
 
-def test_a_line_of_the_log_that_is_no_text_is_dropped(tmp_path):
-    from engine import runs
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(b'{"step": 0}\n\xff\xfe\n{"step": 1}\n{"step": 2}\n')
-    runs.cut_log(str(path), 2)
-    assert path.read_bytes() == b'{"step": 0}\n{"step": 1}\n'
+@pytest.mark.parametrize("torn", [None, "", '{"val_bpb": 1', "null", '{"val_bpb": 2.0}', '{"tokens": 4096}'])
+def test_killed_after_its_last_save_a_run_makes_up_for_the_validation_alone(data, whole, tmp_path, torn):
+    """The 8B's validation takes long. summary.json comes last, so a torn one is written again."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    (run / "summary.json").unlink()
+    if torn is not None:
+        (run / "summary.json").write_text(torn)
+    before = contents(run / "ckpt")
+    trained(data, run, "--eval_every=10", "--resume")
+    assert log(run) == log(whole) and contents(run / "ckpt") == before
+    assert json.loads((run / "summary.json").read_text())["tokens"] == 160 * 32
+    refused(ran(data, run, "--resume"), "is finished: all 20 steps are done", "--init_from=")
 
 
-def test_zero_means_at_the_end_only(trained, tmp_path):
-    zeros = "--eval_every=0", "--checkpoint_every=0", "--sample_every=0"
-    assert tiny(trained, f"--out={tmp_path}", *zeros).returncode == 0
-    entries = log(tmp_path)
-    assert [e["step"] for e in entries if "val_bpb" in e] == [entries[-1]["step"]]
-    assert len(os.listdir(tmp_path / "ckpt")) == 1
+def test_the_last_save_comes_before_the_last_validation(data, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
 
-
-@pytest.mark.parametrize("args, says", [
-    (["--lr=1e30", "--grad_clip=0.0"], "Stopped before the update; the last checkpoint"),
-    (["--vocab_size=131072"], "made by a tokenizer of 320 ids"),
-    (["--block_size=10000000"], "lower block_size"),
-    (["--n_head=3"], "n_embd=64 is not divisible by n_head=3"),
-    (["--n_kv_head=3"], "n_head=4 is not divisible by n_kv_head=3"),
-    (["--n_embd=36", "--n_head=4"], "is odd"),
-    (["--data=/nowhere"], "no data in '/nowhere'"),
-    (["--micro_batch=3"], "not a multiple of micro_batch=3"),
-    (["--optimizer=sgd"], "there is ademamix and adamw"),
-    (["--state_dtype=float16"], "there is float32 and bfloat16"),
-    (["--state_dtype=bfloat16", "--optimizer=adamw"], "take --optimizer=ademamix"),
-    (["--schedule=linear"], "there is wsd and cosine"),
-    (["--decay_samples=1000"], "do not fit into total"),
-    (["--device=cuda"] if not torch.cuda.is_available() else ["--device=tpu"], "is not here"),
-    (["--dtype=float16"], "there is auto, float32 and bfloat16"),
-    (["--n_layers=1"], "did you mean 'n_layer'"),
-])
-def test_what_cannot_work_is_told_in_one_line(trained, tmp_path, args, says):
-    done = tiny(trained, f"--out={tmp_path / 'run'}", *args)
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("train.py: ") and says in last and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("args, says", [
-    (["--keep_checkpoints=-1"], "keep_checkpoints=-1: want how many of the newest to keep, or 0 to keep all"),
-    (["--total_samples=7"], "total_samples=7 is less than one step of batch_size=8"),
-    (["--total_samples=80", "--decay_samples=100"],
-     "(10 steps): say --total_samples=80 --warmup_samples=4 --decay_samples=24"),
-    (["--steps=10"], "10 steps of batch_size=8 are --total_samples=80 --warmup_samples=4 --decay_samples=24")])
-def test_a_length_that_cannot_be_is_answered_with_what_to_type(trained, tmp_path, args, says):
-    refused(tiny(trained, f"--out={tmp_path / 'run'}", *args), says)
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_it_says_to_type_runs(trained, tmp_path):
-    said = tiny(trained, "--total_samples=24", f"--out={tmp_path / 'run'}").stderr
-    done = tiny(trained, *said.split(": say ")[1].split(), f"--out={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert [e["step"] for e in log(tmp_path / "run") if "loss" in e] == [0, 1, 2]
-
-
-def interrupted(split):
-    """TokenDataset.batch, but a batch of this split is answered by an interrupt: the run ends as if it were killed."""
     true = TokenDataset.batch
 
     def batch(self, *args):
-        if self.split == split:
-            raise KeyboardInterrupt
-        return true(self, *args)
-    return batch
-
-
-@pytest.mark.parametrize("ramp, samples", [(0, 1_000_000), (500_000, 1_000_000), (999_999, 1_000_000)])
-def test_epochs_count_the_samples_of_the_batch_ramp(trained, tmp_path, monkeypatch, ramp, samples):
-    """62,500 steps of 8 and 31,250 of 16 are a million samples, and 93,750 steps of 8 are not."""
-    windows = TokenDataset(data_of(trained[0]), "train", 64).n_windows
-    monkeypatch.setattr(TokenDataset, "batch", interrupted("train"))         # the line comes before the first step
-    done = tiny(trained, f"--out={tmp_path / 'run'}", "--total_samples=1000000", f"--batch_ramp_at={ramp}")
-    assert done.returncode == 130 and f"so {samples / windows:.1f} epochs" in done.stdout
-
-
-def without_times(entries):
-    return [{k: v for k, v in e.items() if k not in ("tok_s", "seconds")} for e in entries]
-
-
-def test_the_last_save_comes_before_the_last_validation_which_is_made_up_for(trained, tmp_path, monkeypatch):
-    """
-    The 8B's validation takes long, and a stage's end must not be lost to it. After a kill there only the validation is
-    done again.
-    """
-    out = tmp_path / "run"
-    with monkeypatch.context() as m:
-        m.setattr(TokenDataset, "batch", interrupted("val"))
-        assert tiny(trained, f"--out={out}", "--eval_every=0").returncode == 130
-    assert checkpoint.steps_in(out / "ckpt") == [10, 20] and not (out / "summary.json").exists()
-    assert not kit.finished(out)
-    done = tiny(trained, f"--out={out}", "--eval_every=0", "--resume")
-    assert done.returncode == 0 and kit.finished(out), done.stderr
-    whole = [e for e in log(trained[0]) if "loss" in e or e["step"] == 19]   # which was also validated after 10 steps
-    assert without_times(log(out)) == without_times(whole)
-    assert json.loads((out / "summary.json").read_text())["val_bpb"] == log(out)[-1]["val_bpb"]
-
-
-@pytest.mark.parametrize("torn", ["", '{"val_bpb": 1', "null", "[]", '{"val_bpb": 2.0}'])
-def test_a_torn_summary_is_written_again_and_the_log_has_one_validation_of_the_last_step(trained, tmp_path, torn):
-    out = tmp_path / "run"
-    shutil.copytree(trained[0], out)
-    (out / "summary.json").write_text(torn)
-    (out / "config.json").write_text('{"n_la')                               # cut by the same full disk
-    assert not kit.finished(out)
-    done = tiny(trained, f"--out={out}", "--sample_every=20", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert without_times(log(out)) == without_times(log(trained[0]))
-    ours, whole = (json.load(open(os.path.join(folder, "summary.json"))) for folder in (out, trained[0]))
-    assert without_times([ours]) == without_times([whole])
-    assert json.loads((out / "config.json").read_text())["n_layer"] == 2
-
-
-@pytest.mark.parametrize("torn", [
-    '{"step": 3, "loss": 5.{"step": 4, "loss": 5.1}\n', "\0\0\0\0\n", "null\n", '{"tokens": 3}\n'])
-def test_a_torn_line_of_the_log_does_not_stop_a_resume(trained, tmp_path, torn):
-    out = tmp_path / "run"
-    shutil.copytree(trained[0], out)
-    shutil.rmtree(out / "ckpt" / "step-00000020")
-    lines = (out / "log.jsonl").read_text().splitlines(True)
-    (out / "log.jsonl").write_text("".join(lines[:3]) + torn + "".join(lines[3:]))
-    done = tiny(trained, f"--out={out}", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert without_times(log(out)) == without_times(log(trained[0]))
-
-
-def test_the_last_validation_is_bounded(trained, tmp_path, monkeypatch):
-    seen, true = [], TokenDataset.batch
-
-    def batch(self, first, n):
         if self.split == "val":
-            seen.append((first, n))
-        return true(self, first, n)
+            raise Killed
+        return true(self, *args)
     monkeypatch.setattr(TokenDataset, "batch", batch)
-    args = ["--total_samples=24", "--warmup_samples=0", "--decay_samples=0", "--eval_every=0"]
-    assert tiny(trained, f"--out={tmp_path / 'few'}", *args, "--last_eval_windows=6").returncode == 0
-    assert seen == [(0, 4), (2, 4)]
-    seen.clear()
-    assert tiny(trained, f"--out={tmp_path / 'all'}", *args, "--last_eval_windows=0").returncode == 0
-    windows = TokenDataset(data_of(trained[0]), "val", 64).n_windows
-    assert seen[-1] == (windows - 4, 4) and len(seen) == -(-windows // 4)
+    with pytest.raises(Killed):
+        ran(data, tmp_path, *FEW, "--eval_every=3")
+    assert steps(tmp_path) == [3] and not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("flag, says", [
-    ("--optimizer=adamw", "optimizer 'ademamix' -> 'adamw'"),
-    ("--batch_ramp_at=80", "batch_ramp_at 0 -> 80"),
-    ("--batch_size=16", "batch_size 8 -> 16"),
-    ("--seed=3", "seed 28 -> 3"),
-    ("--qk_norm=False", "qk_norm"),
-    ("--rope_theta=1e4", "rope_theta"),
-    ("--tie_embeddings", "tie_embeddings"),
-    ("--doc_mask=False", "doc_mask")])
-def test_a_run_is_not_resumed_as_another(trained, flag, says):
-    before = log(trained[0])
-    done = tiny(trained, f"--out={trained[0]}", "--resume", "--total_samples=320", flag)
-    refused(done, "is of another run", says)
-    assert log(trained[0]) == before
+def test_without_an_intact_checkpoint_a_run_stops_or_starts_over_if_it_may(data, whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    for path in (run / "ckpt").iterdir():
+        (path / "manifest.json").unlink()
+    refused(ran(data, run, "--resume"), "no checkpoint in", "is intact (4 damaged)", "--allow_restart")
+    done = ran(data, run, "--resume", "--allow_restart", "--eval_every=10")
+    assert done.returncode == 0 and "passed over" in done.stdout and equal(run, whole) and log(run) == log(whole)
 
 
-def test_a_run_is_not_overwritten_and_a_finished_one_not_gone_on_with(trained):
-    before = open(os.path.join(trained[0], "log.jsonl")).read()
-    for args, says in (
-            ([], "--resume goes on with it"),
-            (["--resume"], "is finished"),
-            (["--resume", "--n_layer=3"], "n_layer 2 -> 3")):
-        done = tiny(trained, f"--out={trained[0]}", *args)
-        assert done.returncode == 2 and says in done.stderr
-    assert open(os.path.join(trained[0], "log.jsonl")).read() == before
+def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
+    """Another mixture after 10 of 20 steps, and another order too. Only stages that have begun must be the same."""
+    table = '"two", {"a.jsonl": 1, "b.jsonl": 3}, 160, 29'
+    for name, row in (("table", table), ("other", table.replace("29", "30"))):
+        (tmp_path / f"{name}.py").write_text(f'stages = ("one", ("a.jsonl",), 80, 28), ({row})\n', encoding="utf-8")
+    through, parts = tmp_path / "through", tmp_path / "parts"
+    trained(data, through, tmp_path / "table.py", "--stage=all")
+    trained(data, parts, tmp_path / "other.py", "--stage=one")
+    assert steps(parts) == [5, 10] and (parts / "summary.json").exists()
+    trained(data, parts, tmp_path / "table.py", "--stage=two", "--resume")
+    assert equal(parts, through)
+    refused(ran(data, parts, tmp_path / "table.py", "--stage=three"), "three")
+    refused(ran(data, parts, "--resume"), "is of another run", "staged True -> False")
 
 
-# -----------------------------------------------------------------------------
-# checkpoints that lie
+PROGRAM = """
+import train
+from configurator import run
+from engine.parallel import orderly_exit
+from train import Apertus
+
+def build(run):
+    class Tasted(Apertus):
+        def forward(self, *args, **kwargs):
+            more, loss = super().forward(*args, **kwargs)
+            if "n_tokens" in kwargs:
+                more = dict(taste=loss.detach() * 0 + self.now[0] + self.now[1] / 10)
+            return more, loss
+    return Tasted(run.shape, seed=None)
+
+if __name__ == "__main__":
+    with orderly_exit():
+        run(lambda: train.main(build, dict(taste=train.seed, other=1), ["taste"]), vars(train), train.shape)
+"""
 
 
-def flip(path, at, bit=3):
-    raw = bytearray(open(path, "rb").read())
-    raw[at % len(raw)] ^= 1 << bit
-    open(path, "wb").write(raw)
-
-
-@pytest.mark.parametrize("damage", [
-    lambda folder: flip(shard(folder), 12345),
-    lambda folder: flip(shard(folder), -1),
-    lambda folder: os.truncate(shard(folder), 5000),
-    lambda folder: os.remove(shard(folder)),
-    lambda folder: flip(os.path.join(folder, "manifest.json"), 40),
-    lambda folder: os.truncate(os.path.join(folder, "manifest.json"), 0)])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(trained, tmp_path, damage, capsys):
-    shutil.copytree(os.path.join(trained[0], "ckpt"), tmp_path / "ckpt")
-    damage(str(tmp_path / "ckpt" / "step-00000020"))
-    assert checkpoint.newest_intact(tmp_path / "ckpt")[1]["step"] == 10
-    assert "passed over" in capsys.readouterr().out
-    damage(str(tmp_path / "ckpt" / "step-00000010"))
-    with pytest.raises(ValueError, match="no checkpoint .* is intact"):
-        checkpoint.newest_intact(tmp_path / "ckpt")
-
-
-def shard(folder):
-    return next(os.path.join(folder, f) for f in os.listdir(folder) if f.endswith(".safetensors"))
-
-
-def test_a_pickled_or_foreign_checkpoint_is_refused_and_nothing_runs(trained, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'executed'}",)
-    out = tmp_path / "run"
-    shutil.copytree(trained[0], out)
-    for step in ("step-00000010", "step-00000020"):
-        torch.save({"x": Evil()}, shard(out / "ckpt" / step))
-    done = script("sample.py", f"--init_from={out}")
-    assert done.returncode == 2 and "no checkpoint" in done.stderr and not (tmp_path / "executed").exists()
-    # The same files under a manifest whose hashes hold.
-    last, pickled = out / "ckpt" / "step-00000020", shard(out / "ckpt" / "step-00000020")
-    manifest = checkpoint.verified(os.path.join(trained[0], "ckpt", "step-00000020"))
-    manifest["files"] = {os.path.basename(pickled): checkpoint.sha256(pickled)}
-    checkpoint.write_flushed(last / "manifest.json", checkpoint.sealed(manifest))
-    done = script("sample.py", f"--init_from={out}")
-    assert done.returncode == 2 and "not readable as safetensors" in done.stderr
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_checkpoint_of_another_shape_names_the_difference(trained):
-    path, _ = checkpoint.newest_intact(os.path.join(trained[0], "ckpt"))
-    config = convert.load_run(trained[0])[0].config
-    other = Apertus(ApertusConfig(**{**vars(config), "ffn_dim": 96}))
-    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj.weight is \(64, 160\) there and \(64, 96\) here"):
-        checkpoint.load(path, other)
-
-
-def test_optimizer_states_come_back_bit_for_bit(tmp_path):
-    config = ApertusConfig(block_size=8, vocab_size=33, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
-    def fresh():
-        model = Apertus(config)
-        return model, AdEMAMix(model.parameters(), lr=1e-2, beta3_warmup=5, alpha_warmup=5, compile=False)
-    def step(model, opt, i):
-        idx = torch.arange(8)[None] + i
-        model(idx, idx + 1)[1].backward()
-        opt.step()
-        opt.zero_grad()
-    a, opt_a = fresh()
-    for i in range(4):
-        step(a, opt_a, i)
-    path = checkpoint.save(str(tmp_path), 4, a, opt_a, dict(note="x"))
-    b, opt_b = fresh()
-    checkpoint.load(path, b, opt_b)
-    for i in range(4, 8):
-        step(a, opt_a, i), step(b, opt_b, i)
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="needs to mount a small tmpfs")
-def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", small], capture_output=True).returncode:
-        pytest.skip("cannot mount a small tmpfs here")
-    try:
-        model = torch.nn.Linear(128, 256)                                    # 131 kB: fits once, not twice
-        opt = torch.optim.SGD(model.parameters())
-        checkpoint.save(str(small), 1, model, opt, {})
-        with pytest.raises(OSError, match="checkpoint of step 2 was not written"):
-            checkpoint.save(str(small), 2, torch.nn.Linear(256, 512), opt, {})
-        assert os.listdir(small) == ["step-00000001"] and checkpoint.newest_intact(small)[1]["step"] == 1
-    finally:
-        subprocess.run(["umount", small])
-
-
-def test_only_the_newest_checkpoints_stay(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    for step in range(1, 6):
-        checkpoint.save(str(tmp_path), step, model, torch.optim.SGD(model.parameters()), {}, keep=2)
-    assert checkpoint.steps_in(tmp_path) == [4, 5]
+def test_another_script_trains_its_model_with_this_loop(data, launch, tmp_path):
+    """Its terms are logged, summed over micro-batches 0 and 1 of each step, and its settings decide what may resume."""
+    (tmp_path / "tasted.py").write_text(PROGRAM)
+    args = [*"configs/tiny.py --n_layer=1 --n_embd=32 --ffn_dim=64 --block_size=32".split(), *FEW, f"--data={data}"]
+    for seed, code, more in ((28, 0, []), (29, 2, ["--resume", "--total_samples=32"])):
+        codes, text = launch(0, *args, *more, f"--out={tmp_path / 'run'}", f"--seed={seed}", logs=tmp_path / "log",
+                             script=tmp_path / "tasted.py")
+        assert codes == [code], text
+    assert "taste 28 -> 29" in text
+    assert [e["taste"] for e in log(tmp_path / "run", "loss")] == pytest.approx([0.1, 2.1, 4.1])
 
 
 # -----------------------------------------------------------------------------
-# sampling
+# what it refuses: in one line, before anything is built or written
+
+REFUSED = """
+    --vocab_size=131072                         | made by a tokenizer of 320 ids
+    --block_size=10000000                       | lower block_size
+    --n_head=3                                  | n_embd=32 is not divisible by n_head=3
+    --n_embd=36 --n_head=4                      | is odd
+    --data=/nowhere                             | no data in '/nowhere'
+    --micro_batch=3                             | not a multiple of micro_batch=3: try --micro_batch=1
+    --batch_size=0                              | must be at least 1
+    --optimizer=sgd                             | there is ademamix and adamw
+    --state_dtype=float16                       | there is float32 and bfloat16
+    --state_dtype=bfloat16 --optimizer=adamw    | take --optimizer=ademamix
+    --schedule=linear                           | schedule='linear': there is wsd and cosine
+    --loss_average=mean                         | loss_average='mean': there is step and micro
+    --decay_samples=1000                        | do not fit into total_samples=160 (20 steps): say --total_samples=160
+    --schedule=cosine --warmup_samples=200      | warmup=200
+    --total_samples=7                           | total_samples=7 is less than one step of batch_size=8
+    --steps=10                                  | --total_samples=80 --warmup_samples=4 --decay_samples=24
+    --device=tpu                                | is not here
+    --dtype=float16                             | there is auto, float32 and bfloat16
+    --n_layers=1                                | did you mean 'n_layer'
+    --stage=one                                 | stage='one', but there is no table of stages: name a config
+    --parallel=ddp                              | wants a launcher
+    --wandb_log                                 | pip install wandb
+    --keep_checkpoints=-1                       | keep_checkpoints=-1: want how many
+    --minutes=-1                                | minutes=-1.0: want how long to train
+    --minutes=1e999                             | minutes=inf: want how long
+    --minutes=5 --schedule=cosine               | it wants schedule=wsd
+    --minutes=5 --warmup_samples=0 --decay_samples=160    | a decay shorter than total_samples
+""".strip().splitlines()
 
 
-def test_samples_are_repeatable_and_streaming_prints_the_same_text(trained):
-    args = f"--init_from={trained[0]}", "--start=def ", "--max_new_tokens=40", "--seed=3"
-    one, again = script("sample.py", *args), script("sample.py", *args)
-    assert one.returncode == 0 and one.stdout == again.stdout and one.stdout.startswith("def "), one.stderr
-    several = script("sample.py", f"--init_from={trained[0]}", "--num_samples=3", "--max_new_tokens=10")
-    assert several.stdout.count("-" * 40) == 3
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.split("|")[0].strip())
+def test_what_cannot_work_is_told_in_one_line(data, tmp_path, monkeypatch, row):
+    monkeypatch.setitem(sys.modules, "wandb", None)        # as if it were not installed
+    command, words = map(str.strip, row.split("|"))
+    refused(ran(data, tmp_path / "run", *command.split()), "train.py: ", words)
+    assert not (tmp_path / "run" / "ckpt").exists() and not (tmp_path / "run" / "log.jsonl").exists()
 
 
-def test_chat_answers_until_an_empty_line(trained):
-    done = script("sample.py", f"--init_from={trained[0]}", "--chat", "--max_new_tokens=8", stdin="hi\nand you?\n\n")
-    assert done.returncode == 0 and len(done.stdout) > 2, done.stderr
+OTHERS = """
+    --state_dtype=bfloat16           | state_dtype 'float32' -> 'bfloat16'
+    --optimizer=adamw                | optimizer 'ademamix' -> 'adamw'
+    --batch_ramp_at=80               | batch_ramp_at 0 -> 80
+    --batch_size=16                  | batch_size 8 -> 16
+    --seed=3                         | seed 28 -> 3
+    --qk_norm=False --doc_mask=False | doc_mask True -> False; qk_norm True -> False
+    --n_layer=3                      | n_layer 1 -> 3
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.split("|")[0].strip())
+def test_a_run_is_not_resumed_as_another(data, whole, row):
+    command, words = map(str.strip, row.split("|"))
+    before = contents(whole)
+    done = ran(data, whole, "--resume", "--total_samples=320", *command.split())
+    refused(done, f"{whole}/ckpt/step-00000020 is of another run", *words.split("; "))
+    assert contents(whole) == before | {f"{whole}/.lock": contents(whole)[f"{whole}/.lock"]}
+
+
+@pytest.mark.parametrize("files, resume, says", [
+    (["config.json", "model.safetensors"], [], "holds files that are not of a run (config.json)"),
+    (["config.json"], ["--resume"], "holds files that are not of a run"),
+    (["meta.json", ".lock"], ["--resume"], "holds files that are not of a run"),
+    (["log.jsonl"], [], "already holds a run: --resume continues it"),
+    (["ckpt/step-00000005/manifest.json"], [], "already holds a run"),
+])
+def test_a_folder_that_is_neither_empty_nor_a_run_stays_as_it_is(data, tmp_path, files, resume, says):
+    """An exported model, {"mine": 1}, data, and a run without --resume: unchanged byte for byte."""
+    for name in files:
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        (tmp_path / name).write_text('{"mine": 1}')
+    before = contents(tmp_path)
+    refused(ran(data, tmp_path, *resume), says, "--out")
+    assert contents(tmp_path) == before
+
+
+# -----------------------------------------------------------------------------
+# the rest
+
+
+def test_without_a_compiler_it_says_so_and_runs_eagerly(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    done = ran(data, tmp_path, "--compile", *FEW)
+    assert done.returncode == 0 and "no compiler found for cpu" in done.stdout
+
+
+def test_wandb_gets_every_line_of_the_log(data, tmp_path, monkeypatch):
+    """The service cannot be reached from a test: its two functions are noted."""
+    sent = []
+    fake = types.SimpleNamespace(
+        init=lambda **how: sent.append((how["project"], how["name"], how["config"]["n_layer"])),
+        log=lambda entry, step: sent.append({k: v for k, v in entry.items() if k not in ("tok_s", "seconds")}))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    trained(data, tmp_path / "run", "--wandb_log", *FEW)
+    assert sent == [("nanoapertus", "run", 1), *log(tmp_path / "run")]
+
+
+# -----------------------------------------------------------------------------
+# when it ends: asked for its decay, in time, or longer than planned. Held by runs that were planned so from the start,
+# whose schedule test_schedule.py holds; on several ranks by tests/faults
+
+MORE = "--resume", "--total_samples=320", "--decay_samples=96"
+
+
+@pytest.fixture(scope="module")
+def runs(data, tmp_path_factory):
+    """runs("--flag"): the folder of a run that was planned so, each made once."""
+    made = {}
+
+    def run(*args):
+        if args not in made:
+            made[args] = trained(data, tmp_path_factory.mktemp("planned") / "run", *args)
+        return made[args]
+    return run
+
+
+def in_each_step(monkeypatch, does):
+    """does(0), does(1), ... in the steps of the next run, behind the place where a step looks for requests."""
+    true, count = parallel.square_norm, itertools.count()
+
+    def square_norm(*args):
+        does(next(count))
+        return true(*args)
+    monkeypatch.setattr(parallel, "square_norm", square_norm)
+
+
+def asks_in(monkeypatch, step, out, signalled=False):
+    """Ask for the decay in this step, so that the next one sees it."""
+    def does(now):
+        if now == step and signalled:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif now == step:
+            (out / "cooldown").touch()
+    in_each_step(monkeypatch, does)
+
+
+# 30 % of the run behind 64 samples at the peak: 27, and so 91 in all.
+PLANNED = "--total_samples=91", "--decay_samples=27"
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, runs, tmp_path, monkeypatch, signalled):
+    """And so it is when it is killed in that decay."""
+    run = tmp_path / "run"
+    with monkeypatch.context() as m:
+        asks_in(m, 6, run, signalled)
+        done = ran(data, run)
+    assert done.returncode == 0 and "step      8   the decay begins, 3 steps" in done.stdout, done.stderr
+    assert equal(run, runs(*PLANNED)) and steps(run) == [5, 8, 10, 11] and not (run / "cooldown").exists()
+    assert equal(trained(data, killed_after(run, tmp_path / "again", 8), "--resume"), run)
+
+
+def test_its_begin_is_on_disk_before_the_first_step_of_the_decay(data, tmp_path, monkeypatch):
+    """A kill in that step would otherwise be followed by another begin, and the step would have two rates."""
+    seen, true = {}, checkpoint.write
+
+    def slowly(*args):
+        time.sleep(0.2)
+        return true(*args)
+
+    def does(step):
+        seen[step] = steps(tmp_path), (tmp_path / "cooldown").exists()
+        if step == 6:
+            (tmp_path / "cooldown").touch()
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    in_each_step(monkeypatch, does)
+    trained(data, tmp_path, "--checkpoint_every=0")
+    assert seen[7] == ([], True) and seen[8] == ([8], False)
+
+
+@pytest.mark.parametrize("step, flags", [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))])
+def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, monkeypatch, step, flags):
+    with monkeypatch.context() as m:
+        asks_in(m, step, tmp_path)
+        done = ran(data, tmp_path, *flags)
+    assert f"step {step + 2:6}   asked for its decay, but the rate falls already" in done.stdout, done.stderr
+    assert equal(tmp_path, runs(*flags)) and not (tmp_path / "cooldown").exists()
+
+
+def test_a_file_of_yesterday_is_meant_for_a_resumed_run_and_not_for_a_new_one(data, runs, tmp_path):
+    (tmp_path / "cooldown").touch()
+    assert equal(trained(data, tmp_path), runs()) and not (tmp_path / "cooldown").exists()
+    run = killed_after(runs(), tmp_path / "run", 10)
+    (run / "cooldown").touch()
+    done = ran(data, run, "--resume")
+    assert done.returncode == 0 and "step     11   the decay begins, 4 steps" in done.stdout, done.stderr
+
+
+def test_a_file_named_stop_ends_a_run_that_resumes_to_the_same_bits(data, runs, tmp_path):
+    (tmp_path / "stop").touch()
+    done = ran(data, tmp_path)
+    assert done.returncode == 0 and "stopped as asked after step 1 of 20, saved" in done.stdout, done.stderr
+    assert steps(tmp_path) == [1] and not {"stop", "summary.json"} & set(os.listdir(tmp_path))
+    assert equal(trained(data, tmp_path, "--resume"), runs())
+
+
+# -----------------------------------------------------------------------------
+# begun in time
+
+
+def clocked(monkeypatch, first, each):
+    """A clock by which the first step of a run takes so many seconds, each later one so many, and nothing else any."""
+    now = [0.0]
+
+    def does(step):
+        now[0] += each if step else first
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    in_each_step(monkeypatch, does)
+
+
+@pytest.fixture(scope="module")
+def minute(data, tmp_path_factory):
+    """A minute: 31 s for the first step, and 29 steps of a second."""
+    with pytest.MonkeyPatch.context() as m:
+        clocked(m, 31.0, 1.0)
+        return trained(data, tmp_path_factory.mktemp("anytime") / "minute", "--minutes=1")
+
+
+def test_a_minute_at_a_steady_pace_is_the_run_of_so_many_samples(minute, runs):
+    """30 steps, and 30 % of them decay."""
+    assert equal(minute, runs("--total_samples=240", "--decay_samples=72")) and len(log(minute, "loss")) == 30
+    assert '"seconds": 60,' in (minute / "summary.json").read_text()
+
+
+@pytest.mark.parametrize("step, seconds", [(10, 1.0), (21, 100.0)])
+def test_a_resumed_run_has_the_time_that_is_left_until_its_decay(data, minute, tmp_path, monkeypatch, step, seconds):
+    """Ten steps have taken 40 of 60 seconds; at a second each, 20 more are left. Behind step 21 no clock is asked."""
+    run = killed_after(minute, tmp_path / "run", step)
+    clocked(monkeypatch, seconds, seconds)
+    assert equal(trained(data, run, "--minutes=1", "--resume"), minute)
+
+
+def test_with_more_minutes_a_run_goes_on_from_before_its_decay(data, minute, runs, tmp_path, monkeypatch):
+    """51 seconds and 21 steps were gone when it began: 70 seconds leave 19 steps."""
+    run = shutil.copytree(minute, tmp_path / "run")
+    with monkeypatch.context() as m:
+        clocked(m, 1.0, 1.0)
+        trained(data, run, f"--minutes={70 / 60}", "--resume")
+    assert equal(run, runs(*MORE[1:]))
+
+
+def test_of_minutes_and_samples_the_one_said_last_counts(data, tmp_path):
+    """And time for less than a step is a run of one."""
+    by_samples = "--total_samples=24", "--decay_samples=8"
+    (tmp_path / "five.py").write_text("minutes = 5.0\n", encoding="utf-8")
+    for name, args, length in (
+            ("flag", ["--minutes=5", *by_samples], 3),
+            ("file", [tmp_path / "five.py", *by_samples], 3),
+            ("time", [*by_samples, "--minutes=1e-6"], 1)):
+        out = trained(data, tmp_path / name, *args)
+        assert len(log(out, "loss")) == length and (out / "summary.json").exists()
+    assert '"minutes": 0.0' in (tmp_path / "flag" / "config.json").read_text()
+
+
+# -----------------------------------------------------------------------------
+# longer than planned
+
+
+def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_what_was_decayed(data, runs, tmp_path):
+    """With one checkpoint kept, the last from before the decay is kept beside it."""
+    run = shutil.copytree(runs("--keep_checkpoints=1"), tmp_path / "run")
+    assert steps(run) == [10, 20]
+    (run / "cooldown").touch()                             # it came too late, and is not meant for the longer run
+    done = ran(data, run, *MORE)
+    assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr
+    assert equal(run, runs(*MORE[1:]))
+    aside, before = run / "ckpt" / "decayed-00000020", runs("--keep_checkpoints=1")
+    assert restore.verified(str(aside))["step"] == 20
+    for name in ("log.jsonl", "summary.json"):
+        assert (aside / name).read_bytes() == (before / name).read_bytes()
+
+
+@pytest.mark.parametrize("flags, step, decayed", [(PLANNED, 10, True), ((), 15, True), ((), 10, False)])
+def test_killed_and_given_more_samples_it_is_the_longer_run_too(data, runs, tmp_path, flags, step, decayed):
+    run = killed_after(runs(*flags), tmp_path / "run", step)
+    assert equal(trained(data, run, *MORE), runs(*MORE[1:]))
+    assert ("decayed" in str(os.listdir(run / "ckpt"))) == decayed
+
+
+@pytest.mark.parametrize("args, says", [
+    (MORE, "its rate falls since step 14, and no checkpoint from before that is left"),
+    (["--resume", "--total_samples=120"], "its rate has begun to fall: resume with its own total_samples and minutes"),
+    (["--resume", "--minutes=1e-6"], "its rate has begun to fall"),
+])
+def test_a_run_that_cannot_be_longer_is_told_and_nothing_is_moved(data, runs, tmp_path, args, says):
+    run = killed_after(runs(), tmp_path / "run", 20)
+    for step in (5, 10):
+        shutil.rmtree(run / "ckpt" / f"step-{step:08d}")
+    before = contents(run)
+    refused(ran(data, run, *args), says)
+    assert {**contents(run), f"{run}/.lock": 0} == {**before, f"{run}/.lock": 0}

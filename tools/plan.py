@@ -36,11 +36,11 @@ from engine import memory
 from engine.gpus import GPUS
 from engine.parallel import nearest_divisors
 from model import ApertusConfig
-from posttrain import lora, qrpo, sft
+from posttrain import attach, lora, qrpo, sft
 from posttrain.common import adapters_of, check_base, shapes_of
 
 # A plan is of a run: it has all settings of train.py, posttrain/sft.py and posttrain/qrpo.py, and these.
-globals().update(settings(vars(qrpo)) | settings(vars(sft)) | settings(vars(train)))
+globals().update(settings(vars(qrpo), vars(sft), vars(attach), vars(train), train.shape))
 gpus = 8                   # how many
 gpu = "h100"               # a100 | h100 | h200 | gh200 | b200 | l40s | 4090; the last two alone
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.30 - 0.34)
@@ -62,7 +62,7 @@ ADAPTERS = lora.settings_of(16, 32, "all")
 
 def published(name):
     """The ApertusConfig of configs/NAME.py, with Apertus' vocabulary."""
-    defaults = settings(vars(train))
+    defaults = settings(vars(train), train.shape)
     return ApertusConfig.of(defaults | read_config(config_file(name)) | dict(vocab_size=131072))
 
 

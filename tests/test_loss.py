@@ -1,0 +1,74 @@
+"""loss.py against F.cross_entropy of all logits at once, in fp64."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import loss
+from loss import ChunkedCrossEntropy, chunk_loss, chunk_rows
+
+
+def drawn(N=50, C=8, V=11):
+    """h (N, C), head (V, C), targets (N,), and weights (N,) of which some are 0."""
+    g = torch.Generator().manual_seed(0)
+    h, head = (torch.randn(n, C, generator=g, dtype=torch.float64, requires_grad=True) for n in (N, V))
+    weights = torch.rand(N, generator=g, dtype=torch.float64).sub(0.3).clamp(min=0)
+    return h, head, torch.randint(V, (N,), generator=g), weights
+
+
+@pytest.mark.parametrize("rows", [7, 25, 64])
+@pytest.mark.parametrize("frozen", ["", "h", "head", "h head"])
+def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, rows):
+    h, head, targets, weights = drawn()
+    for name in frozen.split():
+        dict(h=h, head=head)[name].requires_grad_(False)
+    trained = [p for p in (h, head) if p.requires_grad]
+    seen = []
+
+    def noted(part, *rest):
+        seen.append((len(part), rest[-1]))
+        return chunk_loss(part, *rest)
+    monkeypatch.setattr(loss, "chunk_rows", lambda *_: rows)
+    found, nll = ChunkedCrossEntropy.apply(h, head, targets, weights, noted)
+    assert max(seen) == (min(rows, 50), bool(trained))
+    each = F.cross_entropy(h @ head.T, targets, reduction="none")
+    torch.testing.assert_close(nll, each.detach())
+    torch.testing.assert_close(found, each @ weights)
+    if trained:
+        # A frozen matrix has no gradient built for it: of the 8B's head it would take 2 GB.
+        built = [t.shape for t in found.grad_fn.saved_tensors if t is not None]
+        assert built == [p.shape for p in trained] and not nll.requires_grad
+        exact = torch.autograd.grad(3 * each @ weights, trained)
+        torch.testing.assert_close(torch.autograd.grad(3 * found, trained), exact)
+
+
+def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
+    """Their exponentials are no numbers in any dtype; those of their distances from the largest are."""
+    z = torch.tensor([[2000.0, 1999, -3000], [5, -5000, -5000.5], [-4000, -4001, -9]])
+    targets, weights = torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.5, 0.25])
+    nll, dz = chunk_loss(torch.eye(3), z.T, targets, weights, True)
+    exact = z.double().requires_grad_()
+    want = F.cross_entropy(exact, targets, reduction="none")
+    torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-6, atol=0)
+    want, = torch.autograd.grad(want @ weights.double(), exact)
+    torch.testing.assert_close(dz.double(), want, rtol=1e-5, atol=1e-8)
+
+
+def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch):
+    """dz = 1/8 - (label), which bf16 holds; sums over chunks are odd whole numbers, for which bf16 has no room."""
+    monkeypatch.setattr(loss, "chunk_rows", lambda *_: 8)
+    h, head = torch.ones(4104, 4).bfloat16(), torch.zeros(8, 4, requires_grad=True)
+    labels = torch.arange(4104) % 8
+    total, nll = ChunkedCrossEntropy.apply(h, head, labels * (labels < 4), torch.ones(4104), chunk_loss)
+    torch.testing.assert_close(nll, torch.full((4104,), 8.0).log())
+    total.backward()
+    want = 513 - 513 * torch.tensor([5.0, 1, 1, 1, 0, 0, 0, 0])
+    assert torch.equal(head.grad, want[:, None].expand(8, 4))
+
+
+@pytest.mark.parametrize("V, device, trained, rows", [
+    (131_072, "cuda", True, 1024),                         # 0.5 GB in fp32
+    (131_072, "cuda", False, 512), (131_072, "cpu", True, 512),         # 268 MB
+    (2**14, "cpu", True, 256), (2048, "cpu", True, 2048),  # 16 MB
+    (2048, "cuda", False, 2**15), (100, "cpu", True, 2**15), (2**20, "cpu", True, 128)])
+def test_the_logits_held_at_a_time_take_as_much_as_the_docstring_says(V, device, trained, rows):
+    assert chunk_rows(V, device, trained) == rows

@@ -1,0 +1,31 @@
+"""A tiny model, tokens for it, and the values of tests/golden (its README says where they are from)."""
+import os
+
+import numpy as np
+import torch
+
+import convert
+from conftest import ROOT
+from model import Apertus, ApertusConfig
+
+GOLDEN = os.path.join(ROOT, "tests", "golden")
+SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_embd=48, ffn_dim=80, init_std=0.1)
+
+
+def small(seed=1, **changes):
+    return Apertus(ApertusConfig(**{**SMALL, **changes}), seed)
+
+
+def ids(*shape, seed=0, high=97):
+    return torch.randint(4, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors(*path):
+    """The arrays of a .npz file below tests/golden, by name."""
+    arrays = np.load(os.path.join(GOLDEN, *path))
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def golden(name):
+    """A model that transformers 5.23 saved, and what it computed with it."""
+    return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")
