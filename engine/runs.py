@@ -101,23 +101,24 @@ def open_log(out, start, ranks, validate=False, wandb=""):
 
     if os.path.exists(path):
         write_flushed(path, kept())
+    send = wandb and start_wandb(wandb, out)
     file = open(path, "a", encoding="utf-8", buffering=1)
-    if wandb:
-        return log_to_wandb(file, wandb, out)
-    return lambda **entry: file.write(json.dumps(entry) + "\n")
+
+    def log(**entry):
+        file.write(json.dumps(entry) + "\n")
+        if send:
+            send(entry, step=entry["step"])
+    return log
 
 
-def log_to_wandb(file, project, out):
+def start_wandb(project, out):
+    """The function that sends an entry to Weights & Biases. ValueError if it is not installed."""
     try:
         import wandb
     except ImportError:
         raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
     wandb.init(project=project, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
-
-    def log(**entry):
-        file.write(json.dumps(entry) + "\n")
-        wandb.log(entry, step=entry["step"])
-    return log
+    return wandb.log
 
 
 def asked_to_stop(out, stop, ranks):

@@ -32,12 +32,12 @@ def fails_with(number):
     return fail
 
 
-def trained(seed=0, name="adamw", steps=1):
+def trained(seed=0, name="adamw", steps=1, dtype="float32"):
     """A model and its optimizer after some steps, so that it has states."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
     optimizer = build_optimizer(model, name, 0.1, (0.9, 0.99, 0.999), 8.0, 1e-8, 0.1, alpha_warmup=5, beta3_warmup=5,
-                                compile=False)
+                                compile=False, state_dtype=dtype)
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer
@@ -64,11 +64,11 @@ def bits(tensors):
 # what is saved
 
 
-@pytest.mark.parametrize("name", ["adamw", "ademamix"])
-def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("how", [("adamw", 3), ("ademamix", 3), ("ademamix", 3, "bfloat16")])
+def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
     """The sizes are those of the safetensors format: a length of 8 bytes, the header, the numbers."""
     monkeypatch.setattr(checkpoint, "FILE", 100)
-    model, optimizer = trained(0, name, steps=3)
+    model, optimizer = trained(0, *how)
     save_checkpoint(str(tmp_path), 3, model, optimizer, dict(note="x"))
     path, manifest = restore.newest_intact(str(tmp_path))
     assert (manifest["step"], manifest["note"]) == (3, "x")
@@ -80,7 +80,7 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
     saved = checkpoint.tensors_of(model, optimizer)
     assert sum(sizes) == sum(t.nbytes for t in saved.values()) and len(sizes) > 3
     assert max(sizes) == max(t.nbytes for t in saved.values()) == 140
-    again, other = trained(9, name, steps=0)
+    again, other = trained(9, how[0], 0, *how[2:])
     restore.load(path, again, other)
     assert bits(checkpoint.tensors_of(again, other)) == bits(saved)
     for pair in ((model, optimizer), (again, other)):

@@ -10,7 +10,7 @@ import tokenize
 import pytest
 
 from conftest import ROOT
-from test_safety import FILES, offences, python_files
+from test_safety import FILES
 
 PRODUCT = [file for file in FILES if not file.startswith("configs")]
 LIMITS = "tests/limits.json"
@@ -157,18 +157,6 @@ def test_the_core_names_nothing_that_attaches_to_it():
 
 # -----------------------------------------------------------------------------
 # scripts
-
-
-@pytest.mark.parametrize("where", sorted(MAY))
-def test_a_planted_pickle_is_seen_in_every_room(where, tmp_path):
-    """The safety test reads the whole tree: a copy of it with one more file, which must be found and named."""
-    for file in PRODUCT:
-        os.makedirs(tmp_path / os.path.dirname(file), exist_ok=True)
-        (tmp_path / file).write_text("", encoding="utf-8")
-    planted = os.path.join(where, "planted.py")
-    (tmp_path / planted).write_text("import pickle\npickle.load(open('x', 'rb'))\n", encoding="utf-8")
-    seen = [file for file in python_files(str(tmp_path)) if offences((tmp_path / file).read_text(encoding="utf-8"))]
-    assert seen == [planted]
 
 
 def scripts():

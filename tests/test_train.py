@@ -126,11 +126,11 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
     asked = []
 
     def noted(model, prompts, n, **how):
-        asked.append((n, model.training))
+        asked.append((n, model.training, how["temperature"], how["top_p"]))
         return [[1, 65]]
     monkeypatch.setattr(generate, "generate", noted)
-    trained(data, tmp_path, "--sample_every=2", *FEW)
-    assert asked == [(32, False)] * 2                      # after step 2 and at the end
+    trained(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40")
+    assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
 
 
 @pytest.mark.parametrize("allowed, bad, says", [
@@ -428,6 +428,7 @@ def test_its_begin_is_on_disk_before_the_first_step_of_the_decay(data, tmp_path,
 
     def does(step):
         seen[step] = steps(tmp_path), (tmp_path / "cooldown").exists()
+        assert len(log(tmp_path)) == step                  # and each step's line, for a killed run
         if step == 6:
             (tmp_path / "cooldown").touch()
     monkeypatch.setattr(checkpoint, "write", slowly)

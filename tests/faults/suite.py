@@ -116,7 +116,7 @@ def kill(lab, times, worlds=(1, 2, 4)):
     return "kill -9 of one or all ranks at any moment, launches on 1, 2 or 4", killed, 0, "identical weights"
 
 
-def flip(lab, times):
+def flip_bits(lab, times):
     """Any single bit of any file of a checkpoint; then the one before is used."""
     from engine import checkpoint, restore
 
@@ -232,7 +232,7 @@ def signals(lab, times, worlds=(1, 2, 4), ways=(signal.SIGTERM, signal.SIGUSR2, 
     return fault, (len(ways) + 1) * len(worlds), 0, "all ranks obey after the same step"
 
 
-def lost_rank(lab, times):
+def hang(lab, times):
     """A rank that stops answering (SIGSTOP)."""
     run, trial, _ = asked(lab, 2, signal.SIGSTOP, "--timeout=3")
     began = time.monotonic()
@@ -250,7 +250,7 @@ HEAD = """# What can go wrong, done on purpose
 `make faults`, all runs on the CPU with gloo in exact mode; "identical" is one sha256 of all weights.
 
 """
-FAULTS = [kill, flip, disk_full, not_a_number, signals, lost_rank]
+FAULTS = [kill, flip_bits, disk_full, not_a_number, signals, hang]
 
 
 def table(found):
@@ -274,7 +274,7 @@ def main():
         if only and name not in only.split(","):
             continue
         began = time.monotonic()
-        row = list(fault(lab, dict(kill=kills, flip=flips).get(name, 1)))
+        row = list(fault(lab, dict(kill=kills, flip_bits=flips).get(name, 1)))
         seconds = time.monotonic() - began
         if name == "kill" and name in found:               # kills add up
             row[1] += found[name]["rows"][0][1]
@@ -283,6 +283,7 @@ def main():
         print(f"{seconds:6.0f} s   {name}: {row[3]}", file=sys.stderr, flush=True)
     print(table(found))
     if record:
+        os.makedirs(record, exist_ok=True)
         with open(path, "w", encoding="utf-8") as f:
             json.dump(found, f, indent=1)
         with open(os.path.join(record, "table.md"), "w", encoding="utf-8") as f:

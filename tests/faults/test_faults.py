@@ -13,11 +13,11 @@ def lab(launch, tmp_path_factory):
 
 @pytest.mark.parametrize("fault, times, how", [
     (suite.kill, 2, dict(worlds=[2])),
-    (suite.flip, 200, {}),
+    (suite.flip_bits, 200, {}),
     (suite.disk_full, 1, {}),
     (suite.not_a_number, 1, dict(values=["nan"])),
     (suite.signals, 1, dict(worlds=[2], ways=[signal.SIGTERM])),
-    (suite.lost_rank, 1, {}),
+    (suite.hang, 1, {}),
 ])
 def test_a_run_survives(lab, fault, times, how):
     """Held by the run that nothing happens to: the fault's own assertions compare with its weights and losses."""
