@@ -21,6 +21,7 @@ MAY = {
     "corpus": {"", "engine"},
     "posttrain": {"", "engine"},
     "studies": {"", "engine", "corpus", "posttrain", "tools"},
+    "papers": {"", "engine", "corpus", "posttrain", "studies", "tools"},
     "tools": {"", "engine", "corpus", "posttrain", "studies"},
 }
 
