@@ -162,7 +162,7 @@ WALK = np.array([[0, 0], [0, 2], [0, -2], [2, 0], [-2, 0], *[[0, 0]] * UNITS])
 
 class Skirmish:
     """
-    Many fights at once. step(actions (fights, UNITS)) -> rewards, over, won (fights,). Fights that are over begin again.
+    Many fights at once. step(actions (fights, UNITS)) -> rewards, over, won (fights,). What is over begins again.
 
     An ally walks 2, or attacks an enemy within its reach. An attack on one that is dead or farther away is a wait: a
     mask of possible actions would tell open-loop policies where enemies are. Enemies have 9/10 of the health. They wait
@@ -331,7 +331,7 @@ def share_won(game, actor, generator):
 
 
 def trained(name):
-    """The run GAME-POLICY-SEED as a line of rows.jsonl: the share won of TESTED fights that training has not seen."""
+    """The run GAME-POLICY-SEED as a line of rows.jsonl: the share won of TESTED fights that it has not trained on."""
     *arm, seed = name.split("-")
     seed = int(seed)
     torch.manual_seed(seed)

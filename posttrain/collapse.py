@@ -13,7 +13,7 @@ there nothing is learnt any more.
     dead units        xIELU inputs of the last layer that are above 0 for no token; the share of all
     pre-activation    the mean L2 norm of those inputs over tokens: it grows before the rank falls
 
-Source: arXiv 2405.00662 and its code, whose first five ranks and dead units these are (studies/ppo_collapse.py watches
+Source: arXiv 2405.00662 and its code, whose first five ranks and dead units these are (papers/ppo_collapse.py watches
 PPO by the same functions). The last hidden states are normalised here (RMSNorm), so that their own norm says nothing:
 the norm is taken where the last feed-forward layer decides.
 

@@ -144,14 +144,14 @@ def test_advantages_are_discounted_sums_of_surprises_up_to_the_end_of_a_game():
 
 
 def test_a_run_begins_as_the_committed_one(monkeypatch):
-    """Its first three rollouts are the first of the twenty stretches of the committed row."""
+    """Its first three rollouts are the first of the twenty stretches of the committed row, to 2 % on any CPU."""
     monkeypatch.setattr(ppo_collapse, "ROLLOUTS", 3)
     monkeypatch.setattr(ppo_collapse, "POINTS", 1)
     want = kit.read_rows(f"{RESULTS}/rows.jsonl")[0]
     found = ppo_collapse.trained(want["name"])
     assert found["curves"].keys() == want["curves"].keys()
     for key, curve in found["curves"].items():
-        assert curve == pytest.approx(want["curves"][key][:1], rel=1e-3)
+        assert curve == pytest.approx(want["curves"][key][:1], rel=0.02)
 
 
 def test_a_command_with_nothing_left_to_run_writes_the_committed_table(tmp_path, monkeypatch):
