@@ -140,12 +140,6 @@ def test_a_store_that_knows_none_of_the_hosts_or_was_not_asked_is_called_so(fold
     assert "No robots.txt was consulted" in report.markdown(dict(account, robots=None))
 
 
-@pytest.mark.parametrize("part, whole, says", [
-    (0, 9, "0.0 %"), (1, 4597, "< 0.1 %"), (4596, 4597, "> 99.9 %"), (9, 9, "100.0 %"), (1, 3, "33.3 %"), (0, 0, "-")])
-def test_a_share_reads_as_nothing_or_all_only_if_it_is(part, whole, says):
-    assert report.percent(part, whole) == says
-
-
 def test_rows_where_the_numbers_do_not_add_up_are_refused():
     audit = report.Audit()
     audit.remove(("s", "de", ""), "robots:GPTBot:/x", 10)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
@@ -280,20 +279,6 @@ def goes_on(tmp_path, monkeypatch, capsys):
     return goes_on
 
 
-def test_a_run_goes_on_only_with_the_code_that_it_began_with_and_says_which_file_is_absent(goes_on, monkeypatch):
-    corpus = ("sift", "shards", "quality", "heuristics", "language", "dedup", "robots", "pii", "audit")
-    rooms = ("engine/readers.py", *(f"corpus/{name}.py" for name in corpus))
-    for name in ("prepare.py", "tokenizer.py", *rooms):
-        with open(goes_on.code / name, "a") as f:
-            f.write("# changed")
-        assert (goes_on(), goes_on()) == (False, True)
-    monkeypatch.setattr(prepare, "BACKEND", "another library, whose signatures are others")
-    assert (goes_on(), goes_on()) == (False, True)
-    os.remove(goes_on.code / "corpus/quality.py")
-    with pytest.raises(FileNotFoundError, match="corpus/quality.py"):
-        goes_on()
-
-
 def another(value):
     """A value of the same kind."""
     if type(value) is bool:
@@ -416,18 +401,6 @@ def removed_from(folder):
         return [json.loads(line) for line in f]
 
 
-def test_opt_outs_go_with_their_reason_and_never_their_text(corpus):
-    removed = removed_from(corpus[0] / "out")
-    assert {key for row in removed for key in row} <= {"id", "url", "reason"}
-    robots = [row for row in removed if row["reason"].startswith("robots")]
-    assert {row["reason"] for row in robots} == {"robots:GPTBot:/page/1"}
-    gone = {int(row["id"].split(":d")[1]) for row in robots}
-    assert gone == {i for i in range(1500) if i % 7 == 3 and str(i).startswith("1")}
-    kept = {int(t.rpartition("Number ")[2].split(".")[0]) for t in texts_in(corpus[0] / "out")}
-    # Those that were copied may stand elsewhere too.
-    assert not kept & gone - {j for i in range(0, 1500, 50) for j in copied(i)}
-
-
 def test_of_equal_and_nearly_equal_texts_the_first_in_the_input_stays(tmp_path):
     a, b = text(1), text(2)
     near = a.replace("Number", "The number")
@@ -437,15 +410,6 @@ def test_of_equal_and_nearly_equal_texts_the_first_in_the_input_stays(tmp_path):
     assert sorted(texts_in(tmp_path / "out")) == sorted([a, b])
     removed = account(tmp_path / "out")["total"]["removed"]
     assert removed == {"duplicate": [2, len(a) + 2 + len(b)], "near-duplicate": [1, len(near)]}
-
-
-def test_the_top_third_of_each_language_stays(tmp_path):
-    records = rows(300)
-    fill(tmp_path / "out", write_jsonl(tmp_path / "d.jsonl", records), "--score_field=score", "--keep_top=0.33")
-    for row in account(tmp_path / "out")["table"]:
-        scores = sorted((r["score"] for r in records if r["lang"] == row["language"]), reverse=True)
-        # ceil(0.33 * 100), and ties stay.
-        assert row["documents"] == sum(s >= scores[32] for s in scores)
 
 
 def test_personal_data_becomes_single_tokens_but_not_in_code(tmp_path):
@@ -559,17 +523,6 @@ def test_a_setting_that_does_not_fit_is_one_line(tmp_path, args, says):
 BOOK = "\n".join(f"Line {i} of the book." for i in range(1000))
 
 
-def test_files_of_one_name_in_two_folders_are_both_there(tmp_path):
-    for folder in ("a", "b", "c/a", "d/a"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "x.txt").write_text(f"in {folder}")
-    assert [name for name, _ in find([f"{tmp_path}/a", f"{tmp_path}/b"])] == ["x.txt", "b/x.txt"]
-    # Of three the second is called a/x.txt, and so would be the third. A file may be named more than once.
-    named = ("a", "c/a", "c/a/x.txt", "a", "d/a")
-    with pytest.raises(ValueError, match="both be called"):
-        find([f"{tmp_path}/{name}" for name in named])
-
-
 def test_of_a_single_document_and_its_copies_the_end_validates_and_no_copy_is_there(tmp_path):
     """The copies lie in the spool too: only the text of the document that stays may be cut."""
     files = [tmp_path / f"{name}.txt" for name in "abc"]
@@ -612,21 +565,6 @@ def test_a_row_is_called_by_its_own_id_or_by_its_number_in_the_file(tmp_path):
     write_jsonl(tmp_path / "k.jsonl", [dict(text="a", id=doc_id) for doc_id in (5, 0, "", None)])
     own = {"j.jsonl": range(7), "k.jsonl": (5, 0, "", 3), "p.parquet": range(7)}
     assert [doc["id"] for doc in documents_in(tmp_path)] == [f"{file}:{i}" for file in own for i in own[file]]
-
-
-@pytest.mark.parametrize("text, size", [("a\uffff", 2), ("a\U00010000", 4)])
-def test_an_id_takes_two_bytes_until_the_vocabulary_has_more_than_two_can_number(tmp_path, text, size):
-    """Of a vocabulary of code points, as many as the text needs: 2**16 ids, and one more."""
-    def encode_array(part):
-        return np.array(list(map(ord, part)))
-    tok = types.SimpleNamespace(vocab_size=ord(text[1]) + 1, bos=1, eos=2, encode_array=encode_array)
-    (tmp_path / "0.text").write_text(text, encoding="utf-8")
-    documents = np.zeros(1, shards.DOCUMENT)
-    documents["length"] = len(text.encode())
-    shards.tokenize(tok, tmp_path, 0, documents)
-    shards.write_shards(tok, documents, shards.counts_of(tmp_path, 0), [documents], ["web"], 100, tmp_path, tmp_path)
-    shard = np.load(tmp_path / "train_00000.npy", allow_pickle=False)
-    assert shard.tolist() == [1, *map(ord, text), 2] and shard.itemsize == size
 
 
 def test_a_long_document_in_parts_has_the_same_tokens():
