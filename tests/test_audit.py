@@ -153,7 +153,8 @@ def test_rows_where_the_numbers_do_not_add_up_are_refused():
 def test_what_was_removed_has_the_tokens_per_byte_of_what_was_kept_of_its_kind():
     """Of the same source, language and licence; of all together where nothing of it was kept."""
     kinds = [dict(tokens=10, bytes_written=100), dict(tokens=50, bytes_written=100), dict()]
-    kinds = [dict(report.empty(), documents_in=1, bytes_in=200, removed=dict(robots=[1, 200]), **kind) for kind in kinds]
+    came = dict(documents_in=1, bytes_in=200)
+    kinds = [dict(report.empty(), removed=dict(robots=[1, 200]), **(came | kind)) for kind in kinds]
     report.estimate(kinds)
     assert [kind["tokens_removed_about"]["robots"] for kind in kinds] == [20, 100, 60]
 

@@ -1,4 +1,4 @@
-"""corpus/cluster.py: datatrove's executors make of the same texts the tokens that prepare.py makes, however often killed."""
+"""corpus/cluster.py: datatrove's executors make the tokens that prepare.py makes of the same texts, killed or not."""
 import gzip
 import json
 import os
@@ -25,7 +25,8 @@ from engine.files import lock_file  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(3000)]
 HOSTS = ["a.org", "b.org", "c.org", "d.org"]
-ROBOTS = [dict(domain="b.org", content="User-agent: GPTBot\nDisallow: /"), dict(domain="a.org", content="User-agent: *")]
+ROBOTS = [dict(domain="b.org", content="User-agent: GPTBot\nDisallow: /"),
+          dict(domain="a.org", content="User-agent: *")]
 
 
 def rows(n, seed=0):

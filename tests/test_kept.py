@@ -1,4 +1,4 @@
-"""What is in, where it stands and when it was read: kept.parquet against the shards, --when against a loader that reads."""
+"""kept.parquet against the shards: what is in and where it stands; --when against a loader that reads."""
 import hashlib
 import json
 import os

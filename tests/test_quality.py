@@ -225,11 +225,15 @@ def test_seen_is_a_set_that_remembers_in_order():
 # contamination
 
 
+def numbers(text):
+    return list(map(int, text.split()))
+
+
 def test_contamination_is_half_of_the_prompt_in_runs_of_five():
     """difflib's matching blocks of the whole document: one of at least 8, those of at least 5 half of the prompt."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10**6) for _ in range(n)] for n in (8, 20, 33, 60)]
-    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], lambda text: list(map(int, text.split())))
+    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], numbers)
     assert check.short == 1
     outcomes = set()
     for trial in range(200):
