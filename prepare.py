@@ -568,6 +568,12 @@ def split(documents, audit, work):
     return sources.tolist(), halves, halved
 
 
+def validates(row):
+    """Whether a row of kept.parquet is for validation, by the rule."""
+    number = id_hash(row["id"]) if by_id() else row["text_hash"]
+    return np.uint64(number) / 2.0**64 < val_share
+
+
 def by_id():
     """Whether a hash of the id, and not of the text, says what validates."""
     return (split_by or ("text" if paths else "id")) == "id"

@@ -11,7 +11,6 @@ import random
 import re
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -145,22 +144,6 @@ def test_a_language_without_a_file_meets_what_else_is_named(folder):
     assert limits.of("../configs/xyz_Latn") == limits.of("deu_Latn")
 
 
-@pytest.mark.parametrize("line, zero", [
-    ("dup_line_frac: 0.25", "same-lines"), ("max_avg_word_length: 6", "long-words")])
-def test_a_limit_of_0_is_none_as_in_datatrove(folder, line, zero):
-    Path(folder, "abc_Latn.yml").write_text(LIMITS.replace(line, line.split()[0] + " 0"), encoding="utf-8")
-    limits = Limits(folder)
-    assert limits.of("xyz_Latn")[0].keys() - limits.of("abc_Latn")[0].keys() == {zero}
-
-
-def test_a_damaged_file_of_limits_is_one_line(folder, tmp_path):
-    Path(folder, "bad_Latn.yml").write_text(f"{LIMITS}\nstopwords: 3", encoding="utf-8")
-    (tmp_path / "d.jsonl").write_text(json.dumps(dict(text="a b", lang="bad_Latn")))
-    done = script("prepare.py", tmp_path / "d.jsonl", f"--heuristics={folder}", f"--out={tmp_path / 'out'}")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "bad_Latn.yml is damaged, or no file of" in done.stderr.splitlines()[-1]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # what is ours
 
@@ -211,14 +194,6 @@ def test_words_are_not_asked_of_a_script_without_spaces():
     assert ours("long-words", re.sub(r"[^\n]", "x", text)) == "long-words"
     # What is known of lines is asked, and a Chinese full stop ends one.
     assert ours("punctuation", text) is None and ours("punctuation", text.replace("\u3002", "")) == "punctuation"
-
-
-def test_a_long_text_is_judged_by_its_first_million_characters():
-    good = " ".join(f"word{i} and the" for i in range(20_000)) + "\n"
-    assert len(good) < heuristics.LONG
-    assert ours("curly-brackets", good + "a { b") == "curly-brackets"
-    assert ours("curly-brackets", good + " " * heuristics.LONG + "a { b") is None
-    assert ours("gopher,repetition,c4,fineweb", " " * heuristics.LONG + "a { b") is None
 
 
 @pytest.mark.parametrize("unit", ["a ", "A.", "...", "\n- ", "\u4eba\u3002", "a b c d e f\n", "{", "x"])

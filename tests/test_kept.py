@@ -1,4 +1,4 @@
-"""What is in, where it stands and when it was read: kept.parquet against the shards, --when against a loader that reads."""
+"""kept.parquet against the shards: what is in and where it stands; --when against a loader that reads."""
 import hashlib
 import json
 import os
@@ -77,17 +77,6 @@ def test_each_row_names_the_tokens_of_its_document_and_the_hash_of_the_text_as_i
     assert len(shards) > 4
     crossing = [row for row in found if len(list(tokens.pieces(row))) == 2]
     assert len(crossing) >= 2
-
-
-def test_a_single_document_is_two_rows_that_are_its_text(tmp_path):
-    text = "\n".join(f"Line {i} of the book." for i in range(300))
-    (tmp_path / "book.txt").write_text(text)
-    out = prepared(tmp_path / "out", tmp_path / "book.txt", "--val_share=0.1")
-    tokens = kept.Tokens(out)
-    halves = {row["split"]: row for row in kept_rows(out)}
-    assert "".join(BYTE.decode(tokens.of(halves[split]).tolist()[1:-1]) for split in ("train", "val")) == text
-    assert sum(row["bytes"] for row in halves.values()) == len(text)
-    assert {row["id"] for row in halves.values()} == {"book.txt"}
 
 
 def ask(folder, *args):
@@ -245,14 +234,3 @@ def test_when_says_the_steps_at_which_a_run_that_was_stopped_and_resumed_has_rea
     assert len(counts) > 10 and len(set(counts)) > 2
     val = next(row["id"] for row in kept_rows(folder) if row["split"] == "val")
     assert "for validation" in ask(folder, f"--find={val}", f"--when={out}")
-
-
-def test_when_the_data_are_no_longer_those_that_a_run_has_read_it_says_so(folder, tmp_path):
-    data = prepared(tmp_path / "data", write(tmp_path / "d.jsonl", rows(40)))
-    out = tmp_path / "run"
-    args = ["configs/tiny.py", f"--data={data}", f"--out={out}", "--n_layer=1", "--eval_every=0", "--total_samples=16",
-            "--warmup_samples=0", "--decay_samples=0"]
-    done = script("train.py", *args)
-    assert done.returncode == 0, done.stderr
-    prepared(data, write(tmp_path / "d.jsonl", rows(41)))
-    refused(script("corpus.audit", data, "--find=d.jsonl:d5", f"--when={out}"), "no longer what the run has read")

@@ -225,11 +225,15 @@ def test_seen_is_a_set_that_remembers_in_order():
 # contamination
 
 
+def numbers(text):
+    return list(map(int, text.split()))
+
+
 def test_contamination_is_half_of_the_prompt_in_runs_of_five():
     """difflib's matching blocks of the whole document: one of at least 8, those of at least 5 half of the prompt."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10**6) for _ in range(n)] for n in (8, 20, 33, 60)]
-    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], lambda text: list(map(int, text.split())))
+    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], numbers)
     assert check.short == 1
     outcomes = set()
     for trial in range(200):
@@ -248,25 +252,6 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five():
         assert (check.check(" ".join(map(str, doc))) is not None) == want
         outcomes.add(want)
     assert outcomes == {True, False}
-
-
-@pytest.mark.parametrize("runs, want", [
-    # A run of 4 does not count, one of 5 does.
-    ([(0, 8), (8, 12)], False),
-    ([(0, 8), (8, 13)], True),
-    # Also before the 8 that were found.
-    ([(0, 5), (5, 13)], True),
-    ([(0, 4), (4, 12)], False),
-    # In another order; less than half, and half.
-    ([(12, 20), (0, 5)], False),
-    ([(0, 9)], False),
-    ([(0, 10)], True),
-])
-def test_runs_of_five_count_wherever_they_stand_in_the_order_of_the_prompt(runs, want):
-    prompt = [str(i) for i in range(20)]
-    check = Contamination([" ".join(prompt)], lambda text: list(map(int, text.split())))
-    parts = [" ".join(prompt[a:b]) for a, b in runs]
-    assert (check.check("91 92 93 " + " 81 82 ".join(parts) + " 71 72") is not None) == want
 
 
 def test_a_prompt_of_exactly_eight_words_is_found_and_may_hold_a_number_sign(tmp_path):

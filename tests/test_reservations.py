@@ -159,17 +159,6 @@ def test_a_store_is_rows_or_a_mirror_of_hosts(tmp_path):
         assert reservation(dict(url="https://c.org/x"), store) is None
 
 
-@pytest.mark.parametrize("row, says", [
-    (dict(host="a.org", content="x"), "no column file"),
-    (dict(domain="a.org", file="robots.txt", content="x"), "want tdm"),
-    (dict(domain="a.org", file="ai.txt", content=None), "no opt-outs"),
-])
-def test_a_store_of_other_columns_is_one_line(tmp_path, row, says):
-    (tmp_path / "store.jsonl").write_text(json.dumps(row))
-    with pytest.raises(ValueError, match=f"^[^\n]*{says}[^\n]*$"):
-        open_reservations(tmp_path / "store.jsonl")
-
-
 PAGE = """<html><head><title>{0}</title>{1}</head><body><article><p>The lake number {0} is forty kilometres long, and its
 water leaves it through a river, in the middle of the city, where swans are fed by everybody who comes.</p>
 <p>In the winter of 1963 it froze over, and for some weeks people walked across it, to the other side.</p></article>

@@ -122,18 +122,6 @@ def test_what_is_asked_for_goes_and_the_rest_keeps_its_bytes_and_its_order(folde
         assert b"says to all" not in raw or file.endswith(".npy")
 
 
-def test_removed_twice_is_removed_at_once(made, folder, tmp_path):
-    both = tmp_path / "both"
-    shutil.copytree(made, both)
-    for name, numbers in (("a.txt", (1, 2, 30)), ("b.txt", (60, 61, 3)), ("all.txt", (1, 2, 30, 60, 61, 3))):
-        (tmp_path / name).write_text(ids(numbers))
-    assert remove(folder, tmp_path / "a.txt").returncode == remove(folder, tmp_path / "b.txt").returncode == 0
-    assert remove(both, tmp_path / "all.txt").returncode == 0
-    one, other = json.loads((folder / "meta.json").read_text()), json.loads((both / "meta.json").read_text())
-    assert one == other and kept_rows(folder) == kept_rows(both)
-    assert len(report_of(folder)["removals"]) == 2
-
-
 def test_what_has_gone_does_not_come_back(tmp_path):
     """The same files again; other text at the URL, the text elsewhere, the id elsewhere, another page of the host."""
     folder = prepared(tmp_path / "data", write(tmp_path / "d.jsonl", rows(40)), "--val_share=0.2")
