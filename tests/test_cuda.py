@@ -1,5 +1,5 @@
 """
-What is claimed of the CPU, on a GPU: runs wherever there is one, and as steps equal-* of `make gpu`.
+What is claimed of the CPU, on a GPU: runs wherever there is one, as in `make gpu`.
 
 The authority is the CPU in fp64, which the other tests hold against outside ones. Three kinds of bounds:
 

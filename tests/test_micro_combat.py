@@ -1,6 +1,6 @@
 """
-studies/micro_combat.py against SMACv2 (tests/golden/smacv2.json: oxwhirl/smacv2, its own code on given units): starts, teams,
- rewards, who sees whom; and the fight, which is our own, against its rules.
+studies/micro_combat.py against SMACv2 (tests/golden/smacv2.json: oxwhirl/smacv2, its own code on given units): starts,
+teams, rewards, who sees whom; and the fight, which is our own, against its rules.
 """
 import json
 import os

@@ -133,7 +133,6 @@ def small(command, root):
     tuning = "--micro_batch=2 --batch_size=4 --max_length=250 --dtype=float32"
     arguments = {
         "prepare.py": f"--out={root}/{abs(hash(command))}",
-        "tokenizer.py": f"--name=byte --extend={root}/data --size=330 --out={root}/more.json",
         "sample.py": f"{model} --max_new_tokens=8 --dtype=float32",
         "convert.py": f"--load={root}/run --save={root}/hf",
         "engine.plot": f"--out={root}/plot.png",
