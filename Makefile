@@ -56,9 +56,9 @@ test: .venv/tests
 # On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench
 gpu: .venv/tests
 	$(PY) -m pytest -q tests/test_cuda.py
-	$(PY) -m tools.bench train --threads=0
-	$(PY) -m tools.bench decode --preset=8b-stack --threads=0
-	$(PY) -m tools.bench optim --threads=0
+	$(PY) -m tools.bench train --device=cuda --threads=0 --impls="hf compile"
+	$(PY) -m tools.bench decode --device=cuda --threads=0 --preset=8b-stack
+	$(PY) -m tools.bench optim --device=cuda --threads=0
 
 .venv/ready: requirements.txt
 	test -x $(PY) || python3 -m venv .venv
