@@ -382,7 +382,9 @@ class Apertus(nn.Module):
             x = block(x, cos, sin, doc)
         return self.model.norm(x)
 
-    def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, positions=None, per_token=False, last=False):
+    def forward(
+        self, idx, targets=None, keep=None, doc=None, n_tokens=None, positions=None, per_token=False, last=False
+    ):
         """
         idx (B, T) int64. Without targets: logits (B, T, V), None; with `last` those of the last position, (B, V). With
         targets (B, T): None, loss, the mean over kept positions.

@@ -182,8 +182,8 @@ def set_up(build, more, decides):
     config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"], data_version=meta.get("version"))
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
-                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False, cores=None,
-                          decay_at=NEVER if minutes else total_samples - decay_samples)
+                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
+                          cores=None, decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
     return run
@@ -476,9 +476,10 @@ def pretrain(run, build, stop, cooldown):
         finite = math.isfinite(sum(sums) + norm)
         if not finite and skipped >= skip_nonfinite:
             run.saver.finish()
-            raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}, after {skipped} skipped steps. "
-                             f"Stopped before the update; the last checkpoint in {out}/ckpt is good. Try --resume with a "
-                             "lower --lr, a longer --warmup_samples, or --dtype=float32")
+            after = f", after {skipped} skipped steps" if skipped else ""
+            raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the update; "
+                             f"the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, a longer "
+                             "--warmup_samples, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
         if finite:

@@ -98,7 +98,3 @@ def main():
 def start():
     """Run the command for data.py."""
     run(main, globals())
-
-
-if __name__ == "__main__":
-    start()

@@ -88,8 +88,8 @@ def write(folder, step, tensors, info, keep, spare, group):
     Write folder/step-N, all or nothing, and delete old checkpoints (delete_old).
 
     tensors: {name: tensor}, which nothing changes until this returns. info: what else to know of the run, as JSON
-    (settings, counters). OSError (disk full, read-only), on every rank alike, leaves the old files untouched and nothing
-    under the new name.
+    (settings, counters). OSError (disk full, read-only), on every rank alike, leaves the old files untouched and
+    nothing under the new name.
     """
     import torch.distributed.checkpoint as dcp             # here, since it takes a second that --help need not wait for
 

@@ -37,7 +37,7 @@ def vendor_flops(device):
 
 
 def usage(device, flops):
-    """For the log: the share of its peak at which this GPU computes, by the model's own FLOP/s, and its memory so far."""
+    """For the log: the share of this GPU's peak that the model's own FLOP/s take, and the most memory so far."""
     peak = vendor_flops(device)
     return dict(mfu=peak and flops / peak, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
 

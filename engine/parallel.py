@@ -108,13 +108,15 @@ class Ranks:
 
     def micro_batch(self, batch_size, micro_batch):
         """Samples in memory at once on each rank. ValueError for a batch that cannot be split so."""
+        if batch_size < 1 or micro_batch < 1:
+            raise ValueError(f"batch_size={batch_size} and micro_batch={micro_batch} must be at least 1")
         each, rest = divmod(batch_size, self.groups)
         # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
         micro = micro_batch if self.exact else min(micro_batch, each)
         if rest or micro < 1 or each % micro:
             batch = micro_batch * self.groups
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
-                             f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // max(batch, 1))}")
+                             f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // batch)}")
         return micro
 
     def join(self, device, timeout):

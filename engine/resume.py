@@ -20,8 +20,8 @@ def find_checkpoint(run, begun, samples_before, steps_until):
     """
     (path, manifest) of the checkpoint to resume from, or None if there is none. Sets run.decay_at and run.spent.
 
-    begun: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the checkpoint is of a run with other settings, which are named; or none is left from
-    before the decay.
+    begun: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the checkpoint is of a
+    run with other settings, which are named; or none is left from before the decay.
     """
     now = run.config
     folder = f"{now['out']}/ckpt"
@@ -33,7 +33,8 @@ def find_checkpoint(run, begun, samples_before, steps_until):
     # Of the data, only stages that have begun count: those of later stages may still come.
     names = [*vars(run.shape), "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer", "state_dtype", "stage"]
     same = decisive(now, begun, samples)
-    refuse_another(path, decisive(before, begun, samples), {name: same[name] for name in [*names, "data_hash", *run.decides]})
+    names += ["data_hash", *run.decides]
+    refuse_another(path, decisive(before, begun, samples), {name: same[name] for name in names})
     decay_at = manifest.get("decay_at", before["total_samples"] - before["decay_samples"])
     planned_by = "total_samples", "decay_samples", "minutes", "schedule"
     if all((before.get(name) or 0) == now[name] for name in planned_by):
@@ -61,14 +62,15 @@ def refuse_another(path, before, now):
     changed = [f"{name} {before.get(name)!r} -> {value!r}" for name, value in now.items()
                if json.dumps(before.get(name)) != json.dumps(value)]
     if changed:
-        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings and data (if documents were "
-                         "removed, windows are numbered anew), or another --out, from these weights with --init_from")
+        raise ValueError(f"{path} is of another run: {'; '.join(changed)}. Take its settings and data (if documents "
+                         "were removed, windows are numbered anew), or another --out, from these weights with "
+                         "--init_from")
 
 
 def refuse_finished(out, end, tokens):
     """
-    ValueError if summary.json is of a run of so many tokens. If it is not there, or a full disk has torn it, the run was
-    killed before it had written it, and writes it again.
+    ValueError if summary.json is of a run of so many tokens. If it is not there, or a full disk has torn it, the run
+    was killed before it had written it, and writes it again.
     """
     try:
         finished = read_json(f"{out}/summary.json")["tokens"] >= tokens
@@ -84,8 +86,8 @@ def before_decay(run, path, folder, last):
     out = run.config["out"]
     found = restore.newest_intact(folder, run.ranks.files, until=last)
     if not found:
-        raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to train "
-                         f"longer from: start from these weights, --init_from={out} --out=ANOTHER")
+        raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
+                         f"train longer from: start from these weights, --init_from={out} --out=ANOTHER")
     if run.ranks.first:
         set_aside(out, found[1]["step"])
         runs.forget(out, "cooldown")                       # it was for the decay that is now given up

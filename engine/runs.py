@@ -50,12 +50,12 @@ def lock(out):
         make_folder(out)
         file = open(f"{out}/.lock", "a+", encoding="utf-8")
     except OSError as e:
-        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): name another with --out") from None
+        raise ValueError(f"{out}: no run folder can be written there ({e.strerror}): name another with --out") from None
     try:
         locked = lock_file(file)
     except OSError as e:
         if e.errno not in NO_LOCKS:
-            raise ValueError(f"{out}: its lock cannot be taken ({e.strerror}): name another folder with --out") from None
+            raise ValueError(f"{out}: its lock cannot be taken ({e.strerror}): name another with --out") from None
         print(f"{out}: this file system has no locks ({e.strerror}): make sure that no other run writes there")
         locked = True
     if not locked:

@@ -71,8 +71,8 @@ class SplitRanks(Ranks):
             raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: try {near}, or start a "
                              "multiple of it, torchrun --nproc_per_node=8 ... --parallel=fsdp")
         if self.exact and P > 1:
-            raise ValueError("exact=True gives the same bits on any number of ranks, and sums over a split window round "
-                             "differently: leave it out, or take --sequence_parallel=1")
+            raise ValueError("exact=True gives the same bits on any number of ranks, and sums over a split window "
+                             "round differently: leave it out, or take --sequence_parallel=1")
         self.P = P
         self.groups = self.size // P
         self.group, self.part = divmod(self.rank, P)

@@ -256,7 +256,3 @@ def wrap_loop():
 def start():
     with orderly_exit():
         run(main, vars(train), train.shape, globals())
-
-
-if __name__ == "__main__":
-    start()

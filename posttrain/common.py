@@ -276,7 +276,8 @@ def joined(config, look):
     raises it for data whose first row is no conversation.
     """
     if config["keep_checkpoints"] < 0:
-        raise ValueError(f"keep_checkpoints={config['keep_checkpoints']}: want how many of the newest to keep, or 0 for all")
+        raise ValueError(f"keep_checkpoints={config['keep_checkpoints']}: want how many of the newest to keep, or 0 "
+                         "for all")
     look(config["data"])
     ranks = Ranks(config["parallel"])
     device = ranks.place(pick_device(config["device"]))

@@ -5,7 +5,6 @@ failures, damage, foreign files. tests/faults does it to whole runs.
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import struct
@@ -22,7 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ademamix import AdEMAMix, build_optimizer
-from engine import checkpoint, files, restore, runs
+from engine import checkpoint, files, gpus, restore, runs
 
 
 def fails_with(number):
@@ -173,12 +172,12 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
 def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tmp_path, monkeypatch, capsys):
     """488 bytes of weights and states: the host has 500 free, of which a tenth stays free, and then 560."""
     saver = checkpoint.Saver(str(tmp_path), 0, None, 3)
-    monkeypatch.setattr(checkpoint, "free_on_host", lambda: 500)
+    monkeypatch.setattr(gpus, "free_on_host", lambda: 500)
     for step in (1, 2):
         saver.save(step, *trained(), {})
         assert checkpoint.steps_in(tmp_path)[-1] == step and not saver.pending     # before save() has returned
     assert capsys.readouterr().out.count("training waits while a checkpoint is written") == 1
-    monkeypatch.setattr(checkpoint, "free_on_host", lambda: 560)
+    monkeypatch.setattr(gpus, "free_on_host", lambda: 560)
     saver.save(3, *trained(), {})
     assert saver.pending
     saver.finish()
@@ -246,7 +245,7 @@ def with_files(path, named):
 
 DAMAGE = {
     "cut": lambda path: os.truncate(shard(path), 500),
-    "of another step": lambda path: shutil.copy(shard(path.replace("2", "1")), shard(path)),
+    "of another step": lambda path: shutil.copy(shard(path[:-1] + "1"), shard(path)),
     "foreign": lambda path: written(f"{path}/shard-00009-model-00001-of-00001.safetensors", b""),
     "no manifest": lambda path: os.remove(f"{path}/manifest.json"),
     "brackets": manifest_of(b"[" * 100_000),

@@ -1,5 +1,4 @@
-"""engine/hardware.py: the authorities are the kernel's files, libgomp, Triton's sources, and products in fp64."""
-import os
+"""engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, libgomp, Triton's sources, and products in fp64."""
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import pytest
 import torch
 
 from conftest import ROOT
-from engine import hardware
+from engine import decoding, gpus, hardware
 
 
 @pytest.mark.parametrize("cuda, mps, first, names", [
@@ -98,7 +97,7 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64(N, dtype, tolerance):
     torch.manual_seed(0)
     x, w = torch.randn(1, 1, 96, dtype=dtype), torch.randn(N, 96, dtype=dtype)
     want = x.double() @ w.double().T
-    y = hardware.one_row(x, w)
+    y = decoding.one_row(x, w)
     assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
 
 
@@ -106,8 +105,8 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64(N, dtype, tolerance):
 def test_the_memory_of_a_cpu_is_the_kernels():
     with open("/proc/meminfo", encoding="utf-8") as f:
         kilobytes = int(re.search(r"MemTotal:\s+(\d+) kB", f.read())[1])
-    assert hardware.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01)
-    assert hardware.memory_of("mps") is None
+    assert gpus.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01)
+    assert gpus.memory_of("mps") is None
 
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(tmp_path):
@@ -121,17 +120,17 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(tmp_path):
     found = []
     for name, text in [*files.items(), ("groups/job_7/memory.max", "400000\n")]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        found.append(hardware.free_on_host(tmp_path / "proc", f"{tmp_path}/groups"))
+        found.append(gpus.free_on_host(tmp_path / "proc", f"{tmp_path}/groups"))
         (tmp_path / name).write_text(text)
     assert found == [None] + 5 * [500 * 1024]
-    assert hardware.free_on_host(tmp_path / "proc", f"{tmp_path}/groups") == 400_000 - (300_000 - 90_000)
+    assert gpus.free_on_host(tmp_path / "proc", f"{tmp_path}/groups") == 400_000 - (300_000 - 90_000)
 
 
 @pytest.mark.parametrize("name, flops", [
     ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Tesla T4", None)])
 def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert hardware.vendor_flops("cuda:1") == flops and hardware.vendor_flops("cpu") is None
+    assert gpus.vendor_flops("cuda:1") == flops and gpus.vendor_flops("cpu") is None
 
 
 def test_cudnn_plans_no_attention():

@@ -165,6 +165,7 @@ def scripts():
 
 @pytest.mark.parametrize("file", scripts())
 def test_a_script_started_by_its_path_says_from_where_to_start_it(file, tmp_path):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, file), "--help"], capture_output=True, text=True, cwd=tmp_path)
+    command = [sys.executable, os.path.join(ROOT, file), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert f"from the project's root, python -m {module(file)}" in done.stderr

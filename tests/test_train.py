@@ -227,7 +227,7 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
     trained(data, parts, tmp_path / "table.py", "--stage=two", "--resume")
     assert equal(parts, through)
     refused(ran(data, parts, tmp_path / "table.py", "--stage=three"), "three")
-    refused(ran(data, parts, "--resume"), "is of another run", "staged True -> False")
+    refused(ran(data, parts, "--resume"), "is of another run", "stage True -> False")
 
 
 PROGRAM = """
@@ -272,17 +272,17 @@ REFUSED = """
     --n_head=3                                  | n_embd=32 is not divisible by n_head=3
     --n_embd=36 --n_head=4                      | is odd
     --data=/nowhere                             | no data in '/nowhere'
-    --micro_batch=3                             | not a multiple of micro_batch=3: try --micro_batch=1
+    --micro_batch=3                             | not a multiple of micro_batch=3 on each of 1 processes: try --batch_size=6
     --batch_size=0                              | must be at least 1
     --optimizer=sgd                             | there is ademamix and adamw
     --state_dtype=float16                       | there is float32 and bfloat16
-    --state_dtype=bfloat16 --optimizer=adamw    | take --optimizer=ademamix
+    --state_dtype=bfloat16 --optimizer=adamw    | use --optimizer=ademamix
     --schedule=linear                           | schedule='linear': there is wsd and cosine
     --loss_average=mean                         | loss_average='mean': there is step and micro
     --decay_samples=1000                        | do not fit into total_samples=160 (20 steps): say --total_samples=160
     --schedule=cosine --warmup_samples=200      | warmup=200
     --total_samples=7                           | total_samples=7 is less than one step of batch_size=8
-    --steps=10                                  | --total_samples=80 --warmup_samples=4 --decay_samples=24
+    --steps=10                                  | did you mean 'total_samples'
     --device=tpu                                | is not here
     --dtype=float16                             | there is auto, float32 and bfloat16
     --n_layers=1                                | did you mean 'n_layer'
@@ -290,9 +290,9 @@ REFUSED = """
     --parallel=ddp                              | wants a launcher
     --wandb_log                                 | pip install wandb
     --keep_checkpoints=-1                       | keep_checkpoints=-1: want how many
-    --minutes=-1                                | minutes=-1.0: want how long to train
-    --minutes=1e999                             | minutes=inf: want how long
-    --minutes=5 --schedule=cosine               | it wants schedule=wsd
+    --minutes=-1                                | it wants a positive number
+    --minutes=1e999                             | it wants a positive number
+    --minutes=5 --schedule=cosine               | schedule=wsd
     --minutes=5 --warmup_samples=0 --decay_samples=160    | a decay shorter than total_samples
 """.strip().splitlines()
 
