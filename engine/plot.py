@@ -197,7 +197,7 @@ def comparable(folders):
     for folder, config in configs.items():
         path = f"{config.get('data')}/meta.json"
         if not os.path.isfile(path):
-            raise ValueError(f"the runs have different data, and {path} of {folder} is not here to see whether the text "
+            raise ValueError(f"the runs have different data, and {path} of {folder} is missing to see whether the text "
                              "is the same: compare runs of one data folder")
         splits = [source["val"] for source in read_json(path)["sources"].values()]
         texts.add(str(sorted((split["documents"], split["bytes"]) for split in splits)))

@@ -50,7 +50,8 @@ def lock(out):
         make_folder(out)
         file = open(f"{out}/.lock", "a+", encoding="utf-8")
     except OSError as e:
-        raise ValueError(f"{out}: no run folder can be written there ({e.strerror}): name another with --out") from None
+        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
+                         "name another with --out") from None
     try:
         locked = lock_file(file)
     except OSError as e:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
+from engine.help import print_help
 from configurator import configure, lengths, run, settings
 from conftest import ROOT
 
@@ -204,7 +205,7 @@ def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_be
 def test_help_of_an_object_has_the_comments_of_its_class(capsys):
     from model import ApertusConfig
     script = dict(__doc__="A script.", __file__=__file__)
-    configurator.print_help(script, [script, ApertusConfig()])
+    print_help(script, [script, ApertusConfig()], configurator.settings)
     lines = [line for line in capsys.readouterr().out.splitlines() if "--activation=" in line]
     assert lines[0].startswith("  --activation='xielu'") and "swiglu" in lines[0]
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import fp8, parallel
+from engine import fp8
+from engine.recompute import recompute_activations
 from model import Apertus, ApertusConfig
 
 # Bits of mantissa, exponent of the smallest normal number, and the largest number: the OCP's 8-bit formats, table 1.
@@ -92,7 +93,7 @@ def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_o
         before = {name: p for name, p in model.named_parameters()}
         fp8.multiply_in_fp8(model)
         assert all(p is before[name] for name, p in model.named_parameters())
-        parallel.recompute_activations(model, mode)
+        recompute_activations(model, mode)
         idx = torch.arange(32).view(1, 32)
         with Products() as products:
             loss = model(idx, idx)[1]

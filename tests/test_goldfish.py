@@ -142,6 +142,6 @@ def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp
     for line, hash in ((first, "product"), (second, "mix")):
         keep = goldfish_mask(labels, 3, 13, hash)[12:]
         rate = f"{1 - keep.float().mean():.2%}"
-        assert line == f"{hash}, k = 3, h = 13: forgets {rate} of {len(keep):,} labels (1/k: 33.33%)"
+        assert line == f"{hash}, k = 3, h = 13: forgets {rate} of {len(keep):,} labels"
     marks = [letter if keep else f"[{letter}]" for letter, keep in zip(text[11:], published(labels, 3, 13)[12:])]
     assert passage == "".join(marks[:100])

@@ -124,7 +124,7 @@ def test_two_ranks_that_were_killed_end_in_the_same_bits_and_say_who_was_lost(
     args = "--parallel=ddp", "--total_samples=120"
     train(2, tmp_path / "whole", *args)
     run = tmp_path / "run"
-    trial = launch.start(2, *arguments(data, run, *args), fault="slow:0.05", logs=f"{run}.log")
+    trial = launch.start(2, *arguments(data, run, *args), fault="faults.suite.slow:0.05", logs=f"{run}.log")
     while max(losses(run), default=0) < 7:
         assert None in trial.codes(), trial.text()[-3000:]
         time.sleep(0.02)
@@ -151,12 +151,12 @@ REFUSED = [
     (
         2,
         "--parallel=fsdp --exact --micro_batch=8",
-        "not a multiple of micro_batch=8: try --micro_batch=4",
+        "not a multiple of micro_batch=8 on each of 2 processes",
     ),
     (
         3,
         "--parallel=fsdp",
-        "batch_size=8 cannot be split over 3 processes: 2 or 4 can, or --batch_size=9",
+        "batch_size=8 is not a multiple of micro_batch=4 on each of 3 processes: try --batch_size=12",
     ),
     (4, "--parallel=hsdp --hsdp_shard=3", "does not divide 4 processes: try 2 or 4"),
     (0, "--sequence_parallel=2", "does not divide 1 processes: try 1, or start a multiple of it"),

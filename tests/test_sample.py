@@ -75,7 +75,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(folders, monkeypatch, number)
 
 @pytest.mark.parametrize("flag, says", [
     ("--dtype=bf16", "there is auto, float32 and bfloat16"), ("--top_k=-1", "top_k=-1"), ("--top_p=1.5", "top_p=1.5"),
-    ("--top_k=many", "top_k wants int"), ("--temperature=-1", "temperature=-1"), ("--num_samples=0", "num_samples=0"),
+    ("--top_k=many", "--top_k=many: want a whole number"), ("--temperature=-1", "temperature=-1"), ("--num_samples=0", "num_samples=0"),
     ("--max_new_tokens=0", "max_new_tokens=0"), (f"--start=FILE:{torch.__path__[0]}/lib/libtorch.so", "is not UTF-8")])
 def test_a_flag_that_cannot_be_is_one_line(folders, flag, says):
     refused(script("sample.py", f"--init_from={folders[0]}", flag), says)
