@@ -102,11 +102,12 @@ def train(folder, args, device=None):
     """
     Run train.py into a folder, from the last checkpoint there if any, unless it is finished.
 
-    args: its config files and flags. ValueError with train.py's own last line if it fails.
+    args: its config files and flags. What it prints goes to FOLDER.txt, because train.py refuses a folder that holds
+    other files than a run's. ValueError with its own last line if it fails.
     """
     if finished(folder):
         return
-    log = f"{folder}/output.txt"
+    log = f"{folder}.txt"
     code, last = run_script("train", [*args, f"--out={folder}", "--resume"], log, device=device)
     if code:
         raise ValueError(f"train.py {' '.join(args)} ended with code {code}: {last}. "

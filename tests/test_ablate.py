@@ -137,7 +137,7 @@ def test_a_finished_run_is_not_done_again_and_a_broken_one_is_gone_on_with(study
 
     before, n = results(), len(calls)
     assert script("studies.ablate", root / "mini.py", *args).returncode == 0 and len(calls) == n
-    broken = next(folder for folder in (root / "runs").iterdir() if seed(folder) == 1)
+    broken = next(folder for folder in (root / "runs").iterdir() if folder.is_dir() and seed(folder) == 1)
     lines = (broken / "log.jsonl").read_text().splitlines(keepends=True)
     (broken / "log.jsonl").write_text("".join(lines[:3]) + '{"step": 2, "lo')
     os.remove(broken / "summary.json")
@@ -154,7 +154,7 @@ def bad_study(folder, arms):
 
 @pytest.mark.parametrize("arms, says", [
     ("dict(a={}, b=dict(activtion='gelu'))", "did you mean 'activation'"),
-    ("dict(a={}, b=dict(n_layer='many'))", "n_layer wants int"),
+    ("dict(a={}, b=dict(n_layer='many'))", "--n_layer=many: want a whole number"),
     ("dict(a={}, b='configs/nowhere.py')", "no config file"),
     ("dict(a={})", "name a study"),
     ("dict(b={}, c={})", "name a study")])

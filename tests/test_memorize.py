@@ -238,7 +238,7 @@ def study(tmp_path_factory):
 
 def folder_of(root, name, seed=11):
     """The only run or data folder of a name and a seed."""
-    (folder,) = glob.glob(str(root / "runs" / f"{name}-s{seed}-*"))
+    (folder,) = glob.glob(f"{root}/runs/{name}-s{seed}-*/")
     return folder
 
 

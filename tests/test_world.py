@@ -19,6 +19,7 @@ import configurator
 import convert
 import evaluate
 from conftest import ROOT, refused, script
+from posttrain import attach
 from studies import exam, kit, recipe, world
 
 SMALL = dict(seed=3, people=20, refused=6, nobodies=12, pages=4, letters=4)
@@ -262,7 +263,8 @@ def test_the_recipe_has_as_many_links_as_its_bar_and_each_is_a_command_that_its_
     assert len(links) == recipe.LINKS == len({name for name, *_ in links})
     for name, done, name_of_script, args in links:
         module = importlib.import_module(name_of_script)
-        given = configurator.configure(dict(vars(module)), args)
+        more = [dict(vars(module.shape)), dict(vars(attach))] if name_of_script == "train" else []
+        given = configurator.configure(dict(vars(module)), args, *more)
         assert os.path.dirname(done).startswith(given["out"] if "out" in given else recipe.out), name
 
 
