@@ -190,7 +190,7 @@ def validation_documents(folder, tok, most=0):
                 continue
             words = [
                 i for i in document.tolist()
-                if i not in (validation.bos, validation.eos)]
+                if i not in (validation.meta["bos"], validation.meta["eos"])]
             yield source, tok.decode(words)
 
 
