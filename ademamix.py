@@ -186,13 +186,6 @@ class AdEMAMix(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(p, dtype=dtype)
         return state
 
-    def load_state_dict(self, state_dict):
-        """As in torch.optim, which casts all states to the dtype of their parameter: here they have their own."""
-        super().load_state_dict(state_dict)
-        for p, state in self.state.items():
-            for name in state.keys() - {"step"}:
-                state[name] = state[name].to(self.dtypes(p)[name])
-
     def __getstate__(self):
         """The settings that copy.deepcopy and pickle keep; a copy chooses its update anew."""
         return super().__getstate__() | dict(state_dtype=self.state_dtype, compile=self.compile, update=None)

@@ -188,7 +188,6 @@ class TokenDataset:
         sources=None,
     ):
         self.folder = folder
-        self.split = split
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash

@@ -197,7 +197,6 @@ class Saver:
         self.patience = patience
         self.failures = 0
         self.pending = None
-        self.warned = False
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
         gpu = (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
         self.thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device if gpu else None, initargs=gpu)
@@ -215,17 +214,16 @@ class Saver:
             self.wait()
 
     def has_room(self, tensors):
-        """Whether the host has memory for a copy of them, for each rank of this node; if not, say so once."""
+        """Whether the host has memory for a copy of them, for each rank of this node; if not, say so."""
         from engine.gpus import free_on_host
 
         need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
         free = free_on_host()
         if free is None or need < 0.9 * free:
             return True
-        if is_first(self.group) and not self.warned:
+        if is_first(self.group):
             print(f"a copy of the tensors to save takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: "
                   "training waits while a checkpoint is written")
-        self.warned = True
         return False
 
     def wait(self):
