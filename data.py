@@ -330,3 +330,8 @@ def begun(fingerprint, samples):
     """
     return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 
+
+if __name__ == "__main__":
+    from configurator import attached
+
+    attached("corpus.join").start()

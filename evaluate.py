@@ -188,9 +188,7 @@ def validation_documents(folder, tok, most=0):
             seen += 1
             if (seen - 1) % every:
                 continue
-            words = [
-                i for i in document.tolist()
-                if i not in (validation.bos, validation.eos)]
+            words = [i for i in document.tolist() if i not in (validation.meta["bos"], validation.meta["eos"])]
             yield source, tok.decode(words)
 
 
