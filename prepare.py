@@ -48,7 +48,7 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.heuristics import Limits, limit_files
-from corpus.kept import tables, write_kept
+from corpus.kept import schema, tables, write_kept
 from corpus.language import identifier
 from corpus.quality import TOXICITY, TopShare
 from corpus.reservations import COLUMNS, open_reservations
@@ -307,6 +307,8 @@ def digest(path):
 
 def check_settings():
     """ValueError for a setting that makes no sense."""
+    # kept.parquet is written last, but it is said at once if pyarrow is missing.
+    schema()
     # Raises for another value than allow and deny, although no document is asked about yet.
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:

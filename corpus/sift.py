@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from configurator import how_to_install
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.heuristics import reason as broken_rule
@@ -343,8 +344,8 @@ def call(work, args):
     """
     try:
         return work(*_shared, *args), None
-    except (ValueError, OSError) as e:
-        return None, str(e)
+    except (ValueError, OSError, ModuleNotFoundError) as e:
+        return None, f"{e}{how_to_install(e)}"
 
 
 def ordered(work, shared, tasks, workers):
