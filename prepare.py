@@ -54,10 +54,10 @@ from corpus.quality import TOXICITY, TopShare
 from corpus.reservations import COLUMNS, open_reservations
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
-from corpus.shards import claim, clear, publish, version
+from corpus.shards import claim, clear, publish
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.withdraw import reason_of, stays_out, withdraw
-from engine.files import sha256, write_flushed
+from engine.files import sha256, version, write_flushed
 from engine.inputs import CONVERTERS, files_of, find, ignored, matches
 from engine.readers import batches, check, id_hash, rows_of
 

@@ -34,8 +34,7 @@ import numpy as np
 
 from corpus.heuristics import RULES
 from corpus.reservations import RESERVED
-from corpus.shards import version
-from engine.files import read_json, sha256
+from engine.files import read_json, sha256, version
 from engine.plot import entry_of
 
 paths = []                          # data folders whose audit is to be checked, or asked

@@ -27,8 +27,8 @@ from corpus import audit, kept
 from corpus.dedup import fingerprint
 from corpus.pii import TAGS
 from corpus.robots import AGENTS, host_key, open_robots, verdict
-from corpus.shards import publish, shards_of, version, write_shard
-from engine.files import sha256, write_flushed
+from corpus.shards import publish, shards_of, write_shard
+from engine.files import sha256, version, write_flushed
 from engine.inputs import kind_of
 from engine.readers import has_lines, open_lines, open_parquet
 
