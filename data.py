@@ -21,7 +21,6 @@ $ python data.py data/edu data/german --join=data/both    # a folder with the so
 
 import functools
 import hashlib
-import json
 import os
 from bisect import bisect_right
 from itertools import accumulate
@@ -29,7 +28,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from engine.files import read_json
+from engine.files import read_json, sha256_of, version
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the length of a window; g number of a sample in the run.
@@ -296,11 +295,6 @@ class TokenDataset:
 VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
 
 
-def sha256_of(content):
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def fingerprint(meta, sources=None):
     """
     sha256 of the data that a run reads, which must be the same when it is resumed.
@@ -309,10 +303,7 @@ def fingerprint(meta, sources=None):
     their weights: others may come to the folder, and it may move. If not, all of meta.json counts.
     """
     if not sources:
-        rest = {key: value for key, value in meta.items() if key != "version"}
-        # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
-        names = list(meta["sources"])
-        return sha256_of(rest if names == sorted(names) else [rest, names])
+        return version(meta)
     rows = []
     for name in sources:
         weight = sources[name] if isinstance(sources, dict) else None
@@ -330,3 +321,8 @@ def begun(fingerprint, samples):
     """
     return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 
+
+if __name__ == "__main__":
+    from configurator import attached
+
+    attached("corpus.join").start()

@@ -48,16 +48,16 @@ from configurator import ROOT, run, settings
 from corpus import audit as reports
 from corpus.dedup import BACKEND, Contamination, NearDuplicates, Seen, fingerprint, read_prompts
 from corpus.heuristics import Limits, limit_files
-from corpus.kept import tables, write_kept
+from corpus.kept import schema, tables, write_kept
 from corpus.language import identifier
 from corpus.quality import TOXICITY, TopShare
 from corpus.reservations import COLUMNS, open_reservations
 from corpus.robots import AGENTS, blocked_domains, open_robots, verdict
 from corpus.shards import DOCUMENT, counts_of, long_parts, shards_of, texts, tokenize, write_shards
-from corpus.shards import claim, clear, publish, version
+from corpus.shards import claim, clear, publish
 from corpus.sift import KINDS, Rules, ordered, scores, sift, sifted
 from corpus.withdraw import reason_of, stays_out, withdraw
-from engine.files import sha256, write_flushed
+from engine.files import sha256, version, write_flushed
 from engine.inputs import CONVERTERS, files_of, find, ignored, matches
 from engine.readers import batches, check, id_hash, rows_of
 
@@ -307,6 +307,8 @@ def digest(path):
 
 def check_settings():
     """ValueError for a setting that makes no sense."""
+    # kept.parquet is written last, but it is said at once if pyarrow is missing.
+    schema()
     # Raises for another value than allow and deny, although no document is asked about yet.
     verdict(None, missing=missing)
     if not 0 <= val_share < 1:
@@ -446,6 +448,18 @@ class Removed:
             n, first = self.skipped.get(problem, (0, doc_id))
             self.skipped[problem] = n + 1, first
 
+    def add_files(self, rules):
+        """The files of the rules that cannot be read."""
+        for file in rules.files:
+            if file["problem"]:
+                key = (rules.name, *rules.defaults.values())
+                self.add(key, file["name"], None, f"unreadable:{file['problem']}", 0)
+
+    def add_batch(self, info):
+        """What goes from a batch, in the order of its rows. info: as sift.sifted() gives it."""
+        for _, group, *what in sorted(info.removed, key=lambda row: row[0]):
+            self.add(info.groups[group], *what)
+
     def close(self):
         self.file.close()
         for problem, (n, first) in self.skipped.items():
@@ -472,18 +486,14 @@ def judge(rules, audit, path, passages):
     gone = stays_out(known) if known else None
     kept, written = [np.zeros(0, DOCUMENT)], 0
     with closing(Removed(path, audit)) as removed:
-        for file in rules.files:
-            if file["problem"]:
-                key = (rules.name, *rules.defaults.values())
-                removed.add(key, file["name"], None, "unreadable:" + file["problem"], 0)
+        removed.add_files(rules)
         for number, last, _ in each_batch("sifting", sift, rules):
             documents, info = sifted(rules.spool, number)
             audit.hear(vars(info))
             if gone:
                 documents = without_withdrawn(documents, info, gone)
             documents = without_copies(documents, info, seen_texts)
-            for _, group, *what in sorted(info.removed, key=lambda row: row[0]):
-                removed.add(info.groups[group], *what)
+            removed.add_batch(info)
             kept.append(counted(documents, info.groups, audit))
             written += int(documents["length"].sum())
             if max_bytes and written >= max_bytes:
@@ -495,16 +505,21 @@ def judge(rules, audit, path, passages):
 
 def without_withdrawn(documents, info, gone):
     """What stays of a batch because --remove has not taken it out of the data that are known."""
-    stays = np.ones(len(documents), bool)
-    for i, document in enumerate(documents):
-        about = dict(id=info.ids[i], url=info.urls[i], text_hash=int(document["text_hash"]))
-        if why := reason_of(about, gone):
-            stays[i] = False
-            row, group, size = document[["row", "group", "size"]].item()
-            info.removed.append((row, group, info.ids[i], info.urls[i], why[0], size))
-    # without_copies() numbers ids and URLs by what is left.
-    info.ids = [name for name, stay in zip(info.ids, stays) if stay]
-    info.urls = [url for url, stay in zip(info.urls, stays) if stay]
+    reasons = {}
+    for i, text_hash in enumerate(documents["text_hash"].tolist()):
+        why = reason_of(dict(id=info.ids[i], url=info.urls[i], text_hash=text_hash), gone)
+        if why:
+            reasons[i] = why[0]
+    return without(documents, info, reasons)
+
+
+def without(documents, info, reasons):
+    """What stays of a batch without the documents of these numbers. They go to info.removed for their reasons."""
+    for i, reason in reasons.items():
+        row, group, size = documents[["row", "group", "size"]][i].item()
+        info.removed.append((row, group, info.ids[i], info.urls[i], reason, size))
+    stays = [i for i in range(len(documents)) if i not in reasons]
+    info.ids, info.urls = ([names[i] for i in stays] for names in (info.ids, info.urls))
     return documents[stays]
 
 
@@ -515,18 +530,13 @@ def without_copies(documents, info, seen_texts):
     seen_texts: rows of (reason, dedup.Seen, name of the field with its keys). What one of them removes, the next one
     does not remember.
     """
-    stays = np.ones(len(documents), bool)
     for reason, seen, field in seen_texts:
-        left = np.flatnonzero(stays)
-        keys = documents[field][left]
+        keys = documents[field]
         if keys.ndim == 1:
             keys = keys[:, None]
-        again = left[~seen.first(keys)]
-        stays[again] = False
-        for i in again.tolist():
-            row, group, size = documents[["row", "group", "size"]][i].item()
-            info.removed.append((row, group, info.ids[i], info.urls[i], reason, size))
-    return documents[stays]
+        again = np.flatnonzero(~seen.first(keys))
+        documents = without(documents, info, dict.fromkeys(again.tolist(), reason))
+    return documents
 
 
 def counted(documents, keys, audit):

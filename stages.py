@@ -10,7 +10,8 @@ from bisect import bisect_right
 
 import torch
 
-from data import TokenDataset, sha256_of
+from data import TokenDataset
+from engine.files import sha256_of
 
 
 class StagedDataset:

@@ -36,7 +36,7 @@ import numpy as np
 import tiktoken
 
 from configurator import run
-from engine.files import read_json, read_text, write_flushed
+from engine.files import read_json, write_flushed
 
 name = "apertus"    # the vocabulary: one of the above, or a data or run folder that has one
 paths = []          # texts whose pieces are shown
@@ -335,29 +335,6 @@ def train_bpe(texts, vocab_size, path):
     pieces = [bytes(piece) for piece, _ in by_rank]
     write_bpe(Tokenizer(path, pieces, SMALL), path)
     return load(f"bpe:{path}")
-
-
-def read_documents(files):
-    """
-    [(language, text)] from .jsonl files with text and lang, and from text files named after their language.
-
-    Empty texts are left out. ValueError, one line, for any other row, or if nothing is left.
-    """
-    import chat
-    documents = []
-    for file in files:
-        if file.endswith(".jsonl"):
-            rows = chat.read_rows(file, has_text, "the strings text and lang")
-            documents += [(row["lang"], row["text"]) for row in rows if row["text"]]
-        elif text := read_text(file):
-            documents.append((os.path.splitext(os.path.basename(file))[0], text))
-    if not documents:
-        raise ValueError("no text in there: name .jsonl files with text and lang, or .txt files")
-    return documents
-
-
-def has_text(row):
-    return isinstance(row.get("lang"), str) and isinstance(row.get("text"), str)
 
 
 def main():

@@ -34,8 +34,7 @@ import numpy as np
 
 from corpus.heuristics import RULES
 from corpus.reservations import RESERVED
-from corpus.shards import version
-from engine.files import read_json, sha256
+from engine.files import read_json, sha256, version
 from engine.plot import entry_of
 
 paths = []                          # data folders whose audit is to be checked, or asked
@@ -115,6 +114,10 @@ class Audit:
         for host, known in info["hosts"].items():
             digest = hashlib.blake2b(host.encode(), digest_size=6).digest()
             self.hosts[digest] = known
+        self.note(info)
+
+    def note(self, info):
+        """The columns and dates of a batch, or of another part of the audit."""
         self.columns = self.columns or info["columns"]
         dates = [date for date in (*self.dates, *info["dates"]) if date]
         if dates:
@@ -296,12 +299,6 @@ def about(estimate, exact=0):
     return f"\u2248 {tokens:,}" if estimate else f"{tokens:,}"
 
 
-def replaced(pii):
-    """How much of each kind of personal data was replaced, as a phrase."""
-    names = dict(email="e-mail addresses", ip="IP addresses", iban="IBANs")
-    return ", ".join(f"{pii.get(kind, 0):,} {name}" for kind, name in names.items())
-
-
 def markdown(report):
     """
     report.md: the numbers of report.json as sentences and tables, as one str.
@@ -381,14 +378,9 @@ def opt_out_blocks(robots):
 
 def reservation_blocks(removed):
     """What was removed for opt-outs beyond robots.txt."""
-    found = beyond_robots(removed)
+    found = ", ".join(f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed)
     return [f"Documents removed because the page, its headers or a file of its host reserve it "
             f"(corpus/reservations.py): {found}."] if found else []
-
-
-def beyond_robots(removed):
-    """Documents by what reserved them, as a phrase; "" where nothing did."""
-    return ", ".join(f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed)
 
 
 def personal_data(pii):
@@ -396,7 +388,9 @@ def personal_data(pii):
     if not pii["scrubbed"]:
         return "Personal data was not replaced (`--pii=False`)."
     code = "" if pii["in_code"] else " Code was left as it is, as Apertus left it (`--pii_in_code`)."
-    return f"Replaced by tokens of their own: {replaced(pii)}.{code}"
+    names = dict(email="e-mail addresses", ip="IP addresses", iban="IBANs")
+    replaced = ", ".join(f"{pii.get(kind, 0):,} {name}" for kind, name in names.items())
+    return f"Replaced by tokens of their own: {replaced}.{code}"
 
 
 def probe_blocks(probes):
@@ -543,13 +537,6 @@ def verify_kept(folder, outputs, begins_of, tokens):
 # the questions
 
 
-def first_ten(names, more):
-    """Ten names as a phrase, and how many more there are."""
-    phrase = ", ".join(names[:10])
-    rest = len(names) - 10
-    return f"{phrase} and {rest:,} {more}" if rest > 0 else phrase
-
-
 def ask(folder):
     """Print whether what `find` names is in a data folder, and with `when` at which steps of that run it was read."""
     from corpus import kept
@@ -598,7 +585,8 @@ def reader(run):
         if not rows:
             return f"none of the {done:,} steps of {run} has read it"
         begins = f"; it began from {config['init_from']}, which is another run" if config.get("init_from") else ""
-        return f"read at {len(rows):,} of the {done:,} steps of {run}: {first_ten(rows, 'more')}{begins}"
+        rest = f" and {len(rows) - 10:,} more" if len(rows) > 10 else ""
+        return f"read at {len(rows):,} of the {done:,} steps of {run}: {', '.join(rows[:10])}{rest}{begins}"
     return said
 
 

@@ -12,8 +12,9 @@ import shutil
 import tokenizer
 from configurator import run
 from corpus.kept import join_audits
-from corpus.shards import claim, publish, version
+from corpus.shards import claim, publish
 from data import VOCABULARY, TokenDataset, read_meta
+from engine.files import version
 
 paths = []           # the data folder (default data/stdlib), or several with --join
 join = ""            # a folder to make of them

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from functools import lru_cache
+from operator import itemgetter
 
 import numpy as np
 from tqdm import tqdm
@@ -24,7 +25,7 @@ import tokenizer
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.pii import TAGS
 from corpus.robots import host_key
-from corpus.shards import abouts, shards_of
+from corpus.shards import abouts, handfuls, shards_of
 from engine.files import read_json, read_text, sha256, write_flushed
 
 FILE = "kept.parquet"
@@ -245,7 +246,7 @@ def nearly(folder, text, similarity):
     total = sum(shard["tokens"] for shard in shards_of(read_meta(folder)))
     with tqdm(desc="near-duplicates", total=total, unit="tok", unit_scale=True, disable=None, leave=False) as progress:
         for place, table in tables(folder):
-            for rows in handfuls(table.to_pylist()):
+            for rows in handfuls(table.to_pylist(), 100_000, itemgetter("tokens")):
                 texts = [tok.decode(readers[place].of(row)[1:-1].tolist()) for row in rows]
                 like = (signature(texts) == own).mean(1)  # (rows,)
                 progress.update(sum(row["tokens"] for row in rows))
@@ -256,19 +257,6 @@ def nearly(folder, text, similarity):
 def signature(texts):
     """minhash of n texts: uint32 (n, 112)."""
     return signatures(*words([text[:LONG] for text in texts]))
-
-
-def handfuls(rows, size=100_000):
-    """Rows as lists of about so many tokens, whose words are hashed together."""
-    some, n = [], 0
-    for row in rows:
-        some.append(row)
-        n += row["tokens"]
-        if n >= size:
-            yield some
-            some, n = [], 0
-    if some:
-        yield some
 
 
 def find(folder, wanted, similarity):

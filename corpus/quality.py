@@ -35,7 +35,7 @@ class TopShare:
     First pass of "keep the top share of a language by score": add() every document, then thresholds().
 
     Keeps per language the scores of the `sample` documents whose ids hash lowest: exact up to that many, the same in
-    any order, and merge() joins the passes of several workers. 16 bytes a document. Source: report sec. 3.
+    any order. 16 bytes a document. Source: report sec. 3.
     ValueError for a share that is not above 0 and at most 1.
     """
 
@@ -52,12 +52,6 @@ class TopShare:
         hashes.append(uniform(doc_id, seed=0))
         scores.append(score)
         if len(hashes) >= 2 * self.sample:
-            self._trim(language)
-
-    def merge(self, other):
-        for language, theirs in other.scores.items():
-            for column, more in zip(self.scores[language], theirs):
-                column.extend(more)
             self._trim(language)
 
     def _trim(self, language):

@@ -12,7 +12,6 @@ written last stands under its final name, so a run that was killed does only wha
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -53,6 +52,22 @@ def abouts(documents, spool):
         file = opened(batch)
         file.seek(offset + length)
         yield json.loads(file.readline())
+
+
+def handfuls(things, most, size):
+    """
+    Things as lists of about so much by size(thing), whose words are hashed together: of a page alone the calls would
+    take longer than the work, of a whole batch the arrays would take many times its memory.
+    """
+    some, n = [], 0
+    for thing in things:
+        some.append(thing)
+        n += size(thing)
+        if n >= most:
+            yield some
+            some, n = [], 0
+    if some:
+        yield some
 
 
 def dtype_of(tok):
@@ -159,18 +174,6 @@ def shards_of(meta):
     """What meta.json says of each shard, of all sources and splits."""
     splits = [split for source in meta["sources"].values() for split in source.values()]
     return [shard for split in splits for shard in split["shards"]]
-
-
-def version(meta):
-    """
-    The hash that a version of a data set is known by: of all that meta.json says, the order of sources included, and so
-    of every token. It stands in meta.json, the report, and the config.json and checkpoints of every run.
-    """
-    meta = {name: value for name, value in meta.items() if name != "version"}
-    names = list(meta["sources"])
-    # Sorted keys would hide the order of the names: where it is another one, it is hashed beside them.
-    content = meta if names == sorted(names) else [meta, names]
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def stream_of(stream, buckets, dtype, shard_tokens, work):

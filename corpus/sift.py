@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from configurator import how_to_install
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.heuristics import reason as broken_rule
@@ -28,7 +29,7 @@ from corpus.pii import TAGS, scrub_pii
 from corpus.quality import as_number, column_reason
 from corpus.reservations import RESERVED, reservation
 from corpus.robots import host_key, verdict
-from corpus.shards import DOCUMENT, long_parts
+from corpus.shards import DOCUMENT, handfuls, long_parts
 from engine.readers import documents, id_hash
 
 # Kinds of personal data: email, ip, iban.
@@ -85,7 +86,7 @@ def sift(rules, number, rows):
     info.robots = dict(outcomes={}, blocked={}, agents={})
     spooled, dates = [], []
     with open(rules.spool / f"{number}.text", "wb") as f:
-        for some in handfuls(rules.documents(rows)):
+        for some in handfuls(enumerate(rules.documents(rows)), 300_000, lambda one: len(one[1]["text"] or "")):
             candidates = by_columns(rules, some, info)
             for one in by_words(rules, candidates, info):
                 begin = f.tell()
@@ -143,24 +144,6 @@ def sifted(spool, number):
     """What sift wrote: (array of spool_type, info)."""
     with np.load(spool / f"{number}.npz", allow_pickle=False) as saved:
         return saved["documents"], SimpleNamespace(**json.loads(saved["info"].item()))
-
-
-def handfuls(docs, size=300_000):
-    """
-    Documents as lists of (row, document), each of about `size` characters.
-
-    The words of a list are hashed together. Of a page alone the calls would take longer than the work; of a whole
-    batch the arrays would take many times its memory.
-    """
-    some, n = [], 0
-    for row, doc in enumerate(docs):
-        some.append((row, doc))
-        n += len(doc["text"] or "")
-        if n >= size:
-            yield some
-            some, n = [], 0
-    if some:
-        yield some
 
 
 def write_scrubbed(f, rules, doc):
@@ -343,8 +326,8 @@ def call(work, args):
     """
     try:
         return work(*_shared, *args), None
-    except (ValueError, OSError) as e:
-        return None, str(e)
+    except (ValueError, OSError, ModuleNotFoundError) as e:
+        return None, f"{e}{how_to_install(e)}"
 
 
 def ordered(work, shared, tasks, workers):

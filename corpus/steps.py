@@ -68,10 +68,7 @@ class Judge(Step):
         rules = prepare.read_rules(files, spool)
         audit = reports.Audit()
         removed = prepare.Removed(self.folder("removed") / f"{rank:05d}.gz", audit)
-        for file in files:
-            if file["problem"]:
-                key = (rules.name, *rules.defaults.values())
-                removed.add(key, file["name"], None, f"unreadable:{file['problem']}", 0)
+        removed.add_files(rules)
         bands = rules.near.bands if rules.near else 0
         keys = [np.zeros((0, 1 + bands), np.uint64)]
         for number, pieces, _ in batches(files):
@@ -80,8 +77,7 @@ class Judge(Step):
             documents, info = sifted(spool, number)
             keys.append(np.column_stack([documents["text_hash"], documents["bands"]]))
             audit.hear(vars(info))
-            for _, group, *what in sorted(info.removed, key=lambda one: one[0]):
-                removed.add(info.groups[group], *what)
+            removed.add_batch(info)
         removed.close()
         write_keys(self.folder("keys"), rank, np.concatenate(keys))
         write_part(self.folder("audit") / f"judge-{rank:05d}.json", audit, files=files)
@@ -317,6 +313,4 @@ def take_in(audit, part):
         reports.add(audit.group(key), counts)
     reports.add(audit.robots, part["robots"])
     audit.hosts.update({bytes.fromhex(host): known for host, known in part["hosts"].items()})
-    audit.columns = audit.columns or part["columns"]
-    dates = [date for date in (*audit.dates, *part["dates"]) if date]
-    audit.dates = [min(dates), max(dates)] if dates else [None, None]
+    audit.note(part)

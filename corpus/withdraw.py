@@ -7,9 +7,9 @@ What may leave: documents go from the shards, kept.parquet and the report, and t
 
 `prepare.py --remove=FILE --out=FOLDER` makes the new folder beside the old one, checks it from its files, and puts it
 in its place. Killed at any moment, there is the old data or the new, whole. Texts are told by a hash of them and stand
-in no file of the result. Where a run has read the old data, its windows are numbered anew: train.py refuses to resume,
-and says since which step. What has gone does not come back by --known: its text, its URL, and its id or host
-if it was asked for by that. Memory: a byte a document, and about a kilobyte for each that goes.
+in no file of the result. The windows of the new data are numbered anew, so train.py does not resume a run that has read
+the old ones. What has gone does not come back by --known: its text, its URL, and its id or host if it was asked for by
+that. Memory: a byte a document, and about a kilobyte for each that goes.
 """
 
 import gzip
@@ -27,8 +27,8 @@ from corpus import audit, kept
 from corpus.dedup import fingerprint
 from corpus.pii import TAGS
 from corpus.robots import AGENTS, host_key, open_robots, verdict
-from corpus.shards import publish, shards_of, version, write_shard
-from engine.files import sha256, write_flushed
+from corpus.shards import publish, shards_of, write_shard
+from engine.files import sha256, version, write_flushed
 from engine.inputs import kind_of
 from engine.readers import has_lines, open_lines, open_parquet
 

@@ -6,6 +6,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     flush            fsync of a file that is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           shows later whether a bit has flipped
+    version          the hash of all that a meta.json says
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
 
@@ -26,6 +27,23 @@ def sha256(path):
     """The sha256 of a file, in hexadecimal."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def sha256_of(content):
+    """The sha256 of what JSON can hold, whatever the order of its keys."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def version(meta):
+    """
+    The hash that a version of a data set is known by: of all that meta.json says, and so of every token. It stands in
+    meta.json, the report, and the config.json and checkpoints of every run.
+    """
+    rest = {key: value for key, value in meta.items() if key != "version"}
+    # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
+    names = list(meta["sources"])
+    return sha256_of(rest if names == sorted(names) else [rest, names])
 
 
 def read_json(path):

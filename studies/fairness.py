@@ -17,19 +17,44 @@ if __name__ == "__main__" and not __package__:
     print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
     sys.exit(2)
 
+import os
 from collections import Counter
 
 import numpy as np
 from tqdm import tqdm
 
 from configurator import run
+from chat import read_rows
+from engine.files import read_text
 from engine.plot import finish, pyplot
-from tokenizer import load, read_documents
+from tokenizer import load
 
 names = "apertus"                    # vocabularies to compare, with commas between
 rows = 20                            # languages in the table, evenly from the cheapest to the dearest; 0 = all
 out = "out/tokenizers.png"           # where the picture goes
 paths = []                           # .jsonl with text and lang, or .txt, one language each
+
+
+def read_documents(files):
+    """
+    [(language, text)] from .jsonl files with text and lang, and from text files named after their language.
+
+    Empty texts are left out. ValueError, one line, for any other row, or if nothing is left.
+    """
+    documents = []
+    for file in files:
+        if file.endswith(".jsonl"):
+            rows = read_rows(file, has_text, "the strings text and lang")
+            documents += [(row["lang"], row["text"]) for row in rows if row["text"]]
+        elif text := read_text(file):
+            documents.append((os.path.splitext(os.path.basename(file))[0], text))
+    if not documents:
+        raise ValueError("no text in there: name .jsonl files with text and lang, or .txt files")
+    return documents
+
+
+def has_text(row):
+    return isinstance(row.get("lang"), str) and isinstance(row.get("text"), str)
 
 
 def gini(costs):

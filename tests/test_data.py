@@ -240,7 +240,6 @@ def test_a_stream_of_one_window_is_enough(tmp_path):
 # Numbers about the data
 
 
-@pytest.mark.parametrize("T", [16, 48])
 def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
     """Nats of the predicted tokens, all but each document's begin, over log 2 and the bytes of both texts together."""
     data = TokenDataset(folder, "val", 16, sources=["b", "a"])

@@ -5,10 +5,12 @@ import io
 import json
 import os
 import random
+import sys
 
 import fsspec
 import pytest
 
+from conftest import refused, script
 from engine import inputs, readers
 from engine.inputs import find, ignored
 from engine.readers import batches, check, documents
@@ -337,3 +339,12 @@ def test_what_lies_where_fsspec_reads_is_read_as_it_is_here(tmp_path, name):
         there = check(found, url)
         assert (there["bytes"], there["sha256"], there["problem"]) == (here["bytes"], here["sha256"], None)
         assert columns(read(path)) == WANT
+
+
+@pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.txt", "pyarrow")])
+def test_a_package_that_is_missing_is_one_line_with_the_command_that_installs_it(tmp_path, monkeypatch, name, package):
+    (tmp_path / name).write_bytes(b"A text.")
+    monkeypatch.setitem(sys.modules, package, None)
+    for workers in (1, 2):
+        done = script("prepare.py", tmp_path / name, f"--out={tmp_path / 'data'}", f"--workers={workers}")
+        refused(done, f"pip install {package}")

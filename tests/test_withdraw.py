@@ -227,17 +227,22 @@ def test_killed_at_any_moment_there_is_the_old_data_or_the_new_whole(made, tmp_p
     assert {(True, False, True), (True, False, False), (True, True, True), (False, True, True)} == seen
 
 
-def test_a_run_that_resumes_is_told_what_was_removed_and_which_steps_differ(folder, tmp_path):
+def test_a_run_resumes_only_where_it_has_not_read_data_from_which_documents_went(folder, tmp_path):
     (tmp_path / "ids.txt").write_text(ids((5, 6, 50)))
     table = tmp_path / "table.py"
     table.write_text('stages = (("one", ("none",), 24, 28), ("two", ("eng", "deu"), 9999, 29))')
-    args = ["configs/tiny.py", table, f"--data={folder}", f"--out={tmp_path / 'run'}", "--stage=all", "--n_layer=1",
-            "--eval_every=0", "--warmup_samples=0", "--decay_samples=0", "--block_size=16"]
-    done = script("train.py", *args, "--total_samples=48")
-    assert done.returncode == 0, done.stderr
-    assert remove(folder, tmp_path / "ids.txt").returncode == 0
-    tokens = report_of(folder)["removals"][0]["tokens"]
-    # The first three steps are of a source from which nothing went.
-    done = script("train.py", *args, "--total_samples=64", "--resume")
-    refused(done, f"3 documents ({tokens} tokens) on 20", "all steps from 3 on", "the 3 of them")
-    refused(script("corpus.audit", folder, "--find=d.jsonl:d7", f"--when={tmp_path / 'run'}"), "no longer what the run")
+    args = ["configs/tiny.py", table, "--stage=all", "--n_layer=1", "--eval_every=0", "--warmup_samples=0",
+            "--decay_samples=0", "--block_size=16"]
+    for samples in (24, 48):
+        # The first 24 samples are of a source from which nothing goes.
+        shutil.copytree(folder, tmp_path / str(samples))
+        own = [*args, f"--data={tmp_path / str(samples)}", f"--out={tmp_path / f'run{samples}'}"]
+        done = script("train.py", *own, f"--total_samples={samples}")
+        assert done.returncode == 0, done.stderr
+        assert remove(tmp_path / str(samples), tmp_path / "ids.txt").returncode == 0
+        done = script("train.py", *own, "--total_samples=64", "--resume")
+        if samples == 24:
+            assert done.returncode == 0, done.stderr
+    refused(done, "of another run: data_hash", "windows are numbered anew")
+    said = script("corpus.audit", tmp_path / "48", "--find=d.jsonl:d7", f"--when={tmp_path / 'run48'}")
+    refused(said, "no longer what the run")
