@@ -33,7 +33,7 @@ from engine import restore
 from engine.attention import attend_on
 from engine.files import flush, read_json, write_flushed
 from engine.hardware import pick_device, pick_dtype
-from engine.parallel import place
+from engine.restore import place
 from model import XIELU, Apertus, ApertusConfig
 from tokenizer import BYTES, IN_TEXT, NAMED, PATTERN, SPECIAL, Tokenizer
 

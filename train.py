@@ -41,7 +41,7 @@ from data import TokenDataset, begun
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.parallel import (
-    Ranks, add_gradients, drop_gathered, orderly_exit, place, reduce_after, spread, square_norm, stop_signals,
+    Ranks, add_gradients, drop_gathered, orderly_exit, reduce_after, spread, square_norm, stop_signals,
 )
 from model import Apertus, ApertusConfig
 from schedule import NEVER, begun_at, cosine, samples_at, steps_in, wsd
@@ -179,7 +179,7 @@ def set_up(build, more, decides):
                          f"model has vocab_size={shape.vocab_size}: prepare the data with --tokenizer=apertus, or set "
                          "vocab_size=0")
     config = settings(globals(), shape) | dict(vocab_size=meta["vocab_size"]) | more
-    config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"], data_version=meta.get("version"))
+    config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
@@ -210,7 +210,10 @@ def build_all(run, build, found):
     spread(model, run.ranks, run.device, recompute, run.compiled)
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
-        model.init_weights(seed, place)
+        fill = torch.Tensor.copy_
+        if run.ranks.sharded:
+            from engine.restore import place as fill
+        model.init_weights(seed, fill)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
     # Adam, so its warm-ups last as long as the run, as in the report's own post-training. With --minutes they last as
     # long as total_samples would, since they must not depend on a clock.
@@ -522,8 +525,7 @@ def pretrain(run, build, stop, cooldown):
     if done >= end:
         finish(run, max(start, end))
     elif first:
-        length = "" if run.decay_at == NEVER else f" of {end}"
-        print(f"{out}: stopped as asked after step {done}{length}, saved; --resume continues")
+        print(f"{out}: stopped as asked after step {done}, saved; --resume continues")
     if first:
         runs.forget(out, "stop", "cooldown")
 

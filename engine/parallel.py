@@ -40,7 +40,8 @@ def launched():
     """(rank, ranks, rank on this node, ranks on this node) as torchrun or srun says; None without a launcher."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        return tuple(int(env.get(key, 1)) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        here = env.get("LOCAL_RANK", 0), env.get("LOCAL_WORLD_SIZE", 1)
+        return tuple(map(int, (env["RANK"], env["WORLD_SIZE"], *here)))
     ranks = int(env.get("SLURM_NTASKS", 1))
     if "SLURM_PROCID" not in env or ranks == 1:
         return None
@@ -205,22 +206,6 @@ def drop_gathered(model):
     """
     if hasattr(model, "reshard"):
         model.reshard()
-
-
-@torch.no_grad()
-def place(p, rows):
-    """
-    Copy a whole tensor into a parameter, or this rank's rows into its shard of it. rows: the tensor, or a slice of a
-    safetensors file, of which no other row is read.
-    """
-    if not hasattr(p, "to_local"):
-        p.copy_(rows[:])
-        return
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    if shape[0]:
-        p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])
 
 
 # -----------------------------------------------------------------------------

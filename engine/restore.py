@@ -138,3 +138,19 @@ def empty_state(optimizer, p, shape, dtype):
     if tuple(shape) == tuple(p.shape):
         return torch.empty_like(p, dtype=dtype)
     return torch.empty((), dtype=dtype, device=p.device if optimizer.defaults.get("fused") else "cpu")
+
+
+@torch.no_grad()
+def place(p, rows):
+    """
+    Copy a whole tensor into a parameter, or this rank's rows into its shard of it. rows: the tensor, or a slice of a
+    safetensors file, of which no other row is read.
+    """
+    if not hasattr(p, "to_local"):
+        p.copy_(rows[:])
+        return
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if shape[0]:
+        p.to_local().copy_(rows[offset[0]:offset[0] + shape[0]])

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from engine.files import write_flushed
-from engine.parallel import place
+from engine.restore import place
 from model import Linear, generator_of
 
 # All matrices of a block. PEFT's "all-linear" picks the same six.

@@ -53,9 +53,9 @@ def script(name, *args, stdin="", pictures=False):
     from engine import plot
     # A new process would import the modules to which a script hands its command line anew.
     for attached in ("train", "posttrain.attach", "corpus.join"):
-        package, _, name = attached.rpartition(".")
+        package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
-        vars(sys.modules.get(package, types)).pop(name, None)
+        vars(sys.modules.get(package, types)).pop(leaf, None)
     out, err, code = io.StringIO(), io.StringIO(), 0
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves

@@ -176,7 +176,7 @@ def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tm
     for step in (1, 2):
         saver.save(step, *trained(), {})
         assert checkpoint.steps_in(tmp_path)[-1] == step and not saver.pending     # before save() has returned
-    assert capsys.readouterr().out.count("training waits while a checkpoint is written") == 1
+    assert capsys.readouterr().out.count("training waits while a checkpoint is written") == 2
     monkeypatch.setattr(gpus, "free_on_host", lambda: 560)
     saver.save(3, *trained(), {})
     assert saver.pending
