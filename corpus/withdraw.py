@@ -300,11 +300,8 @@ def recount_meta(meta, rows, shards):
     for row in rows:
         split = meta["sources"][row["source"]][row["split"]]
         audit.add(split, dict(documents=-1, tokens=-row["tokens"], bytes=-row["bytes_written"]))
-        said = meta["about"][row["source"]]
-        audit.add(said, dict(languages={row["language"] or "?": -1}, licenses={row["license"] or "?": -1}))
-    for said in meta["about"].values():
-        for name, counts in said.items():
-            said[name] = {value: n for value, n in counts.items() if n}
+    # Older folders count documents by language here.
+    meta.pop("about", None)
 
 
 def recount_report(report, rows):
