@@ -18,7 +18,6 @@ if __name__ == "__main__" and not __package__:
     print("dedup.py: start it from the project's root, python -m corpus.dedup", file=sys.stderr)
     sys.exit(2)
 
-import json
 import re
 import time
 import unicodedata
@@ -27,16 +26,15 @@ from difflib import SequenceMatcher
 from hashlib import blake2b
 
 import numpy as np
-from tqdm import tqdm
 
-from engine.readers import rows_of
+from engine.readers import each_document, rows_of
 
 try:
     from rensa import RMinHash
 except ImportError:
     RMinHash = None
 
-paths = []           # .jsonl files with a text in each line
+paths = []           # files and folders of documents, as prepare.py reads them
 prompts = ""         # evaluation prompts: text, one per line, or .jsonl; "" = none are looked for
 
 # For the audit, because signatures of the two do not mix.
@@ -435,39 +433,29 @@ def read_prompts(path):
 # the command
 
 
-def text_of(line, where):
-    try:
-        return json.loads(line)["text"] + ""
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{where}: want a JSON object with a text") from None
-
-
 def main():
     if not paths:
-        raise ValueError("name one or more .jsonl files: python -m corpus.dedup docs.jsonl")
+        raise ValueError("name files of documents: python -m corpus.dedup docs.jsonl")
     contamination = Contamination(read_prompts(prompts)) if prompts else None
     near = NearDuplicates()
     seen = set()
     counts = Counter()
     size = 0
     start = time.perf_counter()
-    for path in paths:
-        with open(path, encoding="utf-8") as lines:
-            progress = tqdm(lines, desc=path, unit=" docs", disable=None, leave=False)
-            for n, line in enumerate(progress, 1):
-                text = text_of(line, f"{path}, line {n}")
-                key = text_key(text)
-                if key in seen:
-                    fate = "duplicate"
-                elif near.add(minhash(text)):
-                    fate = "near-duplicate"
-                elif contamination and contamination.check(text) is not None:
-                    fate = "contaminated"
-                else:
-                    fate = "kept"
-                seen.add(key)
-                counts[fate] += 1
-                size += len(text.encode())
+    for doc in each_document(paths):
+        text = doc["text"]
+        key = text_key(text)
+        if key in seen:
+            fate = "duplicate"
+        elif near.add(minhash(text)):
+            fate = "near-duplicate"
+        elif contamination and contamination.check(text) is not None:
+            fate = "contaminated"
+        else:
+            fate = "kept"
+        seen.add(key)
+        counts[fate] += 1
+        size += len(text.encode())
     seconds = time.perf_counter() - start
     speed = size / 1e6 / seconds
     print(dict(counts), f"{speed:.1f} MB/s, MinHash by {BACKEND}")

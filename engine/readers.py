@@ -26,7 +26,9 @@ import zlib
 from functools import lru_cache
 from importlib.util import find_spec
 
-from engine.inputs import ending, hub_try, kind_of, unreadable
+from tqdm import tqdm
+
+from engine.inputs import ending, find, hub_try, kind_of, unreadable
 
 # Bytes of raw text in a batch, about. A worker needs some ten times as much memory.
 BATCH = 4 << 20
@@ -453,6 +455,23 @@ def documents(files, pieces, text_field="text", columns=()):
         else:
             doc = file_document(name, raw)
             yield dict(doc, language="code") if ending(path) == ".py" else doc
+
+
+def each_document(paths, text_field="text"):
+    """Yield the documents with a text of files and folders, as prepare.py reads them. The others are counted."""
+    files = [check(name, path, text_field) for name, path in find(paths)]
+    size = sum(file.get("unpacked") or file["bytes"] for file in files)
+    bad = sum(bool(file["problem"]) for file in files)
+    with tqdm(desc="reading", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
+        for _, pieces, seen in batches(files):
+            for doc in documents(files, pieces, text_field):
+                if doc["text"] and not doc["text"].isspace():
+                    yield doc
+                else:
+                    bad += 1
+            progress.update(seen - progress.n)
+    if bad:
+        print(f"passed over {bad:,} files and rows without a text")
 
 
 def broken(name, doc_id, problem, columns=()):
