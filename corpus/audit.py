@@ -91,10 +91,9 @@ class Audit:
         fresh = dict(empty(), number=len(self.groups))
         return self.groups.setdefault(tuple(key), fresh)
 
-    def remove(self, key, reason, size, documents=1):
-        """Documents that came in and go, and their bytes."""
-        removed = {short(reason): [documents, size]}
-        add(self.group(key), dict(documents_in=documents, bytes_in=size, removed=removed))
+    def remove(self, key, reason, size):
+        """A document of so many bytes that came in and goes."""
+        add(self.group(key), dict(documents_in=1, bytes_in=size, removed={short(reason): [1, size]}))
 
     def keep(self, key, documents, size, written, pii):
         """Documents that came in and stay: bytes before and after personal data was replaced, {kind: replaced}."""

@@ -359,27 +359,25 @@ class NearDuplicates:
 class Contamination:
     """
     Does a document contain an evaluation prompt? A candidate shares an 8-gram with it; it is contaminated if runs of at
-    least 5 tokens that both have (difflib) cover half of the prompt.
+    least 5 words that both have (difflib) cover half of the prompt.
 
-    prompts: iterable of str. encode: text -> ids (official: the Apertus tokenizer; default: words without punctuation).
-    A prompt of fewer than 8 tokens cannot match and is counted in `short`; the official code, off by one, also misses
-    those of 8, and the last 8-gram of each. ValueError if no prompt has 8. Source: report sec. 4.
+    prompts: iterable of str, compared word by word without punctuation (the official code: by Apertus' tokens). A
+    prompt of fewer than 8 words cannot match; the official code, off by one, also misses those of 8, and the last
+    8-gram of each. ValueError if no prompt has 8 words. Source: report sec. 4.
     """
 
-    def __init__(self, prompts, encode=word_ids):
-        self.encode = encode
+    def __init__(self, prompts):
         self.prompts = []
         # 8-gram -> numbers of the prompts that have it, in order.
         self.where = {}
         for number, prompt in enumerate(prompts):
-            ids = np.asarray(self.encode(prompt))
+            ids = word_ids(prompt)
             self.prompts.append(ids.tolist())
             grams = ngrams(ids, 8).tolist()
             for gram in set(grams):
                 self.where.setdefault(gram, []).append(number)
         if not self.where:
-            raise ValueError(f"none of the {len(self.prompts)} prompts has 8 tokens: nothing can be checked")
-        self.short = sum(len(prompt) < 8 for prompt in self.prompts)
+            raise ValueError(f"none of the {len(self.prompts)} prompts has 8 words: nothing can be checked")
         self.grams = np.array(sorted(self.where), np.uint64)
         # Whether an 8-gram with these upper 20 bits exists: 1 MB that rules nearly all of a text out.
         self.maybe = np.zeros(1 << 20, bool)
@@ -398,7 +396,7 @@ class Contamination:
 
     def check(self, text):
         """Index of the first prompt found in text, or None."""
-        ids = np.asarray(self.encode(text))
+        ids = word_ids(text)
         grams = ngrams(ids, 8)
         # Prompt -> end of what was compared with it, because neighbouring 8-grams find the same passage.
         compared = {}
