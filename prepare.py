@@ -26,6 +26,7 @@ a document stay, 164 with near-duplicates, and on disk three times the text whil
 same command goes on, and the result is the same to the byte, whatever the number of workers.
 """
 
+import glob
 import gzip
 import hashlib
 import json
@@ -117,23 +118,8 @@ strict = False              # stop at the first file, line or URL that cannot be
 # validation set.
 NOT_PROSE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "__pycache__"}
 # What a killed run has left depends on these files, and is used again only while they are the same.
-CODE = [
-    "prepare.py",
-    "tokenizer.py",
-    "corpus/kept.py",
-    "corpus/sift.py",
-    "corpus/shards.py",
-    "engine/inputs.py",
-    "engine/readers.py",
-    "corpus/quality.py",
-    "corpus/heuristics.py",
-    "corpus/language.py",
-    "corpus/dedup.py",
-    "corpus/reservations.py",
-    "corpus/robots.py",
-    "corpus/pii.py",
-    "corpus/audit.py",
-]
+CODE = ["prepare.py", "tokenizer.py", "engine/inputs.py", "engine/readers.py"]
+CODE += sorted(glob.glob("corpus/*.py", root_dir=ROOT))
 # Bytes of text that a process tokenizes at once.
 BUCKET = 16 << 20
 # Text that a vocabulary is trained on at most, in characters.
@@ -219,7 +205,7 @@ def prepare(here, final, tmp):
     if not dry_run:
         shards = write_shards(tok, documents, tokens, buckets, sources, shard_tokens, work, new)
         kept = write_kept(new, documents, tokens, list(audit.groups), shards, shard_tokens, work)
-    meta = meta_of(tok, name, shards, audit)
+    meta = meta_of(tok, name, shards)
     count_tokens(audit, documents, tokens)
     account = reports.build(
         audit,
@@ -703,7 +689,7 @@ def tokenize_all(tok, buckets, files, work):
 # the account
 
 
-def meta_of(tok, name, shards, audit):
+def meta_of(tok, name, shards):
     """meta.json, which data.py reads."""
     meta = dict(
         tokenizer=name,
@@ -712,7 +698,6 @@ def meta_of(tok, name, shards, audit):
         bos=tok.bos,
         eos=tok.eos,
         sources=shards,
-        about=audit.about(),
     )
     return dict(meta, version=version(meta))
 

@@ -77,7 +77,7 @@ class Audit:
 
     groups: {key: a table like empty()}, in the order in which they came. hosts: {hash of a host: "with", "without" or
     "unparsable" robots.txt}. robots: what corpus/sift.py counts of them, {name: [documents, bytes]}. columns: those of
-    a row without text. dates: the first and the last.
+    a row without text.
     """
 
     def __init__(self):
@@ -85,17 +85,15 @@ class Audit:
         self.hosts = {}
         self.robots = dict(outcomes={}, blocked={}, agents={})
         self.columns = []
-        self.dates = [None, None]
 
     def group(self, key):
         """The counts of (source, language, license), at first all zero. Groups are numbered as they come."""
         fresh = dict(empty(), number=len(self.groups))
         return self.groups.setdefault(tuple(key), fresh)
 
-    def remove(self, key, reason, size, documents=1):
-        """Documents that came in and go, and their bytes."""
-        removed = {short(reason): [documents, size]}
-        add(self.group(key), dict(documents_in=documents, bytes_in=size, removed=removed))
+    def remove(self, key, reason, size):
+        """A document of so many bytes that came in and goes."""
+        add(self.group(key), dict(documents_in=1, bytes_in=size, removed={short(reason): [1, size]}))
 
     def keep(self, key, documents, size, written, pii):
         """Documents that came in and stay: bytes before and after personal data was replaced, {kind: replaced}."""
@@ -108,30 +106,13 @@ class Audit:
             pii=pii))
 
     def hear(self, info):
-        """What a batch saw of hosts, dates and columns."""
+        """What a batch saw of hosts and columns."""
         add(self.robots, info["robots"])
         # Six bytes stand for a host, because there may be millions of them.
         for host, known in info["hosts"].items():
             digest = hashlib.blake2b(host.encode(), digest_size=6).digest()
             self.hosts[digest] = known
-        self.note(info)
-
-    def note(self, info):
-        """The columns and dates of a batch, or of another part of the audit."""
         self.columns = self.columns or info["columns"]
-        dates = [date for date in (*self.dates, *info["dates"]) if date]
-        if dates:
-            self.dates = [min(dates), max(dates)]
-
-    def about(self):
-        """{source: documents kept by language and by licence}, for meta.json."""
-        out = {}
-        for (source, language, license), group in sorted(self.groups.items()):
-            kept = group["documents"]
-            if kept:
-                languages, licenses = {language or "?": kept}, {license or "?": kept}
-                add(out, {source: dict(languages=languages, licenses=licenses)})
-        return out
 
 
 def empty():
@@ -225,7 +206,6 @@ def build(audit, run, inputs, ignored, outputs, robots, pii, probes):
         inputs=inputs,
         ignored=ignored,
         total=everything,
-        dates=audit.dates,
         robots=robots and {**robots, **opt_outs(audit, everything)},
         probes=probes,
         pii={**pii, **everything["pii"]},
@@ -252,8 +232,7 @@ def opt_outs(audit, everything):
         outcomes=dict(sorted(outcomes.items())),
         removed_by_agent=dict(sorted(agents.items())),
         top_blocked_hosts=dict(top[:20]),
-        share_of_bytes_removed=gone / everything["bytes_in"],
-        published_share=dict(english=0.08, multilingual=0.04))
+        share_of_bytes_removed=gone / everything["bytes_in"])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

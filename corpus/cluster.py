@@ -144,7 +144,7 @@ def begin(asked):
 def stamps(files):
     """What a run that goes on must find as it was: times and sizes of the texts on this machine, and the code."""
     times = [[os.stat(file).st_mtime_ns, os.stat(file).st_size] for _, file in files if "://" not in file]
-    code = [sha256(os.path.join(ROOT, file)) for file in (*prepare.CODE, "corpus/steps.py")]
+    code = [sha256(os.path.join(ROOT, file)) for file in prepare.CODE]
     return [times, code]
 
 

@@ -18,7 +18,6 @@ if __name__ == "__main__" and not __package__:
     print("dedup.py: start it from the project's root, python -m corpus.dedup", file=sys.stderr)
     sys.exit(2)
 
-import json
 import re
 import time
 import unicodedata
@@ -27,16 +26,15 @@ from difflib import SequenceMatcher
 from hashlib import blake2b
 
 import numpy as np
-from tqdm import tqdm
 
-from engine.readers import rows_of
+from engine.readers import each_document, rows_of
 
 try:
     from rensa import RMinHash
 except ImportError:
     RMinHash = None
 
-paths = []           # .jsonl files with a text in each line
+paths = []           # files and folders of documents, as prepare.py reads them
 prompts = ""         # evaluation prompts: text, one per line, or .jsonl; "" = none are looked for
 
 # For the audit, because signatures of the two do not mix.
@@ -361,27 +359,25 @@ class NearDuplicates:
 class Contamination:
     """
     Does a document contain an evaluation prompt? A candidate shares an 8-gram with it; it is contaminated if runs of at
-    least 5 tokens that both have (difflib) cover half of the prompt.
+    least 5 words that both have (difflib) cover half of the prompt.
 
-    prompts: iterable of str. encode: text -> ids (official: the Apertus tokenizer; default: words without punctuation).
-    A prompt of fewer than 8 tokens cannot match and is counted in `short`; the official code, off by one, also misses
-    those of 8, and the last 8-gram of each. ValueError if no prompt has 8. Source: report sec. 4.
+    prompts: iterable of str, compared word by word without punctuation (the official code: by Apertus' tokens). A
+    prompt of fewer than 8 words cannot match; the official code, off by one, also misses those of 8, and the last
+    8-gram of each. ValueError if no prompt has 8 words. Source: report sec. 4.
     """
 
-    def __init__(self, prompts, encode=word_ids):
-        self.encode = encode
+    def __init__(self, prompts):
         self.prompts = []
         # 8-gram -> numbers of the prompts that have it, in order.
         self.where = {}
         for number, prompt in enumerate(prompts):
-            ids = np.asarray(self.encode(prompt))
+            ids = word_ids(prompt)
             self.prompts.append(ids.tolist())
             grams = ngrams(ids, 8).tolist()
             for gram in set(grams):
                 self.where.setdefault(gram, []).append(number)
         if not self.where:
-            raise ValueError(f"none of the {len(self.prompts)} prompts has 8 tokens: nothing can be checked")
-        self.short = sum(len(prompt) < 8 for prompt in self.prompts)
+            raise ValueError(f"none of the {len(self.prompts)} prompts has 8 words: nothing can be checked")
         self.grams = np.array(sorted(self.where), np.uint64)
         # Whether an 8-gram with these upper 20 bits exists: 1 MB that rules nearly all of a text out.
         self.maybe = np.zeros(1 << 20, bool)
@@ -400,7 +396,7 @@ class Contamination:
 
     def check(self, text):
         """Index of the first prompt found in text, or None."""
-        ids = np.asarray(self.encode(text))
+        ids = word_ids(text)
         grams = ngrams(ids, 8)
         # Prompt -> end of what was compared with it, because neighbouring 8-grams find the same passage.
         compared = {}
@@ -435,39 +431,29 @@ def read_prompts(path):
 # the command
 
 
-def text_of(line, where):
-    try:
-        return json.loads(line)["text"] + ""
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{where}: want a JSON object with a text") from None
-
-
 def main():
     if not paths:
-        raise ValueError("name one or more .jsonl files: python -m corpus.dedup docs.jsonl")
+        raise ValueError("name files of documents: python -m corpus.dedup docs.jsonl")
     contamination = Contamination(read_prompts(prompts)) if prompts else None
     near = NearDuplicates()
     seen = set()
     counts = Counter()
     size = 0
     start = time.perf_counter()
-    for path in paths:
-        with open(path, encoding="utf-8") as lines:
-            progress = tqdm(lines, desc=path, unit=" docs", disable=None, leave=False)
-            for n, line in enumerate(progress, 1):
-                text = text_of(line, f"{path}, line {n}")
-                key = text_key(text)
-                if key in seen:
-                    fate = "duplicate"
-                elif near.add(minhash(text)):
-                    fate = "near-duplicate"
-                elif contamination and contamination.check(text) is not None:
-                    fate = "contaminated"
-                else:
-                    fate = "kept"
-                seen.add(key)
-                counts[fate] += 1
-                size += len(text.encode())
+    for doc in each_document(paths):
+        text = doc["text"]
+        key = text_key(text)
+        if key in seen:
+            fate = "duplicate"
+        elif near.add(minhash(text)):
+            fate = "near-duplicate"
+        elif contamination and contamination.check(text) is not None:
+            fate = "contaminated"
+        else:
+            fate = "kept"
+        seen.add(key)
+        counts[fate] += 1
+        size += len(text.encode())
     seconds = time.perf_counter() - start
     speed = size / 1e6 / seconds
     print(dict(counts), f"{speed:.1f} MB/s, MinHash by {BACKEND}")

@@ -40,12 +40,10 @@ from functools import lru_cache
 
 import numpy as np
 import regex
-from tqdm import tqdm
 
 from corpus.dedup import LONG
 from engine.files import read_text
-from engine.inputs import find
-from engine.readers import batches, check, documents
+from engine.readers import each_document
 
 paths = []                # files and folders of documents, as prepare.py reads them
 heuristics = "gopher,repetition,c4,fineweb"     # sets, rules, rule:limit, a folder of FineWeb-2's, with commas
@@ -382,18 +380,6 @@ def main():
     if not goes:
         raise ValueError(f"no text in {', '.join(paths)}")
     print_table(values, goes)
-
-
-def each_document(paths, text_field):
-    """Yield the documents of files that have a text."""
-    files = [check(name, path, text_field) for name, path in find(paths)]
-    size = sum(file.get("unpacked") or file["bytes"] for file in files)
-    with tqdm(desc="reading", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
-        for _, pieces, seen in batches(files):
-            for doc in documents(files, pieces, text_field):
-                if doc["text"] and not doc["text"].isspace():
-                    yield doc
-            progress.update(seen - progress.n)
 
 
 def print_table(values, goes):

@@ -30,7 +30,7 @@ def joined_meta(folders, final):
     """
     metas = [read_meta(folder) for folder in folders]
     joined = {key: metas[0][key] for key in ("tokenizer", *VOCABULARY)}
-    joined.update(sources={}, about={})
+    joined["sources"] = {}
     for folder, meta in zip(folders, metas):
         if meta["tokenizer_hash"] != joined["tokenizer_hash"]:
             raise ValueError(
@@ -49,7 +49,6 @@ def joined_meta(folders, final):
                     path = os.path.join(folder, shard["file"])
                     shard["file"] = os.path.relpath(os.path.realpath(path), final)
             joined["sources"][new] = source
-            joined["about"][new] = meta.get("about", {}).get(name)
     joined["version"] = version(joined)
     return joined
 

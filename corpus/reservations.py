@@ -29,15 +29,13 @@ $ python prepare.py pages.jsonl --reservations=mirror/            # HOST/ai.txt,
 """
 
 import json
-import re
 from functools import lru_cache
 from pathlib import Path
 
 from tqdm import tqdm
 
 from corpus.robots import AGENTS, RobotsStore, compiled, host_key, matching, named_first, parse_robots
-from corpus.robots import forbids_training, product_token, refusals, split_url
-from engine.readers import rows_of
+from corpus.robots import forbids_training, product_token, refusals, split_url, store_rows
 
 # The outcomes, as an audit counts them.
 RESERVED = {
@@ -217,14 +215,12 @@ def open_reservations(path):
     """
     path = Path(path)
     rows = {name: [] for name in FILES}
-    for host, name, content in tqdm(host_files(path), f"opt-outs from {path.name}", unit=" files", disable=None,
-                                    leave=False):
+    progress = tqdm(host_files(path), f"opt-outs from {path.name}", unit=" files", disable=None, leave=False)
+    for host, name, content in progress:
         name = str(name).rpartition("/")[2]
         if name not in rows:
             raise ValueError(f"{path}: {name!r} in the column file; want {' or '.join(FILES)}")
-        host = host_key(host if "//" in str(host) else f"//{host}")
-        if host and isinstance(content, (str, bytes)):
-            rows[name].append((host, content))
+        rows[name].append((host, content))
     if not any(rows.values()):
         raise ValueError(f"{path}: no opt-outs in it; want rows of domain, file ({', '.join(FILES)}), content")
     return {name: RobotsStore(found) for name, found in rows.items()}
@@ -232,11 +228,9 @@ def open_reservations(path):
 
 def host_files(path):
     """Yield (host, file, content) from whatever open_reservations takes."""
-    if not path.is_dir():
-        yield from rows_of(str(path), ("domain", "host"), ("file",), ("content",), errors="replace")
-        return
-    for file in sorted([*path.glob("*/ai.txt"), *path.glob("*/.well-known/tdmrep.json")]):
-        yield file.relative_to(path).parts[0], file.name, file.read_bytes()
-    for file in sorted(path.iterdir()):
-        if re.search(r"\.(jsonl(\.gz|\.zst)?|parquet)$", file.name):
-            yield from host_files(file)
+    if path.is_dir():
+        for file in sorted([*path.glob("*/ai.txt"), *path.glob("*/.well-known/tdmrep.json")]):
+            host = host_key(f"//{file.relative_to(path).parts[0]}")
+            if host:
+                yield host, file.name, file.read_bytes()
+    yield from store_rows(path, ("file",), ("content",))

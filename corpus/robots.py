@@ -48,21 +48,6 @@ AGENTS = ("AI2Bot", "Applebot-Extended", "Bytespider", "CCBot", "CCBot/2.0", "CC
           "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
           "PanguBot", "*")
 
-# What can become of a document: kept + drop = all that came in. An audit counts by the first two words of the code.
-OUTCOMES = {
-    "kept:allowed": "the host's robots.txt lets every agent read this URL",
-    "kept:no-robots": "no robots.txt is known for the host: it has not opted out",
-    "kept:unparsable": "what the host serves as robots.txt is none (a web page, prose, rules for nobody)",
-    "kept:bad-url": "the document's URL is not one, so that no host can be asked",
-    "kept:no-url": "the document has no URL (local text)",
-    "drop:robots": "refused, followed by agent and rule: drop:robots:GPTBot:/private",
-    "drop:usage-file": "it may be read, but no model trained on it, followed by agent and path",
-    "drop:blocked-domain": "the host is on a list of blocked domains, followed by the entry",
-    "drop:no-robots": "as kept:no-robots, but missing='deny'",
-    "drop:unparsable": "as kept:unparsable, but missing='deny'",
-    "drop:bad-url": "as kept:bad-url, but missing='deny'",
-}
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the verdict
@@ -70,7 +55,17 @@ OUTCOMES = {
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
     """
-    The outcome of a document by its URL: a code of OUTCOMES, "kept:..." or "drop:...".
+    The outcome of a document by its URL. kept + drop = all that came in; an audit counts by the first two words.
+
+        kept:allowed                    the host's robots.txt lets every agent read this URL
+        kept:no-robots                  no robots.txt is known for the host: it has not opted out
+        kept:unparsable                 what the host serves as robots.txt is none (a web page, prose, rules for nobody)
+        kept:bad-url                    the document's URL is not one, so that no host can be asked
+        kept:no-url                     the document has no URL (local text)
+        drop:robots:AGENT:RULE          refused to this agent by this rule
+        drop:usage-file:AGENT:PATH      it may be read, but no model trained on it
+        drop:blocked-domain:ENTRY       the host is on a list of blocked domains
+        drop:no-robots, drop:unparsable, drop:bad-url           the same, with missing='deny'
 
     store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path). missing:
     'allow' (Apertus: silence is no opt-out) or 'deny' (only what a robots.txt allows). Text without a URL is kept.
@@ -420,21 +415,30 @@ def _blocking(host, blocked):
 
 def _robots_rows(path):
     """Yield (host, content) from whatever open_robots takes."""
-    files = [path]
     if path.is_dir():
         for file in sorted([*path.glob("*.txt"), *path.glob("*/robots.txt")]):
             host = _host(file.stem if file.parent == path else file.parent.name)
             if host:
                 yield host, file.read_bytes()
+    yield from store_rows(path, ("content", "robots"))
+
+
+def store_rows(path, *columns):
+    """
+    Yield (host, values of these columns) of each row of a file of STORES, or of all of these in a folder. The last one
+    is a file's content: rows in which it is null, because the crawler got none, are passed over.
+    """
+    files = [path]
+    if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.name.endswith(STORES))
     elif not path.name.endswith(STORES):
-        raise ValueError(f"{path}: not a robots store; want a folder or a file that ends in {', '.join(STORES)}")
+        raise ValueError(f"{path}: not a store of hosts' files; want a folder or a file that ends in "
+                         f"{', '.join(STORES)}")
     for file in files:
-        for host, content in rows_of(str(file), ("domain", "host"), ("content", "robots"), errors="replace"):
+        for host, *values in rows_of(str(file), ("domain", "host"), *columns, errors="replace"):
             host = host_key(host if "//" in str(host) else f"//{host}")
-            # The content is null where the crawler got no file.
-            if host and isinstance(content, (str, bytes)):
-                yield host, content
+            if host and isinstance(values[-1], (str, bytes)):
+                yield host, *values
 
 
 # ----------------------------------------------------------------------------------------------------------------------

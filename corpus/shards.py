@@ -37,21 +37,25 @@ DOCUMENT = np.dtype([
 
 def texts(documents, spool):
     """Yield the texts of an array of DOCUMENT, in order. spool: the folder that sift() wrote to."""
-    # Batches are many, and the files that a process may have open are few. Mapped, they would count as its memory.
-    opened = lru_cache(200)(lambda batch: open(spool / f"{batch}.text", "rb"))
-    for batch, offset, length in documents[["batch", "offset", "length"]].tolist():
-        file = opened(batch)
-        file.seek(offset)
+    for file, length in places(documents, spool):
         yield file.read(length).decode()
 
 
 def abouts(documents, spool):
     """Yield what sift() wrote behind each text: {"id", "url", "sha256", "bytes", what was replaced by kind}."""
+    for file, length in places(documents, spool):
+        file.seek(length, os.SEEK_CUR)
+        yield json.loads(file.readline())
+
+
+def places(documents, spool):
+    """Yield (file of the spool, at the begin of the text; bytes of the text) of each document."""
+    # Batches are many, and the files that a process may have open are few. Mapped, they would count as its memory.
     opened = lru_cache(100)(lambda batch: open(spool / f"{batch}.text", "rb"))
     for batch, offset, length in documents[["batch", "offset", "length"]].tolist():
         file = opened(batch)
-        file.seek(offset + length)
-        yield json.loads(file.readline())
+        file.seek(offset)
+        yield file, length
 
 
 def handfuls(things, most, size):

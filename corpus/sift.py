@@ -84,7 +84,7 @@ def sift(rules, number, rows):
         return
     info = SimpleNamespace(ids=[], urls=[], groups={}, removed=[], columns=[], hosts={})
     info.robots = dict(outcomes={}, blocked={}, agents={})
-    spooled, dates = [], []
+    spooled = []
     with open(rules.spool / f"{number}.text", "wb") as f:
         for some in handfuls(enumerate(rules.documents(rows)), 300_000, lambda one: len(one[1]["text"] or "")):
             candidates = by_columns(rules, some, info)
@@ -117,11 +117,7 @@ def sift(rules, number, rows):
                 f.write(json.dumps(about).encode() + b"\n")
                 info.ids.append(one.id)
                 info.urls.append(one.url)
-                date = one.doc.get("date")
-                if isinstance(date, str) and date[:4].isdigit():
-                    dates.append(date)
     info.groups = list(info.groups)
-    info.dates = [min(dates, default=None), max(dates, default=None)]
     said = json.dumps(vars(info)).encode()
     with open(f"{done}.tmp", "wb") as f:
         np.savez(f, documents=np.array(spooled, spool_type(rules)), info=np.array(said))

@@ -240,7 +240,7 @@ class Account(Step):
             for path in sorted((self.work / "removed").iterdir()):
                 f.write(path.read_bytes())
         tok, name = prepare.vocabulary((), self.work, self.out)
-        meta = prepare.meta_of(tok, name, sources_of(audit, streams), audit)
+        meta = prepare.meta_of(tok, name, sources_of(audit, streams))
         account = reports.build(
             audit,
             dict(prepare.describe(name, tok, plan.began), seconds=time.time() - plan.began),
@@ -313,4 +313,4 @@ def take_in(audit, part):
         reports.add(audit.group(key), counts)
     reports.add(audit.robots, part["robots"])
     audit.hosts.update({bytes.fromhex(host): known for host, known in part["hosts"].items()})
-    audit.note(part)
+    audit.columns = audit.columns or part["columns"]

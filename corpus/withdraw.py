@@ -44,7 +44,8 @@ def withdraw(path, out, final, tmp):
     asked = read_list(path, report)
     gone, rows = choose(final, out, asked, path)
     # What a killed run has left there is not built upon: it may be of other data.
-    clear_work(tmp)
+    for name in ("work", "data"):
+        shutil.rmtree(tmp / name, ignore_errors=True)
     new = tmp / "data"
     new.mkdir()
     spans = spans_of(final, rows)
@@ -90,11 +91,6 @@ def read(final, out):
         raise ValueError(f"{out} has no {kept.FILE}, being of the older format: prepare its files anew without those "
                          "documents")
     return audit.verify(final), meta
-
-
-def clear_work(tmp):
-    for name in ("work", "data"):
-        shutil.rmtree(tmp / name, ignore_errors=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -196,9 +192,7 @@ def choose(final, out, asked, path):
     """
     asked.ids, asked.urls = frozenset(asked.ids), frozenset(asked.urls)
     gone, rows, used, left = bytearray(), [], set(), {}
-    total = audit_rows(final)
-    progress = tqdm(desc="who goes", total=total, unit="rows", disable=None, leave=False)
-    for _, table in kept.tables(final):
+    for _, table in tqdm(kept.tables(final), "who goes", unit="tables", disable=None, leave=False):
         for row in table.to_pylist():
             why = None if row["text_hash"] == 0 and row["source"] == "probes" else reason_of(row, asked)
             gone.append(bool(why))
@@ -207,8 +201,6 @@ def choose(final, out, asked, path):
             if why:
                 rows.append(dict(row, reason=why[0]))
                 used.add(why[1])
-        progress.update(len(table))
-    progress.close()
     # Lists of URLs and of hosts cover more than one folder; an id is of this one.
     hosts = {bare(name): name for name in asked.names}
     used |= {hosts[entry] for entry in used if entry in hosts}
@@ -224,11 +216,6 @@ def choose(final, out, asked, path):
             raise ValueError(f"{path} would leave no document of source {source!r} for {split}: prepare the files anew "
                              f"without it. {out} stays as it is")
     return np.frombuffer(gone, bool), rows
-
-
-def audit_rows(final):
-    import pyarrow.parquet
-    return pyarrow.parquet.read_metadata(final / kept.FILE).num_rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -300,11 +287,8 @@ def recount_meta(meta, rows, shards):
     for row in rows:
         split = meta["sources"][row["source"]][row["split"]]
         audit.add(split, dict(documents=-1, tokens=-row["tokens"], bytes=-row["bytes_written"]))
-        said = meta["about"][row["source"]]
-        audit.add(said, dict(languages={row["language"] or "?": -1}, licenses={row["license"] or "?": -1}))
-    for said in meta["about"].values():
-        for name, counts in said.items():
-            said[name] = {value: n for value, n in counts.items() if n}
+    # Older folders count documents by language here.
+    meta.pop("about", None)
 
 
 def recount_report(report, rows):

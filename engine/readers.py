@@ -26,7 +26,9 @@ import zlib
 from functools import lru_cache
 from importlib.util import find_spec
 
-from engine.inputs import ending, hub_try, kind_of, unreadable
+from tqdm import tqdm
+
+from engine.inputs import ending, find, hub_try, kind_of, unreadable
 
 # Bytes of raw text in a batch, about. A worker needs some ten times as much memory.
 BATCH = 4 << 20
@@ -81,8 +83,8 @@ def check(name, path, text_field="text", encoding=""):
             parquet = open_parquet(path)
             file["unpacked"] = sum(size for _, size in row_groups(parquet))
         elif kind in ROWS:
-            with open_bytes(path) as f:
-                file["problem"] = problem_of(f.read(1 << 16), encoding)
+            with open_bytes(path, encoding) as f:
+                file["problem"] = problem_of(f.read(1 << 16))
         if kind != "parquet" and not file["problem"]:
             file.update(unpacked_size(path, kind, encoding))
     except UnicodeError:
@@ -102,26 +104,12 @@ def unpacked_size(path, kind, encoding):
         return dict(unpacked=sum(map(len, iter(lambda: f.read(1 << 20), b""))))
 
 
-def problem_of(raw, encoding=""):
-    """What is wrong with the first bytes of a text, None if nothing is: "binary", or another encoding by its name."""
-    if encoding:
-        return None
-    # Of Latin letters in UTF-16 every other byte is a zero.
-    even = raw[::2].count(0)
-    odd = raw[1::2].count(0)
-    striped = len(raw) > 8 and abs(even - odd) > len(raw) / 4
-    if striped or raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "UTF-16, not UTF-8: read it with --encoding=utf-16"
-    return "binary" if even or odd else None
+def problem_of(raw):
+    """What is wrong with the first bytes of a text, None if nothing is."""
+    return "binary, or a text that wants --encoding=utf-16" if 0 in raw else None
 
 
-def not_utf8(raw):
-    """The problem of a text that is no UTF-8: its likely encoding. Latin-1 has no letters where cp1252 has dashes."""
-    # In a language of Latin letters most are ASCII; in Cyrillic, or in Shift JIS, they are not.
-    if len(re.findall(rb"[\x80-\xff]", raw[:1 << 20])) > len(raw[:1 << 20]) / 3:
-        return "not UTF-8: name what it is, like --encoding=cp1251"
-    likely = "cp1252" if re.search(rb"[\x80-\x9f]", raw) else "latin-1"
-    return f"not UTF-8, perhaps {likely}: --encoding={likely}"
+NOT_UTF8 = "not UTF-8: name what it is, like --encoding=latin-1, cp1252 or utf-16"
 
 
 class NoColumn(ValueError):
@@ -469,6 +457,23 @@ def documents(files, pieces, text_field="text", columns=()):
             yield dict(doc, language="code") if ending(path) == ".py" else doc
 
 
+def each_document(paths, text_field="text"):
+    """Yield the documents with a text of files and folders, as prepare.py reads them. The others are counted."""
+    files = [check(name, path, text_field) for name, path in find(paths)]
+    size = sum(file.get("unpacked") or file["bytes"] for file in files)
+    bad = sum(bool(file["problem"]) for file in files)
+    with tqdm(desc="reading", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
+        for _, pieces, seen in batches(files):
+            for doc in documents(files, pieces, text_field):
+                if doc["text"] and not doc["text"].isspace():
+                    yield doc
+                else:
+                    bad += 1
+            progress.update(seen - progress.n)
+    if bad:
+        print(f"passed over {bad:,} files and rows without a text")
+
+
 def broken(name, doc_id, problem, columns=()):
     """A document without text. columns: what its row has instead."""
     return dict(file=name, id=doc_id, text=None, problem=problem, columns=list(columns))
@@ -480,7 +485,7 @@ def file_document(name, raw):
     try:
         return dict(file=name, id=name, text=raw.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return broken(name, name, not_utf8(raw))
+        return broken(name, name, NOT_UTF8)
 
 
 def html_document(name, raw):
@@ -503,7 +508,7 @@ def json_document(name, row, line, text_field):
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
-        return broken(name, f"{name}:{row}", not_utf8(line))
+        return broken(name, f"{name}:{row}", NOT_UTF8)
     except (ValueError, RecursionError):
         # RecursionError: a line of a million brackets.
         record = None
@@ -553,7 +558,7 @@ def writable(text):
 
 def parquet_documents(name, path, first, rows, text_field, columns):
     """Documents of rows = (row group, begin, end) of a parquet file; one broken document if they cannot be read."""
-    wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", "date", *columns}
+    wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", *columns}
     try:
         for row, record in enumerate(parquet_records(path, rows, wanted), first):
             yield document(name, row, record, text_field)

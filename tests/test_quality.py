@@ -223,16 +223,11 @@ def test_seen_is_a_set_that_remembers_in_order():
 # contamination
 
 
-def numbers(text):
-    return list(map(int, text.split()))
-
-
 def test_contamination_is_half_of_the_prompt_in_runs_of_five():
     """difflib's matching blocks of the whole document: one of at least 8, those of at least 5 half of the prompt."""
     rng = random.Random(0)
     prompts = [[rng.randrange(10**6) for _ in range(n)] for n in (8, 20, 33, 60)]
-    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"], numbers)
-    assert check.short == 1
+    check = Contamination([" ".join(map(str, p)) for p in prompts] + ["1 2 3"])
     outcomes = set()
     for trial in range(200):
         prompt = rng.choice(prompts)
@@ -257,7 +252,7 @@ def test_a_prompt_of_exactly_eight_words_is_found_and_may_hold_a_number_sign(tmp
     check = Contamination(["How many legs does a healthy spider have?"])
     assert check.check("Quiz! HOW many legs does a healthy spider have... Eight.") == 0
     assert check.check("How many legs does a healthy insect have?") is None
-    with pytest.raises(ValueError, match="has 8 tokens"):
+    with pytest.raises(ValueError, match="has 8 words"):
         Contamination(["too short"])
     prompts = ["Is C# an open standard, and of which body?", "# 7 is what in hexadecimal?"]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
@@ -274,4 +269,4 @@ def test_the_command_counts_what_goes_and_names_a_line_without_a_text(tmp_path):
     for line in ('{"text": 3}', "[1]", "no JSON"):
         (tmp_path / "d.jsonl").write_text('{"text": "a"}\n' + line)
         done = script("corpus.dedup", tmp_path / "d.jsonl")
-        assert done.returncode == 2 and "d.jsonl, line 2: want a JSON object with a text" in done.stderr
+        assert done.stdout.startswith("passed over 1 files and rows without a text\n{'kept': 1}")

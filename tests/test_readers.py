@@ -70,16 +70,10 @@ def test_rows_are_the_same_in_each_format_packed_or_not_wherever_a_block_ends(tm
 GERMAN = "Grüezi – im Dörfli"
 
 
-@pytest.mark.parametrize("encoding, text, guess", [
-    ("latin-1", "Grüezi, élève", "perhaps latin-1"),
-    ("cp1252", GERMAN, "perhaps cp1252"),
-    ("utf-16", GERMAN, "UTF-16"),
-    ("utf-16-be", GERMAN, "UTF-16"),
-    ("shift_jis", "自然言語処理", "not UTF-8: name what it is"),
-    ("koi8-r", "и равными", "not UTF-8: name what it is"),
-])
-def test_another_encoding_is_read_by_its_name_and_else_called_by_it(tmp_path, encoding, text, guess):
-    """Letters that are not Latin are not called Latin."""
+@pytest.mark.parametrize("encoding, text", [
+    ("latin-1", "Grüezi, élève"), ("cp1252", GERMAN), ("utf-16", GERMAN), ("utf-16-be", GERMAN), ("utf-16", "自然言語処理"),
+    ("shift_jis", "自然言語処理"), ("koi8-r", "и равными")])
+def test_another_encoding_is_read_by_its_name_and_else_asked_for(tmp_path, encoding, text):
     row = json.dumps(dict(text=text), ensure_ascii=False)
     for ending, content in dict(txt=text, jsonl=row + "\n", csv=f'text\r\n"{text}"\r\n', json=f"[{row}]").items():
         path = tmp_path / f"a.{ending}"
@@ -88,7 +82,7 @@ def test_another_encoding_is_read_by_its_name_and_else_called_by_it(tmp_path, en
         assert doc["text"] == text
     file = check("a", f"{tmp_path}/a.txt")
     problem = file["problem"] or read(tmp_path / "a.txt", bad=True)[0]["problem"]
-    assert guess in problem and "--encoding=" in problem
+    assert "--encoding=" in problem and (encoding[:6] != "utf-16" or "utf-16" in problem)
 
 
 def test_text_in_another_encoding_than_was_said_is_no_text(tmp_path):
