@@ -35,7 +35,6 @@ from chat import read_rows
 from data import TokenDataset
 from engine.files import read_json, read_text, write_flushed
 from engine.intervals import t_quantile, wilson
-from engine.plot import finish, pyplot
 from generate import generate
 from loss import chunk_rows
 
@@ -56,7 +55,7 @@ batch_tokens = 8192       # at once
 device = "auto"           # cuda | mps | cpu
 dtype = "auto"            # float32 | bfloat16; auto: that of the weights, bf16 on CUDA
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
-out = ""                  # folder of evaluation.json and evaluation.png; "" = the run folder, or results/evaluate
+out = ""                  # folder of evaluation.json; "" = the run folder, or results/evaluate
 
 # Letters: B windows in a batch, T tokens in a window, C channels, V vocabulary, N scored positions of a batch.
 
@@ -617,22 +616,6 @@ def table_md(results):
     return "\n".join(lines)
 
 
-def draw_bars(rows, picture, title):
-    """Bits per byte by group, best first, with 95 % intervals."""
-    rows = sorted(rows, key=lambda r: r["bits_per_byte"])
-    figure, axis = pyplot().subplots(figsize=(8, 1 + 0.3 * len(rows)))
-    # A single document has no interval: nan is drawn as 0.
-    axis.barh(
-        [r["group"] for r in rows],
-        [r["bits_per_byte"] for r in rows],
-        xerr=np.nan_to_num([r["plus_minus"] for r in rows]),
-        ecolor="grey",
-        height=0.7)
-    axis.invert_yaxis()
-    axis.set(title=title, xlabel="bits per byte (lower is better); 95 % intervals over documents")
-    finish(figure, picture)
-
-
 # -----------------------------------------------------------------------------
 # the script
 
@@ -704,9 +687,6 @@ def main():
     results = dict(model=init_from, base=base, against=against, texts=texts, positions=positions, lookups=lookups,
                    tasks=tasks)
     write_flushed(f"{folder}/evaluation.json", json.dumps(results, indent=1))
-    if len(texts) > 2:
-        title = f"{init_from}: {texts[0]['bits_per_byte']:.3f} bits per byte overall"
-        draw_bars(texts[1:], f"{folder}/evaluation.png", title)
     print(table_md(results))
     print(f"wrote {folder}/evaluation.json")
 

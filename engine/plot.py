@@ -17,14 +17,13 @@ if __name__ == "__main__" and not __package__:
     print("plot.py: start it from the project's root, python -m engine.plot", file=sys.stderr)
     sys.exit(2)
 
-import contextlib
-import json
 import os
 from array import array
 
 import numpy as np
 
 from engine.files import read_json
+from engine.runs import entry_of
 
 paths = []             # run folders
 out = "out/plot.png"   # the plot
@@ -47,16 +46,6 @@ UNITS = dict(tokens=(1e6, "million tokens"), step=(1, "step"), minutes=(60, "min
 
 # -----------------------------------------------------------------------------
 # log.jsonl
-
-
-def entry_of(line):
-    """A line of log.jsonl as a dict; None if a kill, a full disk or a power cut has torn it."""
-    with contextlib.suppress(ValueError, RecursionError):
-        entry = json.loads(line)
-        whole = line.endswith("\n") and isinstance(entry, dict)
-        if whole and type(entry.get("step")) is int:
-            return entry
-    return None
 
 
 def has_log(folder):

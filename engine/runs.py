@@ -76,7 +76,7 @@ def entry_of(line):
     """The entry of a line of log.jsonl; None if a kill or a full disk has torn it."""
     try:
         entry = json.loads(line)
-        return entry if line.endswith("\n") and isinstance(entry["step"], int) else None
+        return entry if line.endswith("\n") and type(entry["step"]) is int else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

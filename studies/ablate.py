@@ -18,7 +18,7 @@ share the runs that they have in common, finished runs are skipped and broken on
 $ python -m studies.ablate configs/ablations/activations.py              # runs, results.csv, table.md, plot.png
 $ python -m studies.ablate configs/ablations/activations.py --report     # the files again from the committed runs.jsonl
 $ python -m studies.ablate configs/ablations/apertus.py --size=configs/laptop.py  # another size: any config of train.py
-$ python -m studies.ablate --overview                                    # every study in one table and one picture
+$ python -m studies.ablate --overview                                    # every study in one table
 """
 
 import sys
@@ -61,7 +61,7 @@ out = "results/ablations"                   # the study's folder is made in here
 runs = "out/ablations"                      # run folders: logs and checkpoints, not for committing
 jobs = 0                                    # runs at a time; 0 = one for each GPU, or for each CPU core without one
 report = False                              # run nothing: write table and pictures from runs.jsonl
-overview = False                            # run nothing: one table and one picture of all studies in `out`
+overview = False                            # run nothing: one table of all studies in `out`
 
 SEARCH_SEED = 0     # chooses the learning rates, and is never reported
 
@@ -480,33 +480,6 @@ def draw_line(axis, curve, first, **style):
     return y[-1], x[-1]
 
 
-def draw_overview(picture):
-    """Each arm's difference to its baseline in all studies: a dot for each seed, a bar for the mean's 95 % interval."""
-    pairs = []
-    for _, config, rows in finished_studies():
-        groups = reported(rows)
-        base = config["baseline"]
-        for arm in groups:
-            if arm != base:
-                pairs.append((f"{arm} against {base}", groups[arm], groups[base]))
-    pairs.reverse()     # The first study stands on top.
-    figure, axis = plot.pyplot().subplots(figsize=(8, 1 + 0.42 * len(pairs)))
-    for y, (_, ours, theirs) in enumerate(pairs):
-        mean, half, _, n = paired(ours, theirs)
-        if n > 1:
-            axis.plot([mean - half, mean + half], [y, y],
-                      color="grey", linewidth=5, alpha=0.35, solid_capstyle="butt")
-        axis.plot(differences(ours, theirs), [y] * n, "o",
-                  color="C3" if mean > 0 else "C0", markersize=4)
-        axis.plot([mean], [y], "|", color="black", markersize=13)
-    axis.axvline(0, color="black", linewidth=0.8)
-    labels = [label for label, _, _ in pairs]
-    axis.set_yticks(range(len(pairs)), labels, fontsize=9)
-    axis.set_xlabel("bits per byte against the baseline, same seed (left: better than it)\n"
-                    "a dot a seed; bar: 95 % interval of the mean")
-    plot.finish(figure, picture)
-
-
 # -----------------------------------------------------------------------------
 
 
@@ -531,8 +504,7 @@ def main():
         path = f"{out}/overview.md"
         text = overview_md()
         kit.write(path, text)
-        draw_overview(f"{out}/overview.png")
-        print(f"{text}\nwrote {path} and overview.png")
+        print(f"{text}\nwrote {path}")
         return
     if not study or baseline not in arms or len(arms) < 2:
         files = sorted(os.listdir(f"{ROOT}/configs/ablations"))

@@ -8,8 +8,8 @@ many digits is free.
 
 SFT learns from a sloppy teacher, who picks digits of about the right size and seldom hits the sum. Samples of the SFT
 model, scored, are all that the losses get: the same pairs in the same order, no new samples. Each loss has the learning
-rate and the beta, of twenty pairs, that gave the best reward on validation prompts (--tune). Those runs have a seed and
-references of their own; the seeds that are reported chose nothing.
+rate and the beta, of twenty pairs, that gave the best reward on validation prompts (tuning.json, by the code at commit
+ac03345). Those runs have a seed and references of their own; the seeds that are reported chose nothing.
 
 What is measured, on test prompts that nothing was trained on or chosen by: reward, exact match, mean quantile among the
 reference's completions, KL to the reference in nats (log pi - log ref over the policy's own samples), and length. And
@@ -18,7 +18,6 @@ for completions of the reference, log pi/ref against the target that QRPO's form
 predict only which of two is larger. What came out: results/align/notes.md.
 
 $ make align                          # or python -m studies.digits: it goes on where it was stopped
-$ python -m studies.digits --tune     # chooses learning rates and betas anew
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
@@ -48,10 +47,9 @@ from tokenizer import read_json
 
 out = "out/align"                       # runs, data
 results = "results/align"               # table.md, results.json, align.png
-tuning = "results/align/tuning.json"    # learning rates and betas; made by a run that finds none
+tuning = "results/align/tuning.json"    # learning rates and betas, and how each of a grid did on validation prompts
 start = ""                              # a pretrained model: run folder, Hugging Face folder, hub name; "" = train one
-tune = False                            # make `tuning` anew, and stop: every beta of GRIDS with every rate of LRS, once
-methods = ""                            # some of GRIDS, with commas; "" = all
+methods = ""                            # some of METHODS, with commas; "" = all
 seeds = 5                               # of references, pairs and their order; pretraining and SFT are done once
 workers = 2                             # runs at a time, one thread each
 n_conversations = 6000                  # of the sloppy teacher
@@ -61,18 +59,9 @@ samples = 8                             # per test prompt, to measure with
 epochs = 3                              # over the pairs: one moves the log-ratios a third of the way
 
 SYSTEM = "Answer with digits."
-TUNING_SEED = 1000      # of the runs of --tune, which no reported run has
 CHUNK = 64              # completions whose log-probs are computed at once
 
-# loss -> the betas that --tune tries, as many for each, steps of about 3. Rewards differ by 5 between completions
-# (standard deviation), which REBEL divides by its beta; SimPO counts per token, as published, and completions have 7.
-GRIDS = {
-    "qrpo": (0.1, 0.3, 1.0, 3.0),
-    "dpo": (0.3, 1.0, 3.0, 10.0),
-    "rebel": (1.0, 3.0, 10.0, 30.0),
-    "simpo": (0.7, 2.0, 7.0, 20.0),
-}
-LRS = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+METHODS = ("qrpo", "dpo", "rebel", "simpo")
 
 
 # -----------------------------------------------------------------------------
@@ -330,7 +319,7 @@ COLUMNS = dict(
 def table(rows, beta):
     """Markdown: mean and, over seeds, standard deviation. beta: of the closed form's line."""
     lines = []
-    for method in ["sft", *GRIDS]:
+    for method in ["sft", *METHODS]:
         runs = [rows["sft"]] if method == "sft" else runs_of(method, rows)
         if not runs:
             continue
@@ -371,7 +360,7 @@ def draw(rows, beta, picture):
             ylabel="log-ratio (nats)",
             ylim=(-9, 5),
         )
-    for n, method in enumerate(GRIDS):
+    for n, method in enumerate(METHODS):
         for k, row in enumerate(runs_of(method, rows)):
             axes[2].scatter(row["kl"], row["reward"], color=f"C{n}", label="" if k else method)
     axes[2].scatter(0, rows["sft"]["reward"], color="black", marker="x", label="sft")
@@ -389,52 +378,19 @@ def draw(rows, beta, picture):
 # -----------------------------------------------------------------------------
 
 
-def choose(rows, runs):
-    """{loss: lr and beta of its run with the best reward}"""
-    chosen = {}
-    for name in sorted(runs, key=lambda name: rows[name]["reward"]):
-        loss, lr, beta, _ = runs[name]
-        chosen[loss] = dict(lr=lr, beta=beta)     # The best comes last.
-    return chosen
-
-
-def tune_all(names, sft):
-    """Write `tuning` by every beta of the grids with every learning rate, on the validation prompts."""
-    runs = {
-        f"tune-{method}-{lr:g}-{beta:g}": (method, lr, beta, TUNING_SEED)
-        for method in names
-        for beta in GRIDS[method]
-        for lr in LRS
-    }
-    align(runs, sft)
-    rows = measure(runs, sft, tasks()[1], beta=1.0)
-    numbers = {}
-    for name, row in rows.items():
-        numbers[name] = {key: row[key] for key in ("reward", "exact", "malformed", "kl")}
-        print(f"{name:24} reward {row['reward']:7.2f}  KL {row['kl']:6.2f}")
-    text = json.dumps(dict(chosen=choose(rows, runs), rows=numbers), indent=1)
-    kit.write(tuning, text)
-    print(tuning)
-
-
 def main():
     began = time.perf_counter()
-    names = methods.split(",") if methods else list(GRIDS)
-    if set(names) - set(GRIDS) or not 1 <= test_prompts < 180:
+    names = methods.split(",") if methods else list(METHODS)
+    if set(names) - set(METHODS) or not 1 <= test_prompts < 180:
         raise ValueError(f"methods={methods!r}, test_prompts={test_prompts}: "
-                         f"there is {', '.join(GRIDS)}; and 1 to 179 of 360 prompts")
+                         f"there is {', '.join(METHODS)}; and 1 to 179 of 360 prompts")
     write_data()
     sft = pretrain_and_sft()
     print(f"pretrained and SFT after {time.perf_counter() - began:.0f} s", flush=True)
-    if tune or not os.path.exists(tuning):
-        tune_all(names, sft)
-    if tune:
-        return
     chosen = read_json(tuning)["chosen"]
     lacks = {"qrpo", *names} - chosen.keys()
     if lacks:
-        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}: "
-                         "python -m studies.digits --tune makes it anew")
+        raise ValueError(f"{tuning} has no beta for {', '.join(sorted(lacks))}")
     runs = {
         f"{method}-s{seed}": (method, chosen[method]["lr"], chosen[method]["beta"], seed)
         for method in names

@@ -17,7 +17,7 @@ Of registers with 2 or 4 keys a little attention to any colour pays at once, and
 as many tokens are of registers with 2 keys as with 64.
 
 $ python -m studies.length                     # three seeds, half an hour of two cores; then results/length
-$ python -m studies.length --report            # table.md and length.png again from rows.jsonl
+$ python -m studies.length --report            # table.md again from rows.jsonl
 $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # of any model
 """
 
@@ -29,19 +29,17 @@ if __name__ == "__main__" and not __package__:
 
 import os
 import random
-import statistics
 
 from tqdm import tqdm
 
 from configurator import run
 from engine.intervals import wilson
-from engine.plot import finish, pyplot
 from generate import generate
 from studies import kit
 from tokenizer import read_json
 
 out = "out/length"            # data and runs
-results = "results/length"    # rows.jsonl, table.md, length.png
+results = "results/length"    # rows.jsonl, table.md
 seeds = 3                     # of the weights and of the order
 first_seed = 2                # with 1 the settings were chosen
 scale = 1.0                   # of the number of windows; to try whether it runs
@@ -203,7 +201,6 @@ def table_md(rows):
         "# A longer window, at the size of a laptop", "",
         f"What `python -m studies.length` came to; the code is `studies/length.py`. {len(arms['short'])} seeds; ± is "
         "half of the 95 % interval by Student's t.", "",
-        "![by position, and by distance](length.png)", "",
         "## Bits per byte of validation text by position in a window of 1,024", ""]
     body = []
     for i, place in enumerate(first["positions"]):
@@ -218,30 +215,6 @@ def table_md(rows):
         body.append(f"| {one['distance']:,} | {' | '.join(cells)} |")
     lines += kit.table(f"| distance in tokens | {' | '.join(NAMES.values())} |", body)
     return "\n".join(lines) + "\n"
-
-
-def draw(rows, path):
-    """Bits per byte by position; right answers by distance. Means of the seeds, and a point for each."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.2))
-    places, asked = rows[0]["positions"], rows[0]["lookups"]
-    middles = [(place["begin"] + place["end"]) / 2 for place in places]
-    distances = [one["distance"] for one in asked]
-    for i, (arm, group) in enumerate(by_arm(rows).items()):
-        curves = [[place["bits_per_byte"] for place in row["positions"]] for row in group]
-        shares = [[one["right"] / one["n"] for one in row["lookups"]] for row in group]
-        for axis, x, lines in ((left, middles, curves), (right, distances, shares)):
-            axis.plot(x, list(map(statistics.fmean, zip(*lines))), color=f"C{i}", label=NAMES[arm])
-            for line in lines:
-                axis.plot(x, line, color=f"C{i}", marker=".", linestyle="", alpha=0.5)
-    left.set(title="validation text", xlabel="position in the window", ylabel="bits per byte")
-    right.set(title="keys looked up", xlabel="tokens since the key was said", ylim=(-0.03, 1.03), xscale="log")
-    right.set_xticks(distances, map(str, distances))
-    right.axhline(1 / len(COLOURS), color="black", linestyle=":")
-    for axis in (left, right):
-        axis.axvline(SHORT, color="0.7", linestyle=":")
-        axis.grid(alpha=0.2)
-    left.legend(fontsize=8)
-    finish(figure, path)
 
 
 def main():
@@ -263,7 +236,6 @@ def main():
         kit.write_rows(lines, [row for group in tqdm(groups, "seeds", seeds) for row in group])
     rows = kit.rows_to_report(lines, "studies.length")
     kit.write(f"{results}/table.md", table_md(rows))
-    draw(rows, f"{results}/length.png")
     print(table_md(rows))
 
 
