@@ -145,22 +145,14 @@ def ours(error):
     return file.startswith(ROOT + os.sep) and "site-packages" not in file
 
 
-def how_to_install(error):
-    """The command that brings the package that is missing, as the end of a sentence; "" for another error."""
-    if not isinstance(error, ModuleNotFoundError):
-        return ""
-    package = dict(yaml="pyyaml").get(error.name, error.name)
-    return f": pip install {package}"
-
-
 def run(main, *namespaces, beyond=""):
     """
     Configure a script and run it.
 
     namespaces: the globals of the script, and of other scripts, or objects, whose settings it has too; the last globals
     are the script's own. beyond: a module that takes the command line over, by its function start(), if that names a
-    setting that only this module has. A ValueError or OSError that our own code raises, or a package that it misses, is for
-    the user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
+    setting that only this module has. A ValueError or OSError that our own code raises, or a missing package, is for the
+    user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
     """
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:
@@ -181,7 +173,8 @@ def run(main, *namespaces, beyond=""):
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if not ours(error):
             raise
-        print(f"{os.path.basename(script['__file__'])}: {error}{how_to_install(error)}", file=sys.stderr)
+        install = attached("engine.help").how_to_install(error)
+        print(f"{os.path.basename(script['__file__'])}: {error}{install}", file=sys.stderr)
         raise SystemExit(2)
     except KeyboardInterrupt:
         raise SystemExit(130)
