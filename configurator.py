@@ -145,14 +145,6 @@ def ours(error):
     return file.startswith(ROOT + os.sep) and "site-packages" not in file
 
 
-def how_to_install(error):
-    """The command that brings the package that is missing, as the end of a sentence; "" for another error."""
-    if not isinstance(error, ModuleNotFoundError):
-        return ""
-    package = dict(yaml="pyyaml").get(error.name, error.name)
-    return f": pip install {package}"
-
-
 def run(main, *namespaces, beyond=""):
     """
     Configure a script and run it.
@@ -181,7 +173,8 @@ def run(main, *namespaces, beyond=""):
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if not ours(error):
             raise
-        print(f"{os.path.basename(script['__file__'])}: {error}{how_to_install(error)}", file=sys.stderr)
+        install = attached("engine.help").how_to_install(error)
+        print(f"{os.path.basename(script['__file__'])}: {error}{install}", file=sys.stderr)
         raise SystemExit(2)
     except KeyboardInterrupt:
         raise SystemExit(130)

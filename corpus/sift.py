@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from configurator import how_to_install
 from corpus.audit import add
 from corpus.dedup import LONG, fingerprint, pieces, signatures, words
 from corpus.heuristics import reason as broken_rule
@@ -30,6 +29,7 @@ from corpus.quality import as_number, column_reason
 from corpus.reservations import RESERVED, reservation
 from corpus.robots import host_key, verdict
 from corpus.shards import DOCUMENT, handfuls, long_parts
+from engine.help import how_to_install
 from engine.readers import documents, id_hash
 
 # Kinds of personal data: email, ip, iban.

@@ -44,3 +44,11 @@ def print_help(script, namespaces, settings, beyond=None):
                 print(f"  --{key}={value!r}".ljust(38), comments.get(key, "").strip())
                 shown.add(key)
     sys.stdout.flush()
+
+
+def how_to_install(error):
+    """The command that brings the package that is missing, as the end of a sentence; "" for another error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    package = dict(yaml="pyyaml").get(error.name, error.name)
+    return f": pip install {package}"
