@@ -48,11 +48,6 @@ UNITS = dict(tokens=(1e6, "million tokens"), step=(1, "step"), minutes=(60, "min
 # log.jsonl
 
 
-def has_log(folder):
-    path = f"{folder}/log.jsonl"
-    return os.path.isfile(path) and os.path.getsize(path) > 0
-
-
 def entries(folder):
     """
     Yield the entries of a run's log.jsonl in order, without torn lines. ValueError if there is no such file.
@@ -186,8 +181,8 @@ def comparable(folders):
     for folder, config in configs.items():
         path = f"{config.get('data')}/meta.json"
         if not os.path.isfile(path):
-            raise ValueError(f"the runs have different data, and {path} of {folder} is missing to see whether the text "
-                             "is the same: compare runs of one data folder")
+            raise ValueError(f"the runs have different data, and {path} of {folder} is not here to see whether the "
+                             "text is the same: compare runs of one data folder")
         splits = [source["val"] for source in read_json(path)["sources"].values()]
         texts.add(str(sorted((split["documents"], split["bytes"]) for split in splits)))
     if len(texts) > 1:

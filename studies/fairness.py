@@ -8,7 +8,7 @@ Zero means that all languages pay alike, 1 - 1/n that one pays everything. Costs
 parallel text only, where every language says the same; costs per byte need no parallel text, but count a script of
 three bytes per letter as cheap.
 
-$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # table and picture
+$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # two tables
 """
 
 import sys
@@ -26,12 +26,10 @@ from tqdm import tqdm
 from configurator import run
 from chat import read_rows
 from engine.files import read_text
-from engine.plot import finish, pyplot
 from tokenizer import load
 
 names = "apertus"                    # vocabularies to compare, with commas between
 rows = 20                            # languages in the table, evenly from the cheapest to the dearest; 0 = all
-out = "out/tokenizers.png"           # where the picture goes
 paths = []                           # .jsonl with text and lang, or .txt, one language each
 
 
@@ -90,29 +88,9 @@ def fairness(tokenizer, documents):
         used=len(seen) / tokenizer.vocab_size)
 
 
-def draw(costs, unit):
-    """
-    One curve per vocabulary: its languages from the cheapest to the dearest, tokens per document on a log scale.
-
-    costs: {label of a vocabulary: {language: tokens per document, relative to the language `unit`}}.
-    """
-    figure, axis = pyplot().subplots(figsize=(9, 5))
-    for label, cost in costs.items():
-        axis.plot(sorted(cost.values()), label=label)
-    axis.axhline(1, color="grey", linewidth=0.8, linestyle=":")
-    axis.set(
-        title="What a language pays for the same text",
-        xlabel="languages, cheapest to dearest for each vocabulary",
-        ylabel=f"tokens per document, {unit} = 1",
-        yscale="log")
-    axis.legend()
-    finish(figure, out)
-    print(f"\npicture: {out}")
-
-
 def main():
     """
-    Print a table of vocabularies and one of languages, and draw the picture.
+    Print a table of vocabularies and one of languages.
 
     Costs are relative to English, or to the first language if there is no English text.
     """
@@ -144,7 +122,6 @@ def main():
     for i in np.linspace(0, n - 1, min(rows, n) or n).round().astype(int):
         lang = order[i]
         print(f"{lang:{width}}", *(f"{cost[lang]:{width}.2f}" for cost in costs.values()))
-    draw(costs, unit)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loss
 from conftest import ROOT, refused, script
-from engine import parallel
+from engine import parallel, restore
 from engine.recompute import recompute_activations
 from faults.launch import losses, sha_of
 from model import Apertus, ApertusConfig
@@ -260,7 +260,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
             model = Apertus(SMALL)
         model.dtype = dtype
         parallel.spread(model, ranks, "cpu")
-        model.init_weights(5, parallel.place)
+        model.init_weights(5, restore.place)
         whole = dict(Apertus(SMALL, 5).named_parameters())
         assert all(p.full_tensor().equal(whole[name]) for name, p in model.named_parameters())
         block, sent, added = model.model.layers[0], set(), []
