@@ -257,8 +257,8 @@ def advice(plans, spec, shards, most, room):
                "--block_size, or adapters beside a published model (--lora_r=16 --base=nf4)")
         return
     how = parallel if shards == 1 else "fsdp" if shards == gpus else "hsdp"
-    yield (f"-> --parallel={how} --recompute={best.mode} --micro_batch={best.rows}, {most // best.rows} of them "
-           "accumulate")
+    added = "" if best.rows == most else f"; a step adds up {most // best.rows} of them on each GPU"
+    yield f"-> --parallel={how} --recompute={best.mode} --micro_batch={best.rows}{added}"
     if best.links > best.compute:
         hidden = best.tokens * best.links / best.compute
         fewer = f", --parallel=hsdp --hsdp_shard={spec.per_node}" if shards == gpus > spec.per_node else ""
