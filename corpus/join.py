@@ -5,16 +5,18 @@ $ python data.py data/stdlib                              # its sources, and one
 $ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
 """
 
-import json
 import os
 import shutil
 
+import pyarrow
+import pyarrow.compute as pc
+
 import tokenizer
 from configurator import run
-from corpus.kept import join_audits
-from corpus.shards import claim, publish
+from corpus.folder import building, clear, empty, publish
+from corpus.ledger import FILE, counted, ledger, write_account, write_ledger
 from data import VOCABULARY, TokenDataset, read_meta
-from engine.files import version
+from engine.files import read_json, version
 
 paths = []           # the data folder (default data/stdlib), or several with --join
 join = ""            # a folder to make of them
@@ -24,13 +26,13 @@ seed = 28            # of the order of windows
 
 def joined_meta(folders, final):
     """
-    meta.json of several folders in one, for a folder that will stand at `final`.
+    (meta.json of several folders in one, for a folder that will be at `final`; {folder: {source: its new name}}).
 
     ValueError for folders of different vocabularies, and for a source that is there twice.
     """
     metas = [read_meta(folder) for folder in folders]
     joined = {key: metas[0][key] for key in ("tokenizer", *VOCABULARY)}
-    joined["sources"] = {}
+    joined["sources"], renamed = {}, {folder: {} for folder in folders}
     for folder, meta in zip(folders, metas):
         if meta["tokenizer_hash"] != joined["tokenizer_hash"]:
             raise ValueError(
@@ -49,32 +51,71 @@ def joined_meta(folders, final):
                     path = os.path.join(folder, shard["file"])
                     shard["file"] = os.path.relpath(os.path.realpath(path), final)
             joined["sources"][new] = source
+            renamed[folder][name] = new
     joined["version"] = version(joined)
-    return joined
+    return joined, renamed
 
 
 def join_folders(folders, out):
     """
-    Write out/meta.json with the sources of all folders, whose shards stay where they are, and one audit. Prints how
-    many texts are there more than once. `out` may be one of the folders, to which the others are added.
+    Write a data folder with the sources of all folders, whose shards stay where they are, and one ledger. `out` may be
+    one of the folders, to which the others are added.
 
     ValueError as joined_meta, and if `out` holds anything but the result of an earlier --join.
     """
     final = os.path.realpath(out)
-    joined = joined_meta(folders, final)
+    meta, renamed = joined_meta(folders, final)
     others = [folder for folder in folders if os.path.realpath(folder) != final]
-    final, tmp, lock = claim(out, others, joined=True)
-    with lock:
-        data = os.path.join(tmp, "data")
-        shutil.rmtree(data, ignore_errors=True)
-        os.makedirs(data)
+    with building(out, others, joined=True) as (final, tmp):
+        empty(tmp)
+        data = tmp / "data"
+        data.mkdir()
         tokenizer_file = os.path.join(folders[0], "tokenizer.json")
         if os.path.isfile(tokenizer_file):
             shutil.copy(tokenizer_file, data)
-        with open(os.path.join(data, "meta.json"), "w", encoding="utf-8") as f:
-            json.dump(joined, f, indent=1)
-        print(join_audits(folders, joined, final, data))
+        write_ledger(data / FILE, rows_of_all(folders, renamed, final))
+        streams = {name: {split: part["shards"] for split, part in source.items()} for name, source in meta["sources"].items()}
+        write_account(data, meta, streams, joined_report([read_json(f"{folder}/report.json") for folder in folders], out))
+        print(texts_again(data))
         publish(final, tmp)
+        clear(tmp)
+
+
+def rows_of_all(folders, renamed, final):
+    """Yield the rows of all ledgers, with the names of sources and shards in the new folder."""
+    for folder in folders:
+        for rows in ledger(folder):
+            listed = rows.to_pylist()
+            for row in listed:
+                row["source"] = renamed[folder].get(row["source"], row["source"])
+                if row["shard"]:
+                    row["shard"] = os.path.relpath(os.path.realpath(os.path.join(folder, row["shard"])), final)
+            yield pyarrow.Table.from_pylist(listed, rows.schema)
+
+
+def joined_report(parts, out):
+    """What the reports of all parts say, as write_account() takes it."""
+    run = dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(part["run"]["command"] for part in parts))
+    return dict(
+        run=run,
+        inputs=[file for part in parts for file in part["inputs"]],
+        ignored={kind: names for part in parts for kind, names in part["ignored"].items()},
+        rule=" ".join(sorted({part["rule"] for part in parts})),
+        pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
+        probes=None,
+        robots=None,
+    )
+
+
+def texts_again(folder):
+    """A sentence: the documents whose text is there before them, and the texts on both sides of the split."""
+    rows = pyarrow.concat_tables(ledger(folder, ["text", "split", "reason", "bytes"]))
+    rows = rows.filter(pc.and_(pc.equal(rows["reason"], ""), pc.greater(rows["bytes"], 0)))
+    texts = rows.group_by("text").aggregate([("split", "count_distinct")])
+    both = int((texts["split_count_distinct"].to_numpy() > 1).sum())
+    how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
+    return (f"{counted(len(rows) - len(texts), 'document')} have a text that is there before, {both:,} of the texts for training "
+            f"and for validation{how}")
 
 
 def main():
@@ -83,15 +124,14 @@ def main():
             raise ValueError("--join wants the folders to join: python data.py data/a data/b --join=data/both")
         join_folders(paths, join)
     folder = join or (paths[0] if paths else "data/stdlib")
+    for name, source in read_meta(folder)["sources"].items():
+        for split, part in source.items():
+            print(f"{name:20} {split:5} {part['documents']:10,} documents {part['tokens']:15,} tokens {part['bytes'] / 1e6:10.2f} MB")
+    if join:
+        return
     data = TokenDataset(folder, "train", block_size, seed)
-    for name, source in data.meta["sources"].items():
-        for split in ("train", "val"):
-            s = source[split]
-            size = f"{s['documents']:8,} documents {s['tokens']:14,} tokens {s['bytes'] / 1e6:10.2f} MB"
-            print(f"{name:20} {split:5} {size}")
     idx, _, _, doc = data.batch(0, 1)
-    n_documents = doc.max() - doc.min() + 1
-    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {n_documents} documents:\n")
+    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {doc.max() - doc.min() + 1} documents:\n")
     print(tokenizer.load_for(folder).decode(idx[0].tolist()))
 
 

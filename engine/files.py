@@ -90,6 +90,11 @@ def write_flushed(path, content, shared=False):
     flush(os.path.dirname(os.path.abspath(path)))
 
 
+def write_json(path, content):
+    """write_flushed() of an object, as JSON that people can read."""
+    write_flushed(path, json.dumps(content, indent=1, ensure_ascii=False))
+
+
 def make_folder(path):
     """os.makedirs, with each new name flushed into the folder that holds it: a power cut would take all inside."""
     holders, at = [], os.path.abspath(path)

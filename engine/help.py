@@ -41,7 +41,9 @@ def print_help(script, namespaces, settings, beyond=None):
             comments = {line.split()[0].strip(":"): line.partition("  # ")[2] for line in lines if " = " in line}
         for key, value in settings(space).items():
             if key not in shown:
-                print(f"  --{key}={value!r}".ljust(38), comments.get(key, "").strip())
+                # The other arguments, which have no flag.
+                name = "PATHS" if key == "paths" else f"--{key}={value!r}"
+                print(f"  {name}".ljust(38), comments.get(key, "").strip())
                 shown.add(key)
     sys.stdout.flush()
 

@@ -1,14 +1,17 @@
-"""prepare.py: killed and resumed, one process or four, any input format: the same bytes; and nothing is lost."""
+"""prepare.py: documents in = kept + removed; the same bytes whatever stops it; nothing of the user's is lost."""
 import contextlib
+import csv
 import glob
 import gzip
 import hashlib
 import json
 import os
-import shutil
+import random
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -18,354 +21,282 @@ import prepare
 import tokenizer
 from configurator import settings
 from conftest import ROOT, script
-from corpus import shards
-from data import read_meta
-from engine import readers
-from engine.inputs import find
-from engine.readers import batches, check
-from test_readers import data_set  # noqa: F401
-
-BYTE = tokenizer.load("byte")
-WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but "
-         "their all one we can there been if more when will would who so no out up into them then she he do its about "
-         "other over these some could than").split()
-LANGUAGES = ("eng_Latn", "deu_Latn", "roh_Latn")
-
-
-def text(seed, n=120):
-    rng = np.random.default_rng(seed)
-    return " ".join(rng.choice(WORDS, n)).capitalize() + f".\nNumber {seed}."
-
-
-def row(i):
-    columns = dict(lang=LANGUAGES[i % 3], license=("cc-by-4.0", "mit")[i % 2], score=i * 37 % 101 / 100)
-    url = f"https://host{i % 7}.example/page/{i}"
-    return dict(id=f"d{i}", text=text(i), url=url, date=f"2024-01-{1 + i % 28:02d}", **columns)
-
-
-def rows(n, first=0):
-    return [row(i) for i in range(first, first + n)]
-
-
-def write_jsonl(path, records, opener=open):
-    with opener(path, "wt", encoding="utf-8") as f:
-        f.writelines(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
-    return str(path)
-
-
-def write_parquet(path, records, **options):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-    pyarrow.parquet.write_table(pa.Table.from_pylist(records), path, **options)
-
-
-def run(*args):
-    done = script("prepare.py", *args)
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def fill(out, *args):
-    """prepare.py ARGS into the folder `out`, with bytes as tokens."""
-    return run(*args, f"--out={out}", "--tokenizer=byte")
-
-
-def refused(says, *args):
-    """prepare.py ARGS ends with exit code 2 and an error that says so, without a traceback. Returns the error."""
-    done = script("prepare.py", *args)
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
-    return done.stderr
-
-
-def written(folder):
-    """{file: bytes} of all that must be the same in two runs."""
-    kept = (".npy", ".gz", "meta.json", "probes.json")
-    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.name.endswith(kept)}
-
-
-def account(folder):
-    with open(os.path.join(folder, "report.json"), encoding="utf-8") as f:
-        return json.load(f)
-
-
-def texts_in(folder, splits=("train", "val")):
-    """The documents of a folder made with --tokenizer=byte, read from the shards."""
-    meta, found = read_meta(folder), []
-    for source in meta["sources"].values():
-        for split in splits:
-            files = [os.path.join(folder, shard["file"]) for shard in source[split]["shards"]]
-            shards = [np.load(file, allow_pickle=False) for file in files]
-            stream = np.concatenate([np.zeros(0, np.int64), *shards])
-            documents = np.split(stream, np.flatnonzero(stream == meta["bos"]))[1:]
-            found += [BYTE.decode(document[1:-1]) for document in documents]
-    return found
-
-
-def split_texts(folder):
-    """The documents for training, and those for validation."""
-    return texts_in(folder, ["train"]), texts_in(folder, ["val"])
+from corpora import BYTE, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpus import folder, stages
+from corpus.shards import long_parts
 
 
 def side(text):
-    """By which a document validates, in [0, 1): 64 bits of the BLAKE2b of its text with single spaces."""
+    """By which a text is for validation, in [0, 1): 64 bits of the BLAKE2b of it with single spaces."""
     digest = hashlib.blake2b(" ".join(text.split()).encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
 
 
 def place(doc_id):
-    """Where a document stands in the order, in [0, 1): the first 64 bits of the sha256 of its id."""
+    """Where a document is in the order, in [0, 1): the first 64 bits of the sha256 of its id."""
     return int.from_bytes(hashlib.sha256(doc_id.encode()).digest()[:8], "big") / 2**64
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the same bytes
+# what is in the folder
 
 
-@pytest.mark.parametrize("by", ["text", "id"])
-def test_documents_stand_in_the_order_of_the_hash_of_their_ids_and_validate_by_that_of_their_texts(tmp_path, by):
-    """Or by that of their ids, as in the default corpus."""
-    records = rows(40)
-    fill(tmp_path / "out", write_jsonl(tmp_path / "docs.jsonl", records), "--val_share=0.3", f"--split_by={by}")
-    places = {r["text"]: place(f"docs.jsonl:{r['id']}") for r in records}
-    ordered = sorted(places, key=places.get)
-    train, val = split_texts(tmp_path / "out")
-    number = side if by == "text" else places.get
-    assert val == [text for text in ordered if number(text) < 0.3]
-    assert train == [text for text in ordered if number(text) >= 0.3] and min(len(train), len(val)) > 5
-    # The report says with which settings that was.
-    asked = dict(out=str(tmp_path / "out"), tokenizer="byte", val_share=0.3, pii=True)
-    assert asked.items() <= account(tmp_path / "out")["run"]["settings"].items()
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Every format and every reason: (arguments, {id: text} of the readable documents)."""
+    root = tmp_path_factory.mktemp("corpus")
+    texts = root / "in"
+    texts.mkdir()
+    every = rows(240)
+    every[7]["text"] = every[3]["text"].replace(" ", "  ")
+    every[8]["text"] = " \n"
+    every[93]["text"] = every[11]["text"] + " One word more."
+    every[91]["text"] = "Write to ann@example.org or bob@example.org. " + every[91]["text"]
+    write_lines(texts / "a.jsonl", every[:100])
+    with gzip.open(texts / "b.jsonl.gz", "wt") as f:
+        f.writelines(json.dumps(row) + "\n" for row in every[100:160])
+    (texts / "c.json").write_text(json.dumps(every[160:200], indent=1))
+    with open(texts / "d.csv", "w", newline="") as f:
+        writer = csv.DictWriter(f, every[0])
+        writer.writeheader()
+        writer.writerows(every[200:])
+    (texts / "note.txt").write_text(text(500))
+    (texts / "code.py").write_text(f"# {text(501)} ann@example.org\n")
+    (texts / "bad.txt").write_bytes(b"Gr\xfcezi")
+    (texts / "scan.pdf").write_bytes(b"%PDF")
+    write_lines(root / "robots.jsonl", [
+        dict(domain="host1.example", content="User-agent: GPTBot\nDisallow: /page/1"), dict(domain="host2.example", content="")])
+    (root / "prompts.txt").write_text(" ".join(every[21]["text"].split()[:30]))
+    args = [texts, f"--robots={root}/robots.jsonl", "--keep_rate=deu_Latn:0.5,*:1", "--default_language=und", "--near_dedup=0.72", f"--decontaminate={root}/prompts.txt",
+            "--source_by=lang", "--shard_tokens=30000", "--val_share=0.1"]
+    names = [f"{file}:{row['id']}" for file, n in (("a.jsonl", 100), ("b.jsonl.gz", 60), ("c.json", 40), ("d.csv", 40))
+             for row in every[sum((100, 60, 40)[:("a.jsonl", "b.jsonl.gz", "c.json", "d.csv").index(file)]):][:n]]
+    found = dict(zip(names, [row["text"] for row in every]))
+    found["note.txt"], found["code.py"] = (texts / "note.txt").read_text(), (texts / "code.py").read_text()
+    fill(root / "out", *args)
+    return root, args, found
 
 
-def test_of_a_handful_of_documents_the_one_of_the_least_hash_validates_with_its_copies(tmp_path):
-    records = rows(5) + [dict(r, id=f"again {r['id']}") for r in rows(5)]
-    path = write_jsonl(tmp_path / "docs.jsonl", records)
-    fill(tmp_path / "out", path, "--val_share=1e-9", "--dedup=False")
-    first = min(records, key=lambda r: side(r["text"]))
-    assert split_texts(tmp_path / "out")[1] == [first["text"]] * 2
+def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
+    root, _, texts = corpus
+    found = {row["id"]: row for row in ledger(root / "out")}
+    assert found.keys() == {*texts, "bad.txt"}
+    assert all(row["bytes"] == len(texts[name].encode()) for name, row in found.items() if name in texts)
+    reasons = Counter(row["reason"].split(":")[0] for row in found.values())
+    assert {"unreadable", "empty", "robots", "rate", "contaminated", "duplicate", "near-duplicate"} <= reasons.keys()
+    total = report(root / "out")["total"]
+    assert total["documents_in"] == len(found) and total["documents"] == reasons.pop("")
+    assert {reason: n for reason, (n, _) in total["removed"].items()} == reasons
+    assert total["bytes_in"] == sum(len(one.encode()) for one in texts.values())
+    assert total["bytes_in"] == total["bytes"] + sum(size for _, size in total["removed"].values())
+    assert report(root / "out")["ignored"] == {".pdf": ["scan.pdf"]}
+    page = (root / "out" / "report.md").read_text()
+    assert "scan.pdf" in page and "1 could not be read" in page
+    # Of equal and of nearly equal texts the first in the input stays.
+    for first, second, why in (("a.jsonl:d3", "a.jsonl:d7", "duplicate"), ("a.jsonl:d11", "a.jsonl:d93", "near-duplicate")):
+        assert found[second]["reason"] == why and found[first]["reason"] == ""
+
+
+def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes(corpus):
+    root, _, texts = corpus
+    kept_rows, every = kept(root / "out"), streams(root / "out")
+    at = Counter()
+    for row in sorted(kept_rows, key=lambda row: place(row["id"])):
+        stream = row["source"], row["split"]
+        ids = every[stream][at[stream]:at[stream] + row["tokens"]]
+        shard = int(row["shard"][-9:-4])
+        assert at[stream] == 30_000 * shard + row["offset"]
+        at[stream] += row["tokens"]
+        assert (ids[0], ids[-1], len(ids)) == (BYTE.bos, BYTE.eos, row["tokens"])
+        plain = texts[row["id"]]
+        if row["email"]:
+            plain = plain.replace("ann@example.org", "<email-pii>").replace("bob@example.org", "<email-pii>")
+        assert BYTE.decode(ids[1:-1].tolist()) == plain and row["written"] == len(plain.encode())
+        assert row["split"] == ("val" if side(texts[row["id"]]) < 0.1 else "train")
+    assert {name: len(stream) for name, stream in every.items()} == dict(at)
+    # Code keeps its addresses.
+    assert {row["id"]: row["email"] for row in kept_rows if row["email"]} == {"a.jsonl:d91": 2}
+
+
+def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path, monkeypatch):
+    root, args, _ = corpus
+    once = written(root / "out")
+    monkeypatch.setattr(stages, "GROUP", 3000)
+    monkeypatch.setattr(stages, "BUCKET", 5000)
+    # The only source would be named like the folder.
+    fill(tmp_path / "out", *args)
+    assert written(tmp_path / "out") == once
+    small = f"from corpus import stages\nimport prepare, sys\nstages.GROUP = 3000\nstages.BUCKET = 5000\nprepare.SMALL = 0\n" \
+            "from configurator import run\nrun(prepare.main, vars(prepare))"
+    for n, (workers, place) in enumerate(((3, "spool/4.parquet"), (2, "tokens/3.counts"), (1, ""))):
+        process = subprocess.Popen(
+            [sys.executable, "-c", small, *map(str, args), f"--out={tmp_path}/killed", "--tokenizer=byte", f"--workers={workers}"],
+            cwd=ROOT, env=dict(os.environ, PYTHONPATH=ROOT), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while n < 2 and process.poll() is None and not glob.glob(f"{tmp_path}/killed.tmp/work/{place}"):
+            time.sleep(0.002)
+        if n < 2:
+            process.send_signal(signal.SIGKILL)
+            # The pipes close when the last worker has ended too.
+            process.communicate(timeout=30)
+            assert not (tmp_path / "killed").exists()
+    said, err = process.communicate()
+    assert process.returncode == 0 and "resuming" in said, err
+    assert written(tmp_path / "killed") == once and not (tmp_path / "killed.tmp").exists()
+
+
+def test_a_run_resumes_only_with_the_settings_that_decide_what_it_writes(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "score.py").write_text("def score(text): return 1.0")
+    monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
+    inputs = prepare.find(prepare.paths)[0]
+    key = prepare.key_of(settings(vars(prepare)), inputs)
+    for name, value in settings(vars(prepare)).items():
+        if name in ("paths", "heuristics"):
+            continue
+        changed = not value if type(value) is bool else value[:-1] if type(value) is tuple else value + type(value)(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, name, changed)
+            same = prepare.key_of(settings(vars(prepare)), inputs) == key
+        assert same == (name in ("workers", "strict", "dry_run")), name
+    os.utime(tmp_path / "a.txt", (1, 1))
+    assert prepare.key_of(settings(vars(prepare)), inputs) != key
+
+
+def test_a_few_documents_or_one_still_leave_something_to_validate(tmp_path):
+    write_lines(tmp_path / "few.jsonl", [dict(text=one) for one in (text(1), text(2), text(1).upper(), text(3))])
+    fill(tmp_path / "few", tmp_path / "few.jsonl", "--val_share=1e-9")
+    least = min((text(1), text(2), text(1).upper(), text(3)), key=side)
+    assert texts_of(tmp_path / "few")["val"] == [least]
+    one = text(4, 900).replace("\n", " ")
+    (tmp_path / "one.txt").write_text(one)
+    fill(tmp_path / "one", tmp_path / "one.txt", "--val_share=0.1")
+    train, val = (part[0] for part in texts_of(tmp_path / "one").values())
+    assert train + val == one and 0.05 < len(val) / len(train) < 0.15
+    assert report(tmp_path / "one")["total"]["documents"] == 1 and script("corpus.audit", tmp_path / "one").returncode == 0
 
 
 def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     """Each document repeats a word of its own: those that became a token are of documents that are trained on."""
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
-    write_jsonl(tmp_path / "docs.jsonl", [dict(id=i, text=f"{word} " * 50) for i, word in enumerate(words)])
-    run(tmp_path / "docs.jsonl", f"--out={tmp_path / 'out'}", "--train_bpe=400", "--val_share=0.5")
+    write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words])
+    done = script("prepare.py", tmp_path / "in.jsonl", f"--out={tmp_path}/out", "--train_bpe=400", "--val_share=0.5")
+    assert done.returncode == 0, done.stderr
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
-    assert learnt == [word for i, word in enumerate(words) if side(f"{word} " * 50) >= 0.5]
-    assert 5 < len(learnt) < 15
+    assert learnt == [word for word in words if side(f"{word} " * 50) >= 0.5] and 5 < len(learnt) < 15
 
 
-def test_a_bucket_of_tokens_holds_the_documents_of_that_many(tmp_path):
-    """
-    Counted in the shards, begin and end included, where an address of 17 letters is one token (chat.py's vocabulary):
-    the texts of 4 to 12 letters, and what is left out is in the account.
-    """
-    texts = ["x" * n for n in range(1, 30)] + ["to anna@example.org 1234"]
-    write_jsonl(tmp_path / "in.jsonl", [dict(id=str(i), text=text) for i, text in enumerate(texts)])
-    fill(tmp_path / "out", tmp_path / "in.jsonl", "--min_tokens=6", "--max_tokens=14")
-    found = texts_in(tmp_path / "out")
-    assert sorted(map(len, found))[:9] == list(range(4, 13)) and len(found) == 10
-    assert any("<email-pii> 1234" in text for text in found)
-    total = account(tmp_path / "out")["total"]
-    assert total["documents_in"] == 30 and total["removed"]["tokens"][0] == 20
+def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
+    passages = [text(i, 30) for i in range(900, 906)]
+    write_lines(tmp_path / "probes.jsonl", [dict(text=one) for one in passages])
+    write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])])
+    fill(tmp_path / "out", tmp_path / "in.jsonl", f"--probes={tmp_path}/probes.jsonl", "--repetitions=(0,3)")
+    said = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
+    seen = Counter(one for part in texts_of(tmp_path / "out").values() for one in part)
+    assert {one["text"]: one["repetitions"] for one in said} == {one: seen[one] for one in passages}
+    assert sorted(seen[one] for one in passages) == [0, 0, 0, 3, 3, 3]
+    assert all(BYTE.decode(one["ids"]) == one["text"] for one in said)
+    assert report(tmp_path / "out")["total"]["documents"] == 30 and script("corpus.audit", tmp_path / "out").returncode == 0
 
 
-FILTERS = ["--near_dedup=0.72", "--keep_rate=0.9", "--min_chars=20", "--source_by=language", "--tokenizer=byte"]
+def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "GROUP", 1000)
+    for name in "abc":
+        write_lines(tmp_path / f"{name}.jsonl", rows(10, 10 * ord(name)))
+    fill(tmp_path / "out", *(tmp_path / f"{name}.jsonl" for name in "abc"), "--max_bytes=3000")
+    assert report(tmp_path / "out")["total"]["documents"] == 10 and report(tmp_path / "out")["total"]["written"] >= 3000
+    problems = [file["problem"] for file in report(tmp_path / "out")["inputs"]]
+    assert problems == [None, *["not read: --max_bytes was reached"] * 2]
 
 
-def copied(i):
-    """Which documents are copied to places i and i + 1, the second with an addition."""
-    return (i * 7 + 3) % 1500, (i * 11 + 5) % 1500
+def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path):
+    (tmp_path / "score.py").write_text("def score(text): return -len(text)")
+    write_lines(tmp_path / "in.jsonl", rows(60))
+    for how, key in ((["--score_field=score"], lambda row: row["score"]),
+                     ([f"--score={tmp_path}/score.py"], lambda row: -len(row["text"]))):
+        fill(tmp_path / "out", tmp_path / "in.jsonl", "--keep_top=0.2", *how)
+        want = set()
+        for lang in ("deu_Latn", "roh_Latn"):
+            mine = sorted((row for row in rows(60) if row["lang"] == lang), key=key, reverse=True)
+            want |= {row["id"] for row in mine if key(row) >= key(mine[5])}
+        assert {row["id"].split(":")[1] for row in kept(tmp_path / "out")} == want
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """1,500 documents with copies and near-copies, in three files; prompts; a robots store; what they should become."""
-    root = tmp_path_factory.mktemp("corpus")
-    records = rows(1500)
-    for i in range(0, 1500, 50):
-        exact, near = (records[j]["text"] for j in copied(i))
-        records[i] = dict(records[i], text=exact)
-        records[i + 1] = dict(records[i + 1], text=near + " And more.")
-    (root / "in").mkdir()
-    for k in range(3):
-        write_jsonl(root / "in" / f"part{k}.jsonl", records[500 * k:500 * k + 500])
-    (root / "prompts.txt").write_text(" ".join(text(11).split()[:30]) + "\n")
-    refusal = dict(domain="host3.example", content="User-agent: GPTBot\nDisallow: /page/1\n")
-    write_jsonl(root / "robots.jsonl", [refusal, dict(domain="host5.example", content="<html>")])
-    args = [root / "in", f"--robots={root / 'robots.jsonl'}", f"--decontaminate={root / 'prompts.txt'}", *FILTERS]
-    run(*args, f"--out={root / 'out'}")
-    return root, args
-
-
-# Batches of 20 kB and buckets of 30 kB instead of 4 and 16 MB.
-SMALL_BATCHES = """
-from engine import readers
-readers.BATCH = 20_000
-import prepare
-from configurator import run
-prepare.BUCKET = 30_000
-run(prepare.main, vars(prepare))
-"""
-
-
-def started(*args):
-    """prepare.py in a process of its own, with small batches."""
-    command = [sys.executable, "-c", SMALL_BATCHES, *map(str, args)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def small_batches(*args):
-    """The same, waited for."""
-    process = started(*args)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-
-
-def test_one_process_or_three_and_any_size_of_batch_write_the_same_bytes(corpus, tmp_path):
-    root, args = corpus
-    # The source is named like the folder.
-    out = root / "again" / "out"
-    small_batches(*args, f"--out={out}", "--workers=3")
-    assert written(out) == written(root / "out")
-    again, once = account(out), account(root / "out")
-    for part in ("total", "table", "robots", "licenses", "outputs"):
-        assert again[part] == once[part]
-    assert {"robots", "contaminated", "rate", "duplicate", "near-duplicate"} <= again["total"]["removed"].keys()
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
-def test_killed_in_the_middle_and_started_again_it_writes_the_same_bytes(corpus, tmp_path):
-    root, args = corpus
-    out = tmp_path / "out"
-    work = f"{out}.tmp/work"
-    first = started(*args, f"--out={out}", "--workers=2")
-    while first.poll() is None and len(glob.glob(f"{work}/*.npz")) < 4:
-        time.sleep(0.002)
-    first.kill()
-    # The pipes close when the last worker is gone too.
-    first.communicate(timeout=30)
-    assert not out.exists()
-    before = {file: os.stat(file).st_mtime_ns for file in glob.glob(f"{work}/*.npz")}
-    assert before
-    second = started(*args, f"--out={out}", "--workers=1")
-    while second.poll() is None:
-        for file, then in before.items():
-            # In the end they are removed.
-            with contextlib.suppress(FileNotFoundError):
-                assert os.stat(file).st_mtime_ns == then
-        time.sleep(0.005)
-    said, err = second.communicate()
-    assert second.returncode == 0 and "going on" in said, err
-    assert written(out) == written(root / "out")
-
-
-@pytest.fixture
-def goes_on(tmp_path, monkeypatch, capsys):
-    """goes_on() looks at the input: whether it goes on with what the look before left. .code: a copy of the scripts."""
-    def goes_on():
-        prepare.survey(find(prepare.paths), str(tmp_path / "work"), str(tmp_path / "data"))
-        return "going on" in capsys.readouterr().out
-    goes_on.code = tmp_path / "code"
-    for name in ("corpus", "engine"):
-        shutil.copytree(os.path.join(ROOT, name), goes_on.code / name)
-    for name in ("prepare.py", "tokenizer.py"):
-        shutil.copy(os.path.join(ROOT, name), goes_on.code)
-    (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr(prepare, "ROOT", str(goes_on.code))
-    monkeypatch.setattr(prepare, "paths", [str(tmp_path / "a.txt")])
-    assert (goes_on(), goes_on()) == (False, True)
-    return goes_on
-
-
-def another(value):
-    """A value of the same kind."""
-    if type(value) is bool:
-        return not value
-    return value[:-1] if type(value) is tuple else value + type(value)(1)
-
-
-def test_a_run_goes_on_only_with_the_settings_that_decide_what_it_writes(goes_on, monkeypatch):
-    for name, value in settings(vars(prepare)).items():
-        if name != "paths":
-            named = dict(encoding="latin-1", heuristics="gopher")
-            monkeypatch.setattr(prepare, name, named.get(name) or another(value))
-            assert goes_on() == (name in ("workers", "strict", "dry_run")), name
+def test_what_has_been_known_is_a_duplicate_and_a_dry_run_leaves_nothing(tmp_path):
+    write_lines(tmp_path / "old.jsonl", rows(40))
+    write_lines(tmp_path / "new.jsonl", rows(40, 20))
+    fill(tmp_path / "old", tmp_path / "old.jsonl")
+    said = fill(tmp_path / "new", tmp_path / "new.jsonl", f"--known={tmp_path}/old", "--dry_run")
+    assert "| duplicate: the same text was kept before | 20 |" in said
+    assert sorted(os.listdir(tmp_path)) == ["new.jsonl", "old", "old.jsonl"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# where it goes: nothing is lost there
+# nothing of the user's is lost
 
 
 def snapshot(root):
-    """{path: bytes, or where a link points} of all that is there."""
-    found = {}
-    for folder, folders, files in os.walk(root):
-        for path in (Path(folder, name) for name in files + folders):
-            content = path.read_bytes() if path.is_file() else None
-            found[str(path)] = os.readlink(path) if path.is_symlink() else content
-    return found
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(Path(root).rglob("*"))}
 
 
 @pytest.fixture
 def home(tmp_path):
-    """A user's folder: texts to read, notes of their own, a data folder of ours and one with a note in it."""
+    """A user's folder: texts, notes, a data folder of ours and one with a note in it."""
     (tmp_path / "texts" / "sub").mkdir(parents=True)
     (tmp_path / "texts" / "a.txt").write_text("the first text")
     (tmp_path / "texts" / "sub" / "b.txt").write_text("the second text")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "thesis.md").write_text("years of work")
+    for name in ("own", "next.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.md").write_text("years of work")
     (tmp_path / "link").symlink_to(tmp_path / "own")
-    (tmp_path / "next.tmp").mkdir()
-    (tmp_path / "next.tmp" / "thesis.md").write_text("years of work")
     (tmp_path / "file").write_text("not a folder")
-    fill(tmp_path / "data", tmp_path / "texts")
-    fill(tmp_path / "noted", tmp_path / "texts")
+    for name in ("data", "noted"):
+        fill(tmp_path / name, tmp_path / "texts")
     (tmp_path / "noted" / "notes.txt").write_text("what I found in these data")
     return tmp_path
 
 
-# What the refusal names: a file of the user, or what is in the way.
-REFUSED = {
-    "own": "thesis.md", "link": "thesis.md", "noted": "notes.txt", "file": "file", "next": "next.tmp is in the way",
-    "file/x": "cannot be written", "texts": "to be read", "texts/sub": "to be read", "": "to be read",
-    "texts/new/": "lies in"}
-
-
 def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
     before = snapshot(home)
-    for out, says in REFUSED.items():
-        for texts in ("texts", "link/../texts"):
-            error = refused(says, home / texts, f"--out={home}/{out}", "--tokenizer=byte")
-            assert error.count("\n") == 1, (out, error)
-            assert snapshot(home) == before, out
-    refused("to be read", home / "texts" / "*.txt", f"--out={home}/texts", "--tokenizer=byte")
-    assert snapshot(home) == before
+    for out, says in {
+            "own": "thesis.md", "link": "thesis.md", "noted": "notes.txt", "file": "file", "next": "next.tmp is in the way",
+            "file/x": "cannot be written", "texts": "an input", "texts/sub": "an input", "": "an input", "texts/new/": "lies in",
+    }.items():
+        refuse(says, home / "texts", f"--out={home}/{out}", "--tokenizer=byte")
+        assert snapshot(home) == before, out
+    for args, says in (
+            ([home / "nothing"], "no such file"),
+            ([home / "texts", "--text_field=body", f"--known={home}/own"], "not a data folder"),
+            ([home / "texts", "--min_tokens=5"], "--tokenizer=apertus"),
+            ([home / "texts", "--val_share=2"], "a part of 1"),
+            ([home / "texts", "--missing=maybe"], "allow or deny"),
+            ([home / "texts", "--split_by=luck"], "text, id"),
+            ([home / "texts", "--near_dedup=2"], "0.3 to 0.95"),
+            ([home / "texts", "--heuristics=no-such"], "no-such"),
+            ([home / "file", "--strict"], "unknown kind of file"),
+            ([home / "texts", f"--score={home}/file"], "file")):
+        refuse(says, *args, f"--out={home}/fresh")
+        assert snapshot(home) == before, args
 
 
-def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_stays_or_goes(home):
+def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_changes(home):
     (home / "texts" / "c.txt").write_text("the third text")
     before = snapshot(home)
     (home / "alias").symlink_to(home / "data")
     (home / "void").mkdir()
-    for out in ("data", "data/", "alias", "alias/", "own/../data", "fresh", "void", "deep/er/"):
+    for out in ("data", "data/", "alias", "own/../data", "fresh", "void", "deep/er/"):
         fill(f"{home}/{out}", home / "texts")
-        assert sorted(texts_in(home / out)) == ["the first text", "the second text", "the third text"], out
-        assert (home / "alias").is_symlink()
-        assert list(home.glob("*.tmp")) == [home / "next.tmp"]
+        assert sorted(sum(texts_of(home / out).values(), [])) == ["the first text", "the second text", "the third text"], out
+        assert (home / "alias").is_symlink() and list(home.glob("*.tmp")) == [home / "next.tmp"]
     after = snapshot(home)
-    changed = [path for path in before if after.get(path) != before[path]]
-    assert all(path.startswith(str(home / "data")) for path in changed)
-    fill(f"{home}/data", home / "texts", "--dry_run")
-    assert snapshot(home) == after
+    assert all(path.startswith(f"{home}/data") for path in before if after.get(path) != before[path])
 
 
 @pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [1, 2])
-def test_the_old_data_stand_until_the_new_ones_do_wherever_it_is_stopped(home, monkeypatch, fails, at):
+def test_the_old_data_are_there_until_the_new_ones_are_wherever_it_is_stopped(home, monkeypatch, fails, at):
     old = snapshot(home / "data")
-    final, tmp, lock = shards.claim(home / "data", [])
+    final, tmp, lock = folder.claim(home / "data", [])
     (tmp / "data").mkdir()
     (tmp / "data" / "meta.json").touch()
     true, left = os.rename, [None] * (at - 1)
@@ -376,218 +307,25 @@ def test_the_old_data_stand_until_the_new_ones_do_wherever_it_is_stopped(home, m
         left.pop()
         true(*names)
     with monkeypatch.context() as patch, lock, pytest.raises(type(fails)):
-        patch.setattr(shards.os, "rename", rename)
-        shards.publish(final, tmp)
+        patch.setattr(folder.os, "rename", rename)
+        folder.publish(final, tmp)
     # The next run, whatever it will do.
-    shards.claim(home / "data", [])[2].close()
+    folder.claim(home / "data", [])[2].close()
     assert snapshot(home / "data") == old
 
 
 def test_one_process_at_a_time_writes_a_folder(home):
-    lock = shards.claim(f"{home}/data", [])[2]
-    says = f"another prepare.py is writing there (process {os.getpid()})"
-    for out in ("data", "data/"):
-        refused(says, home / "texts", f"--out={home}/{out}", "--tokenizer=byte")
+    lock = folder.claim(f"{home}/data", [])[2]
+    refuse(f"another prepare.py is writing there (process {os.getpid()})", home / "texts", f"--out={home}/data/")
     lock.close()
     fill(home / "data", home / "texts")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# what goes, and why
-
-
-def removed_from(folder):
-    with gzip.open(folder / "removed.jsonl.gz", "rt", encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
-
-
-def test_of_equal_and_nearly_equal_texts_the_first_in_the_input_stays(tmp_path):
-    a, b = text(1), text(2)
-    near = a.replace("Number", "The number")
-    write_jsonl(tmp_path / "1.jsonl", [dict(id=0, text=a), dict(id=1, text=b), dict(id=2, text=a + " \n")])
-    write_jsonl(tmp_path / "2.jsonl", [dict(id=0, text=near), dict(id=1, text=b)])
-    fill(tmp_path / "out", tmp_path / "1.jsonl", tmp_path / "2.jsonl", "--near_dedup=0.72")
-    assert sorted(texts_in(tmp_path / "out")) == sorted([a, b])
-    removed = account(tmp_path / "out")["total"]["removed"]
-    assert removed == {"duplicate": [2, len(a) + 2 + len(b)], "near-duplicate": [1, len(near)]}
-
-
-def test_personal_data_becomes_single_tokens_but_not_in_code(tmp_path):
-    words = "Write to jo@example.org from 10.1.2.3, pay GB82 WEST 1234 5698 7654 32. "
-    (tmp_path / "a.txt").write_text(words)
-    (tmp_path / "b.py").write_text("MAIL = 'jo@example.org'")
-    fill(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.py", "--val_share=0")
-    files = (tmp_path / "out").glob("*.npy")
-    ids = np.concatenate([np.load(file, allow_pickle=False) for file in files]).tolist()
-    pii = account(tmp_path / "out")["pii"]
-    for kind in ("email", "ip", "iban"):
-        assert ids.count(BYTE.special[f"<{kind}-pii>"]) == pii[kind] == 1
-    fill(tmp_path / "code", tmp_path / "b.py", "--pii_in_code")
-    assert account(tmp_path / "code")["pii"]["email"] == 1
-
-
-def test_probes_stand_as_often_as_promised_and_the_controls_nowhere(tmp_path):
-    passages = [f"Passage {i}: " + text(1000 + i, 20) for i in range(8)]
-    probes = write_jsonl(tmp_path / "probes.jsonl", [dict(text=p) for p in passages])
-    # The first passage is a control, and the one that leaks: it is taken out.
-    corpus = write_jsonl(tmp_path / "d.jsonl", [*rows(50), dict(id="leak", text=passages[0])])
-    fill(tmp_path / "out", corpus, f"--probes={probes}", "--repetitions=0,1,4,16")
-    content = json.loads((tmp_path / "out" / "probes.json").read_text())
-    assert content["tokenizer_hash"] == BYTE.hash
-    planted = content["probes"]
-    train, val = split_texts(tmp_path / "out")
-    # How often each is planted does not follow from its place in the file, as where a list is sorted by length.
-    by_hash = sorted(range(8), key=lambda i: place(f"probe/{i}{passages[i]}"))
-    assert [probe["text"] for probe in planted] == [passages[i] for i in by_hash]
-    assert [probe["repetitions"] for probe in planted] == [0, 1, 4, 16, 0, 1, 4, 16]
-    for probe in planted:
-        assert train.count(probe["text"]) == probe["repetitions"] and probe["text"] not in val
-        assert BYTE.decode(probe["ids"]) == probe["text"]
-    said = account(tmp_path / "out")["probes"]
-    assert said["documents"] == 42
-    assert said["tokens"] == sum(probe["repetitions"] * (len(probe["ids"]) + 2) for probe in planted)
-    assert set(read_meta(str(tmp_path / "out"))["sources"]) == {"out", "probes"}
-
-
-def test_reading_stops_at_max_bytes_and_a_file_that_was_not_reached_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "BATCH", 20_000)
-    paths = [write_jsonl(tmp_path / f"{i}.jsonl", rows(130, 130 * i)) for i in range(3)]
-    for workers in (1, 3):
-        out = tmp_path / str(workers)
-        fill(out, *paths, "--max_bytes=60_000", f"--workers={workers}")
-        report = account(out)
-        assert 60_000 <= report["total"]["bytes"] < 85_000
-        problems = [file["problem"] for file in report["inputs"]]
-        assert problems == [None, *["not read: --max_bytes was reached"] * 2]
-    assert account(tmp_path / "1")["total"] == report["total"]
-
-
-def test_a_dry_run_prints_the_report_and_leaves_nothing(tmp_path):
-    page = fill(tmp_path / "out", write_jsonl(tmp_path / "d.jsonl", rows(30)), "--dry_run").stdout
-    assert page.startswith("# What is in") and "| **kept** | **30** |" in page
-    assert os.listdir(tmp_path) == ["d.jsonl"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# bad input
-
-
-GOOD = b'{"text": "fine"}\n'
-BAD = {
-    "latin.txt": "Gr\u00fcezi".encode("latin-1"), "nul.txt": b"a\0b", "nul.jsonl": b"\0\0\0", "x.bin": b"x",
-    "bad.jsonl": GOOD + b'{"text": \n', "bytes.jsonl": GOOD + b'{"text": "\xff"}\n',
-    "field.jsonl": GOOD + b'{"content": "x"}\n', "number.jsonl": GOOD + b'{"text": 5}\n',
-    "list.jsonl": GOOD + b"[1, 2]\n", "deep.jsonl": GOOD + b"[" * 100_000 + b"\n",
-    "torn.jsonl.gz": gzip.compress(GOOD * 1000)[:-20], "torn.parquet": b"PAR1 no"}
-
-
-def test_each_thing_that_cannot_be_read_is_counted_named_and_stops_a_strict_run(tmp_path):
-    zstd = pytest.importorskip("zstandard")
-    cases = BAD | {"torn.jsonl.zst": zstd.compress(GOOD * 1000)[:-9]}
-    for name, raw in cases.items():
-        (tmp_path / name).write_bytes(raw)
-        error = refused("--strict", tmp_path / name, f"--out={tmp_path / 'strict'}", "--tokenizer=byte", "--strict")
-        assert name in error.splitlines()[-1]
-    done = fill(tmp_path / "out", *(tmp_path / name for name in cases))
-    bad = [row["id"] for row in removed_from(tmp_path / "out") if row["reason"].startswith("unreadable")]
-    assert sorted(doc_id.split(":")[0] for doc_id in bad) == sorted(cases)
-    assert account(tmp_path / "out")["total"]["removed"]["unreadable"] == [len(cases), 0]
-    assert "skipped 3: a line that is no JSON object (the first: bad.jsonl:1)" in done.stdout
-    assert "skipped 2: a row without text in its column 'text' (the first: field.jsonl:1)" in done.stdout
-
-
-@pytest.mark.parametrize("args, says", [
-    ("--text_field=body", "they have id, text, url"),
-    ("--keep_licenses=none", "120 license"),
-    ("--missing=perhaps", "want 'allow'"),
-    ("--keep_rate=lots", "want a number"),
-    ("--max_field=toxic --max_value=0.5", "no column toxic"),
-    ("--near_dedup=0.1", "0.3 to 0.95"),
-    ("--score_field=quality", "no column 'quality'"),
-    ("--robots=d.jsonl", "d.jsonl"),
-    ("--decontaminate=nowhere.txt", "nowhere.txt"),
-    ("--score_field=score --keep_top=33", "above 0 and at most 1"),
-    ("--val_share=2", "a part of 1"),
-    ("--split_by=url", "want text, id"),
-    ("--tokenizer= --min_tokens=6", "name it, --tokenizer=apertus"),
-    ("--known=nowhere", "has no meta.json"),
-    ("--known=nowhere --dedup=False", "leave one of them out"),
-    ("--agents=nowhere", "nowhere"),
-])
-def test_a_setting_that_does_not_fit_is_one_line(tmp_path, args, says):
-    path = write_jsonl(tmp_path / "d.jsonl", rows(120))
-    error = refused(says, path, f"--out={tmp_path / 'out'}", "--tokenizer=byte", *args.split())
-    assert says in error.splitlines()[-1] and not (tmp_path / "out").exists()
-
-
-BOOK = "\n".join(f"Line {i} of the book." for i in range(1000))
-
-
-def test_of_a_single_document_and_its_copies_the_end_validates_and_no_copy_is_there(tmp_path):
-    """The copies lie in the spool too: only the text of the document that stays may be cut."""
-    files = [tmp_path / f"{name}.txt" for name in "abc"]
-    for file in files:
-        file.write_text(BOOK)
-    fill(tmp_path / "out", *files, "--val_share=0.1")
-    (train,), (val,) = split_texts(tmp_path / "out")
-    assert train + val == BOOK
-    assert account(tmp_path / "out")["total"]["removed"]["duplicate"][0] == 2
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# memory and pieces
-
-
-@pytest.mark.parametrize("size", [1, 7, 64, 1000])
-def test_batches_hold_whole_lines_with_their_numbers(tmp_path, size, monkeypatch):
-    monkeypatch.setattr(readers, "BATCH", size)
-    lines = [b"x" * (i % 40) for i in range(100)] + [b"last without end"]
-    (tmp_path / "d.jsonl").write_bytes(b"\n".join(lines))
-    file = check("d.jsonl", str(tmp_path / "d.jsonl"))
-    got = []
-    for _, pieces, seen in batches([file]):
-        for i, first, raw in pieces:
-            assert i == 0 and first == len(got)
-            got += raw.split(b"\n")[:-1] if raw.endswith(b"\n") else raw.split(b"\n")
-    assert got == lines and seen == file["bytes"]
-
-
-def documents_in(folder):
-    files = [check(name, path) for name, path in find([str(folder)])]
-    return [doc for _, pieces, _ in batches(files) for doc in readers.documents(files, pieces)]
-
-
-def test_a_row_is_called_by_its_own_id_or_by_its_number_in_the_file(tmp_path):
-    """An id of 0 is one, and so is an empty one; rows are counted over row groups and over blocks of lines."""
-    records = [dict(text=f"t{i}") for i in range(7)]
-    write_parquet(tmp_path / "p.parquet", records, row_group_size=3)
-    write_jsonl(tmp_path / "j.jsonl", records)
-    write_jsonl(tmp_path / "k.jsonl", [dict(text="a", id=doc_id) for doc_id in (5, 0, "", None)])
-    own = {"j.jsonl": range(7), "k.jsonl": (5, 0, "", 3), "p.parquet": range(7)}
-    assert [doc["id"] for doc in documents_in(tmp_path)] == [f"{file}:{i}" for file in own for i in own[file]]
-
-
 def test_a_long_document_in_parts_has_the_same_tokens():
     tok = tokenizer.load("apertus:4096")
-    for path in ("tokenizer.py", "prepare.py"):
-        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
-            whole = f.read() + "  \n\n \u0301 a\u0301 b\n\tx \u4e2d\u6587 Zw\u00f6lf =\n/foo\n"
-        for size in (50, 333, 1000):
-            parts = list(shards.long_parts(whole, size))
-            assert "".join(parts) == whole and len(parts) > 10
-            assert [i for part in parts for i in tok.encode_array(part).tolist()] == tok.encode(whole)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the hub
-
-
-def test_parquet_on_the_hub_streams_as_the_same_files_would_here(data_set, tmp_path):  # noqa: F811
-    """Of a network that fails at every third question."""
-    for k in range(3):
-        write_parquet(data_set.folder / "data" / f"{k}.parquet", rows(40, 40 * k), row_group_size=10)
-    fill(tmp_path / "out", "hf://datasets/org/name/data/*.parquet")
-    assert sorted(texts_in(tmp_path / "out")) == sorted(r["text"] for r in rows(120))
-    files = account(tmp_path / "out")["inputs"]
-    assert [file["name"] for file in files] == [f"org/name/data/{k}.parquet" for k in range(3)]
-    assert all("@c0ffee/" in file["path"] for file in files)
+    rng = random.Random(0)
+    long = " ".join(text(i) + rng.choice(["\n\n", "\n", " 12,345 ", "  "]) for i in range(80))
+    for size in (500, 3001):
+        parts = list(long_parts(long, size))
+        assert len(parts) > 5 and "".join(parts) == long
+        assert np.concatenate([tok.encode_array(part) for part in parts]).tolist() == tok.encode(long)

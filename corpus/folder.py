@@ -1,0 +1,150 @@
+"""
+Replace a data folder as a whole: made beside its place as OUT.tmp, flushed to disk, and renamed.
+
+The old folder stands until the new one does. Nothing that prepare.py did not write is replaced.
+"""
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+from corpus.shards import shards_of
+from engine.files import flush, lock_file, read_json
+
+LOCK = ".prepare.lock"
+WRITTEN = {"meta.json", "documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json"}
+# Of an older prepare.py, whose folders may be replaced.
+WRITTEN |= {"kept.parquet", "removed.jsonl.gz", "flow.png"}
+
+
+def claim(out, inputs, joined=False):
+    """
+    Lock a data folder for this process. Returns (final, tmp, lock): the folder without links, the folder beside it
+    where work/ and data/ are made, and the file to close at the end.
+
+    inputs: paths that are read. joined: the folder belongs to data.py --join. ValueError, with nothing written, if
+    something of the user's would be lost or another process is writing there.
+    """
+    final = Path(os.path.realpath(out))
+    tmp = Path(f"{final}.tmp")
+    refuse(out, final, tmp, inputs, joined)
+    made = not tmp.exists()
+    try:
+        tmp.mkdir(parents=True, exist_ok=True)
+        lock = open(tmp / LOCK, "a+", encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
+    try:
+        held = lock_file(lock)
+    except OSError as e:
+        print(f"{out}: its file system has no locks ({e.strerror}): make sure that no other prepare.py writes there")
+        held = True
+    # A process that has just finished there may have removed the file that we opened.
+    if not held or not os.path.exists(lock.name):
+        lock.seek(0)
+        owner = lock.read()
+        lock.close()
+        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder")
+    # A worker inherits the open file, and would hold the lock after the main process has died.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lock.close)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    # A kill between the two renames of publish().
+    old = tmp / "old"
+    if old.is_dir() and not final.exists():
+        os.rename(old, final)
+    shutil.rmtree(old, ignore_errors=True)
+    return final, tmp, lock
+
+
+@contextlib.contextmanager
+def building(out, inputs, joined=False):
+    """claim() as a context: (final, tmp). A mistake of the user leaves nothing in tmp, a full disk what to resume from."""
+    final, tmp, lock = claim(out, inputs, joined)
+    before = os.path.exists(tmp / "work")
+    with lock:
+        try:
+            yield final, tmp
+        except OSError as e:
+            raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
+        except ValueError:
+            if not before:
+                clear(tmp)
+            raise
+
+
+def refuse(out, final, tmp, inputs, joined=False):
+    """ValueError if `final` cannot be made or replaced without touching what is not ours."""
+    if lies_in(os.getcwd(), final):
+        raise ValueError(f"{out} is or holds the working directory: choose another folder")
+    # Folders, not files: a glob may name a hundred thousand files of one folder.
+    for folder in {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}:
+        if lies_in(folder, final):
+            raise ValueError(f"{out} is or holds {folder}, an input, and would be replaced: choose another folder")
+    for path in inputs:
+        if os.path.isdir(path) and lies_in(final, path):
+            raise ValueError(f"{out} lies in {path}, an input: choose a folder beside it")
+    if os.path.ismount(final):
+        raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
+    if os.path.lexists(tmp) and not (tmp.is_dir() and set(os.listdir(tmp)) <= {LOCK, "work", "data", "old"}):
+        raise ValueError(f"{tmp} is in the way and prepare.py did not write it: move it, or choose another folder")
+    stranger = not_ours(final, joined)
+    if stranger:
+        raise ValueError(f"{out} holds {stranger}, which prepare.py did not write: choose another folder, or an empty one")
+
+
+def lies_in(path, folder):
+    """Whether a path is this folder or is in it, however the two are spelled."""
+    path = Path(os.path.realpath(path))
+    return os.path.exists(folder) and any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
+
+
+def not_ours(folder, joined):
+    """The name of something in a folder that prepare.py (or data.py --join) did not write there, or None."""
+    if not folder.is_dir():
+        return folder.name if os.path.lexists(folder) else None
+    entries = sorted(os.listdir(folder))
+    ours = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
+        # The shards of a joined folder lie in others.
+        elsewhere = any(map(os.path.dirname, files))
+        if joined == elsewhere and "report.json" in entries:
+            ours = WRITTEN | files
+    return next((name for name in entries if name not in ours), None)
+
+
+def publish(final, tmp):
+    """Put tmp/data in the place of `final`, whose old data are removed when the new ones stand."""
+    data, old = tmp / "data", tmp / "old"
+    for file in data.iterdir():
+        flush(file)
+    flush(data)
+    if final.is_dir():
+        os.rename(final, old)
+    try:
+        os.rename(data, final)
+    except OSError:
+        if old.is_dir():
+            os.rename(old, final)
+        raise
+    flush(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def empty(tmp):
+    """Remove what a run made in its tmp folder, but not the lock."""
+    for name in ("work", "data", "old"):
+        shutil.rmtree(tmp / name, ignore_errors=True)
+
+
+def clear(tmp):
+    """Remove what a run made in its tmp folder, the lock last: a kill in between leaves a folder that is ours."""
+    empty(tmp)
+    # A file that the user put there keeps the folder.
+    with contextlib.suppress(OSError):
+        os.remove(tmp / LOCK)
+        os.rmdir(tmp)

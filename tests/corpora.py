@@ -1,0 +1,81 @@
+"""Corpora for the tests of the data rooms: texts, the command, and what is in a data folder, read from its files."""
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+
+import tokenizer
+from conftest import script
+from data import read_meta
+
+BYTE = tokenizer.load("byte")
+WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but "
+         "their all one we can there been if more when will would who so no out up into them then she he do its").split()
+
+
+def text(seed, n=120):
+    rng = np.random.default_rng(seed)
+    return " ".join(rng.choice(WORDS, n)).capitalize() + f".\nNumber {seed}."
+
+
+def rows(n, first=0):
+    """n documents with the columns that rules ask for."""
+    return [dict(id=f"d{i}", text=text(i), url=f"https://host{i % 7}.example/page/{i}", lang=("deu_Latn", "roh_Latn")[i % 2],
+                 license=("cc0", "mit", "none")[i % 3], score=i * 37 % 101 / 100) for i in range(first, first + n)]
+
+
+def write_lines(path, records):
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def fill(out, *args):
+    """prepare.py ARGS into the folder `out`, with bytes as tokens."""
+    done = script("prepare.py", "--tokenizer=byte", *args, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refuse(says, *args, name="prepare.py"):
+    """The command ends with exit code 2 and one line that says so."""
+    done = script(name, *args)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def ledger(folder):
+    return pyarrow.parquet.read_table(Path(folder) / "documents.parquet").to_pylist()
+
+
+def kept(folder):
+    return [row for row in ledger(folder) if not row["reason"]]
+
+
+def report(folder):
+    return json.loads((Path(folder) / "report.json").read_text())
+
+
+def written(folder):
+    """{file: bytes} of all that two equal runs have in common."""
+    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if not file.name.startswith("report")}
+
+
+def streams(folder):
+    """{(source, split): its tokens}"""
+    found = {}
+    for name, source in read_meta(str(folder))["sources"].items():
+        for split, part in source.items():
+            shards = [np.load(Path(folder) / shard["file"]) for shard in part["shards"]]
+            found[name, split] = np.concatenate([np.zeros(0, np.uint16), *shards])
+    return found
+
+
+def texts_of(folder, splits=("train", "val")):
+    """{split: the texts of a folder of bytes, in order}, read from the shards alone."""
+    found = {split: [] for split in splits}
+    for (_, split), stream in streams(folder).items():
+        if split not in splits:
+            continue
+        documents = np.split(stream, np.flatnonzero(stream == BYTE.bos))[1:]
+        found[split] += [BYTE.decode(document[1:-1].tolist()) for document in documents]
+    return found

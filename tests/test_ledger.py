@@ -1,0 +1,217 @@
+"""The ledger of a data folder: checked, asked, joined, and rid of documents, by python -m corpus.audit, data.py, --remove."""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from conftest import ROOT, script
+from corpora import BYTE, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpus.ledger import percent
+from data import TokenDataset
+from schedule import steps_in
+from stages import StagedDataset
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """60 documents in two sources, in shards that documents cross."""
+    root = tmp_path_factory.mktemp("made")
+    write_lines(root / "in.jsonl", rows(60))
+    fill(root / "data", root / "in.jsonl", "--source_by=lang", "--shard_tokens=3000", "--val_share=0.2")
+    return root
+
+
+@pytest.fixture
+def data(made, tmp_path):
+    return shutil.copytree(made / "data", tmp_path / "data")
+
+
+def ask(folder, *args):
+    done = script("corpus.audit", folder, *args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def flip(path, at=-40):
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage, says", [
+    (lambda data: flip(next(data.glob("*.npy"))), "another sha256"),
+    (lambda data: flip(data / "documents.parquet"), "another sha256"),
+    (lambda data: (data / "report.json").unlink(), "report.json"),
+    (lambda data: (data / "documents.parquet").unlink(), "Prepare its files again"),
+    (lambda data: (data / "meta.json").write_text((data / "meta.json").read_text().replace('"eos": ', '"eos": 1')), "two versions"),
+    (lambda data: (data / "report.json").write_text((data / "report.json").read_text().replace('"documents_in": 60', '"documents_in": 61')),
+     "documents_in"),
+])
+def test_the_check_sees_what_is_not_as_it_was_written(data, damage, says):
+    assert "60 documents in = 60 kept + 0 removed" in ask(data)
+    damage(data)
+    refuse(says, data, name="corpus.audit")
+
+
+def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
+    row = next(row for row in kept(data) if row["id"].endswith(":d7"))
+    letter = tmp_path / "letter.txt"
+    letter.write_text(text(7).replace(" ", "\n"))
+    for name in (row["id"], row["url"], text(7), letter):
+        said = ask(data, f"--find={name}")
+        assert said.startswith(f"{row['id']} is in {data}, by this") and f"from token {row['offset']:,} of {row['shard']}" in said
+    letter.write_text(text(7) + " And more.")
+    assert "nearly this text, similarity 0.9" in ask(data, f"--find={letter}")
+    said = ask(data, "--find=in.jsonl:d7x")
+    assert "is not in" in said and "'in.jsonl:d7'" in said
+
+
+def test_the_steps_that_have_read_a_document_are_those_of_the_run(data, tmp_path, monkeypatch):
+    """A run of train.py in two stages with a mixture, stopped and resumed, whose batches are written down as it reads them."""
+    read, true = {}, StagedDataset.batch
+
+    def batch(self, first, n):
+        idx, targets, *rest = true(self, first, n)
+        # Before the first step it looks at single windows.
+        if n > 1:
+            windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1)
+            read[steps_in(first, 8)] = [window.astype(np.uint16).tobytes() for window in windows]
+        return idx, targets, *rest
+    monkeypatch.setattr(StagedDataset, "batch", batch)
+    table, out = tmp_path / "table.py", tmp_path / "run"
+    table.write_text('stages = (("one", ("deu_Latn",), 40, 28), ("two", {"deu_Latn": 1, "roh_Latn": 3}, 9999, 29))')
+    args = ["configs/tiny.py", table, f"--data={data}", f"--out={out}", "--stage=all", "--n_layer=1", "--eval_every=0",
+            "--checkpoint_every=2", "--warmup_samples=8", "--decay_samples=8"]
+    assert script("train.py", *args, "--total_samples=40").returncode == 0
+    assert script("train.py", *args, "--total_samples=80", "--resume").returncode == 0
+    raw, found = {name: stream.astype(np.uint16).tobytes() for name, stream in streams(data).items()}, set()
+    for row in kept(data)[::3]:
+        said = ask(data, f"--find={row['id']}", f"--when={out}")
+        if row["split"] == "val":
+            assert "for validation" in said
+            continue
+        stream = raw[row["source"], "train"]
+        begin = 3000 * int(row["shard"][-9:-4]) + row["offset"]
+        # A window of 65 tokens is where its bytes are in the stream.
+        places = {step: [stream.find(window) // 2 for window in windows if window in stream] for step, windows in read.items()}
+        want = [step for step in sorted(places) if step < 10 and any(
+            at < begin + row["tokens"] and at + 65 > begin for at in places[step])]
+        assert [int(part.split()[-1]) for part in said.split(" (tokens")[:-1]] == want, said
+        found.add(len(want))
+    assert len(found) > 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# remove
+
+
+@pytest.mark.parametrize("asked", ["ids", "urls", "hosts", "texts", "robots"])
+def test_what_is_left_after_a_removal_is_a_run_without_these_documents(made, data, tmp_path, asked):
+    gone = {"hosts": lambda i: i % 7 == 3, "robots": lambda i: i % 7 == 3}.get(asked, lambda i: i in (2, 3, 31, 59))
+    removed = [row for i, row in enumerate(rows(60)) if gone(i)]
+    lists = {"ids": [f"in.jsonl:{row['id']}" for row in removed], "urls": [row["url"] for row in removed], "hosts": ["host3.example"]}
+    path = tmp_path / "list.jsonl"
+    if asked == "texts":
+        write_lines(path, [dict(text=row["text"].replace(" ", "  ")) for row in removed])
+    elif asked == "robots":
+        write_lines(path, [dict(domain="host3.example", content="User-agent: *\nDisallow: /page")])
+    else:
+        path = tmp_path / "list.txt"
+        path.write_text("\n".join(lists[asked]))
+    before = ledger(data)
+    done = script("prepare.py", f"--remove={path}", f"--out={data}/")
+    assert done.returncode == 0 and f"{len(removed)} documents (" in done.stdout, done.stderr
+    write_lines(tmp_path / "in.jsonl", [row for i, row in enumerate(rows(60)) if not gone(i)])
+    fill(tmp_path / "fresh" / "data", tmp_path / "in.jsonl", "--source_by=lang", "--val_share=0.2")
+    for name, stream in streams(tmp_path / "fresh" / "data").items():
+        assert stream.tolist() == streams(data)[name].tolist(), name
+    after = ledger(data)
+    assert [row["id"] for row in after] == [row["id"] for row in before]
+    out = [row for row in after if row["reason"]]
+    assert {row["id"] for row in out} == {f"in.jsonl:{row['id']}" for row in removed}
+    assert all(row["reason"].startswith("withdrawn:") and row["withdrawn"] and not row["shard"] for row in out)
+    for row in kept(data):
+        ids = np.load(data / row["shard"])[row["offset"]:]
+        assert ids[0] == BYTE.bos
+    assert report(data)["total"]["removed"]["withdrawn"][0] == len(removed)
+    ask(data)
+    # And new files do not bring them back.
+    write_lines(tmp_path / "again.jsonl", [*removed, *rows(2, 501)])
+    fill(tmp_path / "more", tmp_path / "again.jsonl", f"--known={data}")
+    assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502)]
+
+
+@pytest.mark.parametrize("content, says", [
+    ("in.jsonl:d1\nin.jsonl:d99", "'in.jsonl:d99' is not in"), ("", "asks for nothing"), ("https://host.example/x", "none of it is in"),
+    ("\n".join(f"host{i}.example" for i in range(7)), "would leave no document"), (None, "no such file")])
+def test_a_list_that_cannot_be_followed_is_one_line_and_nothing_is_touched(data, tmp_path, content, says):
+    before = written(data)
+    if content is not None:
+        (tmp_path / "list").write_text(content)
+    refuse(says, f"--remove={tmp_path}/list", f"--out={data}")
+    assert written(data) == before and not (tmp_path / "data.tmp").exists()
+
+
+def test_killed_at_any_moment_there_are_the_old_data_or_the_new_whole(made, data, tmp_path):
+    (tmp_path / "list").write_text("in.jsonl:d1")
+    before, seen = written(data), set()
+    command = [sys.executable, "prepare.py", f"--remove={tmp_path}/list", f"--out={data}"]
+    for wait in (0.9, 1.1, 1.3, 1.5, 9):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(wait) if wait < 9 else process.wait()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if written(data) != before:
+            break
+    assert ask(data).startswith(f"{data}: 60 documents in = 59 kept + 1 removed")
+    assert script("prepare.py", f"--remove={tmp_path}/list", f"--out={data}").returncode == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# join
+
+
+def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, tmp_path):
+    write_lines(tmp_path / "b.jsonl", rows(30, 50))
+    fill(tmp_path / "b", tmp_path / "b.jsonl", "--source_by=lang", "--val_share=0.2")
+    both = tmp_path / "both"
+    done = script("data.py", made / "data", tmp_path / "b", f"--join={both}")
+    assert done.returncode == 0 and "10 documents have a text that is there before, 0 of" in done.stdout, done.stderr
+    assert sorted(os.listdir(both)) == ["documents.parquet", "meta.json", "report.json", "report.md"]
+    assert sorted(TokenDataset(str(both), "train", 8).meta["sources"]) == ["b/deu_Latn", "b/roh_Latn", "deu_Latn", "roh_Latn"]
+    assert sum(texts_of(both).values(), []) == sum(
+        [sum((texts_of(one, [split])[split] for one in (made / "data", tmp_path / "b")), []) for split in ("train", "val")], [])
+    assert "90 documents in = 90 kept" in ask(both)
+    assert "is in" in ask(both, "--find=b.jsonl:d77")
+    refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
+    # To the joined folder more is joined, and nothing else is replaced.
+    write_lines(tmp_path / "c.jsonl", rows(4, 90))
+    fill(tmp_path / "c", tmp_path / "c.jsonl")
+    assert script("data.py", both, tmp_path / "c", f"--join={both}/").returncode == 0
+    assert "94 documents in = 94 kept" in ask(both)
+    refuse("which prepare.py did not write", both, tmp_path / "c", f"--join={tmp_path}/b", name="data.py")
+    refuse("--join wants the folders", both, f"--join={tmp_path}/d", name="data.py")
+    script("prepare.py", tmp_path / "c.jsonl", f"--out={tmp_path}/bpe", "--tokenizer=apertus:4096")
+    refuse("the same --tokenizer", both, tmp_path / "bpe", f"--join={tmp_path}/d", name="data.py")
+
+
+def test_tokens_of_removed_documents_are_estimated_at_the_rate_of_their_language(tmp_path):
+    found = [dict(id=i, text=letter * 90 + str(i), lang=lang, license="mit" if i % 2 else "no")
+             for i, (letter, lang) in enumerate([("a", "x"), ("a", "x"), ("ä", "y"), ("ä", "y")] * 3)]
+    write_lines(tmp_path / "in.jsonl", found)
+    fill(tmp_path / "out", tmp_path / "in.jsonl", "--keep_licenses=mit", "--tokenizer=apertus:4096")
+    for row in report(tmp_path / "out")["table"]:
+        rate = row["tokens"] / row["bytes"]
+        assert row["tokens_removed_about"]["license"] == pytest.approx(rate * row["removed"]["license"][1], rel=0.02)
+
+
+def test_a_share_never_reads_as_nothing_or_all():
+    assert [percent(*pair) for pair in ((0, 5), (1, 9999), (1, 3), (9999, 10000), (5, 5), (0, 0))] == [
+        "0.0 %", "< 0.1 %", "33.3 %", "> 99.9 %", "100.0 %", "-"]
