@@ -103,7 +103,8 @@ def words(texts):
     # The byte 255, which UTF-8 never uses, ends each text and is in no word.
     joined = b"".join(text.lower().encode("utf-8", "replace") + b"\xff" for text in texts)
     for mark in _PUNCTUATION:
-        joined = re.sub(mark, b" ", joined, flags=re.DOTALL)
+        if mark[:1] in joined:
+            joined = re.sub(mark, b" ", joined, flags=re.DOTALL)
     raw = np.frombuffer(joined, np.uint8)  # (N,)
     ends = np.flatnonzero(raw == 255) + 1  # (n,) bytes
     sizes = np.diff(ends, prepend=0)
@@ -111,16 +112,18 @@ def words(texts):
     inside = hashes != 0
     # U+3000 to U+9FFF are kana and Chinese characters: each is a word.
     begin = inside & (np.diff(inside, prepend=False) | (raw >= 0xE3) & (raw <= 0xE9))
-    counts = np.add.reduceat(begin, ends - sizes, dtype=int)
+    counts = np.add.reduceat(begin, ends - sizes, dtype=np.int32)
     # In a script without spaces, the first byte of each character begins a word.
     spaceless = np.array(list(map(len, texts))) > 20 * counts
     begin |= inside & np.repeat(spaceless, sizes) & (raw & 0xC0 != 0x80)
     starts = np.flatnonzero(begin)  # (words,)
-    # The place of each byte in its word, modulo 256: uint8 wraps around.
-    place = np.arange(len(raw)).astype(np.uint8)
-    place -= np.repeat(np.append(0, starts).astype(np.uint8), np.diff(starts, prepend=0, append=len(raw)))
+    # The place of each byte in its word, modulo 256.
+    place = np.arange(len(raw))
+    place -= np.repeat(np.append(0, starts), np.diff(starts, prepend=0, append=len(raw)))
+    place &= 255
     # Sums of 32 bits are twice as fast as sums of 64; the product spreads them over 64.
-    sums = np.add.reduceat(hashes * _PLACE.take(place), starts, dtype=np.uint32)
+    hashes *= _PLACE.take(place)
+    sums = np.add.reduceat(hashes, starts, dtype=np.uint32)
     sums ^= sums >> 15
     return sums.astype(np.uint64) * _GOLDEN, np.searchsorted(starts, ends)
 
@@ -162,8 +165,8 @@ def signatures(ids, ends):
     parts = []
     begin = 0
     for end in ends.tolist():
-        few = end - begin < 5
-        parts.append(ngrams(ids[begin:end], end - begin) if few else shingles[begin:end - 4])
+        size = end - begin
+        parts.append(shingles[begin:end - 4] if size > 4 else ngrams(ids[begin:end], size))
         begin = end
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.uint64)
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(parts), offsets, 112, 42)
@@ -211,14 +214,13 @@ class Contamination:
         self.where = {}
         for number, prompt in enumerate(prompts):
             ids, _ = words([prompt])
-            words_of = ids.tolist()
             for gram in ngrams(ids, 8).tolist():
-                self.where.setdefault(gram, []).append((number, words_of))
+                self.where.setdefault(gram, []).append((number, ids))
         if not self.where:
             raise ValueError("none of the evaluation prompts has 8 words: nothing can be checked")
-        # Does a prompt contain an 8-gram with these upper 20 bits? 1 MB that rules out nearly all of a text.
-        self.maybe = np.zeros(1 << 20, bool)
-        self.maybe[np.fromiter(self.where, np.uint64) >> 44] = True
+        # Does a prompt contain an 8-gram with these upper 22 bits? 4 MB that rules out nearly all of a text.
+        self.maybe = np.zeros(1 << 22, bool)
+        self.maybe[np.fromiter(self.where, np.uint64) >> 42] = True
 
     def find(self, texts, ids, ends):
         """
@@ -229,7 +231,7 @@ class Contamination:
         # (text, prompt) -> end of the words compared, because neighbouring 8-grams find the same passage.
         compared = {}
         grams = ngrams(ids, 8)
-        hits = np.flatnonzero(self.maybe.take((grams >> 44).view(np.int64)))
+        hits = np.flatnonzero(self.maybe.take((grams >> 42).view(np.int64)))
         for hit, gram in zip(hits.tolist(), grams[hits].tolist()):
             for number, prompt in self.where.get(gram, ()):
                 i = bisect(ends, hit)
@@ -240,9 +242,8 @@ class Contamination:
                 size = len(prompt)
                 compared[i, number] = hit + size
                 near = ids[max(hit - size, begin):min(hit + 2 * size, ends[i])]
-                blocks = SequenceMatcher(None, near.tolist(), prompt, autojunk=False).get_matching_blocks()
-                common = sum(block.size for block in blocks if block.size >= 5)
-                if 2 * common >= size:
+                blocks = SequenceMatcher(None, near.tolist(), prompt.tolist(), autojunk=False).get_matching_blocks()
+                if 2 * sum(block.size for block in blocks if block.size >= 5) >= size:
                     found[i] = number
         for i, text in enumerate(texts):
             for match in PIECE.finditer(text, LONG):
@@ -257,5 +258,5 @@ def read_prompts(path):
     Evaluation prompts of a file: column prompt, question or text of .jsonl(.gz, .zst) or .parquet; the lines of any
     other file. ValueError for a line of .jsonl without such a column.
     """
-    prompts = [prompt.strip() for prompt, in rows_of(path, ("prompt", "question", "text"))]
-    return [prompt for prompt in prompts if prompt]
+    prompts = (prompt.strip() for prompt, in rows_of(path, ("prompt", "question", "text")))
+    return list(filter(None, prompts))
