@@ -70,8 +70,9 @@ class Seen:
             if new[i]:
                 self.newest.update(row)
         if len(self.newest) > len(self.sorted) / 16:
-            newest = np.fromiter(self.newest, np.uint64)
-            self.sorted = np.union1d(self.sorted, newest)
+            newest = np.sort(np.fromiter(self.newest, np.uint64))
+            # A stable sort merges two sorted arrays in linear time.
+            self.sorted = np.sort(np.concatenate((self.sorted, newest)), kind="stable")
             self.newest.clear()
         return new
 
@@ -129,7 +130,7 @@ def words(texts):
 
 
 def ngrams(ids, n):
-    """Hash the runs of n ids, in order: uint64 (max(N - n + 1, 0),). n is 8 or at most 5; the ids themselves if n < 2."""
+    """Hash the runs of n ids, in order: uint64 (max(N - n + 1, 0),). n: 8 or at most 5; the ids themselves if n < 2."""
     if n < 2:
         return ids
     # 2 = 1 + 1, 3 = 1 + 2, 4 = 2 + 2, 5 = 1 + 4, 8 = 4 + 4
@@ -225,7 +226,7 @@ class Contamination:
     def find(self, texts, ids, ends):
         """
         {number of a text: number of the first prompt that is found in it}. ids, ends: words() of the first LONG
-        characters of each text. What a longer text has behind them is read in pieces that overlap.
+        characters of each text. The rest of a longer text is read in pieces that overlap.
         """
         found = {}
         # (text, prompt) -> end of the words compared, because neighbouring 8-grams find the same passage.
