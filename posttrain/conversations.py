@@ -187,10 +187,8 @@ def verdict(tok, max_length, date, licenses, contamination, row):
     if isinstance(found, str) or not contamination:
         return found
     ids, _ = found
-    text = tok.decode(ids)
-    if contamination.check(text) is not None:
-        return "contaminated"
-    return found
+    texts = [tok.decode(ids)]
+    return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
 
 
 # -----------------------------------------------------------------------------
