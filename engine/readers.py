@@ -56,7 +56,7 @@ PART = 16 << 20             # bytes of lines in a part
 SLICE = 64 << 20            # bytes of a parquet row group in a part, unpacked
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
-NOT_UTF8 = "not UTF-8: name what it is, like --encoding=latin-1, cp1252 or utf-16"
+NOT_UTF8 = "not UTF-8: name the encoding, like --encoding=latin-1, cp1252 or utf-16"
 # A wrong row of a table. The problem quotes nothing of the row, because that may be personal data.
 NO_ROW = "a row of more fields than names, or with a quote inside a field"
 # Columns whose values are names.
@@ -138,9 +138,9 @@ def files_of(path):
             entered.add(identity(folder))
             inner.sort()
             files = [os.path.join(folder, name) for name in names]
-            found += [(follow or os.path.islink(file), file) for file in files]
+            found += [(os.path.islink(file), follow, file) for file in files]
     unique = {}
-    for _, file in sorted(found):
+    for *_, file in sorted(found):
         unique.setdefault(identity(file), file)
     return path, sorted(unique.values())
 
@@ -160,7 +160,7 @@ def why_not(file, name):
 
 
 def local(path):
-    """Yield (name, path, why it is not read) of the files that a path or a glob on this machine names."""
+    """Yield (name, path, why it is not read) of the files that a local path or glob names."""
     for match in matches(path):
         root, files = files_of(match)
         for file in files:
@@ -184,8 +184,10 @@ def remote(url):
         # Pin one commit, so that a push during the run does not mix two versions.
         revision = revision or "@" + fs._api.dataset_info(repo).sha
         root = f"datasets/{repo}{revision}/{inside}"
-    pattern = root if kind_of(root) else root.rstrip("/") + "/**/*"
-    found = [file for file, info in fs.glob(pattern, detail=True).items() if info["type"] == "file"]
+    for pattern in (root, root.rstrip("/") + "/**/*"):
+        found = [file for file, info in fs.glob(pattern, detail=True).items() if info["type"] == "file"]
+        if any(map(kind_of, found)):
+            break
     read = set(filter(kind_of, found))
     folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     if hub:
@@ -206,8 +208,9 @@ def find(paths):
     (files, ignored) of paths, globs and URLs. files: [{"name", "path"}]; ignored: {reason: [names]} of the other files
     of the folders, the most frequent reason first.
 
-    A name is relative to what the user named, so that ids survive a move of the folder. If two files would share a
-    name, the second gets the name of its folder in front. ValueError: nothing matches, or two files still share a name.
+    A name is relative to the path that the user named, so that ids survive a move of the folder. If two files would
+    share a name, the second gets the name of its folder in front. ValueError: nothing matches, or two files still share
+    a name.
     """
     files, passed, read = {}, {}, set()
     for path in paths:
@@ -285,7 +288,7 @@ def check(file, text_field="text", encoding=""):
         file["encoding"] = encoding
     if not kind:
         how = CONVERTERS.get(ending(path))
-        return dict(file, problem=f"unknown kind of file; {how} makes text of it" if how else "unknown kind of file")
+        return dict(file, problem="unknown kind of file" + (f"; {how} makes text of it" if how else ""))
     if kind == "html":
         import trafilatura  # noqa: F401. An error now is better than one in a worker process.
     try:
@@ -303,7 +306,7 @@ def check(file, text_field="text", encoding=""):
     except ValueError:
         if "://" in path:
             raise
-        return dict(file, problem=f"unreadable, or not {encoding}" if encoding else "unreadable")
+        return dict(file, problem=f"unreadable as {encoding}" if encoding else "unreadable")
     if text_field and text_field not in names:
         raise ValueError(f"{path}: no column {text_field!r}; it has {', '.join(names)}. Choose one with --text_field")
     return file
@@ -314,7 +317,8 @@ def parts_of(file):
     Yield the parts of a file, as check() returns them. A part of parquet begins and ends at a row of a row group:
     [[group, row], end, first row, bytes]; a part of lines after a line break.
 
-    Without "bytes" (a file that nobody checked), or on the hub, other files than parquet are one part and not read.
+    Other files than parquet are one part, and are not read here, if they are on the hub or were not checked (they have
+    no "bytes").
     """
     path = file["path"]
     encoding = file.get("encoding", "")
@@ -339,12 +343,13 @@ def parts_of(file):
         while block := f.read(PART) + (f.readline() if lines else b""):
             begin, row = edges[-1]
             edges.append((begin + len(block), row + block.count(b"\n")))
+    most = len(edges) if lines else 1
     # A worker unpacks a file from its beginning to its part, so there are at most four parts.
-    packed = path.lower().endswith((".gz", ".zst"))
-    step = 1 if lines and not packed else -(-len(edges) // 4) if lines else len(edges)
-    starts = edges[:-1:step] or edges
+    if path.lower().endswith((".gz", ".zst")):
+        most = min(most, 4)
+    starts = edges[:-1:-(-len(edges) // most)] or edges
     for (begin, row), (end, _) in zip(starts, [*starts[1:], edges[-1]]):
-        yield [begin, end, row, end - begin]
+        yield [begin, end if lines else None, row, end - begin]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,7 +375,7 @@ def json_values(f):
                 begin = re.compile(r"[\s,\]]*").match(rest, end).end()
                 _, end = decode(rest, begin)
                 yield rest[begin:end].encode(errors="surrogateescape")
-        # A value that is longer than a block is tried again with twice as much text.
+        # A value that is longer than a block is tried again with twice the text.
         more = text.read(max(PART, len(rest)))
         rest = rest[end:] + more
     if rest.strip(" \t\r\n,]"):
@@ -405,7 +410,9 @@ def table_rows(f, tabs):
 
 
 def parsed(line, errors="strict"):
-    """The JSON object of a line of bytes, as a dict; if there is none, the problem, as a str."""
+    """The JSON object of a line of bytes, a dict; or the problem of the line, a str."""
+    if 0 in line:
+        return BINARY
     try:
         row = json.loads(line.decode("utf-8-sig", errors))
     except UnicodeDecodeError:
@@ -415,9 +422,29 @@ def parsed(line, errors="strict"):
     return row if isinstance(row, dict) or row == NO_ROW else "a line that is no JSON object"
 
 
+def file_row(path, raw):
+    """The text of a file as a row, or its problem, a str. A page: its main text, and the name and content of <meta>."""
+    if kind_of(path) == "html":
+        import trafilatura
+        # trafilatura logs each page without a text. We count them.
+        logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
+        text = trafilatura.extract(raw, include_comments=False)
+        if not text:
+            return "HTML without a main text"
+        metas = trafilatura.load_html(raw).iter("meta")
+        return dict(text=text, metas=[(meta.get("name", ""), meta.get("content", "")) for meta in metas])
+    if 0 in raw:
+        return BINARY
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    return dict(text=text, language="code") if ending(path) == ".py" else dict(text=text)
+
+
 def rows(file, part, columns=(), errors="strict"):
     """
-    Yield (number, row) of a part of a file of rows. number: from 0 in the file; row: a dict, or its problem, a str.
+    Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
 
     columns: those of a parquet file to read; if it has none of them, all are. errors: for bytes that are not UTF-8, as
     in open(). ValueError, one line, if the file is damaged.
@@ -436,20 +463,28 @@ def rows(file, part, columns=(), errors="strict"):
                 number += len(some)
                 skip, end = max(0, skip - len(batch)), end - len(batch)
             return
-        with open_bytes(path, file.get("encoding", "")) as f:
-            if begin:
-                f.seek(begin) if f.seekable() else next(itertools.islice(f, number, number), None)
-            lines = json_values(f) if kind == "json" else table_rows(f, ending(path) == ".tsv") if kind == "table" else f
+        with open_bytes(path, file.get("encoding", "")) as lines:
+            if kind == "json":
+                lines = json_values(lines)
+            elif kind == "table":
+                lines = table_rows(lines, ending(path) == ".tsv")
+            elif kind != "lines":
+                yield 0, file_row(path, lines.read())
+                return
+            elif lines.seekable():
+                lines.seek(begin)
+            else:
+                next(itertools.islice(lines, number, number), None)
             for number, line in enumerate(lines, number):
                 if line.strip():
                     yield number, parsed(line, errors)
                 begin += len(line)
-                if kind == "lines" and begin == end:
+                if begin == end:
                     return
 
 
 def records(path, columns=(), errors="strict"):
-    """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or a row that is none."""
+    """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or no dict."""
     for part in parts_of(dict(path=path)):
         for number, row in rows(dict(path=path), part, columns, errors):
             if isinstance(row, str):
@@ -484,83 +519,53 @@ def rows_of(path, *columns, comments=False, errors="strict"):
 # documents
 
 
-def broken(problem, columns=()):
-    """What stands for the text of a document that cannot be used. columns: those that its row has."""
-    return dict(text=None, problem=problem, columns=list(columns))
-
-
-def from_row(name, number, row, text_field):
-    """The document of a row. FineWeb-2's language and script are joined: deu_Latn."""
-    own = dict(file=name, id=f"{name}:{number}")
+def document(own, row, text_field):
+    """The document of a row or a problem; own: its "file" and "id". Language and script are joined: deu_Latn."""
     if isinstance(row, str):
-        return own | broken(row)
+        return dict(own, text=None, problem=row, columns=[])
+    problem = None
     if not isinstance(row.get(text_field), str):
-        return own | broken(f"a row without text in its column {text_field!r}", row)
-    if row.get("id") is not None:
-        own["id"] = writable(f"{name}:{row['id']}")
-    doc = row | own | dict(text=writable(row[text_field]))
+        problem = f"a row without text in its column {text_field!r}"
+    elif row.get("id") is not None:
+        own["id"] = writable(f"{own['file']}:{row['id']}")
+    doc = dict(row, **own)
     for column in filter(row.__contains__, NAMED):
         value = row[column]
         # A list of one name is that name. Of several names we cannot know which one decides.
         if isinstance(value, list) and len(value) == 1:
             (value,) = value
         if isinstance(value, (list, dict)):
-            return own | broken(f"a {column} that is a {type(value).__name__}, not a name", row)
+            problem = problem or f"a {column} that is a {type(value).__name__}, not a name"
         doc[column] = None if value is None else writable(str(value))
+    if problem:
+        return dict(own, text=None, problem=problem, columns=list(row))
     language = doc.get("language") or doc.get("lang")
     script = doc.get("language_script")
     if language:
         doc["language"] = f"{language}_{script}" if script and "_" not in language else language
-    return doc
-
-
-def from_text(raw):
-    """The text of a file."""
-    if 0 in raw:
-        return broken(BINARY)
-    try:
-        return dict(text=raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return broken(NOT_UTF8)
-
-
-def from_page(raw):
-    """The main text of a page, without menus and comments, and "metas": the name and content of each <meta>."""
-    import trafilatura
-    # trafilatura logs each page without a text. We count them.
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
-    text = trafilatura.extract(raw, include_comments=False)
-    if not text:
-        return broken("HTML without a main text")
-    metas = trafilatura.load_html(raw).iter("meta")
-    return dict(text=writable(text), metas=[(meta.get("name", ""), meta.get("content", "")) for meta in metas])
+    return dict(doc, text=writable(row[text_field]))
 
 
 def documents(file, part, text_field="text", columns=()):
     """
     Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text"
-    and, if it is known, "language". Without a usable text "text" is None, "problem" says why, and "columns" lists those
-    of the row. The id is the name of the file, and for a row ":" and its own id or its number.
+    and, if it is known, "language". A row that cannot be used has no text but a "problem", and the names of
+    its "columns". The id is the name of the file, and for a row ":" and its own id or its number.
 
-    columns: those of a parquet file to read besides the usual ones. ValueError, one line, if the file is damaged.
+    columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line, if the file is damaged.
     """
     name, path = file["name"], file["path"]
-    kind = kind_of(path)
-    if kind in ("text", "html"):
-        with in_one_line(path), open_bytes(path, file.get("encoding", "")) as f:
-            raw = f.read()
-        doc = dict(file=name, id=name) | (from_page(raw) if kind == "html" else from_text(raw))
-        yield doc | dict(language="code") if ending(path) == ".py" else doc
-        return
+    single = kind_of(path) in ("text", "html")
     wanted = {text_field, "id", "url", *NAMED, *columns}
     try:
         for number, row in rows(file, part, wanted):
-            yield from_row(name, number, row, text_field)
+            own = dict(file=name, id=name if single else f"{name}:{number}")
+            yield document(own, row, "text" if single else text_field)
     except ValueError:
         # check() reads only the footer of a parquet file. Damage of a row group shows here.
-        if kind != "parquet" or "://" in path:
+        if kind_of(path) != "parquet" or "://" in path:
             raise
-        yield dict(file=name, id=f"{name}:row group {part[0][0]}") | broken("unreadable")
+        yield document(dict(file=name, id=f"{name}:row group {part[0][0]}"), "unreadable", text_field)
 
 
 def each_document(paths, text_field="text"):
