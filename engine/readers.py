@@ -179,7 +179,7 @@ def remote(url):
     hub = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)(@[^/]+)?/?(.*)", url)
     if url.startswith("hf://"):
         if not hub:
-            raise ValueError(f"{url}: want hf://datasets/OWNER/NAME, and behind it /FOLDER, /FILES.parquet or a pattern")
+            raise ValueError(f"{url}: want hf://datasets/OWNER/NAME, with /FOLDER, /FILES.parquet or a pattern")
         repo, revision, inside = hub.groups()
         # Pin one commit, so that a push during the run does not mix two versions.
         revision = revision or "@" + fs._api.dataset_info(repo).sha
@@ -552,7 +552,7 @@ def documents(file, part, text_field="text", columns=()):
     and, if it is known, "language". A row that cannot be used has no text but a "problem", and the names of
     its "columns". The id is the name of the file, and for a row ":" and its own id or its number.
 
-    columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line, if the file is damaged.
+    columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """
     name, path = file["name"], file["path"]
     single = kind_of(path) in ("text", "html")

@@ -6,8 +6,8 @@ import io
 import json
 import os
 import random
-import subprocess
 import sys
+import tracemalloc
 import types
 
 import fsspec
@@ -15,29 +15,28 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from conftest import ROOT
 from engine import readers
 from engine.help import how_to_install
 from engine.readers import check, documents, find
 
 
-def read(*paths, encoding="", text_field="text"):
+def read(path, encoding="", text_field="text"):
     """The documents of files, part by part, as workers see them after the parts went through JSON."""
     found = []
-    for file in find(list(map(str, paths)))[0]:
+    for file in find([str(path)])[0]:
         file = json.loads(json.dumps(check(file, text_field, encoding)))
         assert file["problem"] is None
         for part in file["parts"]:
-            found += documents(file, part, text_field, columns=("score",))
+            found += documents(file, part, text_field, ("score",))
     return found
+
+
+def named(path):
+    return dict(name="a", path=str(path))
 
 
 def zstd(raw):
     return pyarrow.compress(raw, "zstd", asbytes=True)
-
-
-def problem_of(path, encoding=""):
-    return check(dict(name="a", path=str(path)), encoding=encoding)["problem"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -81,9 +80,8 @@ def test_each_format_gives_the_rows_that_were_written_whatever_the_packing_and_t
     monkeypatch.setattr(readers, "SLICE", size)
     rows = random_rows(size)
     raw = written(rows, NAMES[name])
-    for packing, pack in {"": bytes, ".gz": gzip.compress, ".ZST": zstd}.items():
-        if packing and name == "a.parquet":
-            continue
+    packings = {"": bytes, ".gz": gzip.compress, ".ZST": zstd}
+    for packing, pack in list(packings.items())[:1 if name == "a.parquet" else 3]:
         path = tmp_path / (name + packing)
         path.write_bytes(pack(raw))
         docs = read(path)
@@ -91,20 +89,22 @@ def test_each_format_gives_the_rows_that_were_written_whatever_the_packing_and_t
         assert [doc["id"] for doc in docs] == [f"{name}{packing}:{row['id']}" for row in rows]
         assert list(readers.records(str(path))) == rows
         assert list(readers.rows_of(str(path), ("none", "score"), ("id",))) == [[r["score"], r["id"]] for r in rows]
-        parts = check(dict(name="a", path=str(path)))["parts"]
-        assert NAMES[name] == "parquet" or sum(part[-1] for part in parts) == len(raw)
-        if size < 5000:
-            many = (5, 500) if not packing else (2, 4)
-            can_be_cut = NAMES[name] in ("lines", "parquet")
-            assert many[0] <= len(parts) <= many[1] if can_be_cut else len(parts) == 1
+        parts = check(named(path))["parts"]
+        if name == "a.parquet" or NAMES[name] == "lines" and size < 5000:
+            assert len(parts) == 4 if packing else len(parts) > 2
+        else:
+            assert len(parts) == 1 and parts[0][-1] == len(raw)
 
 
 # What the reader before this one gave for these bytes: (row, text), None = a problem.
 GOLDEN = {
     "a.jsonl": (b'{"text": "a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7}\n{"text": 1}',
                 [("0", "a"), ("2", None), ("3", None), ("4", None), ("7", "b"), ("6", None)]),
-    "torn.json": (b' [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex', [("0", "a"), ("1", None), ("2", "?b"), ("3", None)]),
+    "torn.json": (b' [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex',
+                  [("0", "a"), ("1", None), ("2", "?b"), ("3", None)]),
     "bytes.json": (b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', [("0", "a"), ("1", None), ("2", "b")]),
+    "names.jsonl": (b'{"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}\n'
+                    b'{"text": "c", "lang": []}', [("0", "a"), ("5", None), ("2", None)]),
     "deep.json": (b'[{"text": "a"},' + b"[" * 100_000, [("0", "a"), ("1", None)]),
     "comma.csv": (b"id, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n",
                   [("1", "a"), ("1", None), ("2", None), ("3", None), ("5", "b")]),
@@ -126,8 +126,8 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
 
 
 @pytest.mark.parametrize("encoding, text", [
-    ("latin-1", "élève\x85"), ("cp1252", "im Dörfli – ja"), ("utf-16", "自然言語処理"), ("utf-16-be", "im Dörfli"),
-    ("shift_jis", "自然言語処理"), ("koi8-r", "и равными")])
+    ("latin-1", "élève\x85"), ("utf-16", "自然言語処理"), ("utf-16-be", "im Dörfli"),
+    ("shift_jis", "自然言語処理")])
 def test_another_encoding_is_read_by_its_name_and_asked_for_otherwise(tmp_path, encoding, text):
     row = json.dumps(dict(text=text), ensure_ascii=False)
     for ending, content in dict(txt=text, jsonl=row + "\n", csv=f'text\r\n"{text}"\r\n', json=f"[{row}]").items():
@@ -136,20 +136,7 @@ def test_another_encoding_is_read_by_its_name_and_asked_for_otherwise(tmp_path, 
         assert [doc["text"] for doc in read(path, encoding=encoding)] == [text]
     assert "--encoding=" in read(tmp_path / "a.txt")[0]["problem"]
     (tmp_path / "a.txt").write_bytes("ä".encode("utf-16")[:-1])
-    assert problem_of(tmp_path / "a.txt", "utf-16") == "unreadable as utf-16"
-
-
-@pytest.mark.parametrize("value, want", [
-    (None, None), (5, "5"), (["deu"], "deu"), ([], "list"), ({"deu": 1}, "dict")])
-def test_a_language_or_licence_that_is_no_text_is_its_name_or_a_problem(tmp_path, value, want):
-    for column in ("language", "license"):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x", "id": 3, column: value}))
-        (doc,) = read(tmp_path / "a.jsonl", text_field="body")
-        if want in ("list", "dict"):
-            assert doc["problem"] == f"a {column} that is a {want}, not a name"
-            assert doc["columns"] == ["body", "id", column]
-        else:
-            assert (doc["text"], doc["id"], doc[column]) == ("x", "a.jsonl:3", want)
+    assert check(named(tmp_path / "a.txt"), encoding="utf-16")["problem"] == "unreadable as utf-16"
 
 
 def test_files_of_one_document_and_the_language_of_code_and_of_fineweb(tmp_path):
@@ -165,7 +152,7 @@ def test_files_of_one_document_and_the_language_of_code_and_of_fineweb(tmp_path)
 def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path, monkeypatch):
     trafilatura = pytest.importorskip("trafilatura")
     page = "<html><head><meta name='robots' content='noai'><meta charset='utf-8'></head><body><nav>Home</nav><article>"
-    page += "<p>The lake of Zürich is forty kilometres long, and swans are fed in the city.</p>" * 3 + "</article></body>"
+    page += "<p>The lake of Zürich is forty kilometres long, and swans are fed in the city.</p>" * 3 + "</article>"
     (tmp_path / "a.html").write_text(page)
     (doc,) = read(tmp_path / "a.html")
     assert doc["text"] == trafilatura.extract(page, include_comments=False) and "forty" in doc["text"]
@@ -192,7 +179,7 @@ def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file
         assert len(read(path)) == 8000
         for bad in (whole[:-1], whole[:-9000], first[:-5], whole + b"more of it", b"no archive" * 10):
             path.write_bytes(bad)
-            assert problem_of(path) == "unreadable"
+            assert check(named(path))["problem"] == "unreadable"
             with pytest.raises(ValueError, match="a.jsonl.*damaged, or not what its name says[^\n]*$"):
                 list(readers.rows_of(str(path), ("text",)))
 
@@ -201,26 +188,19 @@ def test_damage_of_parquet_is_a_problem_and_a_missing_column_an_error_with_the_c
     raw = written(random_rows(1), "parquet")
     path = tmp_path / "a.parquet"
     path.write_bytes(raw[:-9])
-    assert problem_of(path) == "unreadable"
+    assert check(named(path))["problem"] == "unreadable"
     path.write_bytes(raw[:10] + bytes(900) + raw[910:])
     docs = read(path)
     assert docs[0]["problem"] == "unreadable" and len(docs) > 40 and all(doc["text"] for doc in docs[3:])
     with pytest.raises(ValueError, match="no column 'body'; it has id, text, language, score"):
-        check(dict(name="a", path=str(path)), text_field="body")
-    assert check(dict(name="a", path=str(path)), text_field="")["problem"] is None
-
-
-@pytest.mark.parametrize("name, says", [
-    ("a.pdf", "pdftotext"), ("a.warc.gz", "WarcReader"), ("a.docx", "pandoc"), ("a.bin", "unknown kind of file")])
-def test_a_named_file_of_another_kind_comes_with_the_command_that_converts_it(tmp_path, name, says):
-    (tmp_path / name).write_bytes(b"x")
-    ((file,), _) = find([f"{tmp_path}/{name}"])
-    assert says in check(file)["problem"]
+        check(named(path), text_field="body")
+    assert check(named(path), text_field="")["problem"] is None
 
 
 @pytest.mark.parametrize("name, raw, says", [
-    ("a.txt", b"a # b\n# c\n \n d ", [["a"], ["d"]]), ("a.txt", b"\xff", "damaged"), ("a.jsonl", b"{}", "no column x or y"),
-    ("a.jsonl", b'\n{"', "line 2: not JSON"), ("a.jsonl", b"[1]", "no column"), ("a.csv", b"z\n1\n", "it has z$")])
+    ("a.txt", b"a # b\n# c\n \n d ", [["a"], ["d"]]), ("a.txt", b"\xff", "damaged"),
+    ("a.jsonl", b"{}", "no column x or y"), ("a.jsonl", b'\n{"', "line 2: not JSON"),
+    ("a.jsonl", b"[1]", "no column"), ("a.csv", b"z\n1\n", "it has z$")])
 def test_lists_of_lines_or_of_columns(tmp_path, name, raw, says):
     (tmp_path / name).write_bytes(raw)
     rows = readers.rows_of(f"{tmp_path}/{name}", ("x", "y"), comments=True)
@@ -241,8 +221,8 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
               "broken link": ["dangling.txt", "itself"], "no ending": ["LICENSE"], "not a file": ["pipe.txt"]}
     for name in [*taken, *sum(others.values(), [])]:
         os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
-        if others.get("broken link").count(name):
-            os.symlink("nowhere" if name != "itself" else name, tmp_path / name)
+        if name in others["broken link"]:
+            os.symlink("itself", tmp_path / name)
         elif name == "pipe.txt":
             os.mkfifo(tmp_path / name)
         else:
@@ -251,12 +231,12 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
         latin.write("a name of an old archive")
     files, ignored = find([str(tmp_path)])
     assert [file["name"] for file in files] == sorted(taken)
-    assert list(ignored)[:3] == [".pdf", "broken link", "hidden"]
     assert {why: sorted(names) for why, names in ignored.items()} == others | {"name not UTF-8": ["Z\udcfcrich.txt"]}
     # A file counts once, however often its folder is named, and not at all if it is read under another name.
     files, ignored = find([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"])
     assert len(files) == len(taken) + 1 and ignored[".pdf"] == ["sub/y.PDF"] and len(ignored["broken link"]) == 2
     assert [file["name"] for file in find([f"{tmp_path}/notes[1]"])[0]] == ["g.md"]
+    assert "pdftotext" in check(named("x.pdf"))["problem"]
     with pytest.raises(ValueError, match=r"Z.udcfcrich.*UTF-8"):
         find([f"{tmp_path}/Z*"])
 
@@ -293,7 +273,7 @@ def test_names_that_clash_get_their_folder_or_are_an_error(tmp_path):
 
 
 class Hub(MemoryFileSystem):
-    """The hub as a file system in memory: its API names the newest commit, and it knows LFS objects."""
+    """The hub as a file system in memory: its API names the newest commit."""
 
     protocol = "hf"
     store = {}
@@ -307,72 +287,48 @@ class Hub(MemoryFileSystem):
     def glob(self, path, **options):
         return {name.strip("/"): info for name, info in super().glob(path, **options).items()}
 
-    def info(self, path, **options):
-        return super().info(path, **options) | dict(lfs=dict(sha256="of " + path[-7:]))
-
 
 def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_files(monkeypatch):
     monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hf", Hub)
-    fs = Hub()
     rows = random_rows(3)
-    contents = {"train/a.parquet": "parquet", "test/b.parquet": "parquet", "train/c.jsonl": "lines", "x/train.csv": ","}
-    for name, kind in contents.items():
-        fs.pipe(f"/datasets/o/n@c0ffee/{name}", written(rows, kind))
-    fs.pipe("/datasets/o/n@c0ffee/README", b"")
+    for name in ("train/a.parquet", "test/a.parquet", "train/a.jsonl", "x/a.csv"):
+        Hub().pipe(f"/datasets/o/n@c0ffee/{name}", written(rows, NAMES[os.path.basename(name)]))
     files, ignored = find(["hf://datasets/o/n"])
-    assert [file["name"] for file in files] == ["o/n/train/a.parquet"] and "@c0ffee/" in files[0]["path"]
-    assert sum(map(len, ignored.values())) == 4
-    assert [file["name"] for file in find(["hf://datasets/o/n/test"])[0]] == ["o/n/test/b.parquet"]
+    assert files == [dict(name="o/n/train/a.parquet", path="hf://datasets/o/n@c0ffee/train/a.parquet")]
+    assert sum(map(len, ignored.values())) == 3
+    assert [file["name"] for file in find(["hf://datasets/o/n/test"])[0]] == ["o/n/test/a.parquet"]
     for inside in ("train/a.parquet", "train/*.jsonl", "x"):
         assert [doc["text"] for doc in read(f"hf://datasets/o/n/{inside}")] == [row["text"] for row in rows]
-    file = check(find(["hf://datasets/o/n@c0ffee/train/c.jsonl"])[0][0])
-    assert (file["sha256"], file["parts"]) == ("of c.jsonl", [[0, None, 0, file["bytes"]]])
     with pytest.raises(ValueError, match="want hf://datasets/OWNER/NAME"):
         find(["hf://datasets/one"])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
 def test_a_url_of_fsspec_is_read_like_the_local_file(tmp_path, name):
-    rows = random_rows(4)
-    path = tmp_path / "sub" / name
-    path.parent.mkdir()
-    path.write_bytes(written(rows, NAMES[name]))
-    (path.parent / "x.pdf").touch()
-    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/sub/{name}", path.read_bytes())
-    local = check(dict(name=name, path=str(path)))
-    for place in (f"file://{tmp_path}", f"memory://{tmp_path.name}"):
-        for url in (place, f"{place}/*/{name[0]}*", f"{place}/sub/{name}"):
-            ((found,), _) = find([url])
-            assert found["name"] == (name if url.endswith(name) else f"sub/{name}")
-            there = check(found)
-            assert {**there, "name": name, "path": str(path)} == local
-            assert [doc["text"] for doc in read(url)] == [row["text"] for row in rows]
+    raw = written(random_rows(4), NAMES[name])
+    (tmp_path / name).write_bytes(raw)
+    place = f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").pipe(f"{place}/sub/{name}", raw)
+    for url in (place, f"{place}/*/{name[0]}*", f"{place}/sub/{name}"):
+        ((found,), _) = find([url])
+        assert found["name"] in (name, f"sub/{name}")
+        assert check(found)["sha256"] == check(named(tmp_path / name))["sha256"]
+        assert [doc["text"] for doc in read(url)] == [doc["text"] for doc in read(tmp_path)]
+    texts = [doc["text"] for doc in readers.each_document([str(tmp_path)])]
+    assert texts == [doc["text"] for doc in read(url) if doc["text"].strip()]
     with pytest.raises(ValueError, match="nothing://a: .*Protocol"):
         find(["nothing://a"])
-    assert list(readers.each_document([str(path)])) == [doc for doc in read(path) if doc["text"].strip()]
 
 
-def test_a_long_file_is_read_in_little_memory(tmp_path):
-    """200 MB of lines, of a list, and of a table, with a limit of 100 MB on top of the imports (RLIMIT_DATA)."""
-    program = """if True:
-        import resource, sys
-        import pyarrow.parquet
-        from engine import readers
-        readers.PART = 1 << 20
-        used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (used + (100 << 20),) * 2)
-        for path in sys.argv[1:]:
-            file = readers.check(dict(name="a", path=path))
-            assert sum(bool(doc["text"]) for part in file["parts"] for doc in readers.documents(file, part)) == 20_000
-    """
-    if not os.path.exists("/proc/self/statm"):
-        pytest.skip("needs /proc")
-    text = "x" * 10_000
-    row = json.dumps(dict(text=text))
-    contents = {"a.jsonl": (row + "\n") * 20_000, "a.json": f"[{', '.join([row] * 20_000)}]", "a.csv": "text\n" + (text + "\n") * 20_000}
-    for name, content in contents.items():
-        with gzip.open(tmp_path / f"{name}.gz", "wt", compresslevel=1) as f:
-            f.write(content)
-    paths = [f"{tmp_path}/{name}.gz" for name in contents]
-    done = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-1500:]
+@pytest.mark.parametrize("kind", ["lines", "list", ","])
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
+    """20 MB, in blocks and parts of 1 MB."""
+    monkeypatch.setattr(readers, "PART", 1 << 20)
+    name = next(name for name in NAMES if NAMES[name] == kind)
+    path = tmp_path / f"{name}.gz"
+    path.write_bytes(gzip.compress(written([dict(text="x" * 2000)] * 10_000, kind), 1))
+    tracemalloc.start()
+    file = check(named(path))
+    assert sum(doc["text"] > "w" for part in file["parts"] for doc in documents(file, part)) == 10_000
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
