@@ -61,9 +61,9 @@ def written(rows, kind):
         writer.writerows(rows)
     if kind == "parquet":
         sink = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=40)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=max(40, len(rows) // 3))
         return sink.getvalue()
-    texts = dict(lines="\n".join(lines), list=json.dumps(rows, indent=2), values="\n\n".join(lines) + "\n")
+    texts = dict(lines="\n".join(lines), list=json.dumps(rows), values="\n\n".join(lines) + "\n")
     return texts.get(kind, out.getvalue()).encode()
 
 
@@ -184,9 +184,13 @@ def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file
                 list(readers.rows_of(str(path), ("text",)))
 
 
-def test_damage_of_parquet_is_a_problem_and_a_missing_column_an_error_with_the_columns(tmp_path):
-    raw = written(random_rows(1), "parquet")
+def test_parts_of_a_row_group_and_damage_of_parquet_and_a_missing_column(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "SLICE", 5_000)
     path = tmp_path / "a.parquet"
+    path.write_bytes(written(random_rows(1) * 20, "parquet"))
+    assert len(check(named(path))["parts"]) > 5
+    assert [doc["text"] for doc in read(path)] == [row["text"] for row in random_rows(1) * 20]
+    raw = written(random_rows(1), "parquet")
     path.write_bytes(raw[:-9])
     assert check(named(path))["problem"] == "unreadable"
     path.write_bytes(raw[:10] + bytes(900) + raw[910:])
