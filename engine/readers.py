@@ -1,636 +1,583 @@
 """
-Files to rows: what engine/inputs.py finds -> batches of raw rows -> documents, or the rows as they are.
+Read files of documents: find them, check them, cut them into parts, and yield their rows.
 
-    text, html            a document a file            id = its path below what was named
-    lines, json, table    a document a row             id = file:id, or file:number of the row
-    parquet               the same; read row group by row group
+    .txt .md .markdown .rst .py      one document a file
+    .html .htm                       one document a file: the main text of the page, by trafilatura
+    .jsonl .ndjson                   one document a line
+    .json                            one document a value of a list, or of values one after the other
+    .csv .tsv                        one document a row (RFC 4180); the first line has the names
+    .parquet                         one document a row
 
-prepare.py makes documents of them, {"id", "text", url, language, license, ...}; posttrain/sft.py conversations.
+All but parquet may be packed, as .gz or .zst. A path is a file, a folder, a glob, or a URL that fsspec can open:
+hf://datasets/OWNER/NAME, s3://, https://.
 
-The main process cuts files into batches of about 4 MB of whole lines, so that neither a long file nor a long list of
-files is ever in memory; worker processes parse them. A list or a table becomes lines of JSON on the way. What cannot be
-read (bytes that are no UTF-8, lines that are no JSON, a torn archive) is a row with a problem instead of a text: it is
-counted and named, never silently lost.
+    files, ignored = find(["notes/", "hf://datasets/OWNER/NAME"])
+    file = check(files[0])                  # size, sha256, problem, and the parts into which the file can be cut
+    for part in file["parts"]:              # each worker process takes some of the parts
+        for document in documents(file, part):
+            ...
+
+Memory does not depend on the size of a file of rows. A line that is not UTF-8 or not JSON becomes a document with a
+problem in place of a text, so that prepare.py counts it. Files of the hub are streamed, and not read before.
 """
 
-import codecs
+import contextlib
 import csv
-import gzip
+import glob
 import hashlib
 import io
+import itertools
 import json
 import logging
 import os
 import re
-import zlib
-from functools import lru_cache
-from importlib.util import find_spec
 
+import fsspec
 from tqdm import tqdm
 
-from engine.inputs import ending, find, hub_try, kind_of, unreadable
+KINDS = dict(pair.split(":") for pair in """
+.txt:text .md:text .markdown:text .rst:text .py:text .html:html .htm:html
+.jsonl:lines .ndjson:lines .json:json .csv:table .tsv:table .parquet:parquet
+""".split())
+# Files that hold no text, and the command that extracts it.
+CONVERTERS = dict(line.split(": ") for line in """
+.pdf: pdftotext FILE.pdf
+.epub: pandoc FILE.epub -t plain -o FILE.txt
+.docx: pandoc FILE.docx -t plain -o FILE.txt
+.odt: pandoc FILE.odt -t plain -o FILE.txt
+.warc: datatrove's WarcReader and Trafilatura
+.zip: unzip
+.tar: tar -x
+.tgz: tar -xz
+.bz2: bunzip2
+.xz: unxz
+""".strip().splitlines())
+PART = 16 << 20             # bytes of lines in a part
+SLICE = 64 << 20            # bytes of a parquet row group in a part, unpacked
 
-# Bytes of raw text in a batch, about. A worker needs some ten times as much memory.
-BATCH = 4 << 20
-# Bytes of a parquet row group that are read at once. Larger row groups are cut by rows.
-SLICE = 64 << 20
-# Of rows, which become lines of JSON where they are not.
-ROWS = ("lines", "json", "table")
-
-
-def id_hash(doc_id):
-    """
-    A 64-bit integer that depends on the id alone.
-
-    Documents are trained on in its order.
-    """
-    digest = hashlib.sha256(doc_id.encode()).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# one look at each file
-
-
-def check(name, path, text_field="text", encoding=""):
-    """
-    Read a file once from end to end: {"name", "path", "bytes", "sha256", "problem"}, problem None if it can be used.
-
-    Compressed files are unpacked to their end, since a torn one shows only there, and half a file must not be used.
-    "unpacked" is then their size in bytes. encoding: of text, "" = UTF-8. ValueError if a parquet file has no text
-    column (text_field "": none is wanted); OSError if the hub cannot be reached.
-    """
-    file = dict(name=name, path=path, bytes=0, sha256=None, problem=None)
-    kind = kind_of(path)
-    if encoding and kind != "parquet":
-        try:
-            "".encode(encoding)
-        except LookupError:
-            raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
-        file["encoding"] = encoding
-    if path.startswith("hf://"):
-        return hub_info(file, text_field)
-    if not kind:
-        return dict(file, problem=unreadable(path))
-    if kind == "html" and not find_spec("trafilatura"):
-        return dict(file, problem="HTML needs `pip install trafilatura lxml_html_clean`")
-    parquet = None
-    try:
-        with open_raw(path) as f:
-            file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
-            file["bytes"] = f.tell()
-        if kind == "parquet":
-            parquet = open_parquet(path)
-            file["unpacked"] = sum(size for _, size in row_groups(parquet))
-        elif kind in ROWS:
-            with open_bytes(path, encoding) as f:
-                file["problem"] = problem_of(f.read(1 << 16))
-        if kind != "parquet" and not file["problem"]:
-            file.update(unpacked_size(path, kind, encoding))
-    except UnicodeError:
-        file["problem"] = f"not {encoding}"
-    except (OSError, EOFError, zlib.error, ValueError):
-        file["problem"] = "unreadable"
-    if parquet and text_field:
-        want_column(parquet, path, text_field)
-    return file
-
-
-def unpacked_size(path, kind, encoding):
-    """{"unpacked": bytes} of a file that is not read as it lies on the disk, read to its end; {} of another."""
-    if ending(path) == os.path.splitext(path)[1].lower() and not encoding and kind not in ("json", "table"):
-        return {}
-    with open_lines(path, encoding) if kind in ROWS else open_bytes(path, encoding) as f:
-        return dict(unpacked=sum(map(len, iter(lambda: f.read(1 << 20), b""))))
-
-
-def problem_of(raw):
-    """What is wrong with the first bytes of a text, None if nothing is."""
-    return "binary, or a text that wants --encoding=utf-16" if 0 in raw else None
-
-
-NOT_UTF8 = "not UTF-8: name what it is, like --encoding=latin-1, cp1252 or utf-16"
-
-
-class NoColumn(ValueError):
-    """The data are sound, but lack a column that the user named."""
-
-
-def want_column(parquet, path, text_field):
-    """NoColumn, with the columns there are, if a parquet file has none of that name."""
-    columns = parquet.schema_arrow.names
-    if text_field not in columns:
-        have = ", ".join(columns) or "none"
-        raise NoColumn(f"{path}: no column {text_field!r}; it has {have}. Choose one with --text_field")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# bytes, and lines of them
-
-
-def open_raw(path):
-    """A binary stream of a file as it lies there: on this disk, on the hub, or where else fsspec reads."""
-    if path.startswith("hf://"):
-        return Pieces(hub_pieces(path))
-    if "://" in path:
-        import fsspec
-        return fsspec.open(path, "rb").open()
-    return open(path, "rb")
-
-
-def open_bytes(path, encoding=""):
-    """A binary stream of a file, here or on the hub, unpacked, and as UTF-8. Reading a torn one raises."""
-    f = open_raw(path)
-    if path.lower().endswith(".gz"):
-        f = gzip.open(f, "rb")
-    elif path.lower().endswith(".zst"):
-        f = Pieces(unzstd(f))
-    return Pieces(as_utf8(f, encoding)) if encoding else f
-
-
-def unzstd(f):
-    """
-    Yield a zstd stream unpacked, of any number of frames and any window: `zstd --long=31` has one of 2 GiB.
-
-    EOFError where it is torn: stream_reader() of the package ends there in silence.
-    """
-    import zstandard
-    unpacker = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame = None
-    # Small blocks, since a byte may stand for thousands.
-    while block := f.read(1 << 14):
-        while block:
-            frame = frame or unpacker.decompressobj()
-            try:
-                yield frame.decompress(block)
-            except zstandard.ZstdError as e:
-                raise ValueError(f"no zstd: {e}") from None
-            block = frame.unused_data
-            frame = None if frame.eof else frame
-    if frame:
-        raise EOFError("the last frame has no end")
-
-
-def as_utf8(f, encoding):
-    """Yield a stream of another encoding as UTF-8."""
-    decoder = codecs.getincrementaldecoder(encoding)()
-    while block := f.read(1 << 20):
-        yield decoder.decode(block).encode()
-    yield decoder.decode(b"", final=True).encode()
-
-
-def has_lines(path):
-    """Is every row of the file a document?"""
-    return kind_of(path) in ROWS
-
-
-def open_lines(path, encoding=""):
-    """A binary stream of lines, which are JSON but in a text: a list and a table become so."""
-    f = open_bytes(path, encoding)
-    kind = kind_of(path)
-    if kind == "json":
-        return Pieces(json_lines(f))
-    return Pieces(table_lines(f, ending(path) == ".tsv")) if kind == "table" else f
-
-
-class Pieces(io.BufferedReader):
-    """A binary stream of the pieces that an iterator yields."""
-
-    def __init__(self, pieces):
-        super().__init__(RawPieces(pieces), 1 << 20)
-
-
-class RawPieces(io.RawIOBase):
-    def __init__(self, pieces):
-        self.pieces = pieces
-        self.rest = memoryview(b"")
-
-    def readable(self):
-        return True
-
-    def readinto(self, buffer):
-        while not self.rest:
-            piece = next(self.pieces, None)
-            if piece is None:
-                return 0
-            self.rest = memoryview(piece)
-        n = min(len(buffer), len(self.rest))
-        buffer[:n] = self.rest[:n]
-        self.rest = self.rest[n:]
-        return n
-
-
-def json_lines(f):
-    """
-    Yield the values of a JSON list, or values one after the other, each as a line. What is no JSON, from there to the
-    end, is one line as it is, which json_document() will not read.
-    """
-    # Bytes that are no UTF-8 come back as they were, in the line that they stand in.
-    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape")
-    rest = ""
-    size = BATCH
-    begun = False
-    more = True
-    while more:
-        block = text.read(size)
-        more = bool(block)
-        rest += block
-        if not begun:
-            rest = rest.lstrip().removeprefix("[")
-            begun = bool(rest)
-        at = 0
-        for begin, end in values_in(rest):
-            yield one_line(rest[begin:end])
-            at = end
-        rest = rest[at:]
-        # A value that is longer than a block is tried again when there is twice as much.
-        size = max(BATCH, len(rest))
-    if rest.strip(" \t\r\n,]"):
-        yield one_line(rest)
-
-
-def values_in(text):
-    """Yield (begin, end) of the JSON values that a text begins with; white space, commas and ] may stand between."""
-    decode = json.JSONDecoder().raw_decode
-    end = 0
-    while True:
-        begin = _BETWEEN.match(text, end).end()
-        try:
-            _, end = decode(text, begin)
-        # RecursionError: a million brackets.
-        except (ValueError, RecursionError):
-            return
-        yield begin, end
-
-
-_BETWEEN = re.compile(r"[\s,\]]*")
-
-
-def one_line(text):
-    """A JSON value as a line of bytes. Its line breaks stand between values, since in a string they are escaped."""
-    flat = text.replace("\n", " ").replace("\r", " ")
-    return flat.encode(errors="surrogateescape") + b"\n"
-
-
-def table_lines(f, tabs):
-    """
-    Yield the rows of a .csv (RFC 4180) or .tsv, under a line of names, as lines of JSON; all values are text.
-
-    A row of more fields than there are names, or with a quote that does not end where a field ends, is a JSON string,
-    of which json_document() makes a row with a problem: a comma or a quote that was meant as text would else take a
-    part of the text with it, or join rows. tabs: are they all that stands between fields?
-    """
-    # The largest that the C code takes on every system: a document is a field.
-    csv.field_size_limit(2**31 - 1)
-    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="")
-    first = text.readline()
-    # Tables of countries with a decimal comma have semicolons.
-    delimiter = "\t" if tabs else max(",;\t", key=first.count)
-    (names,) = csv.reader([first], delimiter=delimiter) if first.strip() else [[]]
-    names = [name.strip() for name in names]
-    rows = csv.reader(text, delimiter=delimiter, strict=True)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        # Of a wrong quote; the next line is a row again.
-        except csv.Error:
-            row = None
-        if row != []:
-            good = row is not None and len(row) <= len(names)
-            line = json.dumps(dict(zip(names, row)) if good else NO_ROW, ensure_ascii=False)
-            yield line.encode(errors="surrogateescape") + b"\n"
-
-
-# Where a table has a row that is none. None of its text, which may be personal, goes to the report.
+BINARY = "binary, or a text that wants --encoding=utf-16"
+NOT_UTF8 = "not UTF-8: name the encoding, like --encoding=latin-1, cp1252 or utf-16"
+# A wrong row of a table. The problem quotes nothing of the row, because that may be personal data.
 NO_ROW = "a row of more fields than names, or with a quote inside a field"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# lists that decide about documents: robots.txt of hosts, domains, agents, prompts
-
-
-def rows_of(path, *columns, comments=False, errors="strict"):
-    """
-    Yield a list for each row of a file: one value per entry of columns, a tuple of names of which the first that exists
-    is taken. path: .parquet, .jsonl(.gz, .zst), or text, whose lines, but for empty ones, are the only column.
-
-    comments: does a # begin a comment in a line of text? errors: what becomes of bytes that are no UTF-8, as in open().
-    ValueError if the file is damaged or lacks a column.
-    """
-    try:
-        if kind_of(path) == "parquet":
-            table = open_parquet(path)
-            names = present(path, columns, table.schema_arrow.names)
-            for batch in table.iter_batches(1024, columns=names):
-                for row in batch.to_pylist():
-                    yield [row[name] for name in names]
-            return
-        lines = io.TextIOWrapper(open_lines(path), encoding="utf-8", errors=errors)
-        plain = not has_lines(path)
-        for number, line in enumerate(lines, 1):
-            if plain and comments:
-                line = line.partition("#")[0]
-            line = line.strip()
-            if line and plain:
-                yield [line]
-            elif line:
-                row = json.loads(line)
-                row = row if isinstance(row, dict) else {}
-                yield [row[name] for name in present(f"{path} line {number}", columns, row)]
-    # These two say in one line what is wrong.
-    except (NoColumn, FileNotFoundError):
-        raise
-    except (ValueError, OSError, EOFError, zlib.error) as e:
-        reason = " ".join(str(e).split())
-        raise ValueError(f"{path}: damaged, or not what its name says ({reason})") from None
-
-
-def present(where, columns, names):
-    """Of each tuple of columns the first that is among names. NoColumn if none of them is."""
-    found = [next(filter(names.__contains__, keys), None) for keys in columns]
-    if None in found:
-        keys = columns[found.index(None)]
-        raise NoColumn(f"{where}: no column {' or '.join(keys)}; it has {', '.join(names) or 'none'}")
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# files to batches: a batch is a list of pieces (number of the file, first row, raw bytes or rows of a row group)
-
-
-def batches(files, most=None):
-    """
-    Yield (number, pieces, bytes of input so far). most: bytes of a batch, BATCH if None.
-
-    Which rows form a batch depends on the files alone, so that a run that was killed finds its batches again.
-    """
-    number = size = seen = 0
-    pieces = []
-    for i, file in enumerate(files):
-        if file["problem"]:
-            continue
-        for piece, n in pieces_of(i, file):
-            if pieces and size + n > (most or BATCH):
-                seen += size
-                yield number, pieces, seen
-                number += 1
-                pieces, size = [], 0
-            pieces.append(piece)
-            size += n
-    if pieces:
-        yield number, pieces, seen + size
-
-
-def pieces_of(i, file):
-    """Yield ((i, first row, raw), its bytes in memory) for all rows of file number i. ValueError if it is damaged."""
-    path, encoding = file["path"], file.get("encoding", "")
-    try:
-        if kind_of(path) == "parquet":
-            yield from row_ranges(i, file.get("groups") or row_groups(open_parquet(path)))
-        elif has_lines(path):
-            yield from line_blocks(i, path, encoding)
-        else:
-            with open_bytes(path, encoding) as f:
-                raw = f.read()
-            yield (i, 0, raw), len(raw)
-    # check() has read the files of this machine to their ends, but none of the hub.
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as e:
-        raise ValueError(f"{path} is damaged ({e}): name the other files without it") from None
-
-
-def row_ranges(i, groups):
-    """Pieces of a parquet file: raw is (row group, first row in it, end row in it), and the worker reads the rows."""
-    row = 0
-    for group, (rows, size) in enumerate(groups):
-        step = max(1, -(-rows * SLICE // max(size, 1)))
-        for begin in range(0, rows, step):
-            end = min(begin + step, rows)
-            share = size * (end - begin) // rows
-            yield (i, row + begin, (group, begin, end)), share
-        row += rows
-
-
-def line_blocks(i, path, encoding=""):
-    """Pieces of a file of lines: raw is whole lines, of about BATCH bytes. The last line may lack its line break."""
-    row, rest = 0, []
-    with open_lines(path, encoding) as f:
-        while block := f.read(BATCH):
-            cut = block.rfind(b"\n") + 1
-            # A line longer than a block is collected, and joined only once.
-            if not cut:
-                rest.append(block)
-                continue
-            raw = b"".join([*rest, block[:cut]])
-            yield (i, row, raw), len(raw)
-            row += raw.count(b"\n")
-            rest = [block[cut:]]
-    raw = b"".join(rest)
-    if raw:
-        yield (i, row, raw), len(raw)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# batches to documents, in a worker process
-
-
-def documents(files, pieces, text_field="text", columns=()):
-    """
-    Yield a dict for each row of a batch: its own columns, "file", "id", "text", and "language" where it is known.
-
-    columns: those of parquet files that are read beside the usual ones. A row that cannot be used has text None and a
-    "problem". FineWeb-2's language and script are joined: deu_Latn.
-    """
-    for i, first, raw in pieces:
-        name, path = files[i]["name"], files[i]["path"]
-        if kind_of(path) == "parquet":
-            yield from parquet_documents(name, path, first, raw, text_field, columns)
-        elif has_lines(path):
-            for row, line in enumerate(raw.split(b"\n"), first):
-                if line and not line.isspace():
-                    yield json_document(name, row, line, text_field)
-        elif kind_of(path) == "html":
-            yield html_document(name, raw)
-        else:
-            doc = file_document(name, raw)
-            yield dict(doc, language="code") if ending(path) == ".py" else doc
-
-
-def each_document(paths, text_field="text"):
-    """Yield the documents with a text of files and folders, as prepare.py reads them. The others are counted."""
-    files = [check(name, path, text_field) for name, path in find(paths)]
-    size = sum(file.get("unpacked") or file["bytes"] for file in files)
-    bad = sum(bool(file["problem"]) for file in files)
-    with tqdm(desc="reading", total=size, unit="B", unit_scale=True, disable=None, leave=False) as progress:
-        for _, pieces, seen in batches(files):
-            for doc in documents(files, pieces, text_field):
-                if doc["text"] and not doc["text"].isspace():
-                    yield doc
-                else:
-                    bad += 1
-            progress.update(seen - progress.n)
-    if bad:
-        print(f"passed over {bad:,} files and rows without a text")
-
-
-def broken(name, doc_id, problem, columns=()):
-    """A document without text. columns: what its row has instead."""
-    return dict(file=name, id=doc_id, text=None, problem=problem, columns=list(columns))
-
-
-def file_document(name, raw):
-    if problem := problem_of(raw):
-        return broken(name, name, problem)
-    try:
-        return dict(file=name, id=name, text=raw.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return broken(name, name, NOT_UTF8)
-
-
-def html_document(name, raw):
-    """The main text of a page, without menus and comments. It says itself what its encoding is."""
-    import trafilatura
-    # It tells of every empty page; here these are counted.
-    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
-    text = trafilatura.extract(raw, include_comments=False)
-    if not text:
-        return broken(name, name, "HTML without a main text")
-    return dict(file=name, id=name, text=writable(text), metas=metas(trafilatura.load_html(raw)))
-
-
-def metas(tree):
-    """[(name, content)] of the <meta> of a page, an lxml tree."""
-    return [(meta.get("name") or "", meta.get("content") or "") for meta in tree.iter("meta")]
-
-
-def json_document(name, row, line, text_field):
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError:
-        return broken(name, f"{name}:{row}", NOT_UTF8)
-    except (ValueError, RecursionError):
-        # RecursionError: a line of a million brackets.
-        record = None
-    if record == NO_ROW:
-        return broken(name, f"{name}:{row}", NO_ROW)
-    if not isinstance(record, dict):
-        return broken(name, f"{name}:{row}", "a line that is no JSON object")
-    return document(name, row, record, text_field)
-
-
-def document(name, row, record, text_field):
-    """A row of named columns as a document."""
-    text = record.get(text_field)
-    if not isinstance(text, str):
-        return broken(name, f"{name}:{row}", f"a row without text in its column {text_field!r}", record)
-    own = record.get("id")
-    own_id = row if own is None else own
-    doc = dict(record, file=name, text=writable(text), id=writable(f"{name}:{own_id}"))
-    for column in NAMED:
-        value = doc.get(column)
-        # A list of one is that one. Of several it is not known which of them says what may be done.
-        if isinstance(value, list) and len(value) == 1:
-            (value,) = value
-        if isinstance(value, (list, dict)):
-            return broken(name, doc["id"], f"a {column} that is a {type(value).__name__}, not a name", record)
-        if column in doc:
-            doc[column] = None if value is None else writable(str(value))
-    language = doc.get("language") or doc.get("lang")
-    script = doc.get("language_script")
-    if language:
-        doc["language"] = f"{language}_{script}" if script and "_" not in language else language
-    return doc
-
-
 # Columns whose values are names.
 NAMED = ("language", "lang", "language_script", "license")
 
 
+def id_hash(doc_id):
+    """A 64-bit integer that depends on the id alone. Training reads documents in its order."""
+    digest = hashlib.sha256(doc_id.encode()).digest()
+    return int.from_bytes(digest[:8])
+
+
 def writable(text):
-    """JSON may hold half a surrogate pair ("\\ud800"), which no UTF-8 can: it becomes a question mark."""
+    """The text with "?" for each lone surrogate. JSON can hold one ("\\ud800"), UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def ending(path):
+    """The ending of a file name in lower case, without the packing: X.TXT.gz -> .txt. Parquet packs itself."""
+    name = re.sub(r"(?<!\.parquet)\.(gz|zst)$", "", path.lower())
+    return os.path.splitext(name)[1]
+
+
+def kind_of(path):
+    """The kind of a file by its ending, a value of KINDS. None if it cannot be read."""
+    return KINDS.get(ending(path))
+
+
+@contextlib.contextmanager
+def in_one_line(path):
+    """Raise an error about a file as a ValueError of one line. The errors of the libraries share no class."""
     try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-
-
-def parquet_documents(name, path, first, rows, text_field, columns):
-    """Documents of rows = (row group, begin, end) of a parquet file; one broken document if they cannot be read."""
-    wanted = {text_field, "id", "url", "language", "lang", "language_script", "license", *columns}
-    try:
-        for row, record in enumerate(parquet_records(path, rows, wanted), first):
-            yield document(name, row, record, text_field)
-    # What pyarrow says of damaged contents is a ValueError.
-    except ValueError:
-        yield broken(name, f"{name}:row group {rows[0]}", "unreadable")
-
-
-def parquet_records(path, rows, wanted):
-    """The wanted columns of rows = (row group, begin, end) of a parquet file, here or on the hub, as dicts."""
-    if path.startswith("hf://"):
-        # Where the network fails half-way, all rows are read once more, so that none is yielded twice.
-        return hub_try(path, lambda fs: list(parquet_rows(hub_parquet(fs, path), *rows, wanted)))
-    return parquet_rows(open_parquet(path), *rows, wanted)
-
-
-def parquet_rows(parquet, group, begin, end, wanted):
-    """Yield rows begin to end of a row group as dicts of the wanted columns that exist; other columns are not read."""
-    columns = [name for name in parquet.schema_arrow.names if name in wanted]
-    at = 0
-    for batch in parquet.iter_batches(512, row_groups=[group], columns=columns):
-        low = max(begin - at, 0)
-        high = min(end - at, len(batch))
-        if low < high:
-            yield from batch.slice(low, high - low).to_pylist()
-        at += len(batch)
-        if at >= end:
-            return
-
-
-def open_parquet(path):
-    if path.startswith("hf://"):
-        return hub_try(path, lambda fs: hub_parquet(fs, path))
-    import pyarrow.parquet
-    return pyarrow.parquet.ParquetFile(open_raw(path) if "://" in path else path)
-
-
-def row_groups(parquet):
-    """[(rows, bytes unpacked)] of a parquet file, from its footer."""
-    groups = map(parquet.metadata.row_group, range(parquet.metadata.num_row_groups))
-    return [(group.num_rows, group.total_byte_size) for group in groups]
+        yield
+    except (FileNotFoundError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        # Ours is one line already.
+        if str(error).startswith(path):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{path}: damaged, or not what its name says, or out of reach ({reason})") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the hub
+# find files
 
 
-# A footer describes all row groups: it is downloaded once, not once for each of them.
-@lru_cache(maxsize=2)
-def hub_parquet(fs, path):
+def matches(path):
+    """The files and folders that a path or a glob names, in order. An existing path is no pattern: notes[1]."""
+    return [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+
+
+def identity(path):
+    """Inode and device of a file or folder, which all links to it share. A URL or a broken link: its path."""
+    return os.stat(path)[1:3] if os.path.exists(path) else os.path.abspath(path)
+
+
+def files_of(path):
+    """
+    (the folder that names are relative to, all files of the folder `path` at any depth, sorted by path).
+
+    A file that links lead to as well is listed once, by its own name if it has one in the folder. OSError if a folder
+    cannot be read.
+    """
+    if not os.path.isdir(path):
+        return os.path.dirname(path), [path]
+
+    def stop(error):
+        raise error
+
+    found = []
+    for follow in (False, True):
+        # A loop of links ends because each folder is entered once.
+        entered = set()
+        for folder, inner, names in os.walk(path, onerror=stop, followlinks=follow):
+            if identity(folder) in entered:
+                inner.clear()
+                continue
+            entered.add(identity(folder))
+            inner.sort()
+            files = [os.path.join(folder, name) for name in names]
+            found += [(os.path.islink(file), follow, file) for file in files]
+    unique = {}
+    for *_, file in sorted(found):
+        unique.setdefault(identity(file), file)
+    return path, sorted(unique.values())
+
+
+def why_not(file, name):
+    """Why a file of a folder is not read: "hidden", its ending, ... None if it is read."""
+    if "/." in f"/{name}":
+        return "hidden"
+    if not os.path.exists(file):
+        return "broken link"
+    # Opening a FIFO would wait for its writer.
+    if not os.path.isfile(file):
+        return "not a file"
+    if writable(file) != file:
+        return "name not UTF-8"
+    return None if kind_of(file) else ending(file) or "no ending"
+
+
+def local(path):
+    """Yield (name, path, why it is not read) of the files that a local path or glob names."""
+    for match in matches(path):
+        root, files = files_of(match)
+        for file in files:
+            name = file[len(root):].replace(os.sep, "/").lstrip("/")
+            yield name, file, why_not(file, name) if file != match else None
+
+
+def remote(url):
+    """
+    Yield (name, URL, why it is not read) of the files that a URL names: a file, a folder or a glob.
+
+    Of a folder on the hub only the files of one kind are read: parquet, else lines, tables or lists; and of a whole
+    data set those with "train" in their path, if there are any, because the others are for tests.
+    """
+    fs, root = fsspec.url_to_fs(url)
+    hub = re.fullmatch(r"hf://datasets/([^/]+/[^/@]+)(@[^/]+)?/?(.*)", url)
+    if url.startswith("hf://"):
+        if not hub:
+            raise ValueError(f"{url}: want hf://datasets/OWNER/NAME, with /FOLDER, /FILES.parquet or a pattern")
+        repo, revision, inside = hub.groups()
+        # Pin one commit, so that a push during the run does not mix two versions.
+        revision = revision or "@" + fs._api.dataset_info(repo).sha
+        root = f"datasets/{repo}{revision}/{inside}"
+    for pattern in (root, root.rstrip("/") + "/**/*"):
+        found = [file for file, info in fs.glob(pattern, detail=True).items() if info["type"] == "file"]
+        if any(map(kind_of, found)):
+            break
+    read = set(filter(kind_of, found))
+    folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    if hub:
+        folder = "datasets"
+        kinds = set(map(kind_of, read))
+        order = [kind for kind in (kind_of(root), "parquet", "lines", "table", "json") if kind in kinds]
+        read = {file for file in read if kind_of(file) in order[:1]}
+        if not inside:
+            read = {file for file in read if "train" in file.partition(revision)[2]} or read
+    for file in sorted(found):
+        name = file[len(folder):].lstrip("/")
+        why = None if file in read else ending(file) or "no ending"
+        yield name.replace(revision, "", 1) if hub else name, fs.unstrip_protocol(file), why
+
+
+def find(paths):
+    """
+    (files, ignored) of paths, globs and URLs. files: [{"name", "path"}]; ignored: {reason: [names]} of the other files
+    of the folders, the most frequent reason first.
+
+    A name is relative to the path that the user named, so that ids survive a move of the folder. If two files would
+    share a name, the second gets the name of its folder in front. ValueError: nothing matches, or two files still share
+    a name.
+    """
+    files, passed, read = {}, {}, set()
+    for path in paths:
+        with in_one_line(path):
+            found = list(remote(path) if "://" in path else local(path))
+        if not found:
+            raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
+        for name, file, why in found:
+            key = identity(file)
+            if why:
+                passed[key] = why, name
+            elif key not in read:
+                read.add(key)
+                if name in files:
+                    name = f"{os.path.basename(os.path.abspath(file.removesuffix(name)))}/{name}"
+                if name in files or writable(file) != file:
+                    raise ValueError(f"{file!r}: another file has its name, or its name is not UTF-8. Rename it")
+                files[name] = file
+    ignored = {}
+    for key in passed.keys() - read:
+        why, name = passed[key]
+        ignored.setdefault(why, []).append(name)
+    most_first = sorted(ignored.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [dict(name=name, path=path) for name, path in files.items()], dict(most_first)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# open files
+
+
+def open_raw(path):
+    """A binary stream of a file as it is stored, on this disk or at a URL."""
+    if "://" not in path:
+        return open(path, "rb")
+    fs, inside = fsspec.url_to_fs(path)
+    return fs.open(inside)
+
+
+def open_bytes(path, encoding=""):
+    """A binary stream of a file, unpacked; with an encoding, as UTF-8. Reading a torn file raises an error."""
+    import pyarrow
+    f = open_raw(path)
+    packing = dict(gz="gzip", zst="zstd").get(path.lower().rpartition(".")[2])
+    if packing:
+        f = pyarrow.CompressedInputStream(f, packing)
+    if encoding:
+        f = pyarrow.transcoding_input_stream(pyarrow.input_stream(f), encoding, "utf-8")
+    return io.BufferedReader(f, 1 << 20)
+
+
+def open_parquet(path):
     import pyarrow.parquet
-    return pyarrow.parquet.ParquetFile(fs.open(path.removeprefix("hf://"), "rb"))
+    with in_one_line(path):
+        return pyarrow.parquet.ParquetFile(open_raw(path))
 
 
-def hub_pieces(path):
-    """Yield the bytes of a file on the hub, in order, each piece asked for again where the network fails."""
-    at = 0
-    # The usual cache reads 5 MB ahead, and is thrown away after each piece: everything would be downloaded twice.
-    while piece := hub_try(path, lambda fs: fs.cat_file(path.removeprefix("hf://"), at, at + BATCH, cache_type="none")):
-        yield piece
-        at += len(piece)
+# ----------------------------------------------------------------------------------------------------------------------
+# check files, and cut them into parts
 
 
-def hub_info(file, text_field):
-    """What is known of a file on the hub without a download: size, sha256 of its LFS object, row groups (footer)."""
+def check(file, text_field="text", encoding=""):
+    """
+    Read a file once to its end: half a file must not be used, and a torn archive shows only there.
+
+    Returns the file with "bytes" and "sha256" as stored, "problem" (None if it can be used), "encoding" if one is
+    given, and "parts": [[begin, end, first row, bytes unpacked]], which hold all rows in order. The hub is not read:
+    sha256 is that of its LFS object, if it has one.
+    ValueError: a parquet file has no column text_field ("": none is wanted), or a URL cannot be read.
+    ModuleNotFoundError: a package is missing.
+    """
     path = file["path"]
-    info = hub_try(path, lambda fs: fs.info(path.removeprefix("hf://")))
-    lfs = info.get("lfs") or {}
-    file = dict(file, bytes=info["size"], sha256=lfs.get("sha256"))
-    if kind_of(path) != "parquet":
-        return file
-    parquet = open_parquet(path)
-    if text_field:
-        want_column(parquet, path, text_field)
-    return dict(file, groups=row_groups(parquet))
+    kind = kind_of(path)
+    file = dict(file, bytes=0, sha256=None, problem=None, parts=[])
+    if encoding and kind != "parquet":
+        file["encoding"] = encoding
+    if not kind:
+        how = CONVERTERS.get(ending(path))
+        return dict(file, problem="unknown kind of file" + (f"; {how} makes text of it" if how else ""))
+    if kind == "html":
+        import trafilatura  # noqa: F401. An error now is better than one in a worker process.
+    try:
+        with in_one_line(path):
+            if path.startswith("hf://"):
+                fs, inside = fsspec.url_to_fs(path)
+                info = fs.info(inside)
+                file.update(bytes=info["size"], sha256=(info.get("lfs") or {}).get("sha256"))
+            else:
+                with open_raw(path) as f:
+                    file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
+                    file["bytes"] = f.seek(0, os.SEEK_END)
+            names = open_parquet(path).schema_arrow.names if kind == "parquet" else [text_field]
+            file["parts"] = list(parts_of(file))
+    except ValueError:
+        if "://" in path:
+            raise
+        return dict(file, problem=f"unreadable as {encoding}" if encoding else "unreadable")
+    if text_field and text_field not in names:
+        raise ValueError(f"{path}: no column {text_field!r}; it has {', '.join(names)}. Choose one with --text_field")
+    return file
+
+
+def parts_of(file):
+    """
+    Yield the parts of a file, as check() returns them. A part of parquet begins and ends at a row of a row group:
+    [[group, row], end, first row, bytes]; a part of lines after a line break.
+
+    Other files than parquet are one part, and are not read here, if they are on the hub or were not checked (they have
+    no "bytes").
+    """
+    path = file["path"]
+    encoding = file.get("encoding", "")
+    if kind_of(path) == "parquet":
+        metadata = open_parquet(path).metadata
+        first = 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            step = max(1, group.num_rows * SLICE // max(1, group.total_byte_size))
+            for begin in range(0, group.num_rows, step):
+                end = min(begin + step, group.num_rows)
+                size = group.total_byte_size * (end - begin) // group.num_rows
+                yield [[number, begin], end, first + begin, size]
+            first += group.num_rows
+        return
+    if path.startswith("hf://") or "bytes" not in file:
+        yield [0, None, 0, file.get("bytes", 0)]
+        return
+    lines = kind_of(path) == "lines" and not encoding
+    edges = [(0, 0)]                                    # (bytes, rows) before each place where it can be cut
+    with open_bytes(path, encoding) as f:
+        while block := f.read(PART) + (f.readline() if lines else b""):
+            begin, row = edges[-1]
+            edges.append((begin + len(block), row + block.count(b"\n")))
+    most = len(edges) if lines else 1
+    # A worker unpacks a file from its beginning to its part, so there are at most four parts.
+    if path.lower().endswith((".gz", ".zst")):
+        most = min(most, 4)
+    starts = edges[:-1:-(-len(edges) // most)] or edges
+    for (begin, row), (end, _) in zip(starts, [*starts[1:], edges[-1]]):
+        yield [begin, end if lines else None, row, end - begin]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rows
+
+
+def json_values(f):
+    """
+    Yield the values of a JSON list, or values one after the other, as bytes.
+
+    From the first error on, the rest of the file is one value, which parsed() reports.
+    """
+    # Bytes that are not UTF-8 survive as surrogates, and are reported with the value that they are in.
+    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape")
+    decode = json.JSONDecoder().raw_decode
+    rest = text.read(PART).lstrip().removeprefix("[")
+    more = True
+    while more:
+        end = 0
+        # RecursionError: a million brackets.
+        with contextlib.suppress(ValueError, RecursionError):
+            while True:
+                begin = re.compile(r"[\s,\]]*").match(rest, end).end()
+                _, end = decode(rest, begin)
+                yield rest[begin:end].encode(errors="surrogateescape")
+        # A value that is longer than a block is tried again with twice the text.
+        more = text.read(max(PART, len(rest)))
+        rest = rest[end:] + more
+    if rest.strip(" \t\r\n,]"):
+        yield rest.encode(errors="surrogateescape")
+
+
+def table_rows(f, tabs):
+    """
+    Yield the rows of a .csv or .tsv (tabs) as JSON, all values text.
+
+    A row with too many fields, or with a quote that does not end at the end of a field, becomes NO_ROW: a comma or a
+    quote that belongs to the text would otherwise cut the text or join rows.
+    """
+    # A document is a field. This is the largest limit that the C code takes on every system.
+    csv.field_size_limit(2**31 - 1)
+    text = io.TextIOWrapper(f, "utf-8-sig", "surrogateescape", newline="")
+    first = text.readline()
+    # Countries with a decimal comma separate fields by semicolons.
+    delimiter = "\t" if tabs else max(",;\t", key=first.count)
+    names = [name.strip() for name in next(csv.reader([first], delimiter=delimiter), [])]
+    table = csv.reader(text, delimiter=delimiter, strict=True)
+    row = first
+    while row is not None:
+        try:
+            row = next(table, None)
+            value = dict(zip(names, row or [])) if len(row or []) <= len(names) else NO_ROW
+        except csv.Error:
+            # A wrong quote. The next line is a row again.
+            value = NO_ROW
+        if value:
+            yield json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
+
+
+def parsed(line, errors="strict"):
+    """The JSON object of a line of bytes, a dict; or the problem of the line, a str."""
+    if 0 in line:
+        return BINARY
+    try:
+        row = json.loads(line.decode("utf-8-sig", errors))
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    except (ValueError, RecursionError):
+        row = None
+    return row if isinstance(row, dict) or row == NO_ROW else "a line that is no JSON object"
+
+
+def file_row(path, raw):
+    """The text of a file as a row, or its problem, a str. A page: its main text, and the name and content of <meta>."""
+    if kind_of(path) == "html":
+        import trafilatura
+        # trafilatura logs each page without a text. We count them.
+        logging.getLogger("trafilatura").setLevel(logging.CRITICAL)
+        text = trafilatura.extract(raw, include_comments=False)
+        if not text:
+            return "HTML without a main text"
+        metas = trafilatura.load_html(raw).iter("meta")
+        return dict(text=text, metas=[(meta.get("name", ""), meta.get("content", "")) for meta in metas])
+    if 0 in raw:
+        return BINARY
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return NOT_UTF8
+    return dict(text=text, language="code") if ending(path) == ".py" else dict(text=text)
+
+
+def rows(file, part, columns=(), errors="strict"):
+    """
+    Yield (number, row) of a part of a file. number: from 0 in the file; row: a dict, or its problem, a str.
+
+    columns: those of a parquet file to read; if it has none of them, all are. errors: for bytes that are not UTF-8, as
+    in open(). ValueError, one line, if the file is damaged.
+    """
+    path = file["path"]
+    kind = kind_of(path)
+    begin, end, number, _ = part
+    with in_one_line(path):
+        if kind == "parquet":
+            group, skip = begin
+            parquet = open_parquet(path)
+            names = [name for name in parquet.schema_arrow.names if name in columns]
+            for batch in parquet.iter_batches(512, row_groups=[group], columns=names or None):
+                some = batch.slice(skip, max(0, end - skip)).to_pylist()
+                yield from enumerate(some, number)
+                number += len(some)
+                skip, end = max(0, skip - len(batch)), end - len(batch)
+            return
+        with open_bytes(path, file.get("encoding", "")) as lines:
+            if kind == "json":
+                lines = json_values(lines)
+            elif kind == "table":
+                lines = table_rows(lines, ending(path) == ".tsv")
+            elif kind != "lines":
+                yield 0, file_row(path, lines.read())
+                return
+            elif lines.seekable():
+                lines.seek(begin)
+            else:
+                next(itertools.islice(lines, number, number), None)
+            for number, line in enumerate(lines, number):
+                if line.strip():
+                    yield number, parsed(line, errors)
+                begin += len(line)
+                if begin == end:
+                    return
+
+
+def records(path, columns=(), errors="strict"):
+    """Yield the rows of a .parquet, .jsonl, .json, .csv or .tsv as dicts. ValueError: damaged, or no dict."""
+    for part in parts_of(dict(path=path)):
+        for number, row in rows(dict(path=path), part, columns, errors):
+            if isinstance(row, str):
+                raise ValueError(f"{path}, line {number + 1}: not JSON, or no columns: {row}")
+            yield row
+
+
+def rows_of(path, *columns, comments=False, errors="strict"):
+    """
+    Yield a list for each row of a file: for each entry of columns, a tuple of names, the value of the first that the
+    row has. In a file of text each line that is not empty is a row of one column.
+
+    comments: # begins a comment in a line of text. errors: for bytes that are not UTF-8, as in open().
+    ValueError, one line: the file is damaged, or a row lacks a column.
+    """
+    if kind_of(path) in (None, "text", "html"):
+        with in_one_line(path), open_bytes(path) as f:
+            for line in io.TextIOWrapper(f, "utf-8", errors):
+                text = line.split("#")[0] if comments else line
+                if text.strip():
+                    yield [text.strip()]
+        return
+    for row in records(path, set(itertools.chain(*columns)), errors):
+        names = [next(filter(row.__contains__, keys), None) for keys in columns]
+        if None in names:
+            missing = " or ".join(columns[names.index(None)])
+            raise ValueError(f"{path}: a row has no column {missing}; it has {', '.join(row) or 'none'}")
+        yield [row[name] for name in names]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# documents
+
+
+def document(own, row, text_field):
+    """The document of a row or a problem; own: its "file" and "id". Language and script are joined: deu_Latn."""
+    if isinstance(row, str):
+        return dict(own, text=None, problem=row, columns=[])
+    problem = None
+    if not isinstance(row.get(text_field), str):
+        problem = f"a row without text in its column {text_field!r}"
+    elif row.get("id") is not None:
+        own["id"] = writable(f"{own['file']}:{row['id']}")
+    doc = dict(row, **own)
+    for column in filter(row.__contains__, NAMED):
+        value = row[column]
+        # A list of one name is that name. Of several names we cannot know which one decides.
+        if isinstance(value, list) and len(value) == 1:
+            (value,) = value
+        if isinstance(value, (list, dict)):
+            problem = problem or f"a {column} that is a {type(value).__name__}, not a name"
+        doc[column] = None if value is None else writable(str(value))
+    if problem:
+        return dict(own, text=None, problem=problem, columns=list(row))
+    language = doc.get("language") or doc.get("lang")
+    script = doc.get("language_script")
+    if language:
+        doc["language"] = f"{language}_{script}" if script and "_" not in language else language
+    return dict(doc, text=writable(row[text_field]))
+
+
+def documents(file, part, text_field="text", columns=()):
+    """
+    Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text"
+    and, if it is known, "language". A row that cannot be used has no text but a "problem", and the names of
+    its "columns". The id is the name of the file, and for a row ":" and its own id or its number.
+
+    columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
+    """
+    name, path = file["name"], file["path"]
+    single = kind_of(path) in ("text", "html")
+    wanted = {text_field, "id", "url", *NAMED, *columns}
+    try:
+        for number, row in rows(file, part, wanted):
+            own = dict(file=name, id=name if single else f"{name}:{number}")
+            yield document(own, row, "text" if single else text_field)
+    except ValueError:
+        # check() reads only the footer of a parquet file. Damage of a row group shows here.
+        if kind_of(path) != "parquet" or "://" in path:
+            raise
+        yield document(dict(file=name, id=f"{name}:row group {part[0][0]}"), "unreadable", text_field)
+
+
+def each_document(paths, text_field="text"):
+    """Yield the documents with a text of files and folders, and print the number of the others."""
+    files = [check(file, text_field) for file in find(paths)[0]]
+    bad = sum(bool(file["problem"]) for file in files)
+    parts = [(file, part) for file in files for part in file["parts"]]
+    for file, part in tqdm(parts, "reading", disable=None, leave=False):
+        for doc in documents(file, part, text_field):
+            if (doc["text"] or "").strip():
+                yield doc
+            else:
+                bad += 1
+    if bad:
+        print(f"passed over {bad:,} files and rows without a text")

@@ -4,7 +4,7 @@ The conversations of SFT: from files of any form to ids on disk, and which of th
     --data=chats.jsonl | chats.json | chats.parquet | FOLDER | "GLOB" | hf://datasets/OWNER/NAME[/FOLDER | /FILES]
     --data="{'a.jsonl': 2, 'hf://datasets/OWNER/NAME': 1}"        two of three conversations of the run are of a.jsonl
 
-Rows become ids once, in out/<run>/tokens: each rank takes its share of the batches, and what a killed run has left is
+Rows become ids once, in out/<run>/tokens: each rank takes its share of the parts, and what a killed run has left is
 used again. Each source of a mixture is shuffled and repeated by itself, and which source a conversation of the run is
 taken from follows from its number alone (chosen), so that it is the same on any number of ranks and after a stop.
 
@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import os
-import zlib
 
 import numpy as np
 from tqdm import tqdm
@@ -26,14 +25,13 @@ import tokenizer
 from chat import count, learnable, left_out
 from configurator import attached, literal
 from data import by_epoch
-from engine import checkpoint, inputs, readers
+from engine import checkpoint, readers
 from engine.files import sha256, write_flushed
 from engine.mixture import SLOTS, mix_weights
 
 dedup, quality = attached("corpus.dedup"), attached("corpus.quality")
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
-PART = 2**26                    # bytes of text that become one file
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
 WANT = f"a JSON object with {chat.CONVERSATION}, or with another form that --help lists"
@@ -57,19 +55,12 @@ def weights_of(data):
 
 
 def files_of(source):
-    """[(name, path)] of what a source names. ValueError: nothing, or nothing that can be read."""
-    files = []
-    for name, path in inputs.find([source], holds_rows):
-        if holds_rows(path):
-            files.append((name, path))
+    """[{"name", "path"}] of the files of conversations that a source names. ValueError: there is none."""
+    found, _ = readers.find([source])
+    files = [file for file in found if readers.kind_of(file["path"]) in ("lines", "json", "parquet")]
     if not files:
         raise ValueError(f"{source}: want .jsonl, .json or .parquet")
     return files
-
-
-def holds_rows(path):
-    """Does a file hold rows, which may be conversations?"""
-    return inputs.kind_of(path) in ("lines", "json", "parquet")
 
 
 def survey(data, ranks):
@@ -81,10 +72,8 @@ def survey(data, ranks):
     sources = []
     if ranks.first:
         for source in weights_of(data):
-            sources.append([])
-            for name, path in files_of(source):
-                file = readers.check(name, path, text_field="")
-                sources[-1].append(file)
+            files = [readers.check(file, text_field="") for file in files_of(source)]
+            sources.append(files)
     sources = checkpoint.everyone(sources, ranks.files)[0]
     for file in itertools.chain(*sources):
         if file["problem"]:
@@ -96,49 +85,23 @@ def survey(data, ranks):
 # rows
 
 
-def batches(file, size):
-    """readers.batches of one file. ValueError, one line, where it is damaged."""
-    yield from sound(file["path"], readers.batches([file], size))
-
-
-def numbered(file, pieces):
+def numbered(file, part):
     """
-    (place, row, bytes) of each row of a batch of a file; place: "line 3" or "row 3"; bytes: of the line.
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
 
-    ValueError for a line that is no JSON object. A null in parquet is a key that is not there.
+    ValueError: a line is no JSON object, or the file is damaged. A null in parquet is a key that the row does not have.
     """
     path = file["path"]
-    for _, first, raw in pieces:
-        if inputs.kind_of(path) == "parquet":
-            records = readers.parquet_records(path, raw, COLUMNS)
-            records = sound(path, records)
-            for n, record in enumerate(records, first + 1):
-                row = without_nulls(record)
-                # A licence that is null is none of those asked for; one without a column is an error.
-                if "license" in record:
-                    row["license"] = record["license"]
-                yield f"row {n}", row, 0
-            continue
-        lines = raw.split(b"\n")
-        for n, line in enumerate(lines, first + 1):
-            if not line.strip():
-                continue
-            row = chat.parsed(line, fits=lambda row: True)
-            if row is None:
-                got = line.decode(errors="replace").strip()
-                raise ValueError(f"{path}, line {n}: want {WANT}, got {got[:60]!r}")
-            yield f"line {n}", row, len(line)
-
-
-def sound(path, things):
-    """The things, or one line that says that their file is damaged. What is said of the hub is one line already."""
-    try:
-        yield from things
-    except (ValueError, OSError, EOFError, zlib.error) as e:
-        if path.startswith("hf://"):
-            raise
-        reason = " ".join(str(e).split())
-        raise ValueError(f"{path}: damaged, or not what its name says ({reason})") from None
+    parquet = readers.kind_of(path) == "parquet"
+    for n, record in readers.rows(file, part, COLUMNS):
+        place = f"{'row' if parquet else 'line'} {n + 1}"
+        if isinstance(record, str):
+            raise ValueError(f"{path}, {place}: want {WANT}, got {record}")
+        row = without_nulls(record) if parquet else record
+        # A null licence is none of the allowed ones; a row without the column is an error.
+        if "license" in record:
+            row["license"] = record["license"]
+        yield place, row
 
 
 def without_nulls(value):
@@ -152,15 +115,13 @@ def without_nulls(value):
 
 def first_rows(source, n):
     """(place, row) of the first n rows of a source."""
-    def rows():
-        for name, path in files_of(source):
-            file = dict(name=name, path=path, problem=None)
-            for _, pieces, _ in batches(file, readers.BATCH):
-                yield from numbered(file, pieces)
-
-    some = itertools.islice(rows(), n)
-    for place, row, _ in some:
-        yield place, row
+    rows = (
+        row
+        for file in files_of(source)
+        for part in readers.parts_of(file)
+        for row in numbered(file, part)
+    )
+    return itertools.islice(rows, n)
 
 
 def look(data):
@@ -251,7 +212,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
         contamination = dedup.Contamination(dedup.read_prompts(decontaminate))
     judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
     # The code that decides the format, and which turns are learnt, is part of a file's name.
-    modules = (chat, tokenizer, inputs, readers, dedup, quality)
+    modules = (chat, tokenizer, readers, dedup, quality)
     code = [sha256(module.__file__) for module in modules]
     code.append(sha256(__file__))
     decisive = [tok.hash, max_length, date, rules, code]
@@ -303,10 +264,10 @@ def write_parts(folder, sources, decisive, judge, ranks):
     """
     For each source the names of what holds its ids: NAME.ids and NAME.json in `folder`, as tokenize() writes them.
 
-    Each rank takes its share of the batches. A name is a hash of the file's content and of `decisive`: so a killed run
+    Each rank takes its share of the parts. A name is a hash of the file's content and of `decisive`: so a killed run
     finds what is done, and nothing stale is read.
     """
-    sizes = [file.get("unpacked", file["bytes"]) for file in itertools.chain(*sources)]
+    sizes = [part[-1] for files in sources for file in files for part in file["parts"]]
     turns = itertools.cycle(range(ranks.size))
     names = []
     with tqdm(
@@ -322,28 +283,26 @@ def write_parts(folder, sources, decisive, judge, ranks):
             names.append([])
             for file in files:
                 key = digest([identity(file), file["name"], decisive])
-                begun = bar.n
-                for n, pieces, seen in batches(file, PART):
+                for n, part in enumerate(file["parts"]):
                     name = os.path.join(folder, f"{key[:16]}-{n:05d}")
                     names[-1].append(name)
                     mine = next(turns) == ranks.rank
                     if mine and not os.path.exists(name + ".json"):
-                        tokenize(name, file, pieces, judge, bar)
-                    # What another rank does counts as done, and so do rows of parquet.
-                    bar.update(max(0, begun + seen - bar.n))
+                        tokenize(name, file, part, judge)
+                    # A part that another rank takes counts as done.
+                    bar.update(part[-1])
     return names
 
 
-def tokenize(name, file, pieces, judge, bar):
+def tokenize(name, file, part, judge):
     """
-    Write name.ids, then name.json: the conversations in a batch of a file's rows. bar: progress in bytes.
+    Write name.ids, then name.json: the conversations in a part of a file.
 
     ValueError names a line that is no JSON object.
     """
     tokens = [np.zeros(0, np.uint32)]
     lengths, bad = [], {}
-    for place, row, size in numbered(file, pieces):
-        bar.update(size)
+    for place, row in numbered(file, part):
         found = judge(row)
         if isinstance(found, str):
             count(bad, found, f"{place} of {file['name']}")
@@ -356,12 +315,12 @@ def tokenize(name, file, pieces, judge, bar):
     learnt = int((tokens >= SAID).sum())
     stored = tokens.astype("<u4").tobytes()
     write_flushed(name + ".ids", stored, shared=True)
-    part = dict(
+    written = dict(
         lengths=lengths,
         learnt=learnt,
         bad=bad,
     )
-    write_flushed(name + ".json", json.dumps(part), shared=True)
+    write_flushed(name + ".json", json.dumps(written), shared=True)
 
 
 # -----------------------------------------------------------------------------

@@ -165,8 +165,7 @@ def test_conversations_on_disk_are_what_render_gives_whatever_the_parts(
         chat.render(TOK, row, "2025-01-01") for row in rows if len(row["messages"]) > 1
     ]
     for part in (300, len(json.dumps(rows[0])) + 2, 2**26):
-        monkeypatch.setattr(conversations, "PART", part)
-        monkeypatch.setattr(readers, "BATCH", min(part, 2**22))
+        monkeypatch.setattr(readers, "PART", part)
         found, bad, _ = tokenized(tmp_path, str(part))
         assert (
             bad == {"no assistant turn": (2, "line 15 of chats.jsonl")}
@@ -186,8 +185,7 @@ def test_conversations_on_disk_are_what_render_gives_whatever_the_parts(
 def test_what_a_killed_process_left_is_made_again_and_what_is_stale_is_not_read(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(conversations, "PART", 2000)
-    monkeypatch.setattr(readers, "BATCH", 2000)
+    monkeypatch.setattr(readers, "PART", 2000)
     write_rows(tmp_path / "chats.jsonl", rows_like(40))
     whole = everything(tokenized(tmp_path, "tokens")[0])
     first, *others = sorted((tmp_path / "tokens").glob("*.ids"))
@@ -213,7 +211,7 @@ import tokenizer
 from posttrain import conversations
 from engine import readers
 from engine.parallel import Ranks, orderly_exit
-conversations.PART = readers.BATCH = 300
+readers.PART = 300
 with orderly_exit():
     ranks = Ranks("ddp")
     ranks.join("cpu", 60)

@@ -1,4 +1,5 @@
-"""engine/inputs.py and engine/readers.py: every file is read once, or counted and named; every format says the same."""
+"""engine/readers.py: each file is read once or listed with a reason, and each format and part gives the same rows."""
+
 import csv
 import gzip
 import io
@@ -6,339 +7,332 @@ import json
 import os
 import random
 import sys
+import tracemalloc
+import types
 
 import fsspec
+import pyarrow.parquet
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from conftest import refused, script
-from engine import inputs, readers
-from engine.inputs import find, ignored
-from engine.readers import batches, check, documents
-
-TEXTS = ["plain", 'says "so", twice', "two\nlines\r\nand more", "Zürich, 苏黎世; 🏔", " a\ttab ", "x" * 3000, "[1, {2}]"]
-ROWS = [dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}") for i, text in enumerate(TEXTS * 3)]
+from engine import readers
+from engine.help import how_to_install
+from engine.readers import check, documents, find
 
 
-def read(*paths, encoding="", **options):
-    """The documents of some files, as a worker gives them."""
-    files = [check(name, path, encoding=encoding) for name, path in find(list(map(str, paths)))]
-    assert all(not file["problem"] or options.get("bad") for file in files), files
-    return [doc for _, pieces, _ in batches(files) for doc in documents(files, pieces, columns=("score",))]
+def read(path, encoding="", text_field="text"):
+    """The documents of files, part by part, as workers see them after the parts went through JSON."""
+    found = []
+    for file in find([str(path)])[0]:
+        file = json.loads(json.dumps(check(file, text_field, encoding)))
+        assert file["problem"] is None
+        for part in file["parts"]:
+            found += documents(file, part, text_field, ("score",))
+    return found
 
 
-def columns(docs):
-    return [(doc["text"], doc["language"], doc["score"]) for doc in docs]
+def named(path):
+    return dict(name="a", path=str(path))
 
 
-WANT = [(row["text"], row["language"], row["score"]) for row in ROWS]
+def zstd(raw):
+    return pyarrow.compress(raw, "zstd", asbytes=True)
 
 
-def table(delimiter):
-    """A table by Python's own writer of RFC 4180."""
+# ----------------------------------------------------------------------------------------------------------------------
+# one meaning in each format
+
+
+def random_rows(seed):
+    """Rows that can be written in each format, with the characters on which a format could trip."""
+    rng = random.Random(seed)
+    signs = "ab\",';\t\n\r\\{}[]# ä苏🏔\u2028\x85"
+    texts = ["".join(rng.choices(signs, k=rng.choice([1, 9, 300]))) for _ in range(90)]
+    return [dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}") for i, text in enumerate(texts)]
+
+
+def written(rows, kind):
+    """The bytes of a file of rows, by the json, csv and pyarrow modules."""
+    lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
     out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, list(ROWS[0]), delimiter=delimiter)
-    writer.writeheader()
-    writer.writerows(ROWS)
-    return out.getvalue()
+    if kind in (",", ";", "\t"):
+        writer = csv.DictWriter(out, list(rows[0]), delimiter=kind)
+        writer.writeheader()
+        writer.writerows(rows)
+    if kind == "parquet":
+        sink = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=max(40, len(rows) // 3))
+        return sink.getvalue()
+    texts = dict(lines="\n".join(lines), list=json.dumps(rows), values="\n\n".join(lines) + "\n")
+    return texts.get(kind, out.getvalue()).encode()
 
 
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
-FORMATS = {
-    "a.jsonl": LINES,
-    "a.json": json.dumps(ROWS),
-    "wide.json": json.dumps(ROWS, indent=4, ensure_ascii=False),
-    "after.json": LINES.replace("}\n", "}\n\n"),
-    "a.csv": table(","),
-    "semicolons.csv": table(";"),
-    "a.TSV": table("\t"),
+NAMES = {"a.jsonl": "lines", "A.NDJSON": "lines", "a.json": "list", "b.json": "values", "a.csv": ",", "b.csv": ";",
+         "a.tsv": "\t", "a.parquet": "parquet"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [97, 1000, 16 << 20])
+def test_each_format_gives_the_rows_that_were_written_whatever_the_packing_and_the_parts(
+    tmp_path, monkeypatch, name, size
+):
+    monkeypatch.setattr(readers, "PART", size)
+    monkeypatch.setattr(readers, "SLICE", size)
+    rows = random_rows(size)
+    raw = written(rows, NAMES[name])
+    packings = {"": bytes, ".gz": gzip.compress, ".ZST": zstd}
+    for packing, pack in list(packings.items())[:1 if name == "a.parquet" else 3]:
+        path = tmp_path / (name + packing)
+        path.write_bytes(pack(raw))
+        docs = read(path)
+        assert [{key: doc[key] for key in row} | {"id": row["id"]} for doc, row in zip(docs, rows)] == rows
+        assert [doc["id"] for doc in docs] == [f"{name}{packing}:{row['id']}" for row in rows]
+        assert list(readers.records(str(path))) == rows
+        assert list(readers.rows_of(str(path), ("none", "score"), ("id",))) == [[r["score"], r["id"]] for r in rows]
+        parts = check(named(path))["parts"]
+        if name == "a.parquet" or NAMES[name] == "lines" and size < 5000:
+            assert len(parts) == 4 if packing else len(parts) > 2
+        else:
+            assert len(parts) == 1 and parts[0][-1] == len(raw)
+
+
+# What the reader before this one gave for these bytes: (row, text), None = a problem.
+GOLDEN = {
+    "a.jsonl": (b'{"text": "a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7}\n{"text": 1}',
+                [("0", "a"), ("2", None), ("3", None), ("4", None), ("7", "b"), ("6", None)]),
+    "torn.json": (b' [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex',
+                  [("0", "a"), ("1", None), ("2", "?b"), ("3", None)]),
+    "bytes.json": (b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', [("0", "a"), ("1", None), ("2", "b")]),
+    "names.jsonl": (b'{"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}\n'
+                    b'{"text": "c", "lang": []}', [("0", "a"), ("5", None), ("2", None)]),
+    "deep.json": (b'[{"text": "a"},' + b"[" * 100_000, [("0", "a"), ("1", None)]),
+    "comma.csv": (b"id, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n",
+                  [("1", "a"), ("1", None), ("2", None), ("3", None), ("5", "b")]),
+    "quote.csv": (b'id,text\n1,a\n3,b\n4,"c\n', [("1", "a"), ("3", "b"), ("2", None)]),
+    # From one quote to the next is one row.
+    "open.tsv": (b'id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n', [("1", "a"), ("1", None), ("3", "b")]),
+    "empty.csv": (b"", []),
+    "empty.jsonl": (b"", []),
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_the_same_in_each_format_packed_or_not_wherever_a_block_ends(tmp_path, monkeypatch, name):
-    zstd = pytest.importorskip("zstandard")
-    raw = FORMATS[name].encode("utf-8-sig" if name == "a.csv" else "utf-8")
-    for packed, pack in {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}.items():
-        (tmp_path / (name + packed)).write_bytes(pack(raw))
-        for size in (97, 4 << 20):
-            monkeypatch.setattr(readers, "BATCH", size)
-            docs = read(tmp_path / (name + packed))
-            assert columns(docs) == WANT
-            assert [doc["id"] for doc in docs] == [f"{name}{packed}:{row['id']}" for row in ROWS]
-
-
-GERMAN = "Grüezi – im Dörfli"
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_path, name):
+    raw, want = GOLDEN[name]
+    (tmp_path / name).write_bytes(raw)
+    docs = read(tmp_path / name)
+    assert [(doc["id"].removeprefix(name + ":"), doc["text"]) for doc in docs] == want
+    assert all(doc["text"] is not None or doc["problem"] for doc in docs)
 
 
 @pytest.mark.parametrize("encoding, text", [
-    ("latin-1", "Grüezi, élève"), ("cp1252", GERMAN), ("utf-16", GERMAN), ("utf-16-be", GERMAN), ("utf-16", "自然言語処理"),
-    ("shift_jis", "自然言語処理"), ("koi8-r", "и равными")])
-def test_another_encoding_is_read_by_its_name_and_else_asked_for(tmp_path, encoding, text):
+    ("latin-1", "élève\x85"), ("utf-16", "自然言語処理"), ("utf-16-be", "im Dörfli"),
+    ("shift_jis", "自然言語処理")])
+def test_another_encoding_is_read_by_its_name_and_asked_for_otherwise(tmp_path, encoding, text):
     row = json.dumps(dict(text=text), ensure_ascii=False)
     for ending, content in dict(txt=text, jsonl=row + "\n", csv=f'text\r\n"{text}"\r\n', json=f"[{row}]").items():
         path = tmp_path / f"a.{ending}"
         path.write_bytes(content.encode(encoding))
-        (doc,) = read(path, encoding=encoding)
-        assert doc["text"] == text
-    file = check("a", f"{tmp_path}/a.txt")
-    problem = file["problem"] or read(tmp_path / "a.txt", bad=True)[0]["problem"]
-    assert "--encoding=" in problem and (encoding[:6] != "utf-16" or "utf-16" in problem)
+        assert [doc["text"] for doc in read(path, encoding=encoding)] == [text]
+    assert "--encoding=" in read(tmp_path / "a.txt")[0]["problem"]
+    (tmp_path / "a.txt").write_bytes("ä".encode("utf-16")[:-1])
+    assert check(named(tmp_path / "a.txt"), encoding="utf-16")["problem"] == "unreadable as utf-16"
 
 
-def test_text_in_another_encoding_than_was_said_is_no_text(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"\xff\xfe odd"))
-    assert check("a", f"{tmp_path}/a.txt.gz", encoding="ascii")["problem"] == "not ascii"
-    with pytest.raises(ValueError, match="encoding=utf-7000: want a name"):
-        check("a", f"{tmp_path}/a.txt.gz", encoding="utf-7000")
+def test_files_of_one_document_and_the_language_of_code_and_of_fineweb(tmp_path):
+    (tmp_path / "a.py").write_text("print()")
+    (tmp_path / "b.txt").write_bytes("\ufeffhi\r\n".encode())
+    (tmp_path / "c.txt").touch()
+    (tmp_path / "d.jsonl").write_text('{"text": "x", "language": "deu", "language_script": "Latn"}')
+    found = [(doc["id"], doc["text"], doc.get("language")) for doc in read(tmp_path)]
+    assert found == [("a.py", "print()", "code"), ("b.txt", "hi\r\n", None), ("c.txt", "", None),
+                     ("d.jsonl:0", "x", "deu_Latn")]
 
 
-def packed_frames(window_log):
-    """(two frames of 30 kB with one to be skipped between them, as RFC 8878 has it; where the first ends; the texts)"""
-    zstd = pytest.importorskip("zstandard")
-    rng = random.Random(2)
-    texts = ["%030x" % rng.getrandbits(120) for _ in range(2_000)]
-    options = zstd.ZstdCompressionParameters.from_level(3, window_log=window_log, enable_ldm=True)
-    frames = []
-    for part in texts[:1000], texts[1000:]:
-        packer = zstd.ZstdCompressor(compression_params=options).compressobj()
-        lines = "".join(json.dumps(dict(text=text)) + "\n" for text in part)
-        frames.append(packer.compress(lines.encode()) + packer.flush())
-    skipped = bytes.fromhex("502a4d18" "04000000") + b"\xff" * 4
-    return skipped.join(frames), len(frames[0]), texts
-
-
-@pytest.mark.parametrize("window_log", [20, 31])
-def test_a_zst_of_several_frames_and_a_long_window_is_read_and_a_torn_one_is_unreadable(tmp_path, window_log):
-    """Large archives have windows of 2^27 bytes and more."""
-    raw, first, texts = packed_frames(window_log)
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(raw)
-    assert [doc["text"] for doc in read(path)] == texts
-    for bad in (raw[:-1], raw[:-20_000], raw[:first - 5], raw + b"more", b"no zstd" * 10):
-        path.write_bytes(bad)
-        assert check("a", str(path))["problem"] == "unreadable"
-    path.write_bytes(raw[:first])
-    assert check("a", str(path))["problem"] is None
+def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path, monkeypatch):
+    trafilatura = pytest.importorskip("trafilatura")
+    page = "<html><head><meta name='robots' content='noai'><meta charset='utf-8'></head><body><nav>Home</nav><article>"
+    page += "<p>The lake of Zürich is forty kilometres long, and swans are fed in the city.</p>" * 3 + "</article>"
+    (tmp_path / "a.html").write_text(page)
+    (doc,) = read(tmp_path / "a.html")
+    assert doc["text"] == trafilatura.extract(page, include_comments=False) and "forty" in doc["text"]
+    assert doc["metas"] == [("robots", "noai"), ("", "")]
+    monkeypatch.setitem(sys.modules, "trafilatura", None)
+    with pytest.raises(ModuleNotFoundError) as missing:
+        read(tmp_path / "a.html")
+    assert how_to_install(missing.value) == ": pip install trafilatura"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# nothing lost silently
+# damage
 
 
-def fill(folder):
-    """A folder of files that are read, and of others. Returns the names of the first."""
-    taken = ["a.TXT", "b.markdown", "c.txt.gz", "d.csv", "e.htm", "sub/f.json", "notes[1]/g.md"]
-    others = ["x.pdf", "y.PDF", "z.docx", "LICENSE", ".hidden", ".git/config.txt", "old.parquet.gz"]
-    for name in [*taken, *others]:
-        os.makedirs(os.path.dirname(folder / name), exist_ok=True)
-        (folder / name).write_bytes(b"")
-    os.symlink("nowhere.txt", folder / "dangling.txt")
-    os.symlink("itself", folder / "itself")
-    with open(os.fsencode(folder) + b"/Z\xfcrich.txt", "w") as latin:
+def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file(tmp_path):
+    """RFC 1952 section 2.2 and RFC 8878 section 3.1: members and frames follow each other, and some are skipped."""
+    raw = "".join(json.dumps(dict(text=f"{random.Random(i).random()}")) + "\n" for i in range(4000)).encode()
+    skipped = bytes.fromhex("502a4d18" "04000000") + b"\xff" * 4
+    for ending, pack, between in ((".gz", gzip.compress, b""), (".zst", zstd, skipped)):
+        path = tmp_path / f"a.jsonl{ending}"
+        first = pack(raw)
+        whole = first + between + pack(raw)
+        path.write_bytes(whole)
+        assert len(read(path)) == 8000
+        for bad in (whole[:-1], whole[:-9000], first[:-5], whole + b"more of it", b"no archive" * 10):
+            path.write_bytes(bad)
+            assert check(named(path))["problem"] == "unreadable"
+            with pytest.raises(ValueError, match="a.jsonl.*damaged, or not what its name says[^\n]*$"):
+                list(readers.rows_of(str(path), ("text",)))
+
+
+def test_parts_of_a_row_group_and_damage_of_parquet_and_a_missing_column(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "SLICE", 5_000)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(written(random_rows(1) * 20, "parquet"))
+    assert len(check(named(path))["parts"]) > 5
+    assert [doc["text"] for doc in read(path)] == [row["text"] for row in random_rows(1) * 20]
+    raw = written(random_rows(1), "parquet")
+    path.write_bytes(raw[:-9])
+    assert check(named(path))["problem"] == "unreadable"
+    path.write_bytes(raw[:10] + bytes(900) + raw[910:])
+    docs = read(path)
+    assert docs[0]["problem"] == "unreadable" and len(docs) > 40 and all(doc["text"] for doc in docs[3:])
+    with pytest.raises(ValueError, match="no column 'body'; it has id, text, language, score"):
+        check(named(path), text_field="body")
+    assert check(named(path), text_field="")["problem"] is None
+
+
+@pytest.mark.parametrize("name, raw, says", [
+    ("a.txt", b"a # b\n# c\n \n d ", [["a"], ["d"]]), ("a.txt", b"\xff", "damaged"),
+    ("a.jsonl", b"{}", "no column x or y"), ("a.jsonl", b'\n{"', "line 2: not JSON"),
+    ("a.jsonl", b"[1]", "no column"), ("a.csv", b"z\n1\n", "it has z$")])
+def test_lists_of_lines_or_of_columns(tmp_path, name, raw, says):
+    (tmp_path / name).write_bytes(raw)
+    rows = readers.rows_of(f"{tmp_path}/{name}", ("x", "y"), comments=True)
+    if isinstance(says, list):
+        assert list(rows) == says
+    else:
+        with pytest.raises(ValueError, match=says):
+            list(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# no file is lost silently
+
+
+def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
+    taken = ["a.TXT", "b.markdown", "c.txt.gz", "d.csv", "e.htm", "notes[1]/g.md", "sub/f.json"]
+    others = {".pdf": ["sub/y.PDF", "x.pdf"], "hidden": [".git/c.txt", ".h.txt"], ".gz": ["old.parquet.gz"],
+              "broken link": ["dangling.txt", "itself"], "no ending": ["LICENSE"], "not a file": ["pipe.txt"]}
+    for name in [*taken, *sum(others.values(), [])]:
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        if name in others["broken link"]:
+            os.symlink("itself", tmp_path / name)
+        elif name == "pipe.txt":
+            os.mkfifo(tmp_path / name)
+        else:
+            (tmp_path / name).touch()
+    with open(os.fsencode(tmp_path) + b"/Z\xfcrich.txt", "w") as latin:
         latin.write("a name of an old archive")
-    return taken
-
-
-def test_every_file_of_a_folder_is_found_or_counted_by_its_ending(tmp_path):
-    taken = fill(tmp_path)
-    assert sorted(name for name, _ in find([str(tmp_path)])) == sorted(taken)
-    want = {".pdf": 2, "hidden": 2, "broken link": 2, ".docx": 1, ".parquet": 1, "no ending": 1}
-    want["name not UTF-8"] = 1
-    assert ignored([str(tmp_path)]) == want
-    # However often a folder is named, a file counts once; and not at all where another path names it alone.
-    assert ignored([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"]) == want | {".pdf": 1}
-    with pytest.raises(ValueError, match=r"Z.udcfcrich.*rename it"):
+    files, ignored = find([str(tmp_path)])
+    assert [file["name"] for file in files] == sorted(taken)
+    assert {why: sorted(names) for why, names in ignored.items()} == others | {"name not UTF-8": ["Z\udcfcrich.txt"]}
+    # A file counts once, however often its folder is named, and not at all if it is read under another name.
+    files, ignored = find([str(tmp_path), f"{tmp_path}/sub/..", f"{tmp_path}/*.pdf"])
+    assert len(files) == len(taken) + 1 and ignored[".pdf"] == ["sub/y.PDF"] and len(ignored["broken link"]) == 2
+    assert [file["name"] for file in find([f"{tmp_path}/notes[1]"])[0]] == ["g.md"]
+    assert "pdftotext" in check(named("x.pdf"))["problem"]
+    with pytest.raises(ValueError, match=r"Z.udcfcrich.*UTF-8"):
         find([f"{tmp_path}/Z*"])
-    every = sum(len(files) for _, _, files in os.walk(tmp_path))
-    assert every == len(taken) + sum(want.values())
 
 
-def test_a_folder_whose_name_reads_like_a_pattern_is_a_folder(tmp_path):
-    fill(tmp_path)
-    assert [name for name, _ in find([f"{tmp_path}/notes[1]"])] == ["g.md"]
-    assert [name for name, _ in find([f"{tmp_path}/*.TXT"])] == ["a.TXT"]
-
-
-def test_loops_of_links_end_and_a_file_with_several_links_is_there_once(tmp_path):
+def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_path):
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "x.txt").write_text("x")
     (tmp_path / "y.txt").write_text("y")
-    os.symlink("..", tmp_path / "b" / "deep" / "loop")
-    os.symlink(tmp_path, tmp_path / "b" / "whole")
-    # In the order of names the links would come first.
-    os.symlink("b/deep", tmp_path / "a_link")
-    os.symlink("y.txt", tmp_path / "a.txt")
+    for target, link in (("..", "b/deep/loop"), (tmp_path, "b/whole"), ("b/deep", "a_link"), ("y.txt", "a.txt")):
+        os.symlink(target, tmp_path / link)
     os.link(tmp_path / "y.txt", tmp_path / "z.txt")
-    assert [name for name, _ in find([str(tmp_path)])] == ["b/deep/x.txt", "y.txt"]
-    # What links alone lead to is read too, once, wherever it was named.
+    assert [file["name"] for file in find([str(tmp_path)])[0]] == ["b/deep/x.txt", "y.txt"]
+    # A folder that only links lead to is read too.
     (tmp_path / "c").mkdir()
     os.symlink(tmp_path / "b", tmp_path / "c" / "outside")
-    assert [name for name, _ in find([f"{tmp_path}/c"])] == ["outside/deep/x.txt", "outside/whole/y.txt"]
-    assert [name for name, _ in find([f"{tmp_path}/b/deep/x.txt", str(tmp_path)])] == ["x.txt", "y.txt"]
+    assert [file["name"] for file in find([f"{tmp_path}/c"])[0]] == ["outside/deep/x.txt", "outside/whole/y.txt"]
+    assert [file["name"] for file in find([f"{tmp_path}/b/deep/x.txt", str(tmp_path)])[0]] == ["x.txt", "y.txt"]
 
 
-@pytest.mark.parametrize("name, says", [
-    ("a.pdf", "pdftotext"), ("a.warc.gz", "WarcReader"), ("a.docx", "pandoc"), ("a.bin", "unknown kind of file")])
-def test_a_named_file_of_another_kind_says_what_to_convert_it_with(tmp_path, name, says):
-    (tmp_path / name).write_bytes(b"x")
-    assert says in check(name, f"{tmp_path}/{name}")["problem"]
+def test_names_that_clash_get_their_folder_or_are_an_error(tmp_path):
+    for folder in ("a", "b", "c/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "x.txt").write_text(folder)
+    files, _ = find([f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/a/x.txt"])
+    assert [file["name"] for file in files] == ["x.txt", "b/x.txt"]
+    with pytest.raises(ValueError, match="c/b/x.txt.*another file has its name"):
+        find([f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/c/b"])
+    with pytest.raises(ValueError, match="no such file, folder or pattern"):
+        find([f"{tmp_path}/*.nothing"])
 
 
-@pytest.mark.parametrize("name, raw, bad", [
-    ("torn.json", b'[{"text": "a"}, {"text": "b"}, {"tex', 1),
-    ("no.json", b"what is this?", 1),
-    ("deep.json", b'[{"text": "a"}, {"text": "b"}, ' + b"[" * 100_000, 1),
-    ("bytes.json", b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', 1),
-    ("bytes.csv", b"id,text\n1,a\n2,\xff\n3,b\n", 1),
-    ("short.csv", b"id, text\n1,a\n2\n\n3,b\n", 1),
-    ("comma.csv", b"id,text\n1,a\n2,well, well\n3,b\n", 1),
-    ("quote.csv", b'id,text\n1,a\n3,b\n4,"c\n', 1),
-    ("quoted.tsv", b'id\ttext\n1\ta\n2\t"Yes" she said\n3\tb\n', 1),
-    # From one quote to the next is one row, which is counted.
-    ("open.tsv", b'id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n', 1),
-    ("commas.tsv", b"text\na\nb\nwell, well; well\n", 0),
-    ("empty.csv", b"", 0),
-    ("empty.json", b"", 0)])
-def test_what_cannot_be_read_of_a_list_or_a_table_is_counted_and_the_rest_is_read(tmp_path, name, raw, bad):
+# ----------------------------------------------------------------------------------------------------------------------
+# URLs
+
+
+class Hub(MemoryFileSystem):
+    """The hub as a file system in memory: its API names the newest commit."""
+
+    protocol = "hf"
+    store = {}
+    pseudo_dirs = [""]
+    _api = types.SimpleNamespace(dataset_info=lambda repo: types.SimpleNamespace(sha="c0ffee"))
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.removeprefix("hf://").strip("/")
+
+    def glob(self, path, **options):
+        return {name.strip("/"): info for name, info in super().glob(path, **options).items()}
+
+
+def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_files(monkeypatch):
+    monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, "hf", Hub)
+    rows = random_rows(3)
+    for name in ("train/a.parquet", "test/a.parquet", "train/a.jsonl", "x/a.csv"):
+        Hub().pipe(f"/datasets/o/n@c0ffee/{name}", written(rows, NAMES[os.path.basename(name)]))
+    files, ignored = find(["hf://datasets/o/n"])
+    assert files == [dict(name="o/n/train/a.parquet", path="hf://datasets/o/n@c0ffee/train/a.parquet")]
+    assert sum(map(len, ignored.values())) == 3
+    assert [file["name"] for file in find(["hf://datasets/o/n/test"])[0]] == ["o/n/test/a.parquet"]
+    for inside in ("train/a.parquet", "train/*.jsonl", "x"):
+        assert [doc["text"] for doc in read(f"hf://datasets/o/n/{inside}")] == [row["text"] for row in rows]
+    with pytest.raises(ValueError, match="want hf://datasets/OWNER/NAME"):
+        find(["hf://datasets/one"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.csv"])
+def test_a_url_of_fsspec_is_read_like_the_local_file(tmp_path, name):
+    raw = written(random_rows(4), NAMES[name])
     (tmp_path / name).write_bytes(raw)
-    docs = read(tmp_path / name)
-    texts = [doc["text"] for doc in docs]
-    assert texts.count(None) == bad
-    if len(raw) > 20:
-        assert {"a", "b"} <= set(texts) <= {"a", "b", "well, well; well", None}
+    place = f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").pipe(f"{place}/sub/{name}", raw)
+    for url in (place, f"{place}/*/{name[0]}*", f"{place}/sub/{name}"):
+        ((found,), _) = find([url])
+        assert found["name"] in (name, f"sub/{name}")
+        assert check(found)["sha256"] == check(named(tmp_path / name))["sha256"]
+        assert [doc["text"] for doc in read(url)] == [doc["text"] for doc in read(tmp_path)]
+    texts = [doc["text"] for doc in readers.each_document([str(tmp_path)])]
+    assert texts == [doc["text"] for doc in read(url) if doc["text"].strip()]
+    with pytest.raises(ValueError, match="nothing://a: .*Protocol"):
+        find(["nothing://a"])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# pages
-
-
-PAGE = """<html><head><title>On lakes</title><meta charset="utf-8"></head><body>
-<nav><ul><li><a href="/">Home</a></li><li><a href="/about">About us</a></li></ul></nav>
-<article><h1>On lakes</h1><p>The lake of Zürich is forty kilometres long, and its water leaves it through the
-Limmat, in the middle of the city, where swans are fed by everybody.</p>
-<p>In the winter of 1963 it froze over, and for some weeks people walked across it, from one side to the other.</p>
-</article><footer>All rights reserved. <a href="/imprint">Imprint</a></footer></body></html>"""
-
-
-def test_of_a_page_the_main_text_is_read_as_trafilatura_gives_it(tmp_path, monkeypatch):
-    trafilatura = pytest.importorskip("trafilatura")
-    for encoding in ("utf-8", "latin-1"):
-        (tmp_path / "a.html").write_bytes(PAGE.replace("utf-8", encoding).encode(encoding))
-        (doc,) = read(tmp_path / "a.html")
-        assert doc["text"] == trafilatura.extract(PAGE, include_comments=False)
-        assert "forty kilometres" in doc["text"] and "Zürich" in doc["text"] and "Imprint" not in doc["text"]
-    monkeypatch.setattr(readers, "find_spec", lambda name: None)
-    assert "pip install trafilatura" in check("a", f"{tmp_path}/a.html")["problem"]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# columns
-
-
-@pytest.mark.parametrize("value, want", [
-    (None, None), (5, "5"), (["deu_Latn"], "deu_Latn"), ([], "list"), ({"deu": 1}, "dict"), ("deu_Latn", "deu_Latn")])
-def test_a_language_or_licence_that_is_no_text_is_its_name_or_a_problem(tmp_path, value, want):
-    for column in ("language", "license"):
-        (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x", column: value}))
-        (doc,) = read(tmp_path / "a.jsonl")
-        if want in ("list", "dict"):
-            assert doc["text"] is None and doc["problem"] == f"a {column} that is a {want}, not a name"
-        else:
-            assert doc["text"] == "x" and doc[column] == want
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the hub
-
-
-class File(fsspec.spec.AbstractBufferedFile):
-    """A file of HfFileSystem but for the network: the class that its own files are of."""
-
-    def _fetch_range(self, start, end):
-        self.fs.asked += 1
-        if self.fs.asked % 3 == 0:
-            raise RuntimeError("connection reset by peer")
-        raw = (self.fs.folder / self.path.partition("@c0ffee/")[2]).read_bytes()[start:end]
-        self.fs.sent += len(raw)
-        return raw
-
-
-class Hub(fsspec.AbstractFileSystem):
-    """A data set on the hub, from a folder of this machine; every third answer is that the network fails."""
-
-    cachable = False
-
-    def __init__(self, folder):
-        super().__init__()
-        self.folder = folder
-        self.asked = self.sent = 0
-        self._api = self
-
-    def dataset_info(self, repo):
-        return type("Info", (), dict(sha="c0ffee"))
-
-    def ls(self, path, detail=True):
-        root, _, inside = f"{path}/".partition("@c0ffee/")
-        return [dict(name=f"{root}@c0ffee/{file.relative_to(self.folder)}", size=file.stat().st_size,
-                     type="directory" if file.is_dir() else "file") for file in (self.folder / inside).iterdir()]
-
-    def _open(self, path, mode, block_size=None, **options):
-        return File(self, path, mode, block_size or "default", **options)
-
-
-@pytest.fixture
-def data_set(tmp_path, monkeypatch):
-    hub = Hub(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "README.md").write_text("# What it is")
-    monkeypatch.setattr(inputs, "hub", lambda: hub)
-    monkeypatch.setattr(inputs.time, "sleep", lambda seconds: None)
-    return hub
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "wide.json"])
-def test_lines_tables_and_lists_on_the_hub_are_streamed_as_they_are_here(data_set, monkeypatch, name):
-    raw = FORMATS[name.removesuffix(".gz")].encode()
-    file = data_set.folder / "data" / name
-    file.write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
-    monkeypatch.setattr(readers, "BATCH", 1000)
-    assert columns(read(f"hf://datasets/org/name/data/{name}")) == WANT
-    # Each byte is sent once, although the network fails.
-    assert data_set.sent == file.stat().st_size
-
-
-def test_a_torn_file_on_the_hub_is_one_line_with_its_name(data_set):
-    for bad in (gzip.compress(LINES.encode())[:-9], b"other" * 20):
-        (data_set.folder / "data" / "a.jsonl.gz").write_bytes(bad)
-        with pytest.raises(ValueError, match=r"a.jsonl.gz is damaged \(.*name the other files"):
-            read("hf://datasets/org/name")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "rows.parquet"])
-def test_what_lies_where_fsspec_reads_is_read_as_it_is_here(tmp_path, name):
-    """By fsspec's own name for this disk; s3:// differs in the package that answers."""
-    file = tmp_path / "sub" / name
-    file.parent.mkdir()
-    if name == "rows.parquet":
-        pyarrow = pytest.importorskip("pyarrow")
-        import pyarrow.parquet
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), file)
-    else:
-        file.write_text(FORMATS[name])
-    (file.parent / "x.pdf").write_bytes(b"")
-    here = check(f"sub/{name}", str(file))
-    for path in (f"file://{tmp_path}", f"file://{tmp_path}/*/{name[0]}*", f"file://{tmp_path}/**/{name}"):
-        ((found, url),) = find([path])
-        assert url == f"file://{file}" and found in (name, f"sub/{name}")
-        there = check(found, url)
-        assert (there["bytes"], there["sha256"], there["problem"]) == (here["bytes"], here["sha256"], None)
-        assert columns(read(path)) == WANT
-
-
-@pytest.mark.parametrize("name, package", [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow"), ("a.txt", "pyarrow")])
-def test_a_package_that_is_missing_is_one_line_with_the_command_that_installs_it(tmp_path, monkeypatch, name, package):
-    (tmp_path / name).write_bytes(b"A text.")
-    monkeypatch.setitem(sys.modules, package, None)
-    for workers in (1, 2):
-        done = script("prepare.py", tmp_path / name, f"--out={tmp_path / 'data'}", f"--workers={workers}")
-        refused(done, f"pip install {package}")
+@pytest.mark.parametrize("kind", ["lines", "list", ","])
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch, kind):
+    """20 MB, in blocks and parts of 1 MB."""
+    monkeypatch.setattr(readers, "PART", 1 << 20)
+    name = next(name for name in NAMES if NAMES[name] == kind)
+    path = tmp_path / f"{name}.gz"
+    path.write_bytes(gzip.compress(written([dict(text="x" * 2000)] * 10_000, kind), 1))
+    tracemalloc.start()
+    file = check(named(path))
+    assert sum(doc["text"] > "w" for part in file["parts"] for doc in documents(file, part)) == 10_000
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
