@@ -31,6 +31,7 @@ import json
 import logging
 import os
 import re
+import stat
 
 import fsspec
 from tqdm import tqdm
@@ -111,7 +112,10 @@ def matches(path):
 
 def identity(path):
     """Inode and device of a file or folder, which all links to it share. A URL or a broken link: its path."""
-    return os.stat(path)[1:3] if os.path.exists(path) else os.path.abspath(path)
+    try:
+        return os.stat(path)[1:3]
+    except OSError:
+        return os.path.abspath(path)
 
 
 def files_of(path):
@@ -127,8 +131,10 @@ def files_of(path):
     def stop(error):
         raise error
 
-    found = []
+    found, links = [], False
     for follow in (False, True):
+        if follow and not links:
+            break
         # A loop of links ends because each folder is entered once.
         entered = set()
         for folder, inner, names in os.walk(path, onerror=stop, followlinks=follow):
@@ -137,6 +143,7 @@ def files_of(path):
                 continue
             entered.add(identity(folder))
             inner.sort()
+            links = links or any(os.path.islink(os.path.join(folder, name)) for name in inner)
             files = [os.path.join(folder, name) for name in names]
             found += [(os.path.islink(file), follow, file) for file in files]
     unique = {}
@@ -149,10 +156,12 @@ def why_not(file, name):
     """Why a file of a folder is not read: "hidden", its ending, ... None if it is read."""
     if "/." in f"/{name}":
         return "hidden"
-    if not os.path.exists(file):
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
         return "broken link"
     # Opening a FIFO would wait for its writer.
-    if not os.path.isfile(file):
+    if not stat.S_ISREG(mode):
         return "not a file"
     if writable(file) != file:
         return "name not UTF-8"
