@@ -55,14 +55,13 @@ def run_start(text, at, before):
 # e-mail addresses
 
 # A label is of one alphabet, so that "a@b.com\u6216" ends where the Latin letters do. A last label in another alphabet
-# follows a label in it, since after "a@b.ru." a sentence may begin without a space.
-LABEL = rf"(?:[A-Za-z0-9{LATIN}-]{{1,63}}|[0-9{OTHER}{UNSPACED}-]{{1,63}})"
-TLD = (rf"(?:xn--[A-Za-z0-9-]{{2,59}}|[A-Za-z{LATIN}]{{2,24}}"
-       rf"|(?<=[{OTHER}{UNSPACED}]\.)[{OTHER}{UNSPACED}]{{2,24}})")
-# name@2x.png is an image for a fine screen, and jquery@3.7.1.min.js a package: no domain ends like these files.
-FILE = (r"(?i:(?<!\.(?:png|jpg|gif|svg|bmp|ico|css|mjs|htm|xml|txt|pdf|tgz|jar|whl))"
-        r"(?<!\.(?:jpeg|webp|avif|json|html))(?<!\.(?:js|gz)))")
-DOMAIN = re.compile(rf"@(?>(?:{LABEL}\.){{1,9}}{TLD}){FILE}")
+# follows a label in it, since after "a@b.ru." a sentence may begin without a space. name@2x.png is an image for a fine
+# screen, and jquery@3.7.1.min.js a package: no domain ends like these files.
+DOMAIN = re.compile(rf"""(?x)
+    @ (?> (?: (?: [A-Za-z0-9{LATIN}-]{{1,63}} | [0-9{OTHER}{UNSPACED}-]{{1,63}} ) \. ){{1,9}}
+        (?: xn--[A-Za-z0-9-]{{2,59}} | [A-Za-z{LATIN}]{{2,24}} | (?<=[{OTHER}{UNSPACED}]\.) [{OTHER}{UNSPACED}]{{2,24}} ) )
+    (?i: (?<!\.(?:png|jpg|gif|svg|bmp|ico|css|mjs|htm|xml|txt|pdf|tgz|jar|whl))
+        (?<!\.(?:jpeg|webp|avif|json|html)) (?<!\.(?:js|gz)) )""")
 # In quotes; of letters with spaces between words; or of any letters. Without a name it is a handle, like @name.com.
 ATOM = rf"[A-Za-z0-9{LATIN}{OTHER}._%+'-]"
 NAME = re.compile(rf"""(?:"(?:[^"\\\r\n]|\\.){{1,62}}"|(?![.'])(?:{ATOM}+|[\w{UNSPACED}.%+'-]+(?<!{ATOM})))\Z""")
@@ -118,11 +117,13 @@ NETWORK = re.compile(r"""(?ix) (?<![^\W_])(?:
     )(?![^\W_])""")
 # A heading or a cell of a table: alone in its line after marks, or with a word after it. Or the next number of a list, if
 # the one before has too few parts for an address. NUL is the place of the address.
-LINE = re.compile(r"(?:^|\n)[\s*#>|]*\0(?:[ \t|]*\n|\.?[ \t]+[^\W\d_a-z])"
-                  r"|(?<![\d.])\d{1,3}(?:\\?\.\d{1,3}){1,2}[,;]?\s{1,20}(?:[a-z]{1,4}\s{1,20})?\0")
+LINE = re.compile(r"""(?x)
+    (?:^|\n) [\s*\#>|]* \0 (?: [ \t|]*\n | \.?[ \t]+[^\W\d_a-z] )
+    | (?<![\d.]) \d{1,3} (?:\\?\.\d{1,3}){1,2} [,;]? \s{1,20} (?:[a-z]{1,4}\s{1,20})? \0""")
 # Two colons inside of an address, or 2001:: at its end. Code is full of std::abs and "Example::": these do not match.
-COLONS = re.compile(r":(?:[0-9A-Fa-f]{1,4}:(?=[0-9A-Fa-f:.])"
-                     r"|:(?<![G-Zg-z_]::)(?:(?=[0-9A-Fa-f:.])|(?<=[0-9A-Fa-f]{4}::)))")
+COLONS = re.compile(r"""(?x)
+    : (?: [0-9A-Fa-f]{1,4} : (?=[0-9A-Fa-f:.])
+        | : (?<![G-Zg-z_]::) (?: (?=[0-9A-Fa-f:.]) | (?<=[0-9A-Fa-f]{4}::) ) )""")
 
 
 # A single colon before an address belongs to the sentence: "IP:2001:db8::1". Two after a word make a name: std::vector. A
@@ -202,19 +203,18 @@ def ibans(text):
         if not length:
             continue
         # Without spaces, or in groups of four.
-        groups = rf"(?:\w{{4}}[ \u00a0\u2009\u202f-]){{{(length - 1) // 4}}}\w{{{(length - 1) % 4 + 1}}}"
-        pattern = rf"(?a)(?:\w{{{length}}}|{groups})\b"
+        pattern = rf"""(?ax) (?: \w{{{length}}}
+            | (?: \w{{4}} [\ \u00a0\u2009\u202f-] ){{{(length - 1) // 4}}} \w{{{(length - 1) % 4 + 1}}} ) \b"""
         # As it is; with a space in place of its line break; without the break.
         for join in (r"\g<0>", " ", ""):
             form = LINE_BREAK.sub(join, near[:length + 10], 1) + near[length + 10:]
-            number = re.match(pattern, form)
-            if number and is_iban(number[0]):
+            if (number := re.match(pattern, form)) and is_iban(number[0]):
                 yield start, start + len(near) - len(form) + number.end(), "iban"
                 break
 
 
 def is_iban(number):
-    """ISO 13616: the first four characters to the end, A = 10 ... Z = 35, and the rest modulo 97 is 1."""
+    """ISO 13616: the first four characters to the end, A = 10 ... Z = 35; the number modulo 97 is 1."""
     plain = re.sub("[^A-Za-z0-9]", "", number)
     digits = "".join(str(int(c, 36)) for c in plain[4:] + plain[:4])
     return int(digits) % 97 == 1

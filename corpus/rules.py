@@ -31,24 +31,24 @@ $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb
 """
 
 import glob
-import importlib.util
 import math
 import numbers
-import operator
 import os
 import re
+import runpy
 from collections import defaultdict
 from functools import lru_cache, partial
 from hashlib import blake2b
 from heapq import heappop, heappush
+from operator import ge, lt
 
 import numpy as np
 import regex
 
 from engine.files import read_text
 
-# The set; the rule; the values that a page may have in English; the limit of FineWeb-2, or its key in a language's file;
-# the fault of other pages.
+# The set; the rule; the values that a page may have in English; the limit of FineWeb-2, or its key in the file of a
+# language; the fault of other pages.
 TABLE = """
 column     license              -  -       -         licence not on the list
 column     language             -  -       -         language not on the list
@@ -56,6 +56,10 @@ column     length               -  -       -         too short or too long
 column     score                -  -       -         below the top share of its language
 column     above                -  -       -         above the threshold of its language (toxicity)
 column     rate                 -  -       -         not drawn (random share)
+fineweb    punctuation          >= 0.12    line_punct_thr              too few lines end a sentence
+fineweb    short-lines          <= 0.67    -         too many lines of at most 30 characters
+fineweb    same-chars           <= 0.01    0.1       too many characters in repeated lines
+fineweb    line-breaks          <= 0.3     new_line_ratio              too many line breaks for its words
 gopher     few-words            >= 50      50        too few words
 gopher     many-words           <= 100000  100000    too many words
 gopher     short-words          >= 3       min_avg_word_length         words too short on average
@@ -66,6 +70,9 @@ gopher     bullets              <= 0.9     0.9       too many lines begin with a
 gopher     cut-lines            <= 0.3     0.3       too many lines end with an ellipsis
 gopher     letters              >= 0.8     max_non_alpha_words_ratio   too many words without a letter
 gopher     stop-words           >= 2       2         too few stop words of its language
+c4         lorem-ipsum          <= 0       -         lorem ipsum
+c4         curly-brackets       <= 0       -         a curly bracket
+c4         sentences            >= 5       -         too few sentences
 repetition same-paragraphs      <= 0.3     -         repeated paragraphs
 repetition same-paragraph-chars <= 0.2     -         characters in repeated paragraphs
 repetition same-lines           <= 0.3     dup_line_frac               repeated lines
@@ -79,13 +86,6 @@ repetition same-7-grams         <= 0.13    -         characters in repeated runs
 repetition same-8-grams         <= 0.12    -         characters in repeated runs of 8 words
 repetition same-9-grams         <= 0.11    -         characters in repeated runs of 9 words
 repetition same-10-grams        <= 0.1     -         characters in repeated runs of 10 words
-c4         lorem-ipsum          <= 0       -         lorem ipsum
-c4         curly-brackets       <= 0       -         a curly bracket
-c4         sentences            >= 5       -         too few sentences
-fineweb    punctuation          >= 0.12    line_punct_thr              too few lines end a sentence
-fineweb    short-lines          <= 0.67    -         too many lines of at most 30 characters
-fineweb    same-chars           <= 0.01    0.1       too many characters in repeated lines
-fineweb    line-breaks          <= 0.3     new_line_ratio              too many line breaks for its words
 """
 ROWS = [line.split(maxsplit=5) for line in TABLE.strip().splitlines()]
 # {reason: (fault, source)}, for the report
@@ -131,16 +131,16 @@ def column_rules(licenses=None, languages=None, min_chars=0, max_chars=0, top=No
     if min_chars or max_chars:
         rules["length"] = lambda doc: not min_chars <= len(doc["text"]) <= (max_chars or math.inf)
     if top:
-        rules["score"] = lambda doc: fails(doc, score(doc, top[0]), operator.ge, top[1])
+        rules["score"] = lambda doc: fails(doc, score(doc, top[0]), ge, top[1])
     if below:
-        rules["above"] = lambda doc: fails(doc, score(doc, below[0]), operator.lt, below[1])
+        rules["above"] = lambda doc: fails(doc, score(doc, below[0]), lt, below[1])
     if rate is not None:
-        rules["rate"] = lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), operator.lt, rate)
+        rules["rate"] = lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), lt, rate)
     return list(rules.items())
 
 
 def column(doc, names):
-    """The value of the first of these columns, "this or that", that a document has. ValueError if it has none of them."""
+    """The value of a column of a document. names: "this or that"; the first one counts. ValueError if both are missing."""
     for name in names.split(" or "):
         if name in doc:
             return doc[name]
@@ -203,8 +203,7 @@ def top_thresholds(rows, share, sample=1_000_000):
     for language, heap in drawn.items():
         scores = np.sort([score for _, score in heap])
         # 1e-9: 0.1 of 10 documents is 1 document, whatever the last bit of the product.
-        kept = math.ceil(share * len(scores) - 1e-9)
-        thresholds[language] = float(scores[-kept])
+        thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
     return thresholds
 
 
@@ -216,14 +215,12 @@ def score_function(path):
     """
     if not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
-    spec = importlib.util.spec_from_file_location("score", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "score"):
+    user = runpy.run_path(path)
+    if "score" not in user:
         raise ValueError(f"--score={path}: the file has no function score(text)")
 
     def score(text):
-        value = module.score(text)
+        value = user["score"](text)
         if not isinstance(value, numbers.Real):
             raise ValueError(f"--score={path}: score(text) returned {value!r:.60}, want a number")
         return float(value)
@@ -235,6 +232,7 @@ def score_function(path):
 
 
 STOP_WORDS = frozenset("the be to of and that have with".split())
+PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
 NUMBER = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|inf", re.I)
 LONG = 1_000_000            # characters of a text that count
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
@@ -242,20 +240,19 @@ ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
 
 def text_rules(spec):
     """
-    [(reason, breaks)] for a setting such as 'gopher,long-words:14,fineweb-2/configs': sets, rules, rule:limit, a folder.
+    [(reason, breaks)] for a setting such as 'gopher,long-words:14,fineweb-2/configs', in datatrove's order, fast sets
+    first. Its parts are sets, rules, rules with a limit, and a folder of FineWeb-2's limits.
 
     Only the first million characters of a text count. Documents of language "code" break no rule. ValueError for an
     unknown name or limit; from breaks(doc) for a damaged file in the folder.
     """
     limits, _ = limits_of(spec, "eng_Latn")
     files = limit_files(spec)
-    return [(name, partial(beyond, spec, name))
-            for measures in SETS for name, (source, _, _) in HEURISTICS.items()
-            if source == measures and (files or name in limits)]
+    return [(name, partial(beyond, spec, name)) for name in HEURISTICS if files or name in limits]
 
 
 def beyond(spec, name, doc):
-    """Whether a document is beyond the limit of a rule. Its statistics are computed once for all rules, when needed."""
+    """Whether a document is beyond the limit of a rule."""
     language = str(doc.get("language") or "")
     limits, stops = limits_of(spec, language)
     if language == "code" or name not in limits:
@@ -263,18 +260,16 @@ def beyond(spec, name, doc):
     source, sign, _ = HEURISTICS[name]
     values, rest = statistics(doc["text"], stops)
     while name not in values:
-        rule, value = next(rest[source], (name, math.nan))
-        values.setdefault(rule, value)
-    value, limit = values[name], limits[name]
+        values.setdefault(*next(rest[source], (name, math.nan)))
     # NaN is not beyond any limit.
-    return value < limit if sign == ">=" else value > limit
+    return values[name] < limits[name] if sign == ">=" else values[name] > limits[name]
 
 
 @lru_cache(2_000)           # about the number of languages of FineWeb-2
 def limits_of(spec, language):
     """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see text_rules."""
     limits, own, theirs = {}, {}, None
-    for part in parts_of(spec):
+    for part in PART.findall(spec):
         name, _, number = part.partition(":")
         rules = {rule: limit for rule, (source, _, limit) in HEURISTICS.items() if part in (rule, source)}
         limits |= rules
@@ -293,13 +288,9 @@ def limits_of(spec, language):
     return limits, stops
 
 
-def parts_of(spec):
-    return [part.strip() for part in spec.split(",") if part.strip()]
-
-
 def limit_files(spec):
     """The files of FineWeb-2's limits, such as deu_Latn.yml, in the folders that a setting names."""
-    patterns = [f"{glob.escape(part)}/*_*.yml" for part in parts_of(spec)]
+    patterns = [f"{glob.escape(part)}/*_*.yml" for part in PART.findall(spec)]
     return [file for pattern in patterns for file in sorted(glob.glob(pattern))]
 
 
@@ -308,11 +299,10 @@ def fineweb2(path):
     import yaml
     try:
         said = dict(yaml.safe_load(read_text(path)))
-        limits = {name: said.get(theirs, theirs) for name, theirs in FINEWEB2.items()}
         # As in datatrove, 0 means no limit.
-        limits = {name: float(limit) for name, limit in limits.items() if limit}
-        limits |= {f"top-{n}-gram": float(share) for n, share in said["top_n_grams"]}
-        limits |= {f"same-{n}-grams": float(share) for n, share in said["dup_n_grams"]}
+        limits = {name: float(said.get(key, key)) for name, key in FINEWEB2.items() if said.get(key, key)}
+        for n, share in said["top_n_grams"] + said["dup_n_grams"]:
+            limits[f"top-{n}-gram" if n < 5 else f"same-{n}-grams"] = float(share)
         stops = frozenset(map(str, said["stopwords"]))
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is damaged, or no file of FineWeb-2's limits ({' '.join(str(e).split())})") from None
@@ -346,12 +336,10 @@ def statistics(text, stops):
 
 def fineweb(text, words, stops):
     lines = [line for line in text.split("\n") if line.strip()]
-    ends = "".join(line[-1] for line in lines)
     breaks = text.count("\n")
-    _, characters = repeated(lines)
-    yield "punctuation", len(TERMINAL.findall(ends)) / len(lines)
+    yield "punctuation", len(TERMINAL.findall("".join(line[-1] for line in lines))) / len(lines)
     yield "short-lines", sum(len(line) <= 30 for line in lines) / len(lines)
-    yield "same-chars", characters / (len(text) - breaks)
+    yield "same-chars", repeated(lines)[1] / (len(text) - breaks)
     yield "line-breaks", breaks / len(words)
 
 
@@ -364,15 +352,11 @@ def gopher(text, words, stops):
     yield "short-words", length
     yield "long-words", length
     yield "hashes", text.count("#") / len(words)
-    ellipses = text.count("...") + text.count("\u2026")
-    yield "ellipses", ellipses / len(words)
+    yield "ellipses", (text.count("...") + text.count("\u2026")) / len(words)
     lines = text.splitlines()
-    bullets = sum(line.lstrip().startswith(("\u2022", "-")) for line in lines)
-    yield "bullets", bullets / len(lines)
-    cut = sum(line.rstrip().endswith(("...", "\u2026")) for line in lines)
-    yield "cut-lines", cut / len(lines)
-    letters = sum(word.isalpha() or any(map(str.isalpha, word)) for word in words)
-    yield "letters", letters / len(words)
+    yield "bullets", sum(line.lstrip().startswith(("\u2022", "-")) for line in lines) / len(lines)
+    yield "cut-lines", sum(line.rstrip().endswith(("...", "\u2026")) for line in lines) / len(lines)
+    yield "letters", sum(word.isalpha() or any(map(str.isalpha, word)) for word in words) / len(words)
     yield "stop-words", len(stops.intersection(words))
 
 
@@ -404,9 +388,7 @@ def c4(text, words, stops):
 
 
 def repetition(text, words, stops):
-    paragraphs = re.split(r"\n{2,}", text.strip())
-    lines = re.split(r"\n+", text)
-    for name, parts in (("paragraph", paragraphs), ("line", lines)):
+    for name, parts in (("paragraph", re.split(r"\n{2,}", text.strip())), ("line", re.split(r"\n+", text))):
         n, characters = repeated(parts)
         yield f"same-{name}s", n / len(parts)
         yield f"same-{name}-chars", characters / len(text)
@@ -430,17 +412,17 @@ def runs(words):
     has left, and words are replaced by numbers once.
     """
     table = {}
-    numbered = map(table.setdefault, words, range(len(words)))
-    ids = np.fromiter(numbered, np.int64, len(words))   # (N,) where an equal word occurs first
-    ends = np.cumsum([0, *map(len, words)])             # (N + 1,) characters before each word
-    equal = ids.copy()                                  # (N,) where a run equal to the one here begins first
-    at = np.arange(len(words))                          # (M,) where runs begin that may repeat
-    for n in range(2, min(len(words), 10) + 1):
-        candidate = np.zeros(len(words) + 1, bool)
+    size = len(words)
+    ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where an equal word occurs first
+    ends = np.cumsum([0, *map(len, words)])                         # (N + 1,) characters before each word
+    equal = ids.copy()                                              # (N,) where a run equal to the one here begins first
+    at = np.arange(size)                                            # (M,) where runs begin that may repeat
+    for n in range(2, min(size, 10) + 1):
+        candidate = np.zeros(size + 1, bool)
         candidate[at] = True
         at = at[candidate[at + 1]]
         # The run of n - 1 words and the word after it, as one number.
-        keys = equal[at] * len(words) + ids[at + n - 1]
+        keys = equal[at] * size + ids[at + n - 1]
         _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
         equal[at] = at[first[inverse]]
         if n < 5:
@@ -465,5 +447,4 @@ def runs(words):
         yield f"same-{n}-grams", characters
 
 
-# In datatrove's order, fast sets first.
 SETS = dict(fineweb=fineweb, gopher=gopher, c4=c4, repetition=repetition)
