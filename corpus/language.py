@@ -1,21 +1,21 @@
 """
-The language of a document that does not say it, by py3langid: naive Bayes over n-grams of bytes, model in the wheel.
+The language of documents without a language column, by py3langid: naive Bayes over n-grams of bytes, model in the wheel.
 
     $ pip install py3langid==0.4.0
     $ python prepare.py docs.jsonl --detect_language=0.9 --keep_languages=deu_Latn,fra_Latn,ita_Latn --out=data/mine
 
-It knows 139 languages and takes each text for one of them, so what it is not sure of stays without a language. Measured
-at 0.9 on pieces of 1,000 characters of the Universal Declaration: of 581 in 82 languages that it knows 94 % are right
-and 1 % wrong, of 2,020 in others 47 % get a name all the same. It knows neither Romansh nor Swiss German. For these,
-and for a corpus of very many languages, bring a column: FineWeb-2 has GlotLID's verdict in one.
+It knows 139 languages and assigns one of them to every text, so below the probability that you name a document stays
+without a language. At 0.9, on pieces of 1,000 characters of the Universal Declaration: of 581 pieces in 82 languages that
+it knows, 94 % are right and 1 % wrong; of 2,020 pieces in other languages, 47 % get a name. It knows neither Romansh nor
+Swiss German. For these, and for a corpus of many languages, use data with a column: FineWeb-2 has GlotLID's verdict.
 """
 
 import re
 from functools import lru_cache
 
-# Characters at the begin of a text by which it is judged, in 0.6 ms.
+# Characters at the begin of a text that are examined, in 0.6 ms.
 JUDGED = 1_000
-# The names of py3langid (ISO 639-1, where there is one) and those of FineWeb-2, in which thresholds are given.
+# The names of py3langid (ISO 639-1 where it exists) and of FineWeb-2, which thresholds and limits use.
 NAMES = """
 af:afr_Latn am:amh_Ethi an:arg_Latn ar:arb_Arab as:asm_Beng az:azj_Latn ba:bak_Cyrl be:bel_Cyrl bg:bul_Cyrl
 bn:ben_Beng br:bre_Latn bs:bos_Latn ca:cat_Latn cs:ces_Latn cy:cym_Latn da:dan_Latn de:deu_Latn dz:dzo_Tibt
@@ -41,22 +41,22 @@ CYRILLIC = re.compile("[\u0400-\u04ff]")
 
 @lru_cache(1)
 def identifier():
-    """py3langid's own, loaded in 0.6 s. ValueError where it is not installed."""
+    """py3langid's identifier, loaded in 0.6 s. ValueError if the package is missing."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise ValueError("--detect_language asks the package py3langid: pip install py3langid==0.4.0") from None
+        raise ValueError("--detect_language needs the package py3langid: pip install py3langid==0.4.0") from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def detect(text, least):
-    """The language of a text in FineWeb-2's form, deu_Latn; "" where its probability is below `least`."""
+    """The language of a text in FineWeb-2's form, deu_Latn; "" if its probability is below `least`."""
     begin = text[:JUDGED]
     name, probability = identifier().classify(begin)
     language = FINEWEB.get(name, "")
     if probability < least:
         return ""
-    # Serbian, Uzbek and others are written in either, and have one name.
+    # Serbian, Uzbek and others are written in both scripts, but have one name.
     if language.endswith(("_Latn", "_Cyrl")):
         mostly = 2 * len(CYRILLIC.findall(begin)) > sum(map(str.isalpha, begin))
         language = language[:4] + ("Cyrl" if mostly else "Latn")

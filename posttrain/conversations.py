@@ -8,7 +8,7 @@ Rows become ids once, in out/<run>/tokens: each rank takes its share of the part
 used again. Each source of a mixture is shuffled and repeated by itself, and which source a conversation of the run is
 taken from follows from its number alone (chosen), so that it is the same on any number of ranks and after a stop.
 
-Licences and evaluation prompts are judged as those of documents are (corpus/quality.py, corpus/dedup.py).
+Licences and evaluation prompts are judged as those of documents are (corpus/rules.py, corpus/dedup.py).
 """
 
 import functools
@@ -29,7 +29,7 @@ from engine import checkpoint, readers
 from engine.files import sha256, write_flushed
 from engine.mixture import SLOTS, mix_weights
 
-dedup, quality = attached("corpus.dedup"), attached("corpus.quality")
+dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 # The columns of parquet files that are read.
@@ -142,7 +142,7 @@ def verdict(tok, max_length, date, licenses, contamination, row):
     licenses: a set, or None; contamination: dedup.Contamination, or None. ValueError: licences are asked for, and the
     row has none.
     """
-    if reason := quality.column_reason(dict(row, text=""), licenses):
+    if reason := selection.broken(row, selection.column_rules(licenses)):
         return reason
     found = learnable(tok, row, max_length, date)
     if isinstance(found, str) or not contamination:
@@ -212,7 +212,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
         contamination = dedup.Contamination(dedup.read_prompts(decontaminate))
     judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
     # The code that decides the format, and which turns are learnt, is part of a file's name.
-    modules = (chat, tokenizer, readers, dedup, quality)
+    modules = (chat, tokenizer, readers, dedup, selection)
     code = [sha256(module.__file__) for module in modules]
     code.append(sha256(__file__))
     decisive = [tok.hash, max_length, date, rules, code]

@@ -1,0 +1,450 @@
+"""
+Rules that select documents: a list of (reason, function). A document is removed by the first rule that it breaks.
+
+Columns. Published corpora come with columns of scores, made by classifiers on the embeddings of a language model.
+Apertus selected by them (report, arXiv 2509.14233, sec. 3):
+
+    quality    keep the top 33 % (later 10 %) of a language; the threshold is estimated on 1M documents
+    toxicity   remove the top 5 % of a language; without a score, remove 5 % at random
+    others     lists of licences and languages, bounds on the length, a random share of each language
+
+Heuristics. Three papers list the faults of web pages, as limits of simple statistics:
+
+    gopher        too few words, too many symbols, lists, no stop words     Rae et al. 2021, arXiv 2112.11446, A.1.1
+    repetition    repeated lines, paragraphs and n-grams                    the same, table A1
+    c4            lorem ipsum, code, fewer than five sentences              Raffel et al. 2020, arXiv 1910.10683, 2.2
+    fineweb       lists of short lines without punctuation                  Penedo et al. 2024, arXiv 2406.17557, 3.6
+
+FineWeb applies all four, and so does datatrove, whose verdicts these are if words are split at white space. (FineWeb
+used spaCy's words and sentences: on 1,473 English pages 98.5 % of the verdicts of c4 and all of fineweb's agree.) C4
+also deletes single lines; here a page is kept or removed as a whole.
+
+The limits were chosen for English. FineWeb-2 has limits for 1,929 languages, one file each. If you name its folder, a
+document in one of these languages meets the rules of FineWeb-2 (without C4), with the limits and stop words of its
+language. All other documents meet the English limits, and only English ones need English stop words. A script without
+spaces, such as Chinese, has no words here, so only the rules about lines apply to it.
+
+$ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb --out=data/mine
+$ python prepare.py docs.jsonl --heuristics=gopher,long-words:14 --out=data/mine
+$ git clone https://github.com/huggingface/fineweb-2
+$ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb-2/configs --out=data/mine
+"""
+
+import glob
+import math
+import numbers
+import os
+import re
+import runpy
+from collections import defaultdict
+from functools import lru_cache, partial
+from hashlib import blake2b
+from heapq import heappop, heappush
+from operator import ge, lt
+
+import numpy as np
+import regex
+
+from engine.files import read_text
+
+# The set; the rule; the values that a page may have in English; the limit of FineWeb-2, or its key in the file of a
+# language; the fault of other pages.
+TABLE = """
+column     license              -  -       -         licence not on the list
+column     language             -  -       -         language not on the list
+column     length               -  -       -         too short or too long
+column     score                -  -       -         below the top share of its language
+column     above                -  -       -         above the threshold of its language (toxicity)
+column     rate                 -  -       -         not drawn (random share)
+fineweb    punctuation          >= 0.12    line_punct_thr              too few lines end a sentence
+fineweb    short-lines          <= 0.67    -         too many lines of at most 30 characters
+fineweb    same-chars           <= 0.01    0.1       too many characters in repeated lines
+fineweb    line-breaks          <= 0.3     new_line_ratio              too many line breaks for its words
+gopher     few-words            >= 50      50        too few words
+gopher     many-words           <= 100000  100000    too many words
+gopher     short-words          >= 3       min_avg_word_length         words too short on average
+gopher     long-words           <= 10      max_avg_word_length         words too long on average
+gopher     hashes               <= 0.1     0.1       too many # for its words
+gopher     ellipses             <= 0.1     0.1       too many ellipses for its words
+gopher     bullets              <= 0.9     0.9       too many lines begin with a bullet
+gopher     cut-lines            <= 0.3     0.3       too many lines end with an ellipsis
+gopher     letters              >= 0.8     max_non_alpha_words_ratio   too many words without a letter
+gopher     stop-words           >= 2       2         too few stop words of its language
+c4         lorem-ipsum          <= 0       -         lorem ipsum
+c4         curly-brackets       <= 0       -         a curly bracket
+c4         sentences            >= 5       -         too few sentences
+repetition same-paragraphs      <= 0.3     -         repeated paragraphs
+repetition same-paragraph-chars <= 0.2     -         characters in repeated paragraphs
+repetition same-lines           <= 0.3     dup_line_frac               repeated lines
+repetition same-line-chars      <= 0.2     -         characters in repeated lines
+repetition top-2-gram           <= 0.2     -         characters in one pair of words
+repetition top-3-gram           <= 0.18    -         characters in one run of 3 words
+repetition top-4-gram           <= 0.16    -         characters in one run of 4 words
+repetition same-5-grams         <= 0.15    -         characters in repeated runs of 5 words
+repetition same-6-grams         <= 0.14    -         characters in repeated runs of 6 words
+repetition same-7-grams         <= 0.13    -         characters in repeated runs of 7 words
+repetition same-8-grams         <= 0.12    -         characters in repeated runs of 8 words
+repetition same-9-grams         <= 0.11    -         characters in repeated runs of 9 words
+repetition same-10-grams        <= 0.1     -         characters in repeated runs of 10 words
+"""
+ROWS = [line.split(maxsplit=5) for line in TABLE.strip().splitlines()]
+# {reason: (fault, source)}, for the report
+RULES = {name: (says, source) for source, name, *_, says in ROWS}
+# {rule: (set, sign, limit)}
+HEURISTICS = {name: (source, sign, float(limit)) for source, name, sign, limit, *_ in ROWS if sign != "-"}
+FINEWEB2 = {name: theirs for _, name, _, _, theirs, _ in ROWS if theirs != "-"}
+
+
+def broken(doc, rules):
+    """The reason of the first rule that a document breaks, or None. rules: [(reason, breaks)]; doc: dict with text."""
+    return next((reason for reason, breaks in rules if breaks(doc)), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# columns
+
+
+def column_rules(licenses=None, languages=None, min_chars=0, max_chars=0, top=None, below=None, rate=None, seed=42):
+    """
+    [(reason, breaks)] for the columns of a document, only the rules that you ask for.
+
+    licenses, languages: allowlists. min_chars, max_chars: bounds on the text; 0 means no bound. top = (field,
+    thresholds): keep field >= threshold. below = (field, thresholds): keep field < threshold. rate: the share to keep
+    at random. thresholds and rate: a number, or {language: number, "*": any other}; a language without an entry has no
+    rule. A null breaks top and not below, NaN breaks both. breaks(doc) raises ValueError if a column is missing.
+    """
+    def score(doc, field):
+        value = as_number(field, column(doc, field))
+        return -math.inf if value is None else value
+
+    def fails(doc, value, compare, limit):
+        if isinstance(limit, dict):
+            limit = limit.get(column(doc, "language or lang"), limit.get("*"))
+        # Every comparison with NaN is false, so NaN breaks both rules.
+        return limit is not None and not compare(value, limit)
+
+    rules = {}
+    if licenses is not None:
+        rules["license"] = lambda doc: column(doc, "license") not in licenses
+    if languages is not None:
+        rules["language"] = lambda doc: column(doc, "language or lang") not in languages
+    if min_chars or max_chars:
+        rules["length"] = lambda doc: not min_chars <= len(doc["text"]) <= (max_chars or math.inf)
+    if top:
+        rules["score"] = lambda doc: fails(doc, score(doc, top[0]), ge, top[1])
+    if below:
+        rules["above"] = lambda doc: fails(doc, score(doc, below[0]), lt, below[1])
+    if rate is not None:
+        rules["rate"] = lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), lt, rate)
+    return list(rules.items())
+
+
+def column(doc, names):
+    """The value of a column of a document. names: "this or that"; the first one counts. ValueError if both are missing."""
+    for name in names.split(" or "):
+        if name in doc:
+            return doc[name]
+    raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}")
+
+
+def uniform(key, seed=42):
+    """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
+    digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def as_number(field, value):
+    """A value of the column `field` as a float; null and "" are None. ValueError if it is not a number."""
+    try:
+        return None if value in (None, "") else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"column {field}: {str(value)[:60]!r} where a number was expected") from None
+
+
+def listed(text):
+    """'mit,cc0' -> a set; '' -> None, no rule."""
+    return {part.strip() for part in text.split(",")} if text else None
+
+
+def by_language(name, text):
+    """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict; '' -> None, no rule. ValueError with the setting's name otherwise."""
+    try:
+        pairs = [part.rpartition(":") for part in text.split(",") if part.strip()]
+        values = {language.strip(): float(value) for language, _, value in pairs}
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: want a number, or numbers by language: deu_Latn:0.9,*:0.3") from None
+    return values.get("", values) if values else None
+
+
+# Report sec. 3: remove P(toxic) at or above these, about 5 % of each language. Languages as in FineWeb-2.
+TOXICITY = by_language("TOXICITY", """
+    eng_Latn:0.99944, deu_Latn:0.9977, fra_Latn:0.9994, pol_Latn:0.9867, por_Latn:0.9476, spa_Latn:0.9953,
+    ita_Latn:0.9985, cmn_Hani:0.5954, nld_Latn:0.9883""")
+
+
+def top_thresholds(rows, share, sample=1_000_000):
+    """
+    {language: threshold}: the top share of a language has scores >= its threshold (report sec. 3).
+
+    rows: (id, language, score). Of each language the `sample` documents with the lowest hash of the id are used:
+    exact up to that number, independent of the order, 112 bytes each. Shares are rounded up and ties stay, so no
+    language is lost. ValueError for a share that is not above 0 and at most 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
+    drawn = defaultdict(list)
+    for doc_id, language, score in rows:
+        heap = drawn[language]
+        # The highest hash is the first to go.
+        heappush(heap, (-uniform(doc_id, 0), score))
+        if len(heap) > sample:
+            heappop(heap)
+    thresholds = {}
+    for language, heap in drawn.items():
+        scores = np.sort([score for _, score in heap])
+        # 1e-9: 0.1 of 10 documents is 1 document, whatever the last bit of the product.
+        thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
+    return thresholds
+
+
+def score_function(path):
+    """
+    The function score(text) -> float of a user's file, for --score=FILE.py. This runs the file.
+
+    ValueError if the file or the function is missing; from score(text) if the result is not a number.
+    """
+    if not os.path.isfile(path):
+        raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
+    user = runpy.run_path(path)
+    if "score" not in user:
+        raise ValueError(f"--score={path}: the file has no function score(text)")
+
+    def score(text):
+        value = user["score"](text)
+        if not isinstance(value, numbers.Real):
+            raise ValueError(f"--score={path}: score(text) returned {value!r:.60}, want a number")
+        return float(value)
+    return score
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# heuristics: which limits a document meets
+
+
+STOP_WORDS = frozenset("the be to of and that have with".split())
+PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
+NUMBER = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|inf", re.I)
+LONG = 1_000_000            # characters of a text that count
+ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
+
+
+def text_rules(spec):
+    """
+    [(reason, breaks)] for a setting such as 'gopher,long-words:14,fineweb-2/configs', in datatrove's order, fast sets
+    first. Its parts are sets, rules, rules with a limit, and a folder of FineWeb-2's limits.
+
+    Only the first million characters of a text count. Documents of language "code" break no rule. ValueError for an
+    unknown name or limit; from breaks(doc) for a damaged file in the folder.
+    """
+    limits, _ = limits_of(spec, "eng_Latn")
+    files = limit_files(spec)
+    return [(name, partial(beyond, spec, name)) for name in HEURISTICS if files or name in limits]
+
+
+def beyond(spec, name, doc):
+    """Whether a document is beyond the limit of a rule."""
+    language = str(doc.get("language") or "")
+    limits, stops = limits_of(spec, language)
+    if language == "code" or name not in limits:
+        return False
+    source, sign, _ = HEURISTICS[name]
+    values, rest = statistics(doc["text"], stops)
+    while name not in values:
+        values.setdefault(*next(rest[source], (name, math.nan)))
+    # NaN is not beyond any limit.
+    return values[name] < limits[name] if sign == ">=" else values[name] > limits[name]
+
+
+@lru_cache(2_000)           # about the number of languages of FineWeb-2
+def limits_of(spec, language):
+    """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see text_rules."""
+    limits, own, theirs = {}, {}, None
+    for part in PART.findall(spec):
+        name, _, number = part.partition(":")
+        rules = {rule: limit for rule, (source, _, limit) in HEURISTICS.items() if part in (rule, source)}
+        limits |= rules
+        if name in HEURISTICS and NUMBER.fullmatch(number):
+            own[name] = float(number)
+        elif files := limit_files(part):
+            path = f"{part}/{language}.yml"
+            theirs = path in files and fineweb2(path)
+        elif not rules:
+            raise ValueError(f"heuristics: there is no {part!r}; want {', '.join([*SETS, *HEURISTICS])}, one of these "
+                             "with a limit, like few-words:20, or a folder of FineWeb-2's limits, LANGUAGE.yml")
+    limits, stops = theirs or (limits, STOP_WORDS)
+    limits |= own
+    if not theirs and not ENGLISH.match(language):
+        limits.pop("stop-words", None)
+    return limits, stops
+
+
+def limit_files(spec):
+    """The files of FineWeb-2's limits, such as deu_Latn.yml, in the folders that a setting names."""
+    patterns = [f"{glob.escape(part)}/*_*.yml" for part in PART.findall(spec)]
+    return [file for pattern in patterns for file in sorted(glob.glob(pattern))]
+
+
+def fineweb2(path):
+    """({rule: limit}, stop words) in a file of FineWeb-2's. ValueError if it has another form."""
+    import yaml
+    try:
+        said = dict(yaml.safe_load(read_text(path)))
+        # As in datatrove, 0 means no limit.
+        limits = {name: float(said.get(key, key)) for name, key in FINEWEB2.items() if said.get(key, key)}
+        for n, share in said["top_n_grams"] + said["dup_n_grams"]:
+            limits[f"top-{n}-gram" if n < 5 else f"same-{n}-grams"] = float(share)
+        stops = frozenset(map(str, said["stopwords"]))
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged, or no file of FineWeb-2's limits ({' '.join(str(e).split())})") from None
+    return limits, stops
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# heuristics: the statistics of a text
+
+
+UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
+# Rules about words, which do not apply to a script without spaces.
+OF_WORDS = {name for name in HEURISTICS if re.search("-words|-gram|hashes|ellipses|letters|line-breaks", name)}
+
+
+@lru_cache(1)
+def statistics(text, stops):
+    """
+    ({rule: value}, {set: iterator over its other rules and values}) of the last text. NaN: the rule does not apply.
+
+    Most removed pages break an early rule, so that the later values are never computed. stops: the stop words.
+    """
+    text = text[:LONG]
+    words = text.split()
+    begin = text[:1000]
+    # Where a script without spaces has a fifth of the characters, it has more than half of the words.
+    unspaced = 5 * len(UNSPACED.findall(begin)) > len(begin)
+    values = dict.fromkeys(OF_WORDS, math.nan) if unspaced else {}
+    return values, {source: measures(text, words, stops) if words else iter(()) for source, measures in SETS.items()}
+
+
+def fineweb(text, words, stops):
+    lines = [line for line in text.split("\n") if line.strip()]
+    breaks = text.count("\n")
+    yield "punctuation", len(TERMINAL.findall("".join(line[-1] for line in lines))) / len(lines)
+    yield "short-lines", sum(len(line) <= 30 for line in lines) / len(lines)
+    yield "same-chars", repeated(lines)[1] / (len(text) - breaks)
+    yield "line-breaks", breaks / len(words)
+
+
+def gopher(text, words, stops):
+    # A dash between two words is not a word.
+    plain = [word for word in words if word.isalnum() or any(map(str.isalnum, word))]
+    yield "few-words", len(plain)
+    yield "many-words", len(plain)
+    length = sum(map(len, plain)) / max(len(plain), 1)
+    yield "short-words", length
+    yield "long-words", length
+    yield "hashes", text.count("#") / len(words)
+    yield "ellipses", (text.count("...") + text.count("\u2026")) / len(words)
+    lines = text.splitlines()
+    yield "bullets", sum(line.lstrip().startswith(("\u2022", "-")) for line in lines) / len(lines)
+    yield "cut-lines", sum(line.rstrip().endswith(("...", "\u2026")) for line in lines) / len(lines)
+    yield "letters", sum(word.isalpha() or any(map(str.isalpha, word)) for word in words) / len(words)
+    yield "stop-words", len(stops.intersection(words))
+
+
+# Lines about the page itself, which C4 does not count.
+POLICY = re.compile("terms of use|privacy policy|cookie policy|uses cookies|use of cookies|use cookies")
+# Unicode's sentence terminals of all scripts: re has no such property.
+TERMINAL = regex.compile(r"\p{Sentence_Terminal}")
+# A period after a capital is part of an abbreviation: U.S.A., J. S. Bach.
+SENTENCE = regex.compile(r"(?!(?<=\p{Lu})\.)\p{Sentence_Terminal}+")
+
+
+def c4(text, words, stops):
+    lorem = curly = sentences = 0
+    for line in text.splitlines():
+        words = line.split()
+        # Only lines of at least three words count, none of them longer than a thousand characters.
+        if len(words) < 3 or len(max(words, key=len)) > 1000:
+            continue
+        lower = line.lower()
+        lorem += "lorem ipsum" in lower
+        if "javascript" in lower:
+            continue
+        curly += "{" in line
+        if not POLICY.search(lower):
+            sentences += max(1, len(SENTENCE.findall(line)))
+    yield "lorem-ipsum", lorem
+    yield "curly-brackets", curly
+    yield "sentences", sentences
+
+
+def repetition(text, words, stops):
+    for name, parts in (("paragraph", re.split(r"\n{2,}", text.strip())), ("line", re.split(r"\n+", text))):
+        n, characters = repeated(parts)
+        yield f"same-{name}s", n / len(parts)
+        yield f"same-{name}-chars", characters / len(text)
+    for name, characters in runs(words):
+        yield name, characters / len(text)
+
+
+def repeated(parts):
+    """How many parts of a text are equal to an earlier part, and their characters."""
+    once = set(parts)
+    characters = sum(map(len, parts)) - sum(map(len, once))
+    return len(parts) - len(once), characters
+
+
+def runs(words):
+    """
+    Yield (rule, characters) for runs of n words. n = 2, 3, 4: those of the most frequent run, spaces included. n = 5 to
+    10: those of all repeated runs, none counted twice.
+
+    A run can repeat only if its first and its last n - 1 words do. So each n examines only the runs that the n before
+    has left, and words are replaced by numbers once.
+    """
+    table = {}
+    size = len(words)
+    ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where an equal word occurs first
+    ends = np.cumsum([0, *map(len, words)])                         # (N + 1,) characters before each word
+    equal = ids.copy()                                              # (N,) where a run equal to the one here begins first
+    at = np.arange(size)                                            # (M,) where runs begin that may repeat
+    for n in range(2, min(size, 10) + 1):
+        candidate = np.zeros(size + 1, bool)
+        candidate[at] = True
+        at = at[candidate[at + 1]]
+        # The run of n - 1 words and the word after it, as one number.
+        keys = equal[at] * size + ids[at + n - 1]
+        _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+        equal[at] = at[first[inverse]]
+        if n < 5:
+            # Where no run repeats, datatrove takes the first.
+            most = counts.max(initial=1)
+            begin = at[first[counts == most].min()] if most > 1 else 0
+            length = ends[begin + n] - ends[begin] + n - 1
+            yield f"top-{n}-gram", most * length
+        at = at[counts[inverse] > 1]
+        if n < 5:
+            continue
+        # From left to right; a run that overlaps a repeated one does not count.
+        seen = set()
+        free = characters = 0
+        for i, run in zip(at.tolist(), equal[at].tolist()):
+            if i < free:
+                continue
+            if run in seen:
+                characters += ends[i + n] - ends[i]
+                free = i + n
+            seen.add(run)
+        yield f"same-{n}-grams", characters
+
+
+SETS = dict(fineweb=fineweb, gopher=gopher, c4=c4, repetition=repetition)
