@@ -1,11 +1,11 @@
 """
-Opt-outs: may this document be used for training? robots.txt, applied retroactively, and seven other ways to say no.
+Opt-outs: may this document be used for training? robots.txt, applied retroactively, and the other reservations.
 
 Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 disallows the page's URL for
 any of 15 agents: crawlers that collect for AI, and `*`. A host without the file has not opted out. That cost 8 % of the
 English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). RFC 9309 decides which rule applies:
 
-    group = all groups that name the agent, merged; if there are none, those of `*`; without those, no rules
+    group = all groups that name the agent, merged; otherwise those of `*`; otherwise no rules
     rule  = the longest of the group's patterns that match path?query; allow wins ties; `*` = anything, `$` = the end
     drop  = some agent's rule is a disallow, or its preference for this path forbids training
 
@@ -30,7 +30,7 @@ Metadata in EPUB and PDF files is not read.
 $ python -m corpus.robots https://example.com/a --robots=robots.txt     # each agent's verdict and the rule behind it
 $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
 $ python prepare.py pages.jsonl --robots=store.jsonl.gz                 # rows of domain, content
-$ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows of domain, file (tdmrep.json, ai.txt), content
+$ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows of domain, file, content
 $ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
@@ -81,7 +81,7 @@ def refusal(doc, robots=None, reservations=None):
     Why a document may not be used for training, as an audit counts it ("robots:AGENT:RULE", "noai"); None if it may.
 
     doc: dict with url, and what reservation() reads. robots: keyword arguments of verdict(), or None for no robots.txt.
-    reservations: open_reservations(path) or None; the statements of the document itself always count.
+    reservations: open_reservations(path) or None. The statements of the document itself always count.
     """
     outcome = verdict(doc.get("url"), **robots) if robots else "kept:"
     fate, _, reason = outcome.partition(":")
@@ -157,7 +157,7 @@ def known(host, store):
 # ----------------------------------------------------------------------------------------------------------------------
 # rules and paths
 
-# Marks both ends of paths, and the ends of patterns that are bound to them. A URL has no line break: it is %0A there.
+# The start and end of a path, and of a pattern that is bound to it. No URL contains a line break: it is written %0A.
 EDGE = "\n"
 
 
@@ -212,19 +212,23 @@ def compiled(disallows, written, strict=False):
     Rules are sorted by rank: the longest first, then those that allow, or with strict those that disallow.
     """
     pattern = percent(written)
-    bound = EDGE + re.sub(r"\$$", EDGE, pattern).replace("$", "%24")
-    return (-len(pattern), disallows != strict), disallows, written, bound.split("*")
+    # A pattern has no space: it is %20 there.
+    bound = f"{EDGE}{pattern} ".replace("$ ", EDGE).rstrip(" ")
+    rank = (disallows != strict) - 2 * len(pattern)
+    return rank, disallows, written, bound.replace("$", "%24").split("*")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # URLs
 
-# URLs may be hostile: these expressions match any text in at most one way, so each takes linear time.
-# With a scheme, or without one before example.com/a (not mailto:x@example.com); then user:password@; then [IPv6]:port or
-# host:port; then the path.
+# URLs may be hostile: these expressions are unambiguous, so each takes linear time.
+# With a scheme, or without one before example.com/a (not mailto:x@example.com); then user:password@, [IPv6]:port or
+# host:port, and the path.
 _URL = re.compile(r"(?i)(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
                   r"(?:[^/?#]*@)?(?:\[([^\]@/?#]*)\][:0-9]*|([^:@/?#]*)(?::[0-9]*)?)(?![^/?#])([^#]*)")
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
+# A whole label that is not ASCII.
+_FOREIGN = re.compile(r"(?<![^.])[^.]*[^.\0-\x7f][^.]*")
 _NOT_PLAIN = re.compile(r"(?:%[0-9A-Fa-f]{2}|[^!-~])+")
 
 
@@ -248,9 +252,10 @@ def _split_url(url):
     address, host, path = m.groups()
     if address is None:
         host = unicodedata.normalize("NFKC", unquote(host)).lower()
-        labels = host.replace("\u3002", ".").removesuffix(".").split(".")
+        host = host.replace("\u3002", ".").removesuffix(".")
         # Label by label: Python's "idna" codec implements IDNA 2003, which maps straße.de to strasse.de.
-        host = ".".join(label if label.isascii() else f"xn--{label.encode('punycode').decode()}" for label in labels)
+        if not host.isascii():
+            host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
         if not _HOST.fullmatch(host):
             return None
     else:
@@ -306,6 +311,9 @@ def parse_robots(content, usage=False):
     text = "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
     if _OTHER.match(text):
         return None
+    # Most files have no preferences.
+    if usage and "content-" not in text.lower():
+        return {}
     groups, current, in_rules = {}, [], False
     for user, allow, content, value in _LINE.findall(text):
         value = value.strip()
@@ -372,9 +380,10 @@ def reservation(doc, store=None, agents=AGENTS):
     # Each overrides the ones before it; values other than 0 and 1 change nothing.
     for where, value in _MINING.findall(said):
         reserved = f"tdm-{where or 'header'}" if value == "1" else None
-    if reserved or not host:
+    content = store["ai.txt"].get(host) if host else None
+    if reserved or not content:
         return reserved
-    groups = parse_robots(store["ai.txt"].get(host) or "")
+    groups = parse_robots(content)
     # /a/page is a page of HTML.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
     return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
@@ -432,14 +441,14 @@ _unpacked = lru_cache(maxsize=4096)(zlib.decompress)
 
 
 class Store(dict):
-    """Host -> file, compressed in memory: 1 kB a host (of 4 kB), 1 GB a million hosts."""
+    """Host -> file, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
 
     def __init__(self, rows):
-        """rows: (host or URL, str or bytes, ...); the last of a host counts. Null, from a failed download, is skipped."""
+        """rows: (host or URL, str or bytes, ...); the last row of a host counts, null (a failed download) does not."""
         for host, content, *_ in rows:
             host = host_key(host) or host_key(f"//{host}")
             content = content.encode("utf-8", "replace") if isinstance(content, str) else content
-            if host and isinstance(content, bytes):
+            if host and content is not None:
                 self[host] = zlib.compress(content, 1)
 
     def get(self, host):
@@ -457,8 +466,8 @@ def open_robots(path):
     """
     store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots")))
     if not store:
-        raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, or a folder "
-                         "of HOST.txt, HOST/robots.txt")
+        raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, "
+                         "or a folder of HOST.txt, HOST/robots.txt")
     return store
 
 
@@ -468,9 +477,9 @@ def open_reservations(path):
     and HOST/.well-known/tdmrep.json. ValueError if it is empty or something else.
     """
     rows = list(hosts_files(path, ["*/ai.txt", "*/.well-known/tdmrep.json"], ("content",), ("file",)))
-    names = {str(name).rpartition("/")[2] for *_, name in rows}
-    if not names or names - {*FILES}:
-        raise ValueError(f"{path}: want rows of domain, content and file ({' or '.join(FILES)}), not {names or 'nothing'}")
+    wrong = {name for *_, name in rows if not str(name).endswith(FILES)}
+    if wrong or not rows:
+        raise ValueError(f"{path}: want domain, content and file, {' or '.join(FILES)}; found {wrong or 'no opt-outs'}")
     return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
 
 
