@@ -83,7 +83,7 @@ def refusal(doc, robots=None, reservations=None):
     doc: dict with url, and what reservation() reads. robots: keyword arguments of verdict(), or None for no robots.txt.
     reservations: open_reservations(path) or None. The statements of the document itself always count.
     """
-    outcome = verdict(doc.get("url"), **robots) if robots else "kept:"
+    outcome = verdict(doc.get("url"), **robots) if robots else ""
     fate, _, reason = outcome.partition(":")
     return reason if fate == "drop" else reservation(doc, reservations)
 
@@ -374,16 +374,18 @@ def reservation(doc, store=None, agents=AGENTS):
     # No preference withdraws another one's opt-out (draft-ietf-aipref-vocab-07 sec. 5.1).
     if any(map(forbids_training, _USAGE.findall(said))):
         return "usage-header"
-    host, path = store and split_url(doc.get("url")) or ("", "")
-    location = disallowing(parse_tdmrep(store["tdmrep.json"].get(host) or ""), path) if host else ""
-    reserved = f"tdm-file:{location}" if location else None
+    reserved = None
+    parts = store and split_url(doc.get("url"))
+    if parts:
+        host, path = parts
+        location = disallowing(parse_tdmrep(store["tdmrep.json"].get(host) or ""), path)
+        reserved = location and f"tdm-file:{location}"
     # Each overrides the ones before it; values other than 0 and 1 change nothing.
     for where, value in _MINING.findall(said):
         reserved = f"tdm-{where or 'header'}" if value == "1" else None
-    content = store["ai.txt"].get(host) if host else None
-    if reserved or not content:
-        return reserved
-    groups = parse_robots(content)
+    if reserved or not parts:
+        return reserved or None
+    groups = parse_robots(store["ai.txt"].get(host) or "")
     # /a/page is a page of HTML.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
     return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
@@ -525,9 +527,12 @@ def main():
         if not host_key(url):
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         host, path = split_url(url)
-        store = open_robots(robots) if robots and not robots.endswith(".txt") else {}
+        store = {}
         if robots.endswith(".txt"):
-            store = {host: Path(robots).read_bytes()}
+            with open(robots, "rb") as f:
+                store = {host: f.read()}
+        elif robots:
+            store = open_robots(robots)
         groups = parse_robots(store.get(host) or b"") or {}
         refused = refusals(path, groups, agents, explicit)
         for agent in agents:
