@@ -1,477 +1,545 @@
 """
-Opt-outs: may this document be trained on? robots.txt, retroactively.
+Opt-outs: may this document be used for training? robots.txt, applied retroactively, and the other reservations.
 
-Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 refuses the page's URL to any
-of 15 agents: crawlers that collect for AI, and `*`. A host without a file has not opted out. That cost 8 % of the
-English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). Which rule applies is RFC 9309:
+Apertus dropped a page of 2013-2024 if the robots.txt that its host served in January 2025 disallows the page's URL for
+any of 15 agents: crawlers that collect for AI, and `*`. A host without the file has not opted out. That cost 8 % of the
+English and 4 % of the multilingual tokens (report, arXiv 2509.14233, sec. 3). RFC 9309 decides which rule applies:
 
-    group = all groups that name the agent, merged; if there are none, those of `*`; if none of those either, no rules
-    rule  = of the group's patterns that match path?query, the longest; allow wins ties; `*` = anything, `$` = the end
-    drop  = some agent's rule is a disallow, or its preference for this path is that no model is trained on it
+    group = all groups that name the agent, merged; otherwise those of `*`; otherwise no rules
+    rule  = the longest of the group's patterns that match path?query; allow wins ties; `*` = anything, `$` = the end
+    drop  = some agent's rule is a disallow, or its preference for this path forbids training
 
-Preferences are lines of the same file, which say what may be done with a page that may be read:
+Each other opt-out (the code of practice for general-purpose models, copyright chapter, measure 1.3, asks for them; the
+EU directive 2019/790, art. 4(3), makes them binding) removes the document under its own name:
 
-    Content-Usage: [/path] train-ai=n       IETF, draft-ietf-aipref-attach-05 sec. 3, draft-ietf-aipref-vocab-07
-    Content-Signal: [/path] ai-train=no     contentsignals.org, in the files that Cloudflare writes for its customers
+    usage-file, usage-header   train-ai=n in Content-Usage, a line `[/path] train-ai=n` of robots.txt or an HTTP header
+                               (IETF, draft-ietf-aipref-attach-05, draft-ietf-aipref-vocab-07); ai-train=no in
+                               Content-Signal, in files that Cloudflare writes for its customers (contentsignals.org)
+    noai, noimageai, noml      in the header X-Robots-Tag or <meta name="robots">, for all or for one of our agents
+                               (DeviantArt 2022, Mojeek; `agent: directive` as in Google's reference). A page with
+                               noimageai loses its text too, as in Spawning's library datadiligence
+    tdm-file                   /.well-known/tdmrep.json: the first rule whose location matches (TDMRep, W3C community
+                               group, final report)
+    tdm-header, tdm-meta       tdm-reservation: 1 in a header or <meta>; each overrides the ones before it, so a page
+                               with tdm-reservation: 0 is exempt from its host's file
+    ai-txt                     /ai.txt (Spawning): robots.txt rules about kinds of files (*.html); a page without an
+                               ending is HTML
 
-$ python -m corpus.robots https://example.com/a --robots=robots.txt     # who may read it, and the rule that says so
+Metadata in EPUB and PDF files is not read.
+
+$ python -m corpus.robots https://example.com/a --robots=robots.txt     # each agent's verdict and the rule behind it
 $ python -m corpus.robots https://example.com/a --robots=store.jsonl.gz --missing=deny
+$ python prepare.py pages.jsonl --robots=store.jsonl.gz                 # rows of domain, content
+$ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows of domain, file, content
+$ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
-    sys.exit(2)
-
 import ipaddress
+import json
 import re
-import string
 import unicodedata
 import zlib
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from urllib.parse import quote, unquote
-
-from tqdm import tqdm
+from urllib.parse import quote, unquote, unquote_to_bytes
 
 from engine.readers import rows_of
 
 paths = []             # URLs
 robots = ""            # a robots.txt, or a store: folder, .jsonl(.gz, .zst), .parquet
-missing = "allow"      # what a host without robots.txt means: allow or deny
+missing = "allow"      # a host without robots.txt: allow or deny
 explicit = False       # only groups that name an AI agent count, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
 AGENTS = ("AI2Bot", "Applebot-Extended", "Bytespider", "CCBot", "CCBot/2.0", "CCBot/1.0", "ClaudeBot",
           "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
           "PanguBot", "*")
+# The opt-outs other than robots.txt, as the report counts them.
+RESERVED = {
+    "noai": "the page or its headers forbid AI training",
+    "noimageai": "the same, for images",
+    "noml": "the same, in Mojeek's word",
+    "tdm-file": "reserved by the host's tdmrep.json",
+    "tdm-header": "reserved by the header tdm-reservation",
+    "tdm-meta": "reserved by the page's <meta> tdm-reservation",
+    "usage-header": "the header Content-Usage or Content-Signal forbids training",
+    "usage-file": "the same, in the host's robots.txt",
+    "ai-txt": "disallowed by the host's ai.txt",
+}
+# The files of a store of reservations, and the columns of a document that are read.
+FILES = ("tdmrep.json", "ai.txt")
+COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the verdict
+# the decision about a document
+
+
+def refusal(doc, robots=None, reservations=None):
+    """
+    Why a document may not be used for training, as an audit counts it ("robots:AGENT:RULE", "noai"); None if it may.
+
+    doc: dict with url, and what reservation() reads. robots: keyword arguments of verdict(), or None for no robots.txt.
+    reservations: open_reservations(path) or None. The statements of the document itself always count.
+    """
+    outcome = verdict(doc.get("url"), **robots) if robots else ""
+    fate, _, reason = outcome.partition(":")
+    return reason if fate == "drop" else reservation(doc, reservations)
 
 
 def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
     """
-    The outcome of a document by its URL. kept + drop = all that came in; an audit counts by the first two words.
+    The outcome for a document's URL. An audit counts by the first two words.
 
-        kept:allowed                    the host's robots.txt lets every agent read this URL
-        kept:no-robots                  no robots.txt is known for the host: it has not opted out
-        kept:unparsable                 what the host serves as robots.txt is none (a web page, prose, rules for nobody)
-        kept:bad-url                    the document's URL is not one, so that no host can be asked
+        kept:allowed                    robots.txt allows this URL for every agent
+        kept:no-robots                  the store has no robots.txt of the host, so the host has not opted out
+        kept:unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
+        kept:bad-url                    the URL is malformed
         kept:no-url                     the document has no URL (local text)
-        drop:robots:AGENT:RULE          refused to this agent by this rule
-        drop:usage-file:AGENT:PATH      it may be read, but no model trained on it
+        drop:robots:AGENT:RULE          this rule disallows the URL for this agent
+        drop:usage-file:AGENT:PATH      it may be read, but not used for training
         drop:blocked-domain:ENTRY       the host is on a list of blocked domains
-        drop:no-robots, drop:unparsable, drop:bad-url           the same, with missing='deny'
+        drop:no-robots, drop:unparsable, drop:bad-url           the same as kept:, with missing='deny'
 
-    store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path). missing:
-    'allow' (Apertus: silence is no opt-out) or 'deny' (only what a robots.txt allows). Text without a URL is kept.
-    ValueError for any other missing.
+    store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path).
+    missing: 'allow' (Apertus: a missing file is no opt-out) or 'deny' (keep only URLs that a robots.txt allows); any
+    other value is a ValueError.
     """
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want 'allow' (no file = no opt-out) or 'deny' (no file = no consent)")
-    host = host_key(url)
-    entry = _blocking(host, blocked)
+    # a.example.com is blocked by its own name, by example.com, and by com.
+    host = entry = host_key(url)
+    while entry and entry not in blocked:
+        entry = entry.partition(".")[2]
     if entry:
         return f"drop:blocked-domain:{entry}"
     robots_txt = store.get(host) if store and host else None
-    allowed, reason = may_train_on(url, robots_txt, agents, explicit)
-    if missing == "deny" and reason in ("no-robots", "unparsable", "bad-url"):
-        allowed = False
-    return ("kept:" if allowed else "drop:") + reason
+    kept, reason = may_train_on(url, robots_txt, agents, explicit)
+    if missing == "deny":
+        kept = reason in ("allowed", "no-url")
+    return f"{'kept' if kept else 'drop'}:{reason}"
 
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
-    (True, reason) if every agent may read url by this robots.txt and train on it, else (False, "robots:AGENT:RULE") or
-    (False, "usage-file:AGENT:PATH") for the first agent that the file names, `*` if it names none that it refuses.
+    (True, reason) if this robots.txt lets every agent read the URL and train on it, else (False, reason).
 
-    robots_txt: str or bytes; None = the host has none. explicit=True asks only groups that name the agent: with
-    agents=AGENTS[:-1] these are the opt-outs from AI alone: of 4,231 real files of 2019, 30 instead of 114 refuse an
-    article. Leaving out `*` without it changed none of them: by RFC 9309 an agent that is not named obeys `*`.
-    Reasons for True: allowed, no-robots, unparsable, bad-url, no-url. Source: RFC 9309 sec. 2.2; report sec. 3.
+    robots_txt: str or bytes; None = the host has no file. explicit=True counts only groups that name the agent: with
+    agents=AGENTS[:-1], only opt-outs from AI. Of 4,231 files of 2019, 30 instead of 114 then disallow an article.
+    Reasons: allowed, no-robots, unparsable, bad-url, no-url; robots:AGENT:RULE or usage-file:AGENT:PATH for the first
+    agent that the file names, `*` if it names no other. Source: RFC 9309 sec. 2.2; report sec. 3.
     """
     if not url:
         return True, "no-url"
     parts = split_url(url)
-    if parts is None:
+    if not parts:
         return True, "bad-url"
     if robots_txt is None:
         return True, "no-robots"
     groups = parse_robots(robots_txt)
     if groups is None:
         return True, "unparsable"
-    refused, kind = refusals(parts[1], groups, agents, explicit), "robots"
+    # A preference about training addresses AI even in a group of `*`, so explicit does not apply.
+    reason = (first_refusal("robots", parts[1], groups, agents, explicit)
+              or first_refusal("usage-file", parts[1], parse_robots(robots_txt, True), agents))
+    return not reason, reason or "allowed"
+
+
+def known(host, store):
+    """"with" if the store has a robots.txt of this host key, "without", or "unparsable" if it has something else."""
+    content = store.get(host) if store else None
+    if content is None:
+        return "without"
+    return "unparsable" if parse_robots(content) is None else "with"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# rules and paths
+
+# The start and end of a path, and of a pattern that is bound to it. No URL contains a line break: it is written %0A.
+EDGE = "\n"
+
+
+def first_refusal(kind, path, groups, agents, explicit=False):
+    """
+    "KIND:AGENT:RULE" of the first agent that may not read path, as in refusals(); None if all may.
+
+    Agents that the file names come first, `*` after them, the others last.
+    """
+    refused = refusals(path, groups, agents, explicit)
     if not refused:
-        # What is said about training is meant for AI, also where it is said to `*`: explicit changes nothing.
-        groups = parse_robots(robots_txt, usage=True)
-        refused, kind = groups and refusals(parts[1], groups, agents), "usage-file"
-    if not refused:
-        return True, "allowed"
-    agent = named_first(refused, groups)
-    return False, f"{kind}:{agent}:{refused[agent]}"
+        return None
+    agent = min(refused, key=lambda agent: (product_token(agent) not in groups, agent == "*"))
+    return f"{kind}:{agent}:{refused[agent]}"
 
 
-def named_first(refused, groups):
-    """The first of the refused agents that the file names, `*` if it names none of them."""
-    named = [agent for agent in refused if product_token(agent) in groups]
-    # The first that is not `*`, which is always named where it refuses.
-    return min(named or refused, key="*".__eq__)
-
-
-def refusals(path, groups, agents=AGENTS, explicit=False):
+def refusals(path, groups, agents, explicit):
     """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
-    if path == "/robots.txt":
+    if not groups or path == "/robots.txt":
         return {}
     # Agents that no group names share the rules of `*`, which are therefore matched once.
-    for_all = _decision(() if explicit else groups.get("*", ()), path)
+    for_all = "" if explicit else disallowing(groups.get("*", ()), path)
     refused = {}
     for agent in agents:
         token = product_token(agent)
-        allow, rule = _decision(groups[token], path) if token in groups else for_all
-        if not allow:
+        rule = disallowing(groups[token], path) if token in groups else for_all
+        if rule:
             refused[agent] = rule
     return refused
 
 
-def _decision(rules, path):
-    """(allow, rule as written) of the first rule that matches: parse_robots has put the longest in front."""
-    for rule in rules:
-        if matching(path, rule):
-            _, allow, written, *_ = rule
-            return allow, written
-    return True, None
+def disallowing(rules, path):
+    """The first of the rules (from compiled) that matches path, as written, if it disallows; otherwise ""."""
+    path = EDGE + path + EDGE
+    for _, disallows, written, parts in rules:
+        at = 0
+        # The leftmost match of each part needs no backtracking: /*a*a*a*a*b takes linear time, like any pattern.
+        for part in parts:
+            at = path.find(part, at)
+            if at < 0:
+                break
+            at += len(part)
+        else:
+            return written if disallows else ""
+    return ""
 
 
-def matching(path, rule):
-    """Does a rule, one of compiled(), match a path from split_url?"""
-    *_, start, rest, anchored = rule
-    return path.startswith(start) and _goes_on(path, len(start), rest, anchored)
-
-
-def _goes_on(path, at, rest, anchored):
+def compiled(disallows, written, strict=False):
     """
-    Whether the parts between the `*` follow in path from position at on, the last at its end if the rule is anchored.
+    (rank, disallows, written, parts) of a rule: paths that match contain the parts, in this order.
 
-    The leftmost match of each part in turn needs no backtracking, so /*a*a*a*a*b costs what any rule costs.
+    Rules are sorted by rank: the longest first, then those that allow, or with strict those that disallow.
     """
-    for part in rest:
-        at = path.find(part, at)
-        if at < 0:
-            return False
-        at += len(part)
-    if not anchored:
-        return True
-    return path.endswith(rest[-1]) if rest else at == len(path)
+    pattern = percent(written)
+    # A pattern has no space: it is %20 there.
+    bound = f"{EDGE}{pattern} ".replace("$ ", EDGE).rstrip(" ")
+    rank = (disallows != strict) - 2 * len(pattern)
+    return rank, disallows, written, bound.replace("$", "%24").split("*")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # URLs
 
-# URLs may be hostile: none of these expressions can match a long text in two ways, so each takes linear time.
-# With a scheme, or none before example.com/a; not mailto:x@example.com.
-_URL = re.compile(r"(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
-                  r"([^/?#]*)([^#]*)", re.I)
-# user:password@[IPv6]:port or user:password@host:port
-_AUTHORITY = re.compile(r"(?:.*@)?(?:\[([^\]@]*)\][:0-9]*|([^:@]*)(?::[0-9]*)?)", re.S)
+# URLs may be hostile: these expressions are unambiguous, so each takes linear time.
+# With a scheme, or without one before example.com/a (not mailto:x@example.com); then user:password@, [IPv6]:port or
+# host:port, and the path.
+_URL = re.compile(r"(?i)(?:(?:(?:https?|ftp):)?//|(?=[^/?#:@\s.]+\.[^/?#:@\s]+(?::\d*)?(?:[/?#]|$)))"
+                  r"(?:[^/?#]*@)?(?:\[([^\]@/?#]*)\][:0-9]*|([^:@/?#]*)(?::[0-9]*)?)(?![^/?#])([^#]*)")
 _HOST = re.compile(r"(?=.{1,253}$)[a-z0-9_-]{1,63}(\.[a-z0-9_-]{1,63})*")
 # A whole label that is not ASCII.
 _FOREIGN = re.compile(r"(?<![^.])[^.]*[^.\0-\x7f][^.]*")
-_NOT_PLAIN = re.compile(r"%[0-9A-Fa-f]{2}|[^!-~]")
-_UNRESERVED = frozenset(string.ascii_letters + string.digits + "-._~")
-
-
-def split_url(url):
-    """(host, path with query) of a URL, normalised so that equal means same; without fragment. None if it is no URL."""
-    return _split_url(url) if isinstance(url, str) else None
-
-
-# Cached because a document's URL is asked for several times in a row.
-@lru_cache(maxsize=4096)
-def _split_url(url):
-    m = _URL.match(url.strip())
-    host = m and _host(m[1])
-    if not host:
-        return None
-    path = _percent("/" + m[2].removeprefix("/"))
-    # A rule has * and $ escaped where it means the characters themselves.
-    return host, path.replace("*", "%2A").replace("$", "%24")
+_NOT_PLAIN = re.compile(r"(?:%[0-9A-Fa-f]{2}|[^!-~])+")
 
 
 def host_key(url):
-    """The host of a URL, key of a robots store: lower case, no user, no port, IDN in punycode. None if no URL."""
+    """The host of a URL, the key of a store: lower case, no user, no port, IDN in punycode. None if it has no host."""
     parts = split_url(url)
     return parts and parts[0]
 
 
-def _host(authority):
-    """The host of what stands between // and the path, normalised; None if there is none."""
-    m = _AUTHORITY.fullmatch(authority)
+def split_url(url):
+    """(host, path with query) of a URL, normalised so that equal means same; no fragment. None if it is no URL."""
+    return _split_url(url) if isinstance(url, str) else None
+
+
+# Cached because a document's URL is split several times in a row.
+@lru_cache(maxsize=4096)
+def _split_url(url):
+    m = _URL.match(url.strip())
     if not m:
         return None
-    address, host = m.groups()
-    if host is None:
+    address, host, path = m.groups()
+    if address is None:
+        host = unicodedata.normalize("NFKC", unquote(host)).lower()
+        host = host.replace("\u3002", ".").removesuffix(".")
+        # Label by label: Python's "idna" codec implements IDNA 2003, which maps straße.de to strasse.de.
+        if not host.isascii():
+            host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
+        if not _HOST.fullmatch(host):
+            return None
+    else:
         try:
-            return ipaddress.IPv6Address(address).compressed
+            host = ipaddress.IPv6Address(address).compressed
         except ValueError:
             return None
-    host = unicodedata.normalize("NFKC", unquote(host)).lower()
-    host = host.replace("\u3002", ".").removesuffix(".")
-    # Punycode label by label: Python's "idna" codec is that of 2003, which sends straße.de to strasse.de.
-    if not host.isascii():
-        host = _FOREIGN.sub(lambda label: "xn--" + label[0].encode("punycode").decode(), host)
-    return host if _HOST.fullmatch(host) else None
+    path = percent("/" + path.removeprefix("/"))
+    # A rule escapes * and $ where it means the characters themselves.
+    return host, path.replace("*", "%2A").replace("$", "%24")
 
 
-def _percent(s):
-    """RFC 9309 sec. 2.2.2: %7E and ~ are the same, %c3 and %C3, and e-acute and %C3%A9."""
-    return _NOT_PLAIN.sub(_escape, s)
-
-
-def _escape(m):
-    """A match of _NOT_PLAIN, a character or an escape, in the one form that both have."""
-    if len(m[0]) == 1:
-        return quote(m[0], errors="replace")
-    c = chr(int(m[0][1:], 16))
-    return c if c in _UNRESERVED else m[0].upper()
+def percent(text):
+    """RFC 9309 sec. 2.2.2: %7E becomes ~, %c3 becomes %C3, and e-acute becomes %C3%A9."""
+    return _NOT_PLAIN.sub(lambda m: quote(unquote_to_bytes(m[0].encode("utf-8", "replace")), safe=""), text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # robots.txt
 
-# RFC 9309 sec. 2.5: the least that a crawler has to read.
+# RFC 9309 sec. 2.5: the minimum that a crawler has to read.
 MAX_BYTES = 500 * 1024
-# Google's parser reads misspelt names and a missing colon too: a site that writes "Disalow /" has made itself clear.
-_KEYS = "user[ -]?agent|allow|dis+al+ow|disallaw|diasllow|sitemap|content-usage|content-signal"
-_LINE = re.compile(rf"^[ \t]*({_KEYS})(?:[ \t]*:|[ \t])([^#\n]*)", re.I | re.M)
+# Google's parser also accepts misspelt names and a missing colon: the intent of "Disalow /" is clear.
+_LINE = re.compile(r"(?i)[\r\n][ \t]*(?:(user[ -]?agent)|(allow)|(content-usage|content-signal)|dis+al+ow|disallaw|"
+                   r"diasllow)(?:[ \t]*:|[ \t])([^#\r\n]*)")
+# A web page, or text that is not only comments, without any line of a user-agent or sitemap.
+_OTHER = re.compile(r"(?is)\s*<|(?!.*[\r\n][ \t]*(?:user[ -]?agent|sitemap)[ \t:]).*[\r\n][ \t]*[^#\s]")
 # "CCBot/2.0 (https://...)" -> "CCBot"
 _TOKEN = re.compile(r"\*(?!\S)|[A-Za-z0-9_.-]+")
 
 
 @lru_cache(maxsize=4096)
 def product_token(agent):
-    """What names an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None if nothing does."""
+    """The name of an agent in a user-agent line: lower case, no version (RFC 9309 sec. 2.2.1). None without a name."""
     m = _TOKEN.match(agent.strip())
     return m and m[0].lower()
 
 
-# Cached because the documents of a host come in clusters; 4,096 of them, each asked for its preferences too.
+# Cached because the documents of a host come in clusters: 4,096 files, each parsed for reading and for training.
 @lru_cache(maxsize=8192)
 def parse_robots(content, usage=False):
     """
-    {agent token: [(length, allow, rule as written, its start, parts behind each *, whether the last must be the end)]},
-    the longest rule first.
+    {agent token: [rule of compiled(), the longest first]} of a robots.txt, str or bytes.
 
-    content: str or bytes. None if it is no robots.txt: a web page, or lines but no user-agent and no sitemap line.
-    Bytes that are no UTF-8 are replaced. A byte-order mark is skipped; the official pipeline loses a group to it.
-    usage: instead of what may be read, what may be trained on; {} where no line is about that.
+    None if it is something else: a web page, or text without any user-agent or sitemap line. A byte-order mark is
+    skipped; the official pipeline loses a group to it. usage: the rules about training instead of reading.
     """
-    text = _text(content)
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    if len(raw) > MAX_BYTES:
+        # Cut after a whole line: "/private/x" cut to "/" would disallow everything.
+        raw = raw[:raw.rfind(b"\n", 0, MAX_BYTES)]
+    # UTF-16 read as UTF-8 is ASCII with NULs in between.
+    text = "\n" + raw.decode("utf-8", "replace").replace("\0", "").lstrip("\ufeff\ufffd")
+    if _OTHER.match(text):
+        return None
+    # Most files have no preferences.
     if usage and "content-" not in text.lower():
         return {}
-    if text.lstrip().startswith("<"):
-        return None
-    groups, names, in_rules, known = {}, [], False, False
-    for key, value in _LINE.findall(text):
-        # The first letter tells user-agent, sitemap, allow and disallow apart.
-        kind, value = key[0].lower(), value.strip()
-        known = known or kind in "us"
-        if kind == "u":
-            # A user-agent line after a rule begins a new group.
-            if in_rules:
-                names, in_rules = [], False
-            names.append(product_token(value))
-            # An agent that was named before goes on with its group: RFC 9309 merges them.
-            groups.setdefault(names[-1], [])
-        elif kind in "adc":
-            in_rules = True
-            # An empty "Disallow:" refuses nothing.
-            if not value or usage != (kind == "c"):
-                continue
-            rule = usage_rule(value) if usage else (kind == "a", value)
-            for name in names:
-                groups[name].append(rule)
-    if not known and re.search(r"^[ \t]*[^#\s]", text, re.M):
-        return None
-    groups = {name: compiled(rules) for name, rules in groups.items()}
-    if usage:
-        # Of two preferences for the same path the one that refuses counts, where for reading it is the one that allows.
-        for rules in groups.values():
-            rules.sort(key=lambda rule: (-rule[0], rule[1]))
+    groups, current, in_rules = {}, [], False
+    for user, allow, content, value in _LINE.findall(text):
+        value = value.strip()
+        if user:
+            # A user-agent line after a rule begins a new group. RFC 9309 merges all groups of an agent.
+            current = [] if in_rules else current
+            current.append(groups.setdefault(product_token(value), []))
+        # An empty "Disallow:" disallows nothing.
+        elif value and usage == bool(content):
+            rule = preference(value) if usage else compiled(not allow, value)
+            for rules in current:
+                rules.append(rule)
+        in_rules = not user
+    for rules in groups.values():
+        rules.sort(key=itemgetter(0))
     return groups
 
 
-def usage_rule(value):
-    """(may one train, path) of a Content-Usage or Content-Signal line; no path is that of all."""
-    path, *said = (value if value.startswith("/") else f"/ {value}").split(None, 1)
-    return not forbids_training("".join(said)), path
+def preference(value):
+    """The rule of a Content-Usage or Content-Signal line; without a path it is about all."""
+    path, said = re.match(r"(/\S*)?\s*(.*)", value).groups()
+    return compiled(forbids_training(said), path or "/", strict=True)
 
 
 def forbids_training(said):
     """
-    Does a preference, in a line of robots.txt or in a header, say train-ai=n or ai-train=no?
+    Does a preference, in a line of robots.txt or in a header, contain train-ai=n or ai-train=no?
 
-    said: NAME=VALUE;PARAMETERS with commas between, the last of a name counts (draft-ietf-aipref-vocab-07 sec. 6.5); or
-    None. That the rest is no dictionary of RFC 9651 is not looked for: a comma too many takes no refusal back.
+    said: NAME=VALUE;PARAMETERS separated by commas; the last of a name counts (draft-ietf-aipref-vocab-07 sec. 6.5).
+    The rest need not be a valid dictionary of RFC 9651: a syntax error does not withdraw an opt-out.
     """
-    values = {}
-    for member in str(said or "").split(","):
-        name, _, value = member.partition(";")[0].strip().partition("=")
-        values[name] = value
+    values = dict(re.findall(r"(?:^|,)\s*(train-ai|ai-train)(?:=([^,;\s]*))?\s*(?=[,;]|$)", said))
     return values.get("train-ai") == "n" or values.get("ai-train") == "no"
 
 
-def _text(content):
-    """The first MAX_BYTES of a robots.txt as str, with \\n between the lines."""
-    raw = content if isinstance(content, bytes) else content.encode("utf-8", "replace")
-    lines = raw[:MAX_BYTES].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    # Cut behind a whole line: "/private/x" cut to "/" would refuse everything.
-    if len(raw) > MAX_BYTES:
-        lines = lines.rpartition(b"\n")[0] or lines
-    # UTF-16 that is read as UTF-8 is ASCII with NULs in between.
-    text = lines.decode("utf-8", "replace").replace("\0", "")
-    return text.lstrip("\ufeff\ufffd")
+# ----------------------------------------------------------------------------------------------------------------------
+# other reservations
+
+# Lines of statements(): "X-Robots-Tag: directive, agent: directive", Content-Usage, and TDM-Reservation.
+_OURS = "|".join(re.escape(product_token(agent)) for agent in AGENTS)
+_DIRECTIVE = re.compile(rf"(?im)^(?:x-robots-tag|meta-robots|meta-(?:{_OURS}))[ \t]*:(?:.*?,)??[ \t]*"
+                        rf"(?:(?:(?:{_OURS})[ \t]*)?:[ \t]*)?(noai|noimageai|noml)[ \t]*(?:,|$)")
+_USAGE = re.compile(r"(?im)^content-(?:usage|signal)[ \t]*:(.*)")
+_MINING = re.compile(r"(?im)^(?:(meta)-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
 
 
-def compiled(rules):
-    """[(allow, rule as written)] -> the tuples of parse_robots, the longest first, of equally long ones allow first."""
-    tuples = []
-    for allow, written in rules:
-        pattern = _percent(written)
-        start, *rest = pattern.removesuffix("$").replace("$", "%24").split("*")
-        tuples.append((len(pattern), allow, written, start, rest, pattern.endswith("$")))
-    tuples.sort(key=itemgetter(0, 1), reverse=True)
-    return tuples
+def reservation(doc, store=None, agents=AGENTS):
+    """
+    Why a document may not be used for training: a key of RESERVED, for files with the rule after a colon; or None.
+
+    doc: dict with url, any of COLUMNS, and metas [(name, content)] of an HTML page. store: open_reservations(path), or
+    {file: anything with .get(host) -> str, bytes or None}. agents: the ones that ai.txt may name.
+    """
+    said = statements(doc)
+    m = _DIRECTIVE.search(said)
+    if m:
+        return m[1].lower()
+    # No preference withdraws another one's opt-out (draft-ietf-aipref-vocab-07 sec. 5.1).
+    if any(map(forbids_training, _USAGE.findall(said))):
+        return "usage-header"
+    reserved = None
+    parts = store and split_url(doc.get("url"))
+    if parts:
+        host, path = parts
+        location = disallowing(parse_tdmrep(store["tdmrep.json"].get(host) or ""), path)
+        reserved = location and f"tdm-file:{location}"
+    # Each overrides the ones before it; values other than 0 and 1 change nothing.
+    for where, value in _MINING.findall(said):
+        reserved = f"tdm-{where or 'header'}" if value == "1" else None
+    if reserved or not parts:
+        return reserved or None
+    groups = parse_robots(store["ai.txt"].get(host) or "")
+    # /a/page is a page of HTML.
+    html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
+    return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
+
+
+def statements(doc):
+    """
+    The headers and <meta> of a document, which may be columns too, as lines of text; the most specific last.
+
+    doc["headers"]: lines of text, JSON, pairs, or a dict.
+    """
+    headers = doc.get("headers")
+    if isinstance(headers, str):
+        try:
+            headers = json.loads(headers)
+        except (ValueError, RecursionError):
+            headers = "\n".join(headers.splitlines())
+    columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
+    metas = [(f"meta-{name.strip()}", content) for name, content in doc.get("metas") or ()]
+    return as_text([headers, columns, metas], "\n", "\n", ": ")
+
+
+def as_text(value, separator=", ", *others):
+    """Nested lists as text: the separator between the parts of value, the others between their parts, and so on."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, (list, tuple)):
+        return separator.join(as_text(part, *others) for part in value)
+    # A column of numbers with missing ones has 1.0 for 1.
+    return str(int(value) if value in (0, 1) else value).strip()
+
+
+# Cached because the documents of a host come in clusters.
+@lru_cache(maxsize=4096)
+def parse_tdmrep(content):
+    """[rule of compiled()] of a tdmrep.json, in the file's order; [] if it is something else."""
+    try:
+        rows = list(json.loads(content))
+    except (TypeError, ValueError, RecursionError):
+        return []
+    rules = []
+    for row in rows:
+        row = row if isinstance(row, dict) else {}
+        value = str(row.get("tdm-reservation")).strip()
+        if value in ("0", "1"):
+            rules.append(compiled(value == "1", str(row.get("location")) or "/"))
+    return rules
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# stores of robots.txt and lists of domains
+# stores of hosts' files, and lists of domains
 
-STORES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+STORES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
 _unpacked = lru_cache(maxsize=4096)(zlib.decompress)
 
 
-class RobotsStore:
-    """Host -> robots.txt. Contents lie deflated in memory, equal ones once: 1 kB a host (of 4 kB), 1 GB a million."""
+class Store(dict):
+    """Host -> file, compressed in memory: 1 kB per host instead of 4 kB, 1 GB for a million hosts."""
 
     def __init__(self, rows):
-        """rows: (host, str or bytes); of two for a host the later one counts."""
-        self._files, once = {}, {}
-        for host, content in rows:
+        """rows: (host or URL, str or bytes, ...); the last row of a host counts, null (a failed download) does not."""
+        for host, content, *_ in rows:
+            host = host_key(host) or host_key(f"//{host}")
             content = content.encode("utf-8", "replace") if isinstance(content, str) else content
-            packed = zlib.compress(content, 1)
-            self._files[host] = once.setdefault(packed, packed)
-
-    def __len__(self):
-        return len(self._files)
+            if host and content is not None:
+                self[host] = zlib.compress(content, 1)
 
     def get(self, host):
-        """bytes or None. A host that is not known is tried with and without www., which serve the same file."""
+        """bytes or None. An unknown host is looked up with and without www., which serve the same file."""
         twin = host[4:] if host.startswith("www.") else "www." + host
-        packed = self._files.get(host) or self._files.get(twin)
+        packed = super().get(host) or super().get(twin)
         return packed and _unpacked(packed)
 
 
 def open_robots(path):
     """
-    A RobotsStore from a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with the columns domain and content (or robots),
-    a folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
-    ValueError if it is empty or something else; OSError if it is not there.
+    A Store from a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file with the columns domain and content (or robots), a
+    folder of these, or of HOST.txt or HOST/robots.txt. swiss-ai/fineweb-robots-txt-files-compressed is a parquet.
+    ValueError if it is empty or something else; OSError if it does not exist.
+    """
+    store = Store(hosts_files(path, ["*.txt", "*/robots.txt"], ("content", "robots")))
+    if not store:
+        raise ValueError(f"{path}: no robots.txt in it; want {', '.join(STORES)} with rows of domain, content, "
+                         "or a folder of HOST.txt, HOST/robots.txt")
+    return store
+
+
+def open_reservations(path):
+    """
+    {file: Store} from a .jsonl(.gz, .zst) or .parquet of domain, file, content, or a folder of these, or of HOST/ai.txt
+    and HOST/.well-known/tdmrep.json. ValueError if it is empty or something else.
+    """
+    rows = list(hosts_files(path, ["*/ai.txt", "*/.well-known/tdmrep.json"], ("content",), ("file",)))
+    wrong = {name for *_, name in rows if not str(name).endswith(FILES)}
+    if wrong or not rows:
+        raise ValueError(f"{path}: want domain, content and file, {' or '.join(FILES)}; found {wrong or 'no opt-outs'}")
+    return {file: Store(row for row in rows if row[2].endswith(file)) for file in FILES}
+
+
+def hosts_files(path, patterns, *columns):
+    """
+    Yield (host, content, name or other columns): the rows of a file of STORES, or of a folder the files that match one
+    of the patterns and the rows of its STORES. Nothing from any other path.
     """
     path = Path(path)
-    rows = tqdm(_robots_rows(path), desc=f"robots from {path.name}", unit=" hosts", disable=None, leave=False)
-    store = RobotsStore(rows)
-    if not len(store):
-        raise ValueError(f"{path}: no robots.txt in it; want rows of domain, content, or HOST.txt, HOST/robots.txt")
-    return store
+    files = [path]
+    if not path.is_file():
+        files = sorted(file for pattern in [*patterns, *STORES] for file in path.glob(pattern))
+    for file in files:
+        if any(map(file.match, STORES)):
+            yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
+        elif file != path:
+            yield file.relative_to(path).parts[0].removesuffix(".txt"), file.read_bytes(), file.name
 
 
 def blocked_domains(path):
     """
     frozenset of domains from a text file (one per line, # comments), or a .jsonl(.gz/.zst) or .parquet with a column
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
-    ValueError if it holds none, or something else.
+    ValueError if it is empty or something else.
     """
-    domains = set()
-    for domain, in rows_of(str(path), ("domain",), comments=True):
-        host = _host(domain.strip()) if isinstance(domain, str) else None
-        if host is None or "." not in host:
-            raise ValueError(f"{path}: {domain!r} is not a domain; want one per line, or a column 'domain'")
-        domains.add(host.removeprefix("www."))
-    if not domains:
-        raise ValueError(f"{path}: no domain in it; want one per line, or a column 'domain'")
-    return frozenset(domains)
-
-
-def _blocking(host, blocked):
-    """The entry that blocks a host: of a.example.com itself, then example.com, then com; nothing if none does."""
-    while host and host not in blocked:
-        host = host.partition(".")[2]
-    return host
-
-
-def _robots_rows(path):
-    """Yield (host, content) from whatever open_robots takes."""
-    if path.is_dir():
-        for file in sorted([*path.glob("*.txt"), *path.glob("*/robots.txt")]):
-            host = _host(file.stem if file.parent == path else file.parent.name)
-            if host:
-                yield host, file.read_bytes()
-    yield from store_rows(path, ("content", "robots"))
-
-
-def store_rows(path, *columns):
-    """
-    Yield (host, values of these columns) of each row of a file of STORES, or of all of these in a folder. The last one
-    is a file's content: rows in which it is null, because the crawler got none, are passed over.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(STORES))
-    elif not path.name.endswith(STORES):
-        raise ValueError(f"{path}: not a store of hosts' files; want a folder or a file that ends in "
-                         f"{', '.join(STORES)}")
-    for file in files:
-        for host, *values in rows_of(str(file), ("domain", "host"), *columns, errors="replace"):
-            host = host_key(host if "//" in str(host) else f"//{host}")
-            if host and isinstance(values[-1], (str, bytes)):
-                yield host, *values
+    hosts = {domain: host_key(f"//{domain}") or "" for domain, in rows_of(str(path), ("domain",), comments=True)}
+    wrong = [domain for domain, host in hosts.items() if "." not in host or "/" in domain]
+    if wrong or not hosts:
+        raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
+    return frozenset(host.removeprefix("www.") for host in hosts.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the command
 
 
-def show(url):
-    """Print for each agent whether it may read a URL, by which rule, and whether a group names it; then the verdict."""
-    parts = split_url(url)
-    if parts is None:
-        raise ValueError(f"{url!r} is not a URL; want https://host/path")
-    host, path = parts
-    store = {}
-    if Path(robots).is_dir() or robots.endswith(STORES):
-        store = open_robots(robots)
-    elif robots:
-        with open(robots, "rb") as f:
-            store = {host: f.read()}
-    agents = AGENTS[:-1] if explicit else AGENTS
-    groups = parse_robots(store.get(host) or b"") or {}
-    refused = refusals(path, groups, agents, explicit)
-    for agent in agents:
-        says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-        named = "named" if product_token(agent) in groups else "not named"
-        print(f"{agent:30s} {says:50s} {named}")
-    print(verdict(url, store, agents, missing, explicit=explicit))
-
-
 def main():
+    """Print whether each agent may read a URL, by which rule, and whether a group names it; then the verdict."""
     if not paths:
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
+    agents = AGENTS[:-1] if explicit else AGENTS
     for url in paths:
-        show(url)
+        if not host_key(url):
+            raise ValueError(f"{url!r} is not a URL; want https://host/path")
+        host, path = split_url(url)
+        store = {}
+        if robots.endswith(".txt"):
+            with open(robots, "rb") as f:
+                store = {host: f.read()}
+        elif robots:
+            store = open_robots(robots)
+        groups = parse_robots(store.get(host) or b"") or {}
+        refused = refusals(path, groups, agents, explicit)
+        for agent in agents:
+            says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
+            named = "named" if product_token(agent) in groups else "not named"
+            print(f"{agent:30s} {says:50s} {named}")
+        print(verdict(url, store, agents, missing, explicit=explicit))
 
 
 if __name__ == "__main__":

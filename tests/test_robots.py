@@ -1,4 +1,4 @@
-"""Opt-outs against RFC 9309, Google's documentation of robots.txt, the drafts of AIPREF, and Protego."""
+"""Opt-outs against RFC 9309, Google's documentation, the drafts of AIPREF, TDMRep, datadiligence and Protego."""
 import gzip
 import json
 import os
@@ -6,7 +6,8 @@ import os
 import pytest
 
 from conftest import ROOT, refused, script
-from corpus.robots import AGENTS, blocked_domains, host_key, may_train_on, open_robots, verdict
+from corpus.robots import (AGENTS, blocked_domains, host_key, known, may_train_on, open_reservations,
+                           open_robots, parse_tdmrep, refusal, reservation, verdict)
 
 ROBOTS_2019 = os.path.join(ROOT, "..", "shared", "data", "robots_2019_top10k.jsonl.gz")
 
@@ -14,6 +15,22 @@ ROBOTS_2019 = os.path.join(ROOT, "..", "shared", "data", "robots_2019_top10k.jso
 def allowed(robots, agent, path):
     return may_train_on("https://example.com" + path, robots, (agent,))[0]
 
+
+def write(path, rows):
+    """Rows as JSON lines, or in the format that the file's name asks for."""
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+        return
+    if path.suffix == ".zst":
+        text = pytest.importorskip("zstandard").compress(text)
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# robots.txt
 
 # RFC 9309 sec. 5.1, the example file in full.
 RFC_5_1 = """
@@ -44,19 +61,12 @@ quxbot     /example/ /a.gif                                 -
 """
 
 
-@pytest.mark.parametrize("line", RFC_VERDICTS.strip().splitlines())
-def test_rfc_9309_example(line):
-    agent, rest = line.split(maxsplit=1)
-    yes, no = (part.split() for part in rest.split("     ", 1))
-    assert [path for path in yes if not allowed(RFC_5_1, agent, path)] == []
-    assert [path for path in no if path != "-" and allowed(RFC_5_1, agent, path)] == []
-
-
-@pytest.mark.parametrize("url", ["https://a.org", "https://a.org?x", "https://a.org#x", "a.org"])
-def test_a_url_without_a_path_is_the_root(url):
-    """RFC 3986 sec. 6.2.3."""
-    rule = "/?" if "?" in url else "/$"
-    assert may_train_on(url, "User-agent: *\nDisallow: /$\nDisallow: /?") == (False, f"robots:*:{rule}")
+def test_rfc_9309_example():
+    for line in RFC_VERDICTS.strip().splitlines():
+        agent, rest = line.split(maxsplit=1)
+        yes, no = (part.split() for part in rest.split("     ", 1))
+        assert all(allowed(RFC_5_1, agent, path) for path in yes), line
+        assert not any(allowed(RFC_5_1, agent, path) for path in no if path != "-"), line
 
 
 # RFC 9309 sec. 2.2.2 and 2.2.3: a rule, a path, and whether they are the same; special characters meant literally.
@@ -78,10 +88,10 @@ ENCODED = """
 """
 
 
-@pytest.mark.parametrize("line", ENCODED.split("\n")[1:-1])
-def test_rfc_9309_encoding(line):
-    rule, path, match = line.split()
-    assert allowed(f"User-agent: *\nDisallow: {rule}", "x", path) == (match == "no")
+def test_rfc_9309_encoding():
+    for line in ENCODED.strip().splitlines():
+        rule, path, match = line.split()
+        assert allowed(f"User-agent: *\nDisallow: {rule}", "x", path) == (match == "no"), line
 
 
 # Google's documentation, "URL matching based on path values": a rule, what it matches | what it does not.
@@ -102,13 +112,13 @@ fish       | /fish
 """
 
 
-@pytest.mark.parametrize("line", GOOGLE.strip().splitlines())
-def test_google_path_table(line):
-    rule, paths = line.split(maxsplit=1)
-    yes, no = (part.split() for part in paths.split("|"))
-    robots = f"User-agent: *\nDisallow: {rule}\n"
-    assert [p for p in yes if allowed(robots, "x", p)] == []
-    assert [p for p in no if not allowed(robots, "x", p)] == []
+def test_google_path_table():
+    for line in GOOGLE.strip().splitlines():
+        rule, paths = line.split(maxsplit=1)
+        yes, no = (part.split() for part in paths.split("|"))
+        robots = f"User-agent: *\nDisallow: {rule}\n"
+        assert not any(allowed(robots, "x", path) for path in yes), line
+        assert all(allowed(robots, "x", path) for path in no), line
 
 
 # The same page, "Order of precedence for rules": of conflicting rules the longest, and then the least restrictive.
@@ -129,40 +139,40 @@ disallow: / > /robots.txt yes
 """
 
 
-@pytest.mark.parametrize("line", PRECEDENCE.strip().splitlines())
-def test_google_precedence(line):
-    rules, _, rest = line.partition(" > ")
-    path, want = rest.split()
-    assert allowed("user-agent: FooBot\n" + rules.replace(", ", "\n"), "FooBot", path) == (want == "yes")
+def test_google_precedence():
+    for line in PRECEDENCE.strip().splitlines():
+        rules, _, rest = line.partition(" > ")
+        path, want = rest.split()
+        assert allowed("user-agent: FooBot\n" + rules.replace(", ", "\n"), "FooBot", path) == (want == "yes"), line
 
 
-# Groups: RFC 9309 sec. 2.2.1 and 2.2.4, and the two leniencies that Google documents in its parser.
-@pytest.mark.parametrize("robots, agent, want", [
-    # Groups of an agent are merged; neither blank lines nor other records end one.
-    ("User-agent: a\nDisallow: /x\n\nUser-agent: b\nDisallow: /y\n\nUser-agent: a\nDisallow: /", "a", False),
-    ("User-agent: a\n\n\nUser-agent: b\nDisallow: /", "a", False),
-    ("User-agent: a\nCrawl-delay: 3\nSitemap: /s\nUser-agent: b\nDisallow: /", "a", False),
-    # Rules of nobody; the own group instead of `*`, also when it is empty.
-    ("Disallow: /\nUser-agent: a\nDisallow: /y", "a", True),
-    ("User-agent: *\nDisallow: /\nUser-agent: a\nAllow: /", "a", True),
-    ("User-agent: *\nDisallow: /\nUser-agent: a", "a", True),
-    ("User-agent: GPTBot # theirs\nDisallow: / # all", "gptbot", False),
-    ("USER-AGENT:GPTBOT\nDISALLOW:/", "GPTBot", False),
-    # The version is no part of the token, and a prefix is not the token.
-    ("User-agent: CCBot/1.0\nDisallow: /", "CCBot/2.0", False),
-    ("User-agent: Applebot\nDisallow: /", "Applebot-Extended", True),
-    ("User-agent: foo bar\nDisallow: /", "foo", False),
-    ("user-agent FooBot\ndisallow /", "FooBot", False),
-    ("useragent: a\ndissalow: /", "a", False),
-    ("User-agent: *\rDisallow: /\r", "a", False),
-    ("\ufeffUser-agent: *\nDisallow: /", "a", False),
-    (b"\xef\xbb\xbfUser-agent: *\nDisallow: /", "a", False),
-    ("User-agent: *\nDisallow: /".encode("utf-16"), "a", False),
-    (b"User-agent: *\n# \xff\nDisallow: /", "a", False),
-    ("# nothing", "a", True),
-])
-def test_groups_and_encodings(robots, agent, want):
-    assert allowed(robots, agent, "/z") is want
+# RFC 9309 sec. 2.2.1 and 2.2.4, and two leniencies of Google's parser: a file with ; for line breaks, and whether agent
+# a may read /z.
+GROUPS = """
+User-agent: a;Disallow: /x;;User-agent: b;Disallow: /y;;User-agent: a;Disallow: / > no
+User-agent: a;;;User-agent: b;Disallow: / > no
+User-agent: a;Crawl-delay: 3;Sitemap: /s;User-agent: b;Disallow: / > no
+Disallow: /;User-agent: a;Disallow: /y > yes
+User-agent: *;Disallow: /;User-agent: a;Allow: / > yes
+User-agent: *;Disallow: /;User-agent: a > yes
+User-agent: A # theirs;Disallow: / # all > no
+USER-AGENT:A;DISALLOW:/ > no
+User-agent: a/1.0;Disallow: / > no
+User-agent: a-b;Disallow: / > yes
+User-agent: a b;Disallow: / > no
+user-agent a;disallow / > no
+useragent: a;dissalow: / > no
+\ufeffUser-agent: *;Disallow: / > no
+# nothing > yes
+"""
+
+
+def test_groups_in_any_encoding_and_with_any_line_breaks():
+    for line in GROUPS.strip().splitlines():
+        text, want = line.split(" > ")
+        contents = [text.replace(";", end) for end in ("\n", "\r", "\r\n")]
+        for content in [*contents, contents[0].encode("utf-16"), contents[1].encode() + b"\r# \xff"]:
+            assert allowed(content, "a", "/z") == (want == "yes"), content
 
 
 def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
@@ -174,22 +184,9 @@ def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
     # RFC 9309: an agent that is not named is `*`.
     assert may_train_on(url, silent, named) == (False, "robots:AI2Bot:/private")
     assert may_train_on(url, silent, named, explicit=True) == (True, "allowed")
-    # An agent that is named goes before `*`.
+    # A named agent is reported before `*`.
     assert may_train_on(url, silent + "\nDisallow: /p") == (False, "robots:GPTBot:/p")
     assert may_train_on("https://a.org/gpt", silent, named, explicit=True) == (False, "robots:GPTBot:/gpt")
-
-
-@pytest.mark.parametrize("content, reason", [
-    (None, "no-robots"),
-    ("", "allowed"),
-    ("Sitemap: https://a.org/s.xml", "allowed"),
-    ("<html><body>User-agent: *\nDisallow: /", "unparsable"),
-    ("\ufeff \n<!DOCTYPE html>", "unparsable"),
-    ("Not found", "unparsable"),
-    ("Disallow: /", "unparsable"),
-])
-def test_what_is_no_robots_file_is_told_apart(content, reason):
-    assert may_train_on("https://a.org/x", content) == (True, reason)
 
 
 def test_500_kib_are_read_up_to_a_whole_line():
@@ -197,15 +194,20 @@ def test_500_kib_are_read_up_to_a_whole_line():
     filler = "# " + "x" * 97 + "\n"
     early = head + "Disallow: /early\n" + filler * 5200 + "Disallow: /late\n"
     assert len(early) > 500 * 1024 and not allowed(early, "a", "/early") and allowed(early, "a", "/late")
-    # The limit falls after the "/" of /private.
+    # The limit is after the "/" of /private.
     cut = (head + filler * 5119).ljust(500 * 1024 - len("\nDisallow: /"), " ") + "\n"
     assert allowed(cut + "Disallow: /private/diary\n", "a", "/public")
 
 
-def test_a_pathological_rule_and_a_long_url_are_decided():
-    """They take exponential time in a matcher that backtracks."""
-    robots = "User-agent: *\nDisallow: /" + "*a" * 2000 + "*b$\n"
-    assert allowed(robots, "x", "/" + "a" * 50_000) and not allowed(robots, "x", "/" + "a" * 50_000 + "b")
+def test_hostile_rules_and_urls_take_linear_time():
+    """A matcher that backtracks would take exponential time."""
+    rule, path = "/" + "*a" * 2000 + "*b$", "/" + "a" * 50_000
+    robots = f"User-agent: *\nDisallow: {rule}\n"
+    assert allowed(robots, "x", path) and not allowed(robots, "x", path + "b")
+    assert len(parse_tdmrep(json.dumps([{"location": rule, "tdm-reservation": 1}]))) == 1
+    spaces = " " * 50_000
+    assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
+    assert reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n")) is None
 
 
 HOSTS = """
@@ -222,118 +224,25 @@ http://stra\u00dfe.de/ xn--strae-oqa.de
 http://\u4f8b\u3048\u3002jp/ xn--r8jz45g.jp
 """
 NO_HOSTS = ["mailto:a@b.org", "http://", "http://a b/", "http://a..b/", "http://[::1", "http://a.b:x/", "just words",
-            "", None, float("nan")]
+            "", None, float("nan"), ["a.org"]]
 
 
 def test_hosts_are_those_of_the_url_and_of_the_idna_library():
-    assert [line for line in HOSTS.strip().splitlines() if host_key(line.split()[0]) != line.split()[1]] == []
+    for line in HOSTS.strip().splitlines():
+        url, host = line.split()
+        assert host_key(url) == host
     assert [url for url in NO_HOSTS if host_key(url) is not None] == []
+    for url in ("https://a.org", "https://a.org?x", "https://a.org#x", "a.org"):
+        # RFC 3986 sec. 6.2.3: without a path it is the root.
+        rule = "/?" if "?" in url else "/$"
+        assert may_train_on(url, "User-agent: *\nDisallow: /$\nDisallow: /?")[1] == f"robots:*:{rule}"
     idna = pytest.importorskip("idna")
     for name in ("fa\u00df.de", "\u03b2\u03cc\u03bb\u03bf\u03c2.com", "\u0645\u062b\u0627\u0644.example",
                  "\u0440\u0444.\u0440\u0444", "\ud55c\uad6d.kr", "A\u0300.org"):
         assert host_key(f"https://{name}/") == idna.encode(name, uts46=True).decode()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# stores
-
-
-def write(path, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text))
-    elif path.suffix == ".zst":
-        path.write_bytes(pytest.importorskip("zstandard").compress(text))
-    elif path.suffix == ".parquet":
-        pa = pytest.importorskip("pyarrow")
-        import pyarrow.parquet
-        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_bytes(text)
-
-
-@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet", "folder"])
-def test_a_store_in_every_form_gives_the_same_verdicts(name, tmp_path):
-    rows = [{"domain": "Example.com", "content": "User-agent: GPTBot\nDisallow: /no"},
-            {"domain": "null.org", "content": None},
-            {"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"},
-            {"domain": "page.net", "content": "<html>"}]
-    path = tmp_path / name
-    if name == "folder":
-        mirror = path / "www.xn--bcher-kva.example"
-        mirror.mkdir(parents=True)
-        (path / "example.com.txt").write_text(rows[0]["content"])
-        (mirror / "robots.txt").write_text(rows[2]["content"])
-        (path / "page.net.txt").write_text("<html>")
-    else:
-        write(path, rows)
-    store = open_robots(str(path))
-    assert len(store) == 3
-    assert verdict("http://EXAMPLE.com:80/no", store) == "drop:robots:GPTBot:/no"
-    assert verdict("http://www.example.com/no", store) == "drop:robots:GPTBot:/no"
-    assert verdict("http://b\u00fccher.example/", store) == "drop:robots:*:/"
-    assert verdict("http://example.com/yes", store, missing="deny") == "kept:allowed"
-    for url, what in (("http://null.org/", "no-robots"), ("http://page.net/", "unparsable"), ("not a url", "bad-url")):
-        assert (verdict(url, store), verdict(url, store, missing="deny")) == ("kept:" + what, "drop:" + what)
-    assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
-
-
-@pytest.mark.parametrize("name", ["b.txt", "b.jsonl"])
-def test_blocked_domains_match_whole_labels(name, tmp_path):
-    if name == "b.txt":
-        (tmp_path / name).write_text("# list\nExample.com\n\nwww.other.co.uk # why\n")
-    else:
-        write(tmp_path / name, [{"domain": "Example.com", "why": "#7"}, {"domain": "www.other.co.uk", "why": "#8"}])
-    blocked = blocked_domains(tmp_path / name)
-    for url in ("http://example.com/", "https://a.b.EXAMPLE.com:8/x"):
-        assert verdict(url, blocked=blocked) == "drop:blocked-domain:example.com"
-    for url in ("http://badexample.com/", "http://co.uk/", "http://com/", "http://example.com.evil.org/"):
-        assert verdict(url, blocked=blocked) == "kept:no-robots"
-    assert verdict("http://other.co.uk/", blocked=blocked).startswith("drop:")
-
-
-def test_every_outcome_is_in_the_table():
-    robots = {"a.org": "User-agent: *\nDisallow: /no\nContent-Usage: /use train-ai=n", "h.org": "<html>"}
-    urls = ["http://a.org/", "http://a.org/no", "http://a.org/use", "http://h.org/", "http://m.org/",
-            "http://x.bad.org/", "no url", None]
-    said = [verdict(url, robots, missing=m, blocked={"bad.org"}) for url in urls for m in ("allow", "deny")]
-    kept = {f"kept:{why}" for why in ("allowed", "no-robots", "unparsable", "bad-url", "no-url")}
-    refused = {f"drop:{why}" for why in ("robots", "usage-file", "blocked-domain", "no-robots", "unparsable", "bad-url")}
-    assert {":".join(one.split(":")[:2]) for one in said} == kept | refused
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("s.jsonl", b"", "no robots.txt in it"),
-    ("s.jsonl", b'{"host": "a.org", "text": "x"}\n', "content or robots; it has host, text"),
-    ("s.jsonl", b"{not json}\n", "damaged"),
-    ("s.jsonl", b"[1]\n", "no column"),
-    ("s.parquet", b"PAR1 not really", "damaged"),
-    ("s.jsonl.gz", gzip.compress(b'{"domain": "a.org", "content": "x"}\n' * 9999)[:-90], "damaged"),
-    ("s.jsonl.zst", b"plain text", "damaged"),
-    ("s.csv", b"a,b", "want a folder or a file"),
-])
-def test_a_store_that_is_none_says_so_in_one_line(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
-        open_robots(tmp_path / name)
-
-
-def test_the_command_says_which_agent_may_not_read_a_url_and_by_which_rule(tmp_path):
-    (tmp_path / "robots.txt").write_text("User-agent: GPTBot\nDisallow: /a\n")
-    done = script("corpus.robots", "https://example.com/a", f"--robots={tmp_path / 'robots.txt'}")
-    out = done.stdout.splitlines()
-    assert len(out) == 16 and out[-1] == "drop:robots:GPTBot:/a"
-    assert [line.split()[0] for line in out[:-1] if "refused by" in line] == ["GPTBot"]
-    refused(script("corpus.robots", "https://example.com/a", "--robots=nowhere.txt"), "nowhere.txt")
-    (tmp_path / "words.txt").write_text("the\nquick\n")
-    with pytest.raises(ValueError, match="'the' is not a domain"):
-        blocked_domains(tmp_path / "words.txt")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# preferences
-
-# The example of draft-ietf-aipref-attach-05 sec. 3.4, and its table.
+# The example of draft-ietf-aipref-attach-05 sec. 3.4.
 PREFERENCES = """
 User-Agent: *
 Allow: /
@@ -345,43 +254,41 @@ User-Agent: ExampleBot
 Allow: /
 Content-Usage: train-ai=y
 """
+# Its table: agent, path, reason.
+DRAFTS_TABLE = """
+* /test usage-file:*:/
+* /never/test robots:*:/never/
+* /ai-ok/test allowed
+ExampleBot /test allowed
+ExampleBot /never/test allowed
+OtherBot /test usage-file:OtherBot:/
+"""
+# Lines for *, with ; for line breaks, and the reason for /a/b: Cloudflare's; two for one path, of which n wins; the
+# longest path, even without a word on training; wildcards; and a preference ends the user-agent lines of a group.
+LINES = """
+Content-signal: search=yes,ai-train=no;Allow: / > usage-file:*:/
+Content-Signal: search=yes, ai-train=yes, ai-input=no > allowed
+content-usage : /a\ttrain-ai=y # yes;CONTENT-USAGE:/a train-ai=n # no > usage-file:*:/a
+Content-Usage: /a\ttrain-ai=n;Content-Usage: /a train-ai=y > usage-file:*:/a
+Content-Usage: train-ai=n;Content-Usage: /a search=n > allowed
+Content-Usage: /*/b$ train-ai=n > usage-file:*:/*/b$
+Content-Usage: /*/b/c$ train-ai=n > allowed
+Content-Usage: > allowed
+# Content-Usage: train-ai=n > allowed
+Content-Usage: train-ai=y;User-agent: none;Disallow: / > allowed
+"""
 
 
-@pytest.mark.parametrize("agent, path, says", [
-    ("*", "/test", "usage-file:*:/"),
-    ("*", "/never/test", "robots:*:/never/"),
-    ("*", "/ai-ok/test", "allowed"),
-    ("ExampleBot", "/test", "allowed"),
-    ("ExampleBot", "/never/test", "allowed"),
-    ("OtherBot", "/test", "usage-file:OtherBot:/"),
-])
-def test_preferences_are_those_of_the_drafts_table(agent, path, says):
-    for explicit in (False, True) if says != "robots:*:/never/" else (False,):
-        assert may_train_on("https://a.org" + path, PREFERENCES, (agent,), explicit) == (says == "allowed", says)
+def test_preferences_are_those_of_the_drafts_table():
+    for line in DRAFTS_TABLE.strip().splitlines():
+        agent, path, reason = line.split()
+        assert may_train_on("https://a.org" + path, PREFERENCES, (agent,))[1] == reason
+    # explicit is about reading only.
+    assert may_train_on("https://a.org/test", PREFERENCES, ("OtherBot",), True)[1] == "usage-file:OtherBot:/"
+    for line in LINES.strip().splitlines():
+        lines, reason = line.split(" > ")
+        assert may_train_on("https://a.org/a/b", "User-agent: *\n" + lines.replace(";", "\n"))[1] == reason, line
 
-
-@pytest.mark.parametrize("lines, says", [
-    # In the files that Cloudflare writes.
-    ("Content-signal: search=yes,ai-train=no\nAllow: /", "usage-file:*:/"),
-    ("Content-Signal: search=yes, ai-train=yes, ai-input=no", "allowed"),
-    # "The ordering of rules in a group carries no semantics", "these preferences apply separately": n wins.
-    ("content-usage : /a\ttrain-ai=y # yes\nCONTENT-USAGE:/a train-ai=n # no", "usage-file:*:/a"),
-    ("Content-Usage: /a\ttrain-ai=n\nContent-Usage: /a train-ai=y", "usage-file:*:/a"),
-    # The longest path decides, also where it says nothing about training; * and $ are those of every rule.
-    ("Content-Usage: train-ai=n\nContent-Usage: /a search=n", "allowed"),
-    ("Content-Usage: /*/b$ train-ai=n", "usage-file:*:/*/b$"),
-    ("Content-Usage: /*/b/c$ train-ai=n", "allowed"),
-    ("Content-Usage:", "allowed"),
-    ("# Content-Usage: train-ai=n", "allowed"),
-    # It is a rule, which ends the lines of agents that a group begins with.
-    ("Content-Usage: train-ai=y\nUser-agent: none\nDisallow: /", "allowed"),
-])
-def test_a_line_of_preferences(lines, says):
-    assert may_train_on("https://a.org/a/b", f"User-agent: *\n{lines}") == (says == "allowed", says)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# real files
 
 # To Protego a group of Applebot holds for Applebot-Extended, and a Crawl-delay ends the user-agent lines of a group.
 DIFFER = {"bgp.he.net", "www.avsforum.com", "www.vwvortex.com", "www.wordreference.com",
@@ -396,9 +303,7 @@ def test_real_files_are_decided_as_protego_does_but_for_seven():
     with gzip.open(ROBOTS_2019, "rt", encoding="utf-8") as lines:
         rows = list(map(json.loads, lines))
     differ = set()
-    for i, row in enumerate(rows):
-        if i % 10 and row["domain"] not in DIFFER:
-            continue
+    for row in rows[::10] + [row for row in rows if row["domain"] in DIFFER]:
         # Protego does not skip the byte-order mark.
         peer = Protego.parse(row["robots"].lstrip("\ufeff"))
         for path in ("/", "/news/2019/title", "/images/a.png?x=1"):
@@ -406,3 +311,234 @@ def test_real_files_are_decided_as_protego_does_but_for_seven():
             if may_train_on(url, row["robots"])[0] != all(peer.can_fetch(url, agent) for agent in AGENTS):
                 differ.add(row["domain"])
     assert differ == DIFFER
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# stores and outcomes
+
+ROBOTS = [{"domain": "Example.com", "content": "User-agent: GPTBot\nDisallow: /no\nContent-Usage: /use train-ai=n"},
+          {"domain": "null.org", "content": None},
+          {"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"},
+          {"domain": "page.net", "content": "<html>"}]
+# A URL and its outcome; those with a ! are dropped if a missing file means no.
+OUTCOMES = """
+http://EXAMPLE.com:80/no drop:robots:GPTBot:/no
+http://www.example.com/no drop:robots:GPTBot:/no
+http://example.com/use drop:usage-file:GPTBot:/use
+http://example.com/yes kept:allowed
+http://b\u00fccher.example/ drop:robots:*:/
+http://null.org/ kept:no-robots !
+http://page.net/ kept:unparsable !
+nourl kept:bad-url !
+https://a.b.BAD.com:8/x drop:blocked-domain:bad.com
+http://notbad.com/ kept:no-robots !
+http://bad.com.evil.org/ kept:no-robots !
+http://com/ kept:no-robots !
+http://other.co.uk/ drop:blocked-domain:other.co.uk
+"""
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "s.jsonl.gz", "s.jsonl.zst", "s.parquet", "folder"])
+def test_a_store_in_every_form_gives_the_same_outcomes(name, tmp_path):
+    path = tmp_path / name
+    if name == "folder":
+        (path / "www.xn--bcher-kva.example").mkdir(parents=True)
+        (path / "example.com.txt").write_text(ROBOTS[0]["content"])
+        (path / "www.xn--bcher-kva.example" / "robots.txt").write_text(ROBOTS[2]["content"])
+        write(path / "more.jsonl", ROBOTS[3:])
+    else:
+        write(path, ROBOTS)
+    (tmp_path / "blocked.txt").write_text("# list\nBad.com\n\nwww.other.co.uk # why\n")
+    write(tmp_path / "blocked.jsonl", [{"domain": "Bad.com", "why": "#7"}, {"domain": "www.other.co.uk", "why": "#8"}])
+    blocked = blocked_domains(tmp_path / "blocked.txt")
+    assert blocked == blocked_domains(tmp_path / "blocked.jsonl")
+    store = open_robots(str(path))
+    assert len(store) == 3
+    for line in OUTCOMES.strip().splitlines():
+        url, outcome, *silent = line.split()
+        strict = outcome.replace("kept", "drop") if silent else outcome
+        assert verdict(url, store, blocked=blocked) == outcome
+        assert verdict(url, store, blocked=blocked, missing="deny") == strict
+        why = refusal(dict(url=url), dict(store=store, blocked=blocked, missing="deny"))
+        assert why == (strict[5:] if strict.startswith("drop") else None)
+    assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
+    hosts = {host: known(host, store) for host in ("example.com", "www.page.net", "null.org")}
+    assert hosts == {"example.com": "with", "www.page.net": "unparsable", "null.org": "without"}
+    assert known("example.com", None) == "without"
+
+
+def test_files_that_are_no_robots_txt_are_unparsable():
+    for content in ("<html><body>User-agent: *\nDisallow: /", "\ufeff \n<!DOCTYPE html>", "Not found", "Disallow: /"):
+        assert may_train_on("https://a.org/x", content) == (True, "unparsable")
+    for content in ("", "# none", "Sitemap: https://a.org/s.xml", "# x\n\n sitemap: /s\nother"):
+        assert may_train_on("https://a.org/x", content) == (True, "allowed")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("s.jsonl", b"", "no robots.txt in it"),
+    ("s.jsonl", b'{"host": "a.org", "text": "x"}\n', "content or robots; it has host, text"),
+    ("s.parquet", b"PAR1 not really", "damaged"),
+    ("s.csv", b"a,b", "or a folder of"),
+])
+def test_a_bad_store_raises_one_line(name, content, message, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
+        open_robots(tmp_path / name)
+
+
+def test_the_command_prints_each_agent_and_the_rule(tmp_path):
+    (tmp_path / "robots.txt").write_text("User-agent: GPTBot\nDisallow: /a\n")
+    done = script("corpus.robots", "https://example.com/a", f"--robots={tmp_path / 'robots.txt'}")
+    out = done.stdout.splitlines()
+    assert len(out) == 16 and out[-1] == "drop:robots:GPTBot:/a"
+    assert [line.split()[0] for line in out[:-1] if "refused by" in line] == ["GPTBot"]
+    refused(script("corpus.robots", "https://example.com/a", "--robots=nowhere.txt"), "nowhere.txt")
+    (tmp_path / "words.txt").write_text("the\nquick\n")
+    with pytest.raises(ValueError, match="'the', 'quick'"):
+        blocked_domains(tmp_path / "words.txt")
+    with pytest.raises(ValueError, match="missing='no'"):
+        verdict("https://a.org/", missing="no")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# other reservations
+
+# datadiligence 0.1.7 (Spawning) allows these headers, without an agent and as GPTBot, and rejects those after the |.
+X_ROBOTS = """; noindex; other, noindex; GPTBot: all; somebot: noai; :,; :, :, ,: -:: ; none; noindex, nofollow;
+demobot: noai, examplebot: noai, GPTBot: all | noai; noimageai; other, noai; GPTBot: noai; GPTBot:noai;
+other, GPTBot: noimageai; all, noai"""
+TDM = {"": None, "0": None, "1": "tdm-header", "other": None, "2": None, " 1": "tdm-header"}
+# The dictionary of http-sf 1.5.0 (RFC 9651) has the token n for train-ai in these, and not in those after the |.
+USAGE = r"""train-ai=n /
+train-ai=n, search=y / search=y, train-ai=n;x="1;2" /   train-ai=n;a=1;b / train-ai=y,train-ai=n
+| train-ai=n, train-ai=y / train-ai;allow=n, train-ai=y / train-ai=y, train-ai, search=n, search="n" /
+train-ai;has;parameters="?"; / search=n / train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
+train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n /"""
+
+
+def test_headers_are_read_as_by_the_reference_libraries():
+    yes, no = (part.split(";") for part in X_ROBOTS.split("|"))
+    for said in yes + no:
+        for doc in (dict(x_robots_tag=said), dict(headers={"X-Robots-Tag": said}), dict(metas=[("Robots", said)])):
+            assert (reservation(doc) is None) == (said in yes), doc
+    for said, want in TDM.items():
+        assert reservation(dict(tdm_reservation=said)) == want
+        assert reservation(dict(headers=f"Content-type: text/html\r\nTDM-Reservation: {said}\r\n")) == want
+    n, others = (part.split(" /") for part in USAGE.split("|"))
+    for said in n + others:
+        for doc in (dict(content_usage=said), dict(headers={"Content-Usage": said})):
+            assert reservation(doc) == ("usage-header" if said in n else None), doc
+
+
+# A document's statements and its reason, in JSON. Directives in any case; an agent's <meta>; draft-ietf-aipref-vocab-07
+# sec. 5.1: no other preference withdraws one. Cloudflare's word; headers in any form (RFC 9110 sec. 5.3: lists); numbers
+# as pandas writes them; no headers at all.
+STATEMENTS = """
+{"x_robots_tag": "noindex, NOML"} noml
+{"metas": [["gptbot", "nofollow, noimageai"]]} noimageai
+{"metas": [["googlebot", "noai"], ["", "noai"]]} None
+{"headers": {"Content-Usage": "train-ai=n"}, "content_usage": "train-ai=y"} usage-header
+{"headers": {"Content-Signal": "search=yes, ai-train=no, ai-input=no"}} usage-header
+{"headers": {"Content-Signal": "search=no, ai-train=yes, ai-input=no"}} None
+{"headers": "HTTP/1.1 200 OK\\r\\nX-Robots-Tag: noindex\\r\\nx-robots-tag : noai\\r\\n"} noai
+{"headers": [["X-Robots-Tag", "noai"]]} noai
+{"headers": {"X-Robots-Tag": ["noindex", "noai"]}} noai
+{"headers": "[[\\"x-robots-tag\\", \\"noai\\"]]"} noai
+{"headers": "{\\"x-robots-tag\\": \\"noai\\"}"} noai
+{"headers": [1, ["x"], null], "url": 5} None
+{"headers": "{", "url": ["x"]} None
+{"headers": "5"} None
+{"tdm_reservation": 1.0} tdm-header
+{"tdm_reservation": 0.0} None
+{"tdm_reservation": NaN} None
+{"meta_tdm_reservation": [1]} tdm-meta
+{"content_usage": ["search=y", "train-ai=n"]} usage-header
+"""
+
+
+def test_statements_in_every_form():
+    for line in STATEMENTS.strip().splitlines():
+        doc, _, want = line.rpartition(" ")
+        assert str(reservation(json.loads(doc))) == want, line
+
+
+# Rules of a tdmrep.json (location, reservation), a path, and the location that reserves it. First the second example of
+# the report, section "TDM File on the Origin Server"; "the most specific match is the first in sequence"; its table of
+# special characters; other values are errors.
+TDMREP = """
+[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /a/x.pdf /a/
+[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /b/html/x?y=1 /b/html/
+[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /b/images/x.jpg None
+[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /A/x.pdf None
+[["/b/open/", 0], ["/b", 1]] /b/open/x None
+[["/b", 1], ["/b/open/", 0]] /b/open/x /b
+[["/this/exactly$", 1]] /this/exactly /this/exactly$
+[["/this/exactly$", 1]] /this/exactly/not None
+[["/this/*/then", 1]] /this/and/then/x /this/*/then
+[["/path/foo-%24", 1]] /path/foo-$ /path/foo-%24
+[["/", 2], ["/x", "1"], [5, 1]] /x /x
+"""
+# tdm-reservation in a header and in a <meta>, and the reason where the file reserves everything.
+SUPERSEDED = """
+- - tdm-file:/
+0 - None
+1 - tdm-header
+- 0 None
+0 1 tdm-meta
+1 0 None
+maybe - tdm-file:/
+"""
+# As Spawning's generator writes it for a site that refuses text and allows images.
+AI_TXT = "# Spawning AI\nUser-Agent: *\nDisallow: *.txt\nDisallow: *.html\nDisallow: *.pdf\nAllow: *.jpg\n"
+
+
+def of_host(tdmrep=None, ai_txt=None):
+    """The reservations of one host."""
+    return {"tdmrep.json": {"a.org": tdmrep}, "ai.txt": {"a.org": ai_txt}}
+
+
+def test_a_tdmrep_file_and_the_statements_that_supersede_it():
+    for line in TDMREP.strip().splitlines():
+        rules, path, want = line.rsplit(maxsplit=2)
+        rows = [{"location": location, "tdm-reservation": value} for location, value in json.loads(rules)]
+        found = reservation(dict(url=f"https://a.org{path}"), of_host(json.dumps(rows)))
+        assert found == (None if want == "None" else f"tdm-file:{want}"), line
+    for content in ('{"location": "/", "tdm-reservation": 1}', "<html>not found</html>", "[" * 100_000, b"\xff", "5"):
+        assert reservation(dict(url="https://a.org/x"), of_host(content)) is None
+    store = of_host('[{"location": "/", "tdm-reservation": 1}]')
+    for line in SUPERSEDED.strip().splitlines():
+        header, meta, want = line.split()
+        columns = dict(tdm_reservation=header, meta_tdm_reservation=meta)
+        page = dict(headers={"tdm-reservation": header}, metas=[("tdm-reservation", meta)])
+        for doc in (columns, page):
+            assert str(reservation(dict(doc, url="https://a.org/x"), store)) == want
+
+
+def test_an_ai_txt_is_a_robots_txt_about_kinds_of_files():
+    cases = "/a.html ! /a/page ! / ! /a/page?x=.css ! /a.d/page ! /a.jpg . /a.css . /a.b/c.css?/page .".split()
+    for path, says in zip(cases[::2], cases[1::2]):
+        found = reservation(dict(url=f"https://a.org{path}"), of_host(ai_txt=AI_TXT))
+        assert found == ("ai-txt:*:*.html" if says == "!" else None), path
+    for content, want in (("User-Agent: GPTBot\nDisallow: /", "ai-txt:GPTBot:/"), ("User-Agent: *\nDisallow:", None),
+                          ("User-Agent: other\nDisallow: /", None), ("<html></html>", None)):
+        assert reservation(dict(url="https://a.org/a.jpg"), of_host(ai_txt=content)) == want
+
+
+def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
+    reserves = '[{"location": "/", "tdm-reservation": 1}]'
+    rows = [dict(domain="www.a.org", file="tdmrep.json", content=reserves),
+            dict(domain="b.org", file="/ai.txt", content=AI_TXT), dict(domain="c.org", file="ai.txt", content=None)]
+    write(tmp_path / "store.jsonl.gz", rows)
+    (tmp_path / "mirror" / "a.org" / ".well-known").mkdir(parents=True)
+    (tmp_path / "mirror" / "b.org").mkdir()
+    (tmp_path / "mirror" / "a.org" / ".well-known" / "tdmrep.json").write_text(reserves)
+    (tmp_path / "mirror" / "b.org" / "ai.txt").write_text(AI_TXT)
+    for path in ("store.jsonl.gz", "mirror"):
+        store = open_reservations(tmp_path / path)
+        assert refusal(dict(url="https://www.a.org/x"), None, store) == "tdm-file:/"
+        assert reservation(dict(url="https://b.org/x.txt"), store) == "ai-txt:*:*.txt"
+        assert reservation(dict(url="https://c.org/x"), store) is None
+    for rows in ([], [dict(domain="a.org", file="tdm.json", content=reserves)]):
+        write(tmp_path / "bad.jsonl", rows)
+        with pytest.raises(ValueError, match="tdmrep.json or ai.txt"):
+            open_reservations(tmp_path / "bad.jsonl")
