@@ -241,7 +241,8 @@ def each(do, numbers, work, workers):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
         for number, future in [(number, pool.submit(do, number, work)) for number in numbers]:
-            future.result()
+            if future.exception():
+                raise future.exception()
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None

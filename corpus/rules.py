@@ -213,7 +213,7 @@ def score_function(path):
 
     ValueError if the file or the function is missing; from score(text) if the result is not a number.
     """
-    if not os.path.isfile(path):
+    if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
     user = runpy.run_path(path)
     if "score" not in user:
