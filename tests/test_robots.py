@@ -94,7 +94,7 @@ def test_rfc_9309_encoding():
         assert allowed(f"User-agent: *\nDisallow: {rule}", "x", path) == (match == "no"), line
 
 
-# Google's documentation, "URL matching based on path values": a rule, what it matches | what it does not.
+# Google's documentation, "URL matching based on path values": a rule, paths that match | other paths.
 GOOGLE = """
 /          / /x /x?y |
 /$         / | /x /x?y /?
@@ -185,7 +185,7 @@ def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
     assert may_train_on(url, silent, named) == (False, "robots:AI2Bot:/private")
     assert may_train_on(url, silent, named, explicit=True) == (True, "allowed")
     # A named agent is reported before `*`.
-    assert may_train_on(url, silent + "\nDisallow: /p") == (False, "robots:GPTBot:/p")
+    assert may_train_on(url, silent + "\nDisallow: /p", AGENTS[::-1]) == (False, "robots:GPTBot:/p")
     assert may_train_on("https://a.org/gpt", silent, named, explicit=True) == (False, "robots:GPTBot:/gpt")
 
 
@@ -412,8 +412,8 @@ TDM = {"": None, "0": None, "1": "tdm-header", "other": None, "2": None, " 1": "
 USAGE = r"""train-ai=n /
 train-ai=n, search=y / search=y, train-ai=n;x="1;2" /   train-ai=n;a=1;b / train-ai=y,train-ai=n
 | train-ai=n, train-ai=y / train-ai;allow=n, train-ai=y / train-ai=y, train-ai, search=n, search="n" /
-train-ai;has;parameters="?"; / search=n / train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
-train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n /"""
+train-ai;has;parameters="?"; / search=n / train-ai / train-ai="n" / train-ai=N / train-ai=no /
+train-ai=?0 / train-ai=n x / train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n /"""
 
 
 def test_headers_are_read_as_by_the_reference_libraries():
@@ -431,7 +431,7 @@ def test_headers_are_read_as_by_the_reference_libraries():
 
 
 # A document's statements and its reason, in JSON. Directives in any case; an agent's <meta>; draft-ietf-aipref-vocab-07
-# sec. 5.1: no other preference withdraws one. Cloudflare's word; headers in any form (RFC 9110 sec. 5.3: lists); numbers
+# sec. 5.1: no other preference withdraws one. Cloudflare's word; headers in any form (RFC 9110 sec. 5.3); numbers
 # as pandas writes them; no headers at all.
 STATEMENTS = """
 {"x_robots_tag": "noindex, NOML"} noml
