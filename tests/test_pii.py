@@ -1,9 +1,9 @@
 """
 Personal data against ISO 13616, the registry of IBANs, ipaddress, and labelled lines.
 
-golden/pii_own.txt: 408 lines that the rules were written on, half of them traps. golden/pii_held_out.txt: 66 other lines:
-the examples of Wikipedia's article on e-mail addresses, and lines of Python packages with four numbers. Personal data is
-in \u27e6kind:text\u27e7; \\n and \\r are line breaks.
+golden/pii_own.txt: 408 lines that the rules were written on, half of them traps. golden/pii_held_out.txt: 66 others,
+the examples of Wikipedia's article on e-mail addresses, and lines of Python packages with four numbers. Personal data
+is in \u27e6kind:text\u27e7; \\n and \\r are line breaks.
 """
 import ipaddress
 import os

@@ -1,7 +1,7 @@
 """
 Rules against datatrove's filters (words by white space), numpy's quantiles and the definition of each column rule.
 
-golden/heuristics.json: {set: {rule: [seeds]}}, the pages of page(0) to page(1499) that datatrove 0.10.1 removes, and why.
+golden/heuristics.json: {set: {rule: [seeds]}}, the pages of page(0) to page(1499) that datatrove 0.10.1 removes.
 tests/test_heuristics.py of commit ac03345 wrote it.
 """
 import json
