@@ -202,7 +202,7 @@ def top_thresholds(rows, share, sample=1_000_000):
     thresholds = {}
     for language, heap in drawn.items():
         scores = np.sort([score for _, score in heap])
-        # 1e-9: 0.1 of 10 documents is 1 document, whatever the last bit of the product.
+        # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
         thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
     return thresholds
 
