@@ -1,13 +1,14 @@
 """
-The language of documents without a language column, by py3langid: naive Bayes over n-grams of bytes, model in the wheel.
+The language of documents without a language column, by py3langid: naive Bayes over n-grams of bytes.
 
-    $ pip install py3langid==0.4.0
+    $ pip install py3langid==0.4.0      # the model is in the package
     $ python prepare.py docs.jsonl --detect_language=0.9 --keep_languages=deu_Latn,fra_Latn,ita_Latn --out=data/mine
 
-It knows 139 languages and assigns one of them to every text, so below the probability that you name a document stays
-without a language. At 0.9, on pieces of 1,000 characters of the Universal Declaration: of 581 pieces in 82 languages that
-it knows, 94 % are right and 1 % wrong; of 2,020 pieces in other languages, 47 % get a name. It knows neither Romansh nor
-Swiss German. For these, and for a corpus of many languages, use data with a column: FineWeb-2 has GlotLID's verdict.
+It knows 139 languages and assigns one of them to every text, so a document stays without a language below the
+probability that you name. At 0.9, on pieces of 1,000 characters of the Universal Declaration: of 581 pieces in 82
+languages that it knows, 94 % are right and 1 % wrong; of 2,020 pieces in other languages, 47 % get a name. It knows
+neither Romansh nor Swiss German. For these, and for a corpus of many languages, use data with a column: FineWeb-2 has
+GlotLID's verdict.
 """
 
 import re

@@ -140,7 +140,7 @@ def column_rules(licenses=None, languages=None, min_chars=0, max_chars=0, top=No
 
 
 def column(doc, names):
-    """The value of a column of a document. names: "this or that"; the first one counts. ValueError if both are missing."""
+    """The value of a column of a document. names: "this or that", the first counts. ValueError if all are missing."""
     for name in names.split(" or "):
         if name in doc:
             return doc[name]
@@ -202,7 +202,7 @@ def top_thresholds(rows, share, sample=1_000_000):
     thresholds = {}
     for language, heap in drawn.items():
         scores = np.sort([score for _, score in heap])
-        # 1e-9: 0.1 of 10 documents is 1 document, whatever the last bit of the product.
+        # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
         thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
     return thresholds
 
@@ -415,7 +415,7 @@ def runs(words):
     size = len(words)
     ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where an equal word occurs first
     ends = np.cumsum([0, *map(len, words)])                         # (N + 1,) characters before each word
-    equal = ids.copy()                                              # (N,) where a run equal to the one here begins first
+    equal = ids.copy()                                              # (N,) where an equal run begins first
     at = np.arange(size)                                            # (M,) where runs begin that may repeat
     for n in range(2, min(size, 10) + 1):
         candidate = np.zeros(size + 1, bool)

@@ -12,16 +12,13 @@ ARTICLE = {
         "All human beings are born free and equal in dignity and rights. They are endowed with "
         "reason and conscience and should act towards one another in a spirit of brotherhood.",
     "deu_Latn":
-        "Alle Menschen sind frei und gleich an W\u00fcrde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
-        "und sollen einander im Geiste der Br\u00fcderlichkeit begegnen.",
+        "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und Gewissen begabt "
+        "und sollen einander im Geiste der Brüderlichkeit begegnen.",
     "fra_Latn":
-        "Tous les \u00eatres humains naissent libres et \u00e9gaux en dignit\u00e9 et en droits. Ils sont dou\u00e9s de "
-        "raison et de conscience et doivent agir les uns envers les autres dans un esprit de fraternit\u00e9.",
+        "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
+        "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
     "rus_Cyrl":
-        "\u0412\u0441\u0435 \u043b\u044e\u0434\u0438 \u0440\u043e\u0436\u0434\u0430\u044e\u0442\u0441\u044f "
-        "\u0441\u0432\u043e\u0431\u043e\u0434\u043d\u044b\u043c\u0438 \u0438 \u0440\u0430\u0432\u043d\u044b\u043c\u0438 "
-        "\u0432 \u0441\u0432\u043e\u0435\u043c \u0434\u043e\u0441\u0442\u043e\u0438\u043d\u0441\u0442\u0432\u0435 \u0438 "
-        "\u043f\u0440\u0430\u0432\u0430\u0445.",
+        "Все люди рождаются свободными и равными в своем достоинстве и правах.",
 }
 
 
@@ -35,7 +32,8 @@ def test_article_1_is_in_its_language_and_the_names_are_those_of_py3langid():
 
 @pytest.mark.parametrize("answer, text, want", [
     (("de", 0.9), "eng_Latn", "deu_Latn"), (("de", 0.89), "eng_Latn", ""), (("zxx", 1.0), "eng_Latn", ""),
-    (("sr", 1.0), "eng_Latn", "srp_Latn"), (("sr", 1.0), "rus_Cyrl", "srp_Cyrl"), (("zh", 1.0), "eng_Latn", "cmn_Hani")])
+    (("sr", 1.0), "eng_Latn", "srp_Latn"), (("sr", 1.0), "rus_Cyrl", "srp_Cyrl"),
+    (("zh", 1.0), "eng_Latn", "cmn_Hani")])
 def test_a_name_needs_its_probability_and_has_the_script_of_the_text(monkeypatch, answer, text, want):
     monkeypatch.setattr(language, "identifier", lambda: SimpleNamespace(classify=lambda begin: answer))
     assert detect(ARTICLE[text], 0.9) == want

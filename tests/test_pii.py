@@ -1,9 +1,9 @@
 """
 Personal data against ISO 13616, the registry of IBANs, ipaddress, and labelled lines.
 
-golden/pii_own.txt: 408 lines that the rules were written on, half of them traps. golden/pii_held_out.txt: 66 other lines:
-the examples of Wikipedia's article on e-mail addresses, and lines of Python packages with four numbers. Personal data is
-in \u27e6kind:text\u27e7; \\n and \\r are line breaks.
+golden/pii_own.txt: 408 lines that the rules were written on, half of them traps. golden/pii_held_out.txt: 66 others,
+the examples of Wikipedia's article on e-mail addresses, and lines of Python packages with four numbers. Personal data
+is in \u27e6kind:text\u27e7; \\n and \\r are line breaks.
 """
 import ipaddress
 import os
@@ -105,6 +105,7 @@ fe80::1%eth0 | <ip-pii>%eth0
 \u57402001:db8::1\u306f | \u5740<ip-pii>\u306f
 is 2001:db8::. | is <ip-pii>.
 2001:db8::1: up | <ip-pii>: up
+Oracle 10.99.88.1 | Oracle <ip-pii>
 """
 STAYS = ["@handle.com", "a@b", "a@b.c", "a @ b.com", "x@", "f@g.h()", "XGB82WEST12345698765432", "be12 pages of text",
          "GB82 WEST 1234 5698 7654 33", "ZZ82WEST12345698765432", "GB82.WEST.1234.5698.7654.32",

@@ -1,13 +1,14 @@
 """
 Rules against datatrove's filters (words by white space), numpy's quantiles and the definition of each column rule.
 
-golden/heuristics.json: {set: {rule: [seeds]}}, the pages of page(0) to page(1499) that datatrove 0.10.1 removes, and why.
+golden/heuristics.json: {set: {rule: [seeds]}}, the pages of page(0) to page(1499) that datatrove 0.10.1 removes.
 tests/test_heuristics.py of commit ac03345 wrote it.
 """
 import json
 import os
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,7 +113,10 @@ def test_with_limits_of_a_language_verdicts_equal_datatrove(folder):
     for source in ("repetition", "fineweb", "gopher"):
         got |= removed([rule for rule in text_rules(folder) if RULES[rule[0]][1] == source], "xyz_Latn")
     assert got == golden("fineweb2")
-    assert limit_files(f"c4, {folder}") == [f"{folder}/xyz_Latn.yml"] and limit_files("c4") == []
+    assert limit_files(f"c4, {folder}") == [folder + "/xyz_Latn.yml"]
+    # 0 means no limit.
+    Path(folder, "abc_Latn.yml").write_text(LIMITS.replace("length: 6", "length: 0"), "utf-8")
+    assert verdict(f"{folder},few-words:1,stop-words:0", "Donaudampfschiff.", "abc_Latn") is None
 
 
 def test_limits_of_the_user_apply_to_every_language(folder):
@@ -125,15 +129,14 @@ def test_limits_of_the_user_apply_to_every_language(folder):
     # The file replaces the sets, and a language is not a path.
     assert verdict(f"c4,{folder},few-words:1,stop-words:0", "the {", "xyz_Latn") == "punctuation"
     assert verdict(f"lorem-ipsum,{folder}", text, f"../{os.path.basename(folder)}/xyz_Latn") is None
-    assert text_rules("") == [] and [reason for reason, _ in text_rules("sentences:2")] == ["sentences"]
+    assert text_rules("") == []
 
 
 def test_errors_name_the_part_and_the_choices(folder):
     for part in ("gofer", "sentences:few", "c4:3"):
         with pytest.raises(ValueError, match=f"there is no '{part}'; want .*gopher.*short-lines"):
             text_rules(f"c4,{part}")
-    with open(f"{folder}/xyz_Latn.yml", "w", encoding="utf-8") as f:
-        f.write("stopwords: 3")
+    Path(folder, "xyz_Latn.yml").write_text("stopwords: 3")
     with pytest.raises(ValueError, match="xyz_Latn.yml is damaged"):
         verdict(folder, "text", "xyz_Latn")
 
@@ -143,8 +146,8 @@ CHINESE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5
 
 
 def test_stop_words_apply_to_english_only_and_nothing_to_code():
-    languages = ("en", "eng_Latn", "en-GB", "English", "enm_Latn", "deu_Latn", "", None)
-    assert [verdict("gopher", GERMAN, language) for language in languages] == ["stop-words"] * 4 + [None] * 4
+    languages = ("eng_Latn", "en-GB", "enm_Latn", "deu_Latn", None)
+    assert [verdict("gopher", GERMAN, language) for language in languages] == ["stop-words"] * 2 + [None] * 3
     assert verdict("gopher", "x", "code") is None
 
 
@@ -213,7 +216,7 @@ def test_settings_are_read():
         by_language("rate", "much")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.33, 1.0])
+@pytest.mark.parametrize("share", [0.1, 0.33])
 def test_thresholds_keep_the_top_share_of_each_language(share):
     rng = np.random.default_rng(0)
     docs = [(f"d{i}", rng.choice(["de", "fr"]), rng.normal()) for i in range(3000)]
@@ -227,9 +230,9 @@ def test_a_sample_does_not_depend_on_the_order_and_ties_stay():
     rng = random.Random(0)
     docs = [(f"d{i}", "de", rng.gauss(0, 1)) for i in range(5000)]
     threshold = top_thresholds(docs, 0.33, sample=400)
-    assert threshold == top_thresholds(rng.sample(docs, len(docs)), 0.33, sample=400)
-    # Four standard errors of 400 documents.
-    assert abs(np.mean([s >= threshold["de"] for _, _, s in docs]) - 0.33) < 4 * (0.33 * 0.67 / 400) ** 0.5
+    lowest = sorted(docs, key=lambda doc: uniform(doc[0], seed=0))[:400]
+    assert threshold == top_thresholds(lowest, 0.33) == top_thresholds(rng.sample(docs, len(docs)), 0.33, sample=400)
+    assert top_thresholds([(str(i), "de", i) for i in range(100)], 0.07) == {"de": 93}
     assert top_thresholds([(f"d{i}", "rm", 3) for i in range(10)], 0.33) == {"rm": 3.0}
     with pytest.raises(ValueError, match="above 0 and at most 1"):
         top_thresholds([], 33)
