@@ -1,13 +1,13 @@
 """
 Files -> token shards for train.py, and a report of what is in them and what is not.
 
-    read         text, HTML, lists, tables, parquet; here, on the hub, in a store; packed or not    engine/readers.py
-    sift         may one train on it (robots.txt, licence), is it worth it (scores, heuristics)?    corpus/robots.py, rules.py
-    judge        was the same text, or nearly the same, there before?                              corpus/dedup.py
+    read         text, HTML, lists, tables, parquet; here, on the hub, in a store; packed or not (engine/readers.py)
+    sift         may one train on it: robots.txt, licence (corpus/robots.py); is it worth it (corpus/rules.py)
+    judge        was the same text, or nearly the same, there before (corpus/dedup.py)
     order        by a hash of the id; train or validation by a hash of the text, so that each text is on one side in
                  whatever is joined later, and a new file moves no other document
-    tokenize     <s> text </s>, personal data as <email-pii>, <ip-pii>, <iban-pii>                  corpus/pii.py
-    account      documents in = kept + removed for a reason: documents.parquet, report.md           corpus/ledger.py
+    tokenize     <s> text </s>, personal data as <email-pii>, <ip-pii>, <iban-pii> (corpus/pii.py)
+    account      documents in = kept + removed for a reason: documents.parquet, report.md (corpus/ledger.py)
 
 $ python prepare.py                       # the source of this Python's standard library -> data/stdlib, in seconds
 $ python prepare.py my_texts/ notes.md book.jsonl.gz --out=data/mine
@@ -111,7 +111,7 @@ def main():
     if paths and not remove and out == "data/stdlib":
         out = "data/mine"
     if remove and paths:
-        raise ValueError(f"--remove={remove} deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
+        raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
     if remove:
         refuse_joined(out)
     read = [remove] if remove else [match for path in [*paths, robots, reservations] for match in matches(path)]
@@ -173,7 +173,8 @@ def key_of(asked, inputs):
     stats = [os.stat(file["path"]) for file in inputs if "://" not in file["path"]]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
-    named += [*limit_files(heuristics), *glob.glob(f"{ROOT}/corpus/*.py"), f"{ROOT}/engine/readers.py", f"{ROOT}/tokenizer.py"]
+    named += [*limit_files(heuristics), *glob.glob(f"{ROOT}/corpus/*.py")]
+    named += [f"{ROOT}/engine/readers.py", f"{ROOT}/tokenizer.py"]
     hashes = [stages.digest(path) for path in named if os.path.exists(path)]
     return sha256_of([decides, inputs, [(stat.st_size, stat.st_mtime_ns) for stat in stats], hashes])
 
@@ -196,7 +197,8 @@ def check_settings():
     if known and not dedup:
         raise ValueError(f"known={known} says what is a duplicate, which dedup=False keeps: leave one of them out")
     if (min_tokens or max_tokens) and not tokenizer:
-        raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} need a vocabulary: name it, --tokenizer=apertus")
+        raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} need a vocabulary: name one, such as "
+                         "--tokenizer=apertus")
     if not 0 <= detect_language <= 1:
         raise ValueError(f"detect_language={detect_language}: want a probability like 0.9, from which one is believed")
     if detect_language:

@@ -166,7 +166,7 @@ def ask(folder):
     for how, row in found:
         about = "".join(f", {row[name]}" for name in ("url", "license", "language") if row[name])
         if row["reason"]:
-            print(f"{row['id']} came in and was removed: {row['reason']}{about}" + f" ({row['withdrawn']})" * bool(row["withdrawn"]))
+            print(f"{row['id']} came in and was removed: {row['reason']}{about} {row['withdrawn'] or ''}")
             continue
         print(f"{row['id']} is in {folder}, by {how}: {counted(row['tokens'], 'token')} of source {row['source']}, "
               f"{row['split']}, from token {row['offset']:,} of {row['shard']}{about}")

@@ -32,7 +32,8 @@ from engine.readers import matches
 
 globals().update(settings(vars(prepare)))
 out = "data/mine"           # the folder to write, on a disk that all machines see
-tasks = 4                   # parts of a stage: some GB of text each
+tasks = 4                   # of the stages that read: some GB of text each
+parts = 4                   # of the stages that write tokens and shards
 executor = "local"          # local | slurm | ray
 workers = 0                 # tasks at a time; 0 = a core each on this machine, all elsewhere
 partition = ""              # of Slurm
@@ -45,14 +46,15 @@ def main():
         raise ValueError("corpus.cluster needs datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
         raise ValueError(f"executor={executor!r}: want local, ray, or slurm with --partition=NAME")
-    if tasks < 1 or remove or dry_run or not paths:
-        raise ValueError("want files, --tasks=1 or more, and neither --remove nor --dry_run, which prepare.py has")
+    if min(tasks, parts) < 1 or remove or dry_run or not paths:
+        raise ValueError("want files, --tasks and --parts of 1 or more, and neither --remove nor --dry_run: prepare.py "
+                         "has these")
     vars(prepare).update({name: globals()[name] for name in settings(vars(prepare))})
     began, last = time.time(), None
     with building(out, [match for path in [*paths, robots, reservations] for match in matches(path)]) as (final, tmp):
         prepare.begin(tmp / "work", began)
         for name, _, _ in stages.STAGES:
-            n = 1 if name in ("thresholds", "judge", "vocabulary", "account") else tasks
+            n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
             last = executor_of(name, n, final, tmp, last)
         last.run()
         if executor != "slurm":

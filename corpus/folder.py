@@ -45,7 +45,8 @@ def claim(out, inputs, joined=False):
         lock.seek(0)
         owner = lock.read()
         lock.close()
-        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose another folder")
+        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose "
+                         "another folder")
     # A worker inherits the open file, and would hold the lock after the main process has died.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock.close)
@@ -62,7 +63,7 @@ def claim(out, inputs, joined=False):
 
 @contextlib.contextmanager
 def building(out, inputs, joined=False):
-    """claim() as a context: (final, tmp). A mistake of the user leaves nothing in tmp, a full disk what to resume from."""
+    """claim() as a context: (final, tmp). A mistake of the user leaves no tmp, a full disk one to resume from."""
     final, tmp, lock = claim(out, inputs, joined)
     before = os.path.exists(tmp / "work")
     with lock:
@@ -93,7 +94,8 @@ def refuse(out, final, tmp, inputs, joined=False):
         raise ValueError(f"{tmp} is in the way and prepare.py did not write it: move it, or choose another folder")
     stranger = not_ours(final, joined)
     if stranger:
-        raise ValueError(f"{out} holds {stranger}, which prepare.py did not write: choose another folder, or an empty one")
+        raise ValueError(f"{out} holds {stranger}, which prepare.py did not write: choose another folder, or an empty "
+                         "one")
 
 
 def lies_in(path, folder):

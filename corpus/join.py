@@ -74,8 +74,10 @@ def join_folders(folders, out):
         if os.path.isfile(tokenizer_file):
             shutil.copy(tokenizer_file, data)
         write_ledger(data / FILE, rows_of_all(folders, renamed, final))
-        streams = {name: {split: part["shards"] for split, part in source.items()} for name, source in meta["sources"].items()}
-        write_account(data, meta, streams, joined_report([read_json(f"{folder}/report.json") for folder in folders], out))
+        streams = {name: {split: part["shards"] for split, part in source.items()}
+                   for name, source in meta["sources"].items()}
+        reports = [read_json(f"{folder}/report.json") for folder in folders]
+        write_account(data, meta, streams, joined_report(reports, out))
         print(texts_again(data))
         publish(final, tmp)
         clear(tmp)
@@ -114,8 +116,8 @@ def texts_again(folder):
     texts = rows.group_by("text").aggregate([("split", "count_distinct")])
     both = int((texts["split_count_distinct"].to_numpy() > 1).sum())
     how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
-    return (f"{counted(len(rows) - len(texts), 'document')} have a text that is there before, {both:,} of the texts for training "
-            f"and for validation{how}")
+    again = counted(len(rows) - len(texts), "document")
+    return f"{again} have a text that is there before, {both:,} of the texts for training and for validation{how}"
 
 
 def main():
@@ -126,12 +128,14 @@ def main():
     folder = join or (paths[0] if paths else "data/stdlib")
     for name, source in read_meta(folder)["sources"].items():
         for split, part in source.items():
-            print(f"{name:20} {split:5} {part['documents']:10,} documents {part['tokens']:15,} tokens {part['bytes'] / 1e6:10.2f} MB")
+            size = f"{part['tokens']:14,} tokens {part['bytes'] / 1e6:10.2f} MB"
+            print(f"{name:20} {split:5} {part['documents']:8,} documents {size}")
     if join:
         return
     data = TokenDataset(folder, "train", block_size, seed)
     idx, _, _, doc = data.batch(0, 1)
-    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {doc.max() - doc.min() + 1} documents:\n")
+    n = doc.max() - doc.min() + 1
+    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {n} documents:\n")
     print(tokenizer.load_for(folder).decode(idx[0].tolist()))
 
 

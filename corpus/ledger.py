@@ -79,8 +79,9 @@ def ledger(folder, columns=None):
     """Yield the rows of a data folder as pyarrow tables of at most ROWS. ValueError for a folder without a ledger."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        what = "an older prepare.py wrote it" if os.path.isfile(os.path.join(folder, "meta.json")) else "not a data folder"
-        raise ValueError(f"{folder} has no {FILE}: {what}. Prepare its files again: python prepare.py FILES --out={folder}")
+        older = os.path.isfile(os.path.join(folder, "meta.json"))
+        what = "an older prepare.py wrote it. Prepare its files again" if older else "not a data folder. Make one"
+        raise ValueError(f"{folder} has no {FILE}: {what}: python prepare.py FILES --out={folder}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS, columns=columns):
@@ -123,8 +124,8 @@ def sums(folder):
         table = table.set_column(table.column_names.index("reason"), "reason", reasons)
         return table.filter(pc.or_(pc.greater(table["bytes"], 0), pc.not_equal(reasons, "")))
 
-    return aggregate(folder, ["source", "language", "license", "reason"], ["bytes", "written", "tokens", "email", "ip", "iban"],
-                     came_in)
+    keys, values = ["source", "language", "license", "reason"], ["bytes", "written", "tokens", "email", "ip", "iban"]
+    return aggregate(folder, keys, values, came_in)
 
 
 def total(rows):
@@ -154,7 +155,7 @@ def by(rows, *keys):
 
 
 def estimated(rows):
-    """The rows with "about": the tokens of removed ones, at the tokens per byte that were kept of the source and language."""
+    """The rows with "about": the tokens of removed ones, at the rate of the kept ones of the same language."""
     kept = {}
     for row in rows:
         for key in (row["source"], row["language"]), None:
@@ -203,13 +204,19 @@ def write_account(folder, meta, streams, about):
     run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
     """
     counts = in_shards(folder)
-    sources = {source: {split: dict(zip(("documents", "tokens", "bytes"), counts.get((source, split), (0, 0, 0))), shards=entries)
-                        for split, entries in splits.items()} for source, splits in streams.items()}
-    meta = {**{key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}, "sources": sources}
+    meta = {key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
+    meta["sources"] = {source: {} for source in streams}
+    for source, splits in streams.items():
+        for split, entries in splits.items():
+            found = counts.get((source, split), (0, 0, 0))
+            meta["sources"][source][split] = dict(zip(("documents", "tokens", "bytes"), found), shards=entries)
     meta["version"] = version(meta)
     rows = estimated(sums(folder))
-    licenses = {one["license"]: {name: one[name] for name in ("documents", "bytes", "tokens")} for one in by(rows, "license")}
-    report = dict(about, total=total(rows), table=by(rows, "source", "language"), licenses=licenses, version=meta["version"])
+    licenses = {}
+    for one in by(rows, "license"):
+        licenses[one["license"]] = {name: one[name] for name in ("documents", "bytes", "tokens")}
+    report = dict(about, total=total(rows), table=by(rows, "source", "language"), licenses=licenses)
+    report["version"] = meta["version"]
     report["pii"] = dict(about["pii"], **report["total"]["pii"])
     report["unreadable"] = unreadable(folder)
     report["outputs"] = dict(shards=shards_of(meta), ledger=sha256(os.path.join(folder, FILE)))
@@ -233,7 +240,7 @@ def in_shards(folder):
     """{(source, split): (documents, tokens, bytes)} of all rows that have tokens."""
     keys, values = ["source", "split"], ["tokens", "written"]
     found = aggregate(folder, keys, values, lambda table: table)
-    return {(row["source"], row["split"]): (row["documents"], row["tokens"], row["written"]) for row in found if row["split"]}
+    return {(row["source"], row["split"]): (row["documents"], row["tokens"], row["written"]) for row in found}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -267,73 +274,77 @@ def counted(n, noun):
 
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
-    t, run, outputs = report["total"], report["run"], report["outputs"]
-    files = [(f["name"] + (f" ({f['problem']})" if f["problem"] else ""), f["bytes"], (f["sha256"] or "?")[:16])
-             for f in report["inputs"]]
+    t, run = report["total"], report["run"]
+    vocabulary = run["tokenizer"]
     about = sum(t["tokens_removed_about"].values())
-    rules = [(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6,
-              f"{ABOUT}{t['tokens_removed_about'][reason]:,}") for reason, (n, size) in t["removed"].items()]
-    by_language = [(row["source"], row["language"] or "?", row["documents_in"],
-                    ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items()) or "-", row["documents"],
-                    row["bytes"] / 1e6, row["tokens"], row["written"] / row["tokens"] if row["tokens"] else 0.0)
-                   for row in sorted(report["table"], key=lambda row: -row["bytes_in"])]
+    came = ("came in", t["documents_in"], "", t["bytes_in"] / 1e6, ABOUT * (about > 0) + f"{t['tokens'] + about:,}")
+    kept = ("**kept**", t["documents"], percent(t["documents"], t["documents_in"]), t["bytes"] / 1e6, t["tokens"])
+    removed = [(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6,
+                f"{ABOUT}{t['tokens_removed_about'][reason]:,}") for reason, (n, size) in t["removed"].items()]
+    unreadable = [f"{n:,} could not be read: {problem}, such as {first}."
+                  for problem, (n, first) in report["unreadable"].items()]
+    languages = []
+    for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
+        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items())
+        rate = row["written"] / row["tokens"] if row["tokens"] else 0.0
+        languages.append((row["source"], row["language"] or "?", row["documents_in"], gone or "-", row["documents"],
+                          row["bytes"] / 1e6, row["tokens"], rate))
     licenses = [(name or "not stated", one["documents"], one["bytes"] / 1e6, one["tokens"])
-                for name, one in sorted(report["licenses"].items(), key=lambda one: -one[1]["bytes"]) if one["documents"]]
-    shards = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in outputs["shards"]]
-    ignored = [(kind, len(names), ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""))
+                for name, one in report["licenses"].items() if one["documents"]]
+    files = [(file["name"] + (f" ({file['problem']})" if file["problem"] else ""), file["bytes"],
+              (file["sha256"] or "?")[:16]) for file in report["inputs"]]
+    ignored = [(kind, len(names), ", ".join([*names[:5], *["..."] * (len(names) > 5)]))
                for kind, names in report["ignored"].items()]
-    probes = report["probes"]
-    return "\n\n".join(filter(None, [
+    shards = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in report["outputs"]["shards"]]
+    return "\n\n".join([
         f"# What is in {run['out']}, and what is not",
-        f"{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were kept, "
-        f"{percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} of "
-        f"{'tokenizer.json' if run['tokenizer'] == 'tokenizer.json' else run['tokenizer']}."
-        + "".join(f" {n:,} could not be read: {problem}, such as {first}." for problem, (n, first) in report["unreadable"].items()),
-        table(("", "documents", "of all", "MB", "tokens"), [
-            ("came in", t["documents_in"], "", t["bytes_in"] / 1e6, ABOUT * (about > 0) + f"{t['tokens'] + about:,}"),
-            *rules,
-            ("**kept**", t["documents"], percent(t["documents"], t["documents_in"]), t["bytes"] / 1e6, t["tokens"])]),
-        f"In = kept + removed, in documents and in bytes. {ABOUT}marks an estimate from bytes: removed documents are not tokenized.",
+        f"{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were "
+        f"kept, {percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} "
+        f"of {vocabulary}.",
+        *unreadable,
+        table(("", "documents", "of all", "MB", "tokens"), [came, *removed, kept]),
+        f"In = kept + removed, in documents and in bytes. {ABOUT}marks an estimate from bytes: removed documents are "
+        "not tokenized.",
         "## Opt-outs",
         *opt_out_blocks(report["robots"], t),
         "## Personal data",
         personal_data(report["pii"]),
-        probes and f"## Memorisation probes\n\n{probes['passages']:,} passages of {probes['file']} stand "
-        f"{', '.join(map(str, probes['repetitions']))} times in the training split, as "
-        f"{counted(probes['documents'], 'document')} that are not counted above.",
+        *probe_blocks(report["probes"]),
         "## By source and language",
-        table(("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token"), by_language),
+        table(("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token"), languages),
         "## Licences of the kept documents",
-        table(("licence", "documents", "MB", "tokens"), licenses),
+        table(("licence", "documents", "MB", "tokens"), sorted(licenses, key=lambda row: -row[2])),
         "## Inputs and outputs",
         table(("input", "bytes", "sha256"), files, 40),
-        ignored and table(("not read", "files", "names"), ignored),
+        table(("not read", "files", "names"), ignored or [("-", 0, "")]),
         table(("shard", "tokens", "sha256"), shards or [("none: this was a dry run", "", "")]),
         f"{report['rule']} Version {report['version']}.",
-        f"```\n{run['command']}\n```"])) + "\n"
+        f"```\n{run['command']}\n```",
+    ]) + "\n"
 
 
 def opt_out_blocks(robots, t):
     """Whose robots.txt was asked, and what it and other reservations removed."""
-    gone = [f"{reason} {t['removed'][reason][0]:,}" for reason in RESERVED if reason in t["removed"]]
+    removed = t["removed"]
+    gone = [f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed]
     said = ["Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "
             f"{', '.join(gone)}."] if gone else []
     if not robots:
-        return ["No robots.txt was consulted (`--robots`): this report does not say whether the authors have opted out.", *said]
+        return ["No robots.txt was consulted (`--robots`): whether the authors have opted out is not known.", *said]
     hosts = robots["hosts"]
     silent = "no consent" if robots["missing"] == "deny" else "no opt-out"
-    size = sum(t["removed"][reason][1] for reason in ("robots", "blocked-domain", *RESERVED) if reason in t["removed"])
-    blocks = [f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, {hosts['without']:,} "
-              f"without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
-              f"{counted(hosts['blocked'], 'host')} lost documents, {percent(size, t['bytes_in'])} of the bytes; Apertus lost "
-              "about 8 % of its English and 4 % of its other tokens."]
+    size = sum(removed[reason][1] for reason in ("robots", "blocked-domain", *RESERVED) if reason in removed)
+    blocks = [f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, "
+              f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
+              f"{counted(hosts['blocked'], 'host')} lost documents, {percent(size, t['bytes_in'])} of the bytes; "
+              "Apertus lost about 8 % of its English and 4 % of its other tokens."]
     if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
-        blocks.append("**The store knows none of these hosts**: this report does not say whether their authors have opted out.")
+        blocks.append("**The store knows none of these hosts**: whether their authors have opted out is not known.")
     agents = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
     if agents:
         blocks.append(f"Documents by the agent that is disallowed (`*`: every agent that is not named): {agents}.")
     rows = [(host, n, size / 1e6) for host, (n, size) in robots["top_blocked_hosts"].items()]
-    return [*blocks, rows and table(("host", "documents", "MB"), rows), *said]
+    return [*blocks, *([table(("host", "documents", "MB"), rows)] if rows else []), *said]
 
 
 def personal_data(pii):
@@ -341,4 +352,15 @@ def personal_data(pii):
     if not pii["scrubbed"]:
         return "Personal data was not replaced (`--pii=False`)."
     code = "" if pii["in_code"] else " Code was left as it is, as Apertus left it (`--pii_in_code`)."
-    return f"Replaced by single tokens: {pii['email']:,} e-mail addresses, {pii['ip']:,} IP addresses, {pii['iban']:,} IBANs.{code}"
+    return (f"Replaced by single tokens: {pii['email']:,} e-mail addresses, {pii['ip']:,} IP addresses, "
+            f"{pii['iban']:,} IBANs.{code}")
+
+
+def probe_blocks(probes):
+    """The passages that --probes planted, which no other number of the report counts."""
+    if not probes:
+        return []
+    times = ", ".join(map(str, probes["repetitions"]))
+    return ["## Memorisation probes",
+            f"{probes['passages']:,} passages of {probes['file']} are planted {times} times in the training split, as "
+            f"{counted(probes['documents'], 'document')} that are not counted above."]

@@ -103,7 +103,9 @@ SECTION = re.compile(r"""(?ix)
 # A name with one of these words is that of an address: "Server 10.0.0.1", ip.addr==10.0.0.1.
 NETWORK = re.compile(r"""(?ix) (?<![^\W_])(?:
     ip(?:v4|s)? | add?r\w* | indirizz\w* | direcci\w* | (?:name|web)?servers? | serveur | servidor
-    | host(?:s|name)? | src | dst | dest\w* | sources? | clients? | kunde | users? | benutzer | node | peer | router | rechner | gateway | proxy
+    | host(?:s|name)?
+    | src | dst | dest\w*
+    | sources? | clients? | kunde | users? | benutzer | node | peer | router | rechner | gateway | proxy
     | dns | resolver | (?:sub)?net(?:z|s|work\w*|mask|zwerk)? | [lw]an | vpn | inet | eth\d | remote | localhost
     | from | to | by | via | at | and | or | und | on | of | for | in | is | von | an | auf | bei
     | ping\w* | ssh | telnet | curl | dig | whois | nmap

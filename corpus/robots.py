@@ -34,6 +34,12 @@ $ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows o
 $ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
+    sys.exit(2)
+
 import ipaddress
 import json
 import re

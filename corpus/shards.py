@@ -45,8 +45,8 @@ def dtype_of(tok):
 
 def tokenize(tok, documents, spool, path):
     """
-    Tokenize a bucket, if {path}.counts is not there: {path}.STREAM gets the tokens of each stream, {path}.counts how many
-    each document has, int64 (n,).
+    Tokenize a bucket, if {path}.counts is not there: {path}.STREAM gets the tokens of each stream, {path}.counts how
+    many each document has, int64 (n,).
     """
     if os.path.exists(f"{path}.counts"):
         return

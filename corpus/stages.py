@@ -12,9 +12,9 @@ The stages from files to a data folder. prepare.py runs them on this machine, co
     account       meta.json, documents.parquet, report.json, report.md; everything checked from the files
 
 A stage is a row of STAGES: a name, how many pieces of work there are, and a function of (number, work) that does one of
-them. run_stage() does a share of them. A piece writes files of its own under OUT.tmp/work, the last one by a rename, and
-depends on nothing but the plan and the stages before: any number of processes writes the same bytes, and a killed run
-repeats only the pieces that are missing.
+them. run_stage() does a share of them. A piece writes files of its own under OUT.tmp/work, the last one by a rename,
+and depends on nothing but the plan and the stages before: any number of processes writes the same bytes, and a killed
+run repeats only the pieces that are missing.
 """
 
 import hashlib
@@ -408,7 +408,7 @@ def validate(documents, asked):
 
 
 def halve(work, group):
-    """Cut the only document that is kept after a line break or a space: its end, a row without a hash, is for validation."""
+    """Cut the only kept document after a line break or a space: its end, a row without a hash, is for validation."""
     table = pyarrow.parquet.read_table(spool_of(work, group))
     rows = table.to_pylist()
     at, row = next((i, row) for i, row in enumerate(rows) if not row["reason"])
@@ -457,7 +457,8 @@ def probes(work):
 @cached
 def judged(work):
     """What judge() wrote, and buckets: neighbouring documents, 16 MB together."""
-    found = SimpleNamespace(**read_json(work / "judged.json"), documents=np.load(work / "documents.npy", mmap_mode="r"))
+    found = SimpleNamespace(**read_json(work / "judged.json"))
+    found.documents = np.load(work / "documents.npy", mmap_mode="r", allow_pickle=False)
     length = found.documents["length"]
     begins = np.cumsum(length) - length
     found.buckets = np.split(found.documents, np.flatnonzero(np.diff(begins // BUCKET)) + 1)
@@ -465,7 +466,7 @@ def judged(work):
 
 
 def find_vocabulary(number, work):
-    """vocabulary.json says what tokenizers.load takes; a vocabulary that is not built in lies in data/tokenizer.json."""
+    """vocabulary.json: what tokenizers.load takes. A vocabulary that is not built in is in data/tokenizer.json."""
     write_once(work / "vocabulary.json", lambda: dict(name=vocabulary(work)))
 
 
@@ -520,7 +521,8 @@ def shards(work):
         prefix = f"{safe(names[stream // 2])}_" if len(names) > 1 else ""
         for begin in range(0, sum(sizes), most):
             name = f"{prefix}{('train', 'val')[stream % 2]}_{begin // most:05d}.npy"
-            found.append(dict(stream=stream, begin=begin, end=min(begin + most, sum(sizes)), file=name, files=files, sizes=sizes))
+            end = min(begin + most, sum(sizes))
+            found.append(dict(stream=stream, begin=begin, end=end, file=name, files=files, sizes=sizes))
     return found
 
 
@@ -540,12 +542,12 @@ def account(number, work):
     asked, tok, new = plan(work), tok_of(work), work.parent / "data"
     counts = [np.fromfile(work / "tokens" / f"{n}.counts", np.int64) for n in range(len(judged(work).buckets))]
     ledger.write_ledger(new / ledger.FILE, rows_of_all(work, np.concatenate(counts)))
-    cut = [dict(read_json(work / "shards" / f"{n}.json")) for n in range(len(shards(work)))] if not asked.dry_run else []
     streams = {source: dict(train=[], val=[]) for source in judged(work).sources}
-    for shard, entry in zip(shards(work), cut):
-        streams[judged(work).sources[shard["stream"] // 2]][("train", "val")[shard["stream"] % 2]].append(entry)
+    for n, shard in enumerate([] if asked.dry_run else shards(work)):
+        source, split = judged(work).sources[shard["stream"] // 2], ("train", "val")[shard["stream"] % 2]
+        streams[source][split].append(read_json(work / "shards" / f"{n}.json"))
     name = "tokenizer.json" if (new / "tokenizer.json").exists() else tok.name
-    of = "sha256 of its id" if asked.by_id else "BLAKE2b of its text, without differences of white space and Unicode form,"
+    of = "sha256 of its id" if asked.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     robots, store, about = rules(work).robots, asked.robots or asked.blocked, None
     if robots:
         about = dict(store=store, sha256=digest(store), agents=robots["agents"], missing=asked.missing,
@@ -558,8 +560,8 @@ def account(number, work):
             run=describe(name, asked),
             inputs=inputs_of(work),
             ignored=asked.ignored,
-            rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {asked.val_share}; of a single "
-            "document it is the end.",
+            rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {asked.val_share}; of a "
+            "single document it is the end.",
             pii=dict(scrubbed=asked.pii, in_code=asked.pii_in_code),
             probes=write_probes(work, tok) if probes(work) else None,
             robots=about,
@@ -584,7 +586,8 @@ def rows_of_all(work, tokens):
         tokens=tokens,
     )
     # In the order of the input.
-    inverse, reasons = np.argsort(np.load(work / "numbers.npy")), pyarrow.parquet.read_table(work / "reasons.parquet")["reason"]
+    inverse = np.argsort(np.load(work / "numbers.npy", allow_pickle=False))
+    reasons = pyarrow.parquet.read_table(work / "reasons.parquet")["reason"]
     done = kept = 0
     for number in found.groups:
         rows = pyarrow.parquet.read_table(spool_of(work, number))
@@ -624,10 +627,11 @@ def write_probes(work, tok):
 
 def describe(name, asked):
     """The command, the time, and the versions that decide."""
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked.began))
     packages = {package: metadata.version(package) for package in ("numpy", "pyarrow", "rensa", "tiktoken")}
-    return dict(out=asked.out, command=asked.command, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked.began)),
-                seconds=round(time.time() - asked.began), code=git or None, packages=packages, tokenizer=name)
+    return dict(out=asked.out, command=asked.command, date=date, seconds=round(time.time() - asked.began),
+                code=git if len(git) == 40 else None, packages=packages, tokenizer=name)
 
 
 def digest(path):

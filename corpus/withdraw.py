@@ -31,7 +31,8 @@ from engine.readers import kind_of, records
 
 def withdraw(path, out, final, tmp):
     """
-    Take what the file `path` names out of the data folder `final`, which the user calls `out`. tmp: as claim() gives it.
+    Take what the file `path` names out of the data folder `final`, which the user calls `out`. tmp: as claim() gives
+    it.
 
     ValueError, with the folder as it was: none of it is there, an id is not, or a source would be empty.
     """
@@ -84,7 +85,8 @@ def read_list(path, robots):
     if os.path.isdir(path):
         store = open_robots(path)
     elif kind_of(path) in (None, "text", "html"):
-        asked.names = {line.strip() for line in Path(path).read_bytes().decode("utf-8-sig", "replace").splitlines()} - {""}
+        lines = Path(path).read_bytes().decode("utf-8-sig", "replace").splitlines()
+        asked.names = {line.strip() for line in lines} - {""}
     else:
         for number, row in enumerate(records(path), 1):
             if "domain" in row and {"content", "robots"} & row.keys():
@@ -92,7 +94,8 @@ def read_list(path, robots):
                 break
             key = next((key for key in ("id", "url", "host", "text") if row.get(key)), None)
             if not key or not isinstance(row[key], str):
-                raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a robots.txt")
+                raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
+                                 "robots.txt")
             getattr(asked, key + "s").add(fingerprint(row[key]) if key == "text" else row[key])
     if not store and not any(vars(asked).values()):
         raise ValueError(f"{path} asks for nothing: want an id, a URL or a host in each line")
@@ -161,13 +164,14 @@ def choose(final, out, asked, path):
     absent = sorted(name for name in asked.ids | asked.names if name not in used and "://" not in name)
     if absent:
         more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
-        raise ValueError(f"{path}: {absent[0]!r} is not in {out}{more}: {near_names(final, absent[0])}. Nothing was removed")
+        raise ValueError(f"{path}: {absent[0]!r} is not in {out}{more}: {near_names(final, absent[0])}. Nothing was "
+                         "removed")
     if not rows:
         raise ValueError(f"{path}: none of it is in {out}. Nothing was removed")
     empty = next((stream for stream, n in left.items() if not n), None)
     if empty:
-        raise ValueError(f"{path} would leave no document of source {empty[0]!r} for {empty[1]}: prepare the files again "
-                         "without it. Nothing was removed")
+        raise ValueError(f"{path} would leave no document of source {empty[0]!r} for {empty[1]}: prepare the files "
+                         "again without it. Nothing was removed")
     return rows
 
 
@@ -192,8 +196,10 @@ def without(final, new, entry, spans):
 def marked(final, rows, spans, now):
     """Yield the tables of the ledger with these rows withdrawn, and the offsets of the new shards."""
     # Of each shard where the stretches begin, and how many tokens are gone before each of them and before its end.
-    gone = {file: (np.array([begin for begin, _ in sorted(cut)]), np.cumsum([0, *(end - begin for begin, end in sorted(cut))]))
-            for file, cut in spans.items()}
+    gone = {}
+    for file, cut in spans.items():
+        begins, ends = np.array(sorted(cut)).T
+        gone[file] = begins, np.cumsum([0, *(ends - begins)])
     reasons, at = {row["number"]: row["reason"] for row in rows}, 0
     for table in ledger(final):
         listed = table.to_pylist()

@@ -492,7 +492,7 @@ def write_split(folder, name, ids, tok):
     Its bytes are those of the text without BOS and EOS, which bits per byte are divided by.
     """
     file = f"{name}_00000.npy"
-    shard = write_shard(f"{folder}/{file}", np.array(ids, np.uint16))
+    shard = write_shard(f"{folder}/{file}", [np.array(ids, np.uint16)], len(ids), np.uint16)
     text_ids = [x for x in ids if x not in (tok.bos, tok.eos)]
     return dict(
         documents=ids.count(tok.bos),

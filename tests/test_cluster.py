@@ -39,7 +39,7 @@ def alone(texts):
 @pytest.mark.parametrize("tasks", [1, 5])
 def test_any_number_of_tasks_makes_the_same_folder_and_makes_it_again(texts, alone, tmp_path, tasks):
     for _ in range(2):
-        done = script("corpus.cluster", *flags(texts), f"--out={tmp_path}/data", f"--tasks={tasks}", "--workers=1")
+        done = script("corpus.cluster", *flags(texts), f"--out={tmp_path}/data", f"--tasks={tasks}", f"--parts={6 - tasks}", "--workers=1")
         assert done.returncode == 0, done.stderr[-2000:]
         assert written(tmp_path / "data") == written(alone) and os.listdir(tmp_path) == ["data"]
     ours, theirs = report(tmp_path / "data"), report(alone)
@@ -73,7 +73,7 @@ def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before
 
 
 @pytest.mark.parametrize("more, says", [
-    (["--executor=cloud"], "local, ray, or slurm"), (["--executor=slurm"], "--partition=NAME"), (["--tasks=0"], "--tasks=1"),
+    (["--executor=cloud"], "local, ray, or slurm"), (["--executor=slurm"], "--partition=NAME"), (["--tasks=0"], "of 1 or more"),
     (["--dry_run"], "--dry_run"), (["--near_dedup=2"], "0.3 to 0.95")])
 def test_what_does_not_fit_is_one_line_and_leaves_nothing(texts, tmp_path, more, says):
     refuse(says, *flags(texts), f"--out={tmp_path}/data", *more, name="corpus.cluster")
