@@ -38,6 +38,10 @@ similarity = 0.72                   # from which another text counts as nearly t
 when = ""                           # with find: a run folder of train.py
 
 
+# Tokens of a shard that are in memory at a time.
+STRETCH = 1 << 22
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # verify
 
@@ -59,7 +63,12 @@ def verify(folder):
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} is not what prepare.py wrote: another sha256")
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        begins[shard["file"]] = np.flatnonzero(ids == meta["bos"])
+        dtype, found = ids.dtype, []
+        # Read, not mapped, so that one stretch at a time is in memory.
+        for at in range(0, len(ids), STRETCH):
+            part = np.fromfile(path, dtype, min(STRETCH, len(ids) - at), offset=ids.offset + at * dtype.itemsize)
+            found.append(at + np.flatnonzero(part == meta["bos"]))
+        begins[shard["file"]] = np.concatenate(found)
         tokens += len(ids)
     listed = 0
     for table in ledger(folder, ["reason", "shard", "offset", "tokens"]):
