@@ -270,23 +270,17 @@ def row_of(doc, f, work):
     """The row of a document, whose text goes to the file f without personal data if it passes."""
     asked, found = plan(work), rules(work)
     url, text = doc.get("url"), doc["text"] or ""
-    begin, tokens = f.tell(), 2
-    replaced = dict.fromkeys(TAGS, 0)
+    begin, replaced = f.tell(), Counter()
     if not doc["reason"]:
         scrub = asked.pii and (asked.pii_in_code or doc.get("language") != "code")
-        # In parts, since one copy of a document of 100 MB is enough.
-        for part in long_parts(text):
-            if scrub:
-                part, counts = scrub_pii(part)
-                replaced = {kind: n + counts[kind] for kind, n in replaced.items()}
-            f.write(part.encode())
-            if found.tok:
-                tokens += len(found.tok.encode_array(part))
+        parts = [scrub_pii(part) if scrub else (part, {}) for part in long_parts(text)]
+        tokens = 2 + sum(len(found.tok.encode_array(part)) for part, _ in parts) if found.tok else 0
         if found.tok and not asked.min_tokens <= tokens <= (asked.max_tokens or tokens):
             doc["reason"] = "tokens"
-            f.seek(begin)
-            f.truncate()
-            replaced = dict.fromkeys(TAGS, 0)
+        else:
+            f.writelines(part.encode() for part, _ in parts)
+            for _, counts in parts:
+                replaced.update(counts)
     return dict(
         id=doc["id"],
         source=str(doc.get(asked.source_by) or "none") if asked.source_by else asked.name,
@@ -296,7 +290,7 @@ def row_of(doc, f, work):
         reason=doc["reason"],
         bytes=len(text.encode()),
         written=f.tell() - begin,
-        **replaced,
+        **{kind: replaced[kind] for kind in TAGS},
         offset=begin,
         # Of the text as it came: two that differ in an address alone are two.
         text=fingerprint(text),
@@ -336,8 +330,9 @@ def decide(work, n, planted=()):
     if asked.dedup:
         # A planted passage that is in the corpus as well would be seen more often than promised.
         twice = np.isin(text, np.array([fingerprint(passage) for passage in probes(work)], np.uint64))
-        left = np.flatnonzero((reason == "") & (group >= 0))
-        twice[left] |= ~first_of(text[left])
+        left = np.flatnonzero((reason == "") & (group >= 0) & ~twice)
+        twice[left] = True
+        twice[left[np.unique(text[left], return_index=True)[1]]] = False
         reason[(reason == "") & twice & (group >= 0)] = "duplicate"
     if asked.near_dedup:
         left, seen = np.flatnonzero((reason == "") & (group >= 0)), Seen()
@@ -345,13 +340,6 @@ def decide(work, n, planted=()):
             keys = rows["bands"].take(some).combine_chunks().flatten().to_numpy()
             reason[some[~seen.first(keys.reshape(len(some), -1))]] = "near-duplicate"
     return rows, group, reason
-
-
-def first_of(values):
-    """bool (n,): is this the first of equal values?"""
-    first = np.zeros(len(values), bool)
-    first[np.unique(values, return_index=True)[1]] = True
-    return first
 
 
 def groups_needed(work, n):
