@@ -17,7 +17,6 @@ if __name__ == "__main__" and not __package__:
 
 import difflib
 import os
-from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -207,7 +206,7 @@ def reader(folder, run):
         if row["split"] != "train":
             return f"for validation: no step of {run} was trained on it"
         samples = samples_of(data, os.path.join(folder, row["shard"]), row["offset"], row["tokens"], until)
-        steps = sorted(Counter(steps_in(int(sample), *batch) for sample in samples))
+        steps = sorted({steps_in(int(sample), *batch) for sample in samples})
         # Tokens of the run before the step and after it.
         spans = [[samples_at(step + more, *batch) * config["block_size"] for more in (0, 1)] for step in steps]
         rows = [f"{step} (tokens {begin:,} to {end:,})" for step, (begin, end) in zip(steps, spans)]

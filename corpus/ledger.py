@@ -98,11 +98,6 @@ def read_meta(folder):
     return read_json(path)
 
 
-def short(reason):
-    """The reason without particulars: robots:GPTBot:/x -> robots."""
-    return reason.split(":")[0]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # sums
 
