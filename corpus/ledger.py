@@ -102,25 +102,31 @@ def read_meta(folder):
 # sums
 
 
-def aggregate(folder, keys, values, prepared):
-    """[{*keys, *values, documents}] of the rows of a folder: the sums of the values, and the number of rows."""
-    parts = [prepared(table).group_by(keys).aggregate([*((value, "sum") for value in values), ([], "count_all")])
-             for table in ledger(folder)]
-    names = [*keys, *values, "documents"]
-    table = pyarrow.concat_tables(parts).rename_columns(names).group_by(keys)
-    table = table.aggregate([(value, "sum") for value in names[len(keys):]]).rename_columns(names)
-    return table.sort_by([(key, "ascending") for key in keys]).to_pylist()
-
-
 def sums(folder):
-    """[{source, language, license, reason, documents, bytes, written, tokens, email, ip, iban}] of all that came in."""
-    def came_in(table):
-        reasons = pc.replace_substring_regex(table["reason"], ":(?s:.*)", "")
-        table = table.set_column(table.column_names.index("reason"), "reason", reasons)
-        return table.filter(pc.or_(pc.greater(table["bytes"], 0), pc.not_equal(reasons, "")))
+    """
+    A dict for each source, language, license, split and reason (with its first particular, as in robots:GPTBot): the
+    sums of NUMBERS; documents, the rows that came in; rows, all of them; id, the first in the alphabet.
+    """
+    keys = ["source", "language", "license", "split", "reason"]
+    how = [*((name, "sum") for name in ("documents", "rows", *NUMBERS)), ("id", "min")]
 
-    keys, values = ["source", "language", "license", "reason"], ["bytes", "written", "tokens", "email", "ip", "iban"]
-    return aggregate(folder, keys, values, came_in)
+    def summed(rows):
+        return rows.group_by(keys).aggregate(how).rename_columns([*keys, *(name for name, _ in how)])
+
+    parts = []
+    for rows in ledger(folder):
+        reason = pc.replace_substring_regex(rows["reason"], "^([^:]*:[^:]*):(?s:.*)", r"\1")
+        came = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(reason, ""))
+        rows = rows.set_column(rows.column_names.index("reason"), "reason", reason)
+        for name, column in dict(documents=came, rows=pc.is_valid(came)).items():
+            rows = rows.append_column(name, pc.cast(column, "int64"))
+        parts.append(summed(rows))
+    return summed(pyarrow.concat_tables(parts)).to_pylist()
+
+
+def add(counts, key, row, *names):
+    """Add numbers of a row: counts[key] = [sum of each name]."""
+    counts[key] = [n + row[name] for n, name in zip(counts.get(key, [0] * len(names)), names)]
 
 
 def total(rows):
@@ -128,17 +134,26 @@ def total(rows):
     The sums of rows as one: documents_in, bytes_in, documents, bytes, written, tokens, pii, and of each reason
     removed: [documents, bytes] and tokens_removed_about.
     """
-    kept = [row for row in rows if not row["reason"]]
-    out = dict(documents_in=sum(row["documents"] for row in rows), bytes_in=sum(row["bytes"] for row in rows))
-    out |= {name: sum(row[name] for row in kept) for name in ("documents", "bytes", "written", "tokens")}
-    out["pii"] = {kind: sum(row[kind] for row in kept) for kind in ("email", "ip", "iban")}
-    out["removed"], out["tokens_removed_about"] = {}, {}
-    for reason in REASONS:
-        gone = [row for row in rows if row["reason"] == reason]
-        if gone:
-            out["removed"][reason] = [sum(row["documents"] for row in gone), sum(row["bytes"] for row in gone)]
-            out["tokens_removed_about"][reason] = sum(row["about"] for row in gone)
-    return out
+    counts, reasons, about = {}, {}, {}
+    for row in rows:
+        reason = row["reason"].partition(":")[0]
+        add(counts, "in", row, "documents", "bytes")
+        add(reasons, reason, row, "documents", "bytes")
+        add(about, reason, row, "about")
+        if not reason:
+            add(counts, "kept", row, "documents", "bytes", "written", "tokens", "email", "ip", "iban")
+    documents, size, written, tokens, *pii = counts.get("kept", [0] * 7)
+    return dict(
+        documents_in=counts["in"][0],
+        bytes_in=counts["in"][1],
+        documents=documents,
+        bytes=size,
+        written=written,
+        tokens=tokens,
+        pii=dict(zip(("email", "ip", "iban"), pii)),
+        removed={reason: reasons[reason] for reason in REASONS if reason in reasons},
+        tokens_removed_about={reason: about[reason][0] for reason in REASONS if reason in reasons},
+    )
 
 
 def by(rows, *keys):
@@ -146,49 +161,37 @@ def by(rows, *keys):
     members = {}
     for row in rows:
         members.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [dict(zip(keys, values), **total(mine)) for values, mine in sorted(members.items())]
+    return [dict(zip(keys, values), **total(members[values])) for values in sorted(members)]
 
 
-def estimated(rows):
-    """The rows with "about": the tokens of removed ones, at the rate of the kept ones of the same language."""
+def estimate(rows):
+    """Set "about" of each row: its tokens, or those at the rate of the kept rows of its language, or of all."""
     kept = {}
     for row in rows:
         for key in (row["source"], row["language"]), None:
-            tokens, size = kept.get(key, (0, 0))
-            kept[key] = (tokens, size) if row["reason"] else (tokens + row["tokens"], size + row["bytes"])
+            if not row["reason"]:
+                add(kept, key, row, "tokens", "bytes")
     for row in rows:
-        tokens, size = kept[row["source"], row["language"]]
-        tokens, size = (tokens, size) if size else kept[None]
+        tokens, size = kept.get((row["source"], row["language"])) or kept.get(None, (0, 1))
         # A withdrawn document has been tokenized.
         row["about"] = row["tokens"] or round(row["bytes"] * tokens / max(size, 1))
-    return rows
 
 
 def opt_outs(folder, store):
-    """What the report says of robots.txt and reservations: hosts, the agents that are disallowed, who lost most."""
-    hosts, agents, lost = {}, {}, {}
-    for table in ledger(folder, ["url", "reason", "bytes"]):
-        for url, reason, size in zip(*(table[name].to_pylist() for name in ("url", "reason", "bytes"))):
-            host = host_key(url) if url else None
+    """What the report says of robots.txt and reservations: what hosts have in the store, and who lost most."""
+    hosts, lost = {}, {}
+    for rows in ledger(folder, ["url", "reason", "bytes"]):
+        for row in rows.to_pylist():
+            host = host_key(row["url"]) if row["url"] else None
             if host and host not in hosts:
                 hosts[host] = known(host, store)
-            name, _, particulars = reason.partition(":")
-            if name == "robots":
-                add(agents, particulars.partition(":")[0], size)
-            if host and name in ("robots", "blocked-domain", *RESERVED):
-                add(lost, host, size)
+            if host and row["reason"].partition(":")[0] in ("robots", "blocked-domain", *RESERVED):
+                add(lost, host, dict(row, documents=1), "documents", "bytes")
     count = Counter(hosts.values())
     most = sorted(lost.items(), key=lambda one: (-one[1][1], one[0]))
-    return dict(removed_by_agent=dict(sorted(agents.items())), top_blocked_hosts=dict(most[:20]), hosts=dict(
+    return dict(top_blocked_hosts=dict(most[:20]), hosts=dict(
         seen=len(hosts), with_file=count["with"], without=count["without"], unparsable=count["unparsable"],
         blocked=len(lost)))
-
-
-def add(counts, key, size):
-    """Count a document of so many bytes: counts[key] = [documents, bytes]."""
-    one = counts.setdefault(key, [0, 0])
-    one[0] += 1
-    one[1] += size
 
 
 def write_account(folder, meta, streams, about):
@@ -198,44 +201,39 @@ def write_account(folder, meta, streams, about):
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos. streams: {source: {split: entries of its shards}}. about:
     run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
     """
-    counts = in_shards(folder)
+    rows = sums(folder)
+    estimate(rows)
     meta = {key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
+    in_shards, unreadable, agents = {}, {}, {}
+    for row in rows:
+        reason, _, what = row["reason"].partition(":")
+        if not reason:
+            add(in_shards, (row["source"], row["split"]), row, "rows", "tokens", "written")
+        if reason == "unreadable":
+            unreadable[what] = [unreadable.get(what, [0])[0] + row["documents"], row["id"]]
+        if reason == "robots":
+            add(agents, what, row, "documents", "bytes")
     meta["sources"] = {source: {} for source in streams}
     for source, splits in streams.items():
         for split, entries in splits.items():
-            found = counts.get((source, split), (0, 0, 0))
-            meta["sources"][source][split] = dict(zip(("documents", "tokens", "bytes"), found), shards=entries)
+            sizes = zip(("documents", "tokens", "bytes"), in_shards.get((source, split), (0, 0, 0)))
+            meta["sources"][source][split] = dict(sizes, shards=entries)
     meta["version"] = version(meta)
-    rows = estimated(sums(folder))
-    licenses = {}
-    for one in by(rows, "license"):
-        licenses[one["license"]] = {name: one[name] for name in ("documents", "bytes", "tokens")}
-    report = dict(about, total=total(rows), table=by(rows, "source", "language"), licenses=licenses)
-    report["version"] = meta["version"]
+    report = dict(
+        about,
+        version=meta["version"],
+        total=total(rows),
+        table=by(rows, "source", "language"),
+        licenses={one.pop("license"): one for one in by(rows, "license")},
+        unreadable=unreadable,
+        outputs=dict(shards=shards_of(meta), ledger=sha256(os.path.join(folder, FILE))),
+    )
     report["pii"] = dict(about["pii"], **report["total"]["pii"])
-    report["unreadable"] = unreadable(folder)
-    report["outputs"] = dict(shards=shards_of(meta), ledger=sha256(os.path.join(folder, FILE)))
+    report["robots"] = about["robots"] and dict(about["robots"], removed_by_agent=agents)
     write_json(os.path.join(folder, "meta.json"), meta)
     write_json(os.path.join(folder, "report.json"), report)
     write_flushed(os.path.join(folder, "report.md"), markdown(report))
     return report
-
-
-def unreadable(folder):
-    """{problem: [number of files and rows, the first of them]}"""
-    found = {}
-    for rows in ledger(folder, ["id", "reason"]):
-        for name, reason in zip(rows["id"].to_pylist(), rows["reason"].to_pylist()):
-            if reason.startswith("unreadable:"):
-                found.setdefault(reason.partition(":")[2], [0, name])[0] += 1
-    return found
-
-
-def in_shards(folder):
-    """{(source, split): (documents, tokens, bytes)} of all rows that have tokens."""
-    keys, values = ["source", "split"], ["tokens", "written"]
-    found = aggregate(folder, keys, values, lambda table: table)
-    return {(row["source"], row["split"]): (row["documents"], row["tokens"], row["written"]) for row in found}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
