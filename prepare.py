@@ -1,5 +1,5 @@
 """
-Files -> token shards for train.py, and a report of what is in them and what is not.
+Files -> token shards for train.py, and a report of all kept and removed documents.
 
     read         text, HTML, lists, tables, parquet; here, on the hub, in a store; packed or not (engine/readers.py)
     sift         may one train on it: robots.txt, licence (corpus/robots.py); is it worth it (corpus/rules.py)
@@ -54,14 +54,14 @@ train_bpe = 4096            # size of a BPE vocabulary trained on the documents,
 val_share = 0.04            # of the documents, by a hash of...
 split_by = ""               # ...their text | id; "" = text, and id for the stdlib, whose published figures are by id
 shard_tokens = 100_000_000  # tokens a shard at most
-# what is in the data
+# the input
 text_field = "text"         # the column or field that holds the text
 encoding = ""               # of the files, like latin-1 or utf-16; "" = UTF-8
 source_by = ""              # a set of shards for each value of this column (language, license) or each "file"; "" = one
 detect_language = 0.0       # of documents that do not say, by py3langid, from this probability on, like 0.9; 0 = off
 default_language = ""       # of documents that do not say (columns language or lang)
 default_license = ""        # of documents that do not say (column license)
-max_bytes = 0.0             # stop reading when so much text is kept; 0 = read all. A token is 3 to 5 bytes
+max_bytes = 0.0             # stop reading when this much text is kept; 0 = read all. A token is 3 to 5 bytes
 # may one train on it (corpus/robots.py); reservations on the page itself always count
 robots = ""                 # store of robots.txt: a folder, .jsonl(.gz .zst) or .parquet of domain, content
 blocked = ""                # list of blocked domains
@@ -87,7 +87,7 @@ max_value = "apertus"       # ...this: a number, deu_Latn:0.9977,*:0.99 by langu
 keep_rate = ""              # keep this share at random: a number, or deu_Latn:1,*:0.3135 by language
 seed = 42                   # of that choice
 dedup = True                # of equal texts keep the first
-known = ""                  # another data folder, to --join later: what it holds is a duplicate here
+known = ""                  # another data folder, to --join later: its texts are duplicates here
 near_dedup = 0.0            # of similar ones too: from this similarity on (FineWeb: 0.72); 0 = off
 decontaminate = ""          # evaluation prompts: .jsonl with prompt, question or text, or one a line
 # documents to delete (corpus/withdraw.py)
@@ -123,7 +123,7 @@ def main():
 
 
 def prepare(final, tmp):
-    """From files to the data folder `final`. tmp: the folder beside it, as claim() gives it."""
+    """From files to the data folder `final`. tmp: its work folder, as claim() gives it."""
     began, work = time.time(), tmp / "work"
     begin(work, began)
     for name, pieces, do in stages.STAGES:
@@ -168,7 +168,7 @@ def begin(work, began):
 
 
 def key_of(asked, inputs):
-    """What must be equal for a run to resume: settings, files, and the code that decides about documents."""
+    """A hash of the settings, files and code that decide about documents. A run resumes only if it is equal."""
     decides = {name: value for name, value in asked.items() if name not in ("workers", "strict", "dry_run")}
     stats = [os.stat(file["path"]) for file in inputs if "://" not in file["path"]]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
@@ -186,7 +186,7 @@ def standard_library():
 
 
 def check_settings():
-    """ValueError for a setting that makes no sense. What the stages parse themselves they check themselves."""
+    """ValueError for a setting that makes no sense. stages.rules() checks the others."""
     schema()
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want allow or deny")
@@ -195,7 +195,7 @@ def check_settings():
     if split_by not in ("", "text", "id"):
         raise ValueError(f"split_by={split_by!r}: want text, id, or nothing")
     if known and not dedup:
-        raise ValueError(f"known={known} says what is a duplicate, which dedup=False keeps: leave one of them out")
+        raise ValueError(f"--known={known} removes duplicates and --dedup=False keeps them: leave one of them out")
     if (min_tokens or max_tokens) and not tokenizer:
         raise ValueError(f"min_tokens={min_tokens}, max_tokens={max_tokens} need a vocabulary: name one, such as "
                          "--tokenizer=apertus")
@@ -210,7 +210,7 @@ def check_settings():
 
 
 def local_stage(name, pieces, do, work):
-    """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when so much is kept."""
+    """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when these are kept."""
     sizes = [stages.size_of(group) for group in stages.groups(work)] if name in ("scores", "sift") else [1] * pieces
     small = name != "check" and sum(map(stages.size_of, stages.groups(work))) <= SMALL
     unit = "B" if name in ("scores", "sift") else "piece"
@@ -238,7 +238,7 @@ def each(do, numbers, work, workers):
             do(number, work)
             yield number
         return
-    # A forked process has what is loaded already, where a spawned one would load it again.
+    # A forked process shares the loaded tables; a spawned one would load them again.
     fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:

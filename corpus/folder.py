@@ -1,5 +1,5 @@
 """
-Replace a data folder as a whole: made beside its place as OUT.tmp, flushed to disk, and renamed.
+Replace a data folder as a whole: made as OUT.tmp, flushed to disk, and renamed.
 
 The old folder stands until the new one does. Nothing that prepare.py did not write is replaced.
 """
@@ -20,7 +20,7 @@ WRITTEN |= {"kept.parquet", "removed.jsonl.gz", "flow.png"}
 
 def claim(out, inputs, joined=False):
     """
-    Lock a data folder for this process. Returns (final, tmp, lock): the folder without links, the folder beside it
+    Lock a data folder for this process. Returns (final, tmp, lock): the folder without links, the folder OUT.tmp
     where work/ and data/ are made, and the file to close at the end.
 
     inputs: paths that are read. joined: the folder belongs to data.py --join. ValueError, with nothing written, if
@@ -78,7 +78,7 @@ def building(out, inputs, joined=False):
 
 
 def refuse(out, final, tmp, inputs, joined=False):
-    """ValueError if `final` cannot be made or replaced without touching what is not ours."""
+    """ValueError if `final` cannot be made or replaced without touching files of the user."""
     if lies_in(os.getcwd(), final):
         raise ValueError(f"{out} is or holds the working directory: choose another folder")
     # Folders, not files: a glob may name a hundred thousand files of one folder.
@@ -87,11 +87,11 @@ def refuse(out, final, tmp, inputs, joined=False):
             raise ValueError(f"{out} is or holds {folder}, an input, and would be replaced: choose another folder")
     for path in inputs:
         if os.path.isdir(path) and lies_in(final, path):
-            raise ValueError(f"{out} lies in {path}, an input: choose a folder beside it")
+            raise ValueError(f"{out} lies in {path}, an input: choose a folder outside it")
     if os.path.ismount(final):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
     if os.path.lexists(tmp) and not (tmp.is_dir() and set(os.listdir(tmp)) <= {LOCK, "work", "data", "old"}):
-        raise ValueError(f"{tmp} is in the way and prepare.py did not write it: move it, or choose another folder")
+        raise ValueError(f"{tmp} exists and prepare.py did not write it: move it, or choose another folder")
     stranger = not_ours(final, joined)
     if stranger:
         raise ValueError(f"{out} holds {stranger}, which prepare.py did not write: choose another folder, or an empty "
@@ -138,13 +138,13 @@ def publish(final, tmp):
 
 
 def empty(tmp):
-    """Remove what a run made in its tmp folder, but not the lock."""
+    """Remove the files of a run from its tmp folder, but not the lock."""
     for name in ("work", "data", "old"):
         shutil.rmtree(tmp / name, ignore_errors=True)
 
 
 def clear(tmp):
-    """Remove what a run made in its tmp folder, the lock last: a kill in between leaves a folder that is ours."""
+    """Remove the files of a run and its tmp folder, the lock last: a kill in between leaves a folder that is ours."""
     empty(tmp)
     # A file that the user put there keeps the folder.
     with contextlib.suppress(OSError):

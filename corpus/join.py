@@ -96,7 +96,7 @@ def rows_of_all(folders, renamed, final):
 
 
 def joined_report(parts, out):
-    """What the reports of all parts say, as write_account() takes it."""
+    """The reports of all parts as one, for write_account()."""
     run = dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(part["run"]["command"] for part in parts))
     return dict(
         run=run,

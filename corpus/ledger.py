@@ -15,7 +15,7 @@ group-by over it.
 Two kinds of rows are in the shards and did not come in: they have 0 bytes and no reason. One is the end of a document
 that is alone in its folder, which is cut in two for validation; the other is the copies of planted passages.
 
-Rows stand in the order of the input. Tokens of removed documents are estimated from their bytes, at the rate of what
+Rows are in the order of the input. Tokens of removed documents are estimated from their bytes, at the rate of what
 was kept of the same source and language, because they are never tokenized.
 """
 
@@ -178,7 +178,7 @@ def estimate(rows):
 
 
 def opt_outs(folder, store):
-    """What the report says of robots.txt and reservations: what hosts have in the store, and who lost most."""
+    """The hosts by what the store has for them, and those that lost the most bytes to opt-outs."""
     hosts, lost = {}, {}
     for rows in ledger(folder, ["url", "reason", "bytes"]):
         for row in rows.to_pylist():
@@ -196,7 +196,7 @@ def opt_outs(folder, store):
 
 def write_account(folder, meta, streams, about):
     """
-    Write meta.json, report.json and report.md beside a ledger. Returns the report.
+    Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos. streams: {source: {split: entries of its shards}}. about:
     run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
@@ -290,7 +290,7 @@ def markdown(report):
                for kind, names in report["ignored"].items()]
     shards = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in report["outputs"]["shards"]]
     return "\n\n".join([
-        f"# What is in {run['out']}, and what is not",
+        f"# The documents of {run['out']}: kept and removed",
         f"{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were "
         f"kept, {percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} "
         f"of {vocabulary}.",
@@ -317,7 +317,7 @@ def markdown(report):
 
 
 def opt_out_blocks(robots, t):
-    """Whose robots.txt was asked, and what it and other reservations removed."""
+    """The hosts in the store of robots.txt, and the documents that it and other reservations removed."""
     removed = t["removed"]
     gone = [f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed]
     said = ["Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "

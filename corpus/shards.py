@@ -23,7 +23,7 @@ DOCUMENT = np.dtype([
     ("text_hash", np.uint64),    # train or val; equal for equal texts
     ("group", np.int32),         # its text is in spool/{group}.text, -1 for a probe,
     ("begin", np.int64),         # from this byte
-    ("length", np.int64),        # for so many bytes
+    ("length", np.int64),        # with this many bytes
     ("stream", np.int32),        # 2 * number of the source, + 1 for validation
 ])
 
@@ -61,7 +61,7 @@ def tokenize(tok, documents, spool, path):
                 for ids in [bos, *(tok.encode_array(part).astype(dtype) for part in long_parts(text)), eos]:
                     f.write(ids)
                     counts[i] += ids.size
-    # np.save reports a full disk in a way that hides it.
+    # np.save hides the error of a full disk.
     with open(f"{path}.tmp", "wb") as f:
         f.write(counts.tobytes())
     os.replace(f"{path}.tmp", f"{path}.counts")

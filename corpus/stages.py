@@ -67,7 +67,7 @@ CACHES = []
 
 @cached
 def plan(work):
-    """What the run was asked: the settings of prepare.py, files, ignored, by_id, name, began."""
+    """The settings of prepare.py, and files, ignored, by_id, name, command and began."""
     return SimpleNamespace(**read_json(work / "plan.json"))
 
 
@@ -111,7 +111,7 @@ def size_of(group):
 
 
 def documents_of(number, work):
-    """Yield the documents of a group, with the defaults for what they do not say."""
+    """Yield the documents of a group, with the defaults for missing columns."""
     asked, score = plan(work), rules(work).score
     wanted = [*COLUMNS, *filter(None, (asked.score_field, asked.max_field, asked.source_by))]
     defaults = dict(language=asked.default_language, license=asked.default_license)
@@ -208,7 +208,7 @@ def reason_alone(doc, work):
         raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
     if not doc["text"].strip():
         return "empty"
-    # A token has at least one byte, so many short texts need not be tokenized.
+    # A token has at least one byte: most short texts need not be tokenized.
     few = found.tok and len(doc["text"].encode()) + 2 < asked.min_tokens
     return (refusal(doc, found.robots, found.reservations) or broken(doc, first_rules(work)) or few and "tokens"
             or broken(doc, found.text) or "")
@@ -526,7 +526,7 @@ def cut_shard(number, work):
 
 
 def account(number, work):
-    """meta.json, documents.parquet and the report, beside the shards."""
+    """meta.json, documents.parquet and the report."""
     asked, tok, new = plan(work), tok_of(work), work.parent / "data"
     counts = [np.fromfile(work / "tokens" / f"{n}.counts", np.int64) for n in range(len(judged(work).buckets))]
     ledger.write_ledger(new / ledger.FILE, rows_of_all(work, np.concatenate(counts)))
@@ -604,7 +604,7 @@ def inputs_of(work):
 
 
 def write_probes(work, tok):
-    """Write probes.json, which studies/memorize.py reads. Returns what the report says of it."""
+    """Write probes.json, which studies/memorize.py reads. Returns its summary for the report."""
     asked, planted = plan(work), repeated(work)
     passages = [dict(passage, ids=tok.encode(passage["text"])) for passage in planted]
     write_json(work.parent / "data" / "probes.json", dict(

@@ -5,9 +5,9 @@ Take documents out of a data folder: prepare.py --remove=FILE --out=FOLDER.
     shards       lose the tokens of these documents; a shard that held none of them is the same file as before
     ledger       the rows stay, with "withdrawn:..." as the reason and the time
 
-The new folder is made beside the old one, checked, and takes its place: killed at any moment, one of the two is there,
-whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. A withdrawn document
-does not come back by --known.
+The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the two
+is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. A withdrawn
+document does not come back by --known.
 """
 
 import os
@@ -31,8 +31,8 @@ from engine.readers import kind_of, records
 
 def withdraw(path, out, final, tmp):
     """
-    Take what the file `path` names out of the data folder `final`, which the user calls `out`. tmp: as claim() gives
-    it.
+    Take the documents that the file `path` names out of the data folder `final`, which the user calls `out`.
+    tmp: as claim() gives it.
 
     ValueError, with the folder as it was: none of it is there, an id is not, or a source would be empty.
     """
@@ -75,7 +75,7 @@ def refuse_joined(out):
 
 def read_list(path, robots):
     """
-    What is asked for: names (ids, URLs or hosts), ids, urls, hosts, texts (fingerprints), and the arguments of
+    The entries of a list: names (ids, URLs or hosts), ids, urls, hosts, texts (fingerprints), and the arguments of
     robots.verdict. robots: what report.json says of the agents that were asked before, or None.
     """
     asked = SimpleNamespace(names=set(), ids=set(), urls=set(), hosts=set(), texts=set())
@@ -113,7 +113,7 @@ def bare(host):
 
 
 def stays_out(folder):
-    """What was withdrawn from a data folder, for reason_of(): new files must not bring it back."""
+    """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
     asked = SimpleNamespace(names=set(), ids=set(), urls=set(), texts=set())
     hosts = set()
     for table in ledger(folder, ["id", "url", "text", "reason"]):
@@ -129,7 +129,7 @@ def stays_out(folder):
 
 
 def reason_of(row, asked):
-    """(why a row is removed, the entry that says so); ("", None) if it is not."""
+    """(why a row is removed, the entry of the list); ("", None) if it is not."""
     for key, names in (("id", asked.ids), ("url", asked.urls)):
         if row[key] in names or row[key] in asked.names:
             return f"withdrawn:{key}", row[key]

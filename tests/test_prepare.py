@@ -259,7 +259,7 @@ def home(tmp_path):
 def test_an_out_where_something_would_be_lost_is_refused_and_nothing_is_touched(home):
     before = snapshot(home)
     for out, says in {
-            "own": "thesis.md", "link": "thesis.md", "noted": "notes.txt", "file": "file", "next": "next.tmp is in the way",
+            "own": "thesis.md", "link": "thesis.md", "noted": "notes.txt", "file": "file", "next": "next.tmp exists",
             "file/x": "cannot be written", "texts": "an input", "texts/sub": "an input", "": "an input", "texts/new/": "lies in",
     }.items():
         refuse(says, home / "texts", f"--out={home}/{out}", "--tokenizer=byte")
