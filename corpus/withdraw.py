@@ -5,8 +5,8 @@ Take documents out of a data folder: prepare.py --remove=FILE --out=FOLDER.
     shards       lose the tokens of these documents; a shard that held none of them is the same file as before
     ledger       the rows stay, with "withdrawn:..." as the reason and the time
 
-The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the two
-is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. A withdrawn
+The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the
+two is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. A withdrawn
 document does not come back by --known.
 """
 
