@@ -1,4 +1,4 @@
-"""The text of --help, and the hints in the error messages of configurator.py: the setting meant, the package missing."""
+"""The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
 
 import difflib
 import inspect

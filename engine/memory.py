@@ -84,7 +84,9 @@ def check_run(run, build):
     """
     with torch.device("meta"):
         model = build(run)
-    settings, ranks, device = run.config, run.ranks, run.device
+    settings = run.config
+    ranks = run.ranks
+    device = run.device
     has = total = memory_of(device)
     # recompute_activations() rejects other modes.
     if not total or settings["recompute"] not in MODES:
@@ -96,8 +98,14 @@ def check_run(run, build):
     shards = ranks.shard if ranks.sharded else 1
 
     def takes(state_dtype, recompute, rows, shards=shards):
-        other = settings | dict(state_dtype=state_dtype, recompute=recompute)
-        return of_step(model, other, rows, run.shape.block_size, ranks, run.dtype.itemsize, shards)
+        return of_step(
+            model,
+            settings | dict(state_dtype=state_dtype, recompute=recompute),
+            rows,
+            run.shape.block_size,
+            ranks,
+            run.dtype.itemsize,
+            shards)
 
     now = settings["state_dtype"], settings["recompute"], run.rows
     kinds = takes(*now)

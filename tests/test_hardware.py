@@ -1,4 +1,7 @@
-"""engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, libgomp, Triton's sources, and products in fp64."""
+"""
+engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, libgomp, Triton's sources, and
+products in fp64.
+"""
 import re
 import subprocess
 import sys
