@@ -501,7 +501,7 @@ def pretrain(run, build, stop, cooldown):
         bar.update()
         if not finite:
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
-        gpu = usage(run.device, flops * speed / ranks.size) if run.device.startswith("cuda") else {}
+        gpu = usage(flops * speed / ranks.size) if run.device.startswith("cuda") else {}
         run.log(step=step, tokens=tokens, **said, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
                 skipped=skipped, **gpu)
         # The last validation comes after the last save.

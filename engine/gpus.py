@@ -28,48 +28,43 @@ GPUS = {
     "4090": GPU(165e12, 24e9)}
 
 
-def vendor_flops(device):
-    """bf16 FLOP/s of this machine's GPU; None for another device, and for a GPU that is not in GPUS."""
-    if not device.startswith("cuda"):
-        return None
+def usage(flops):
+    """
+    For the log: the share of this GPU's peak that the model's own FLOP/s take, None if the GPU is not in GPUS, and the
+    most memory so far.
+    """
     name = torch.cuda.get_device_name().lower()
-    return next((gpu.flops for kind, gpu in GPUS.items() if kind in name), None)
-
-
-def usage(device, flops):
-    """For the log: the share of this GPU's peak that the model's own FLOP/s take, and the most memory so far."""
-    peak = vendor_flops(device)
-    return dict(mfu=peak and flops / peak, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
+    mfu = next((flops / gpu.flops for kind, gpu in GPUS.items() if kind in name), None)
+    return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
 
 
 def memory_of(device):
     """Bytes of memory that a device has in all; None if unknown."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
+    # Windows has no sysconf.
     if device == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
 
 
-def free_on_host(proc="/proc", groups="/sys/fs/cgroup"):
+def free_on_host():
     """
     Bytes of main memory that are free; None if unknown (no Linux). A container or a Slurm job has a limit of its own
     (cgroup v2), against which the cache of files does not count.
     """
     def number(path, name):
         """The number after a name in a file."""
-        words = Path(path).read_text().replace(":", " ").split()
+        words = Path(path).read_text().split()
         return int(words[words.index(name) + 1])
 
-    try:
-        free = 1024 * number(f"{proc}/meminfo", "MemAvailable")
-    except (OSError, ValueError):
-        return None
+    free = None
     # Without a limit there is no file, or it says "max".
     with contextlib.suppress(OSError, ValueError):
-        _, _, job = Path(proc, "self", "cgroup").read_text().rpartition("0::")
-        group = Path(groups + job.strip())
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text()) - number(group / "memory.stat", "inactive_file")
-        free = min(free, limit - used)
+        free = 1024 * number("/proc/meminfo", "MemAvailable:")
+        _, _, job = Path("/proc/self/cgroup").read_text().rpartition("0::")
+        group = f"/sys/fs/cgroup{job.strip()}"
+        limit = int(Path(f"{group}/memory.max").read_text())
+        used = int(Path(f"{group}/memory.current").read_text())
+        cached = number(f"{group}/memory.stat", "inactive_file")
+        free = min(free, limit - used + cached)
     return free

@@ -1,8 +1,10 @@
-"""What configurator.py says to a user who asks for --help, or who names a setting that does not exist."""
+"""The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
 
 import difflib
 import inspect
+import re
 import sys
+from pathlib import Path
 
 # Names that other trainers (nanoGPT, transformers, torchtitan) give our settings.
 OTHERS = """
@@ -18,15 +20,15 @@ iterations=total_samples epochs=total_samples num_epochs=total_samples
 
 
 def suggestion(key, known):
-    """What the user of an unknown setting may have meant, as the rest of a sentence."""
+    """The settings that an unknown one may mean, as the end of a sentence. known: the names of all settings."""
     others = dict(pair.split("=") for pair in OTHERS.split())
-    near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known, 3, 0.6)
+    near = [others[key]] if others.get(key) in known else difflib.get_close_matches(key, known)
     return f", did you mean {' or '.join(map(repr, near))}?" if near else "; --help lists them"
 
 
 def print_help(script, namespaces, settings, beyond=None):
     """
-    The script's docstring, and a line for each setting: its value and the comment behind it.
+    Print the script's docstring, and a line for each setting: its value and the comment behind it.
 
     settings(namespace): the settings in it. beyond: the module that takes over if one of its settings is set, or None.
     """
@@ -37,19 +39,20 @@ def print_help(script, namespaces, settings, beyond=None):
         if space in more:
             print(f"\nsettings of {beyond.__name__}, which takes over if one of them is set:")
         file = space["__file__"] if isinstance(space, dict) else inspect.getfile(type(space))
-        with open(file, encoding="utf-8") as lines:
-            comments = {line.split()[0].strip(":"): line.partition("  # ")[2] for line in lines if " = " in line}
+        text = Path(file).read_text(encoding="utf-8")
+        # Lines without a comment do not count: a local variable may have the name of a setting.
+        comments = dict(re.findall(r"(?m)^ *(\w+).* = .*?  # *(.*)", text))
         for key, value in settings(space).items():
             if key not in shown:
                 # The other arguments, which have no flag.
                 name = "PATHS" if key == "paths" else f"--{key}={value!r}"
-                print(f"  {name}".ljust(38), comments.get(key, "").strip())
+                print(f"  {name}".ljust(38), comments.get(key, ""))
                 shown.add(key)
     sys.stdout.flush()
 
 
 def how_to_install(error):
-    """The command that brings the package that is missing, as the end of a sentence; "" for another error."""
+    """The command that installs a missing package, as the end of a sentence; "" for another error."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
     package = dict(yaml="pyyaml").get(error.name, error.name)

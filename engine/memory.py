@@ -35,9 +35,8 @@ def trained(module):
 def held(model, optimizer, state_dtype):
     """{weights, gradients, states: bytes} of a model, which may be on the meta device."""
     bytes_of_states = 8 if optimizer == "adamw" or state_dtype == "bfloat16" else 12
-    tensors = [*model.parameters(), *model.buffers()]
     return dict(
-        weights=sum(t.nbytes for t in tensors),
+        weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]),
         gradients=4 * trained(model),
         states=bytes_of_states * trained(model))
 
@@ -57,8 +56,8 @@ def of_step(model, settings, rows, tokens, ranks, size, shards=1):
         selective=2 * C + 2 * Q + 2 * K,
         full=C)
     positions = rows * tokens
-    takes = held(model, settings["optimizer"], settings["state_dtype"])
-    takes = {kind: n / shards for kind, n in takes.items()}
+    whole = held(model, settings["optimizer"], settings["state_dtype"])
+    takes = {kind: n / shards for kind, n in whole.items()}
     if ranks.mode == "ddp":
         takes["buckets"] = takes["gradients"]
     # 3 C: embedding, last norm, and gradient of the hidden states.
@@ -66,10 +65,8 @@ def of_step(model, settings, rows, tokens, ranks, size, shards=1):
 
     # Logits that the loss holds at a time on a GPU, in fp32 and as their gradient.
     head = model.lm_head.weight
-    logits = 2**27 if head.requires_grad else 2**26
-    in_head = 8 * min(logits, positions * c.vocab_size)
-    if head.requires_grad:
-        in_head += 6 * head.numel()
+    logits, gradient = (2**27, 6 * head.numel()) if head.requires_grad else (2**26, 0)
+    in_head = 8 * min(logits, positions * c.vocab_size) + gradient
     # Activations and 0.7 of their gradients at once; weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * trained(model.model.layers[0])
     # FSDP keeps the head gathered meanwhile.
@@ -79,81 +76,76 @@ def of_step(model, settings, rows, tokens, ranks, size, shards=1):
     return takes
 
 
-def room_on(device):
-    """(bytes that a step may take, bytes in all) of a device; None for both if unknown."""
-    total = memory_of(device)
-    if not total or not device.startswith("cuda"):
-        return total, total
-    free, _ = torch.cuda.mem_get_info(device)
-    # Memory that this process has reserved is free, but for tensors that exist already (a teacher).
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
-
-
 def check_run(run, build):
-    """check() of a run of train.py, whose model build(run) makes; on a GPU its line is printed."""
-    with torch.device("meta"):
-        model = build(run)
-    line = check(model, run.config, run.rows, run.shape.block_size, run.ranks, run.device, run.dtype)
-    if run.ranks.first and run.device.startswith("cuda"):
-        print(line)
-
-
-def check(model, settings, rows, tokens, ranks, device, dtype):
     """
-    One line with the memory of a step and of the device; "" if that is unknown. Arguments as in of_step.
+    Check that a step of a run of train.py fits on its device, and print the sum on a GPU. build(run): the model.
 
     ValueError, with the sum and the flags to change, if the step takes more than the device has.
     """
-    has, total = room_on(device)
+    with torch.device("meta"):
+        model = build(run)
+    settings = run.config
+    ranks = run.ranks
+    device = run.device
+    has = total = memory_of(device)
     # recompute_activations() rejects other modes.
     if not total or settings["recompute"] not in MODES:
-        return ""
+        return
+    if device.startswith("cuda"):
+        # The step can use what this process has freed; a teacher and other processes keep theirs.
+        torch.cuda.empty_cache()
+        has, _ = torch.cuda.mem_get_info(device)
     shards = ranks.shard if ranks.sharded else 1
 
-    def takes(rows, shards=shards, **other):
-        return of_step(model, settings | other, rows, tokens, ranks, dtype.itemsize, shards)
+    def takes(state_dtype, recompute, rows, shards=shards):
+        return of_step(
+            model,
+            settings | dict(state_dtype=state_dtype, recompute=recompute),
+            rows,
+            run.shape.block_size,
+            ranks,
+            run.dtype.itemsize,
+            shards)
 
-    kinds = takes(rows)
-    parts = [f"{kind} {gb(n)}" for kind, n in kinds.items()]
+    now = settings["state_dtype"], settings["recompute"], run.rows
+    kinds = takes(*now)
     need = sum(kinds.values())
-    line = f"a step takes about {gb(need)} GB ({', '.join(parts)}), and {device} has {gb(has)}"
-    if need <= has:
-        return line
-    if need <= SHARE * total:
+    parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
+    line = f"a step takes about {gb(need)} GB ({parts}), and {device} has {gb(has)}"
+    if need > max(has, SHARE * total):
+        advice = flags_that_fit(takes, *now, shards, SHARE * total)
+        if settings.get("init_from") and not settings["lora_r"]:
+            advice += "; or train adapters, --lora_r=16 --base=bf16"
+        raise ValueError(f"{line}: {advice}")
+    if need > has:
         raise ValueError(f"{line} of its {gb(total)} free: another process is there (nvidia-smi names it)")
-    advice = flags_that_fit(takes, settings, rows, shards, SHARE * total)
-    if settings["init_from"] and not settings["lora_r"]:
-        advice += "; or train adapters, --lora_r=16 --base=bf16"
-    raise ValueError(f"{line}: {advice}")
+    if ranks.first and device.startswith("cuda"):
+        print(line)
 
 
 def gb(size):
     return f"{size / 1e9:.1f}"
 
 
-def flags_that_fit(takes, settings, rows, shards, room):
+def flags_that_fit(takes, state_dtype, recompute, rows, shards, room):
     """
-    The first flags with which a step takes at most `room` bytes, in words. takes: of check().
+    The first flags with which a step takes at most `room` bytes, in words. takes(state_dtype, recompute, rows, shards):
+    its {kind: bytes}.
 
     A smaller micro-batch comes first, then recomputation, since both change results by rounding alone; then bf16
     states; then more devices.
     """
-    dtypes = [settings["state_dtype"]]
-    if settings["optimizer"] == "ademamix" and dtypes == ["float32"]:
-        dtypes.append("bfloat16")
-    modes = MODES[MODES.index(settings["recompute"]):]
+    dtypes = state_dtype, "bfloat16"
+    modes = MODES[MODES.index(recompute):]
     fewer = [n for n in range(rows, 0, -1) if rows % n == 0]
-    before = settings | dict(micro_batch=rows)
-    for state_dtype, recompute, micro_batch in itertools.product(dtypes, modes, fewer):
-        after = dict(state_dtype=state_dtype, recompute=recompute)
-        size = sum(takes(micro_batch, **after).values())
+    for state_dtype, recompute, rows in itertools.product(dtypes, modes, fewer):
+        size = sum(takes(state_dtype, recompute, rows).values())
         if size <= room:
-            after["micro_batch"] = micro_batch
-            flags = [f"--{name}={value}" for name, value in after.items() if value != before[name]]
-            return f"{' '.join(flags)} takes {gb(size)}"
-    for devices in (shards * 2**k for k in range(1, 13)):
-        size = sum(takes(1, devices, recompute="full").values())
+            return f"--state_dtype={state_dtype} --recompute={recompute} --micro_batch={rows} takes {gb(size)}"
+    for doublings in range(1, 13):
+        devices = shards * 2**doublings
+        size = sum(takes(dtypes[0], "full", 1, devices).values())
         if size <= room:
-            flags = "--parallel=fsdp --recompute=full --micro_batch=1"
-            return f"in shards on {devices} of them, {flags} takes {gb(size)}"
+            return (f"in shards on {devices} of them, --parallel=fsdp --recompute=full --micro_batch=1 "
+                    f"takes {gb(size)}")
     return "take a shorter --block_size, or a larger device"

@@ -292,7 +292,7 @@ def joined(config, look):
         # The picture comes last, when no rank waits for this one any more.
         if ranks.first:
             picture = os.path.join(config["out"], "loss.png")
-            plot.curves([config["out"]], picture, [("loss", "loss"), *plot.PANELS[1:]], "step")
+            plot.curves([config["out"]], picture, plot.PANELS | dict(loss="loss"), "step")
             print(f"the curve: {picture}")
 
 

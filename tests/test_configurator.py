@@ -20,6 +20,8 @@ lr = 0.1             # how fast
 steps = 10           # how long
 def main():
     print(lr, steps)
+def faster(lr):
+    lr = 2 * lr
 if __name__ == "__main__":
     run(main, globals(), beyond="beyond")
 '''

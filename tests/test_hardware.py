@@ -1,7 +1,11 @@
-"""engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, libgomp, Triton's sources, and products in fp64."""
+"""
+engine/hardware.py, gpus.py and decoding.py: the authorities are the kernel's files, libgomp, Triton's sources, and
+products in fp64.
+"""
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,28 +113,30 @@ def test_the_memory_of_a_cpu_is_the_kernels():
     assert gpus.memory_of("mps") is None
 
 
-def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(tmp_path):
+def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(tmp_path, monkeypatch):
     """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
     files = {
-        "proc/meminfo": "MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n",
-        "proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
-        "groups/job_7/memory.current": "300000\n",
-        "groups/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
-        "groups/job_7/memory.max": "max\n"}
+        "/proc/meminfo": "MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:  0\n",
+        "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
+        "/sys/fs/cgroup/job_7/memory.current": "300000\n",
+        "/sys/fs/cgroup/job_7/memory.stat": "anon 200000\ninactive_file 90000\n",
+        "/sys/fs/cgroup/job_7/memory.max": "max\n"}
+    monkeypatch.setattr(gpus, "Path", lambda path: Path(f"{tmp_path}{path}"))
     found = []
-    for name, text in [*files.items(), ("groups/job_7/memory.max", "400000\n")]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        found.append(gpus.free_on_host(tmp_path / "proc", f"{tmp_path}/groups"))
-        (tmp_path / name).write_text(text)
+    for name, text in [*files.items(), ("/sys/fs/cgroup/job_7/memory.max", "400000\n")]:
+        gpus.Path(name).parent.mkdir(parents=True, exist_ok=True)
+        found.append(gpus.free_on_host())
+        gpus.Path(name).write_text(text)
     assert found == [None] + 5 * [500 * 1024]
-    assert gpus.free_on_host(tmp_path / "proc", f"{tmp_path}/groups") == 400_000 - (300_000 - 90_000)
+    assert gpus.free_on_host() == 400_000 - (300_000 - 90_000)
 
 
 @pytest.mark.parametrize("name, flops", [
     ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("Tesla T4", None)])
 def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
-    assert gpus.vendor_flops("cuda:1") == flops and gpus.vendor_flops("cpu") is None
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    assert gpus.usage(1e12) == dict(mfu=flops and pytest.approx(1e12 / flops), memory_gib=3.0)
 
 
 def test_cudnn_plans_no_attention():

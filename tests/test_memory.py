@@ -12,9 +12,9 @@ from engine import memory
 from model import Apertus, ApertusConfig
 
 H200, H100 = 143_771 * 2**20, 81_559 * 2**20           # bytes, by nvidia-smi
-ALONE = SimpleNamespace(mode="none", sharded=False)
-NODE = SimpleNamespace(mode="fsdp", sharded=True, shard=8)
-SETTINGS = dict(optimizer="ademamix", state_dtype="float32", recompute="none", init_from="", lora_r=0)
+ALONE = SimpleNamespace(mode="none", sharded=False, first=True)
+NODE = SimpleNamespace(mode="fsdp", sharded=True, shard=8, first=True)
+SETTINGS = dict(optimizer="ademamix", state_dtype="float32", recompute="none")
 N = 8_053_338_176                                      # parameters of the 8B, of which 131,072 x 4,096 are the head
 HEAD = 131_072 * 4_096
 
@@ -26,14 +26,18 @@ def eight():
 
 
 @pytest.fixture
-def asked(monkeypatch, eight):
-    """asked(bytes of the device, rows, settings): the line of check(), or its error, of a step of the 8B in bf16."""
-    def ask(has, rows, ranks=ALONE, model=eight, **settings):
+def asked(monkeypatch, capsys, eight):
+    """asked(bytes of the GPU, rows, settings): the line, or the error, of a run with a step of the 8B in bf16."""
+    def ask(has, rows, ranks=ALONE, free=None, device="cuda:0", **settings):
         monkeypatch.setattr(memory, "memory_of", lambda device: has)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free or has, has))
+        run = SimpleNamespace(config=SETTINGS | settings, rows=rows, shape=eight.config, ranks=ranks, device=device,
+                              dtype=torch.bfloat16)
         try:
-            return memory.check(model, SETTINGS | settings, rows, 4096, ranks, "gpu", torch.bfloat16)
+            memory.check_run(run, lambda run: eight)
         except ValueError as error:
             return f"error: {error}"
+        return capsys.readouterr().out.strip()
     return ask
 
 
@@ -100,35 +104,31 @@ def test_the_error_names_flags_with_which_the_8b_fits(asked):
     """20 bytes for each of 8,053,338,176 parameters are 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9."""
     said = asked(H200, 4)
     assert said.startswith("error: a step takes about 245.8 GB (weights 32.2, gradients 32.2, states 96.6, ")
-    assert said.endswith("gpu has 150.8: --state_dtype=bfloat16 --recompute=selective --micro_batch=1 takes 138.1")
+    assert said.endswith("cuda:0 has 150.8: --state_dtype=bfloat16 --recompute=selective --micro_batch=1 takes 138.1")
     now = dict(state_dtype="bfloat16", recompute="selective")
     assert asked(H200, 1, **now).startswith("a step takes about 138.1 GB")
-    assert asked(H100, 4, NODE).endswith("gpu has 85.5: --micro_batch=2 takes 64.4")
-    assert asked(H100, 6, NODE).endswith("gpu has 85.5: --micro_batch=2 takes 64.4")
+    for rows in (4, 6):
+        assert asked(H100, rows, NODE).endswith(": --state_dtype=float32 --recompute=none --micro_batch=2 takes 64.4")
     assert asked(H100, 2, NODE).startswith("a step takes about 64.4 GB")
-    assert asked(H200, 8, optimizer="adamw", recompute="selective").endswith(": --micro_batch=1 takes 138.1")
+    assert asked(H200, 8, optimizer="adamw", recompute="selective").endswith("=selective --micro_batch=1 takes 138.1")
 
 
 def test_the_error_names_more_devices_or_adapters_where_no_flag_helps(asked, eight):
     shards = "in shards on 4 of them, --parallel=fsdp --recompute=full --micro_batch=1 takes 45.7"
     assert asked(H100, 4).endswith(shards)
     start = dict(init_from="swiss-ai/Apertus-8B-2509")
-    assert asked(H100, 4, **start).endswith(f"{shards}; or train adapters, --lora_r=16 --base=bf16")
+    assert asked(H100, 4, **start, lora_r=0).endswith(f"{shards}; or train adapters, --lora_r=16 --base=bf16")
     assert asked(H100, 4, **start, lora_r=16).endswith(shards)
     assert asked(1e9, 1).endswith("take a shorter --block_size, or a larger device")
-    assert asked(None, 4) == asked(1e9, 1, recompute="some") == ""
+    assert asked(None, 4, device="mps") == asked(1e9, 1, recompute="some") == ""
 
 
-def test_memory_that_another_process_has_taken_is_named(asked, monkeypatch, eight):
-    monkeypatch.setattr(memory, "memory_of", lambda device: 200e9)
-    free = [190e9]
-    for name, value in dict(memory_reserved=5e9, memory_allocated=4e9, mem_get_info=None).items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value or (free[0], 200e9))
+def test_memory_that_another_process_has_taken_is_named(asked):
+    assert asked(200e9, 1, free=190e9, recompute="full").endswith("and cuda:0 has 190.0")
+    said = asked(200e9, 1, free=120e9, recompute="full")
+    assert said.endswith("cuda:0 has 120.0 of its 200.0 free: another process is there (nvidia-smi names it)")
 
-    def check():
-        settings = SETTINGS | dict(recompute="full")
-        return memory.check(eight, settings, 1, 4096, ALONE, "cuda:0", torch.bfloat16)
-    assert check().endswith("and cuda:0 has 191.0")
-    free[0] = 20e9
-    with pytest.raises(ValueError, match="cuda:0 has 21.0 of its 200.0 free: another process is there .nvidia-smi"):
-        check()
+
+def test_the_line_is_printed_once_and_for_gpus_alone(asked):
+    others = SimpleNamespace(mode="fsdp", sharded=True, shard=8, first=False)
+    assert asked(H100, 2, NODE) and asked(H100, 2, others) == asked(H200, 1, NODE, device="cpu") == ""

@@ -67,7 +67,7 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
     losses = [9.0 if i == 34_567 else 2 + i / 60_000 for i in range(60_000)]
     with open(f"{folder}/log.jsonl", "w", encoding="utf-8") as f:
         f.writelines(json.dumps(dict(step=i, loss=loss)) + "\n" for i, loss in enumerate(losses))
-    plot.curves([folder], "a.png", [("loss", "loss")], "step")
+    plot.curves([folder], "a.png", dict(loss="loss"), "step")
     axis, = drawn["a.png"].axes
     x, y = axis.lines[0].get_data()
     assert len(x) == 100 and x.mean() == pytest.approx(29_999.5) and y.mean() == pytest.approx(np.mean(losses))
@@ -75,23 +75,20 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
     assert (band.min(), band.max(), axis.get_xlabel()) == (2.0, 9.0, "step")
 
 
-def test_last_values_are_printed_beside_a_panel_and_never_over_each_other(run, drawn):
-    values = [1.5, 1.501, 1.502, 1.1, 1.499]
-    plot.curves([run(str(n), bpb=value) for n, value in enumerate(values)], "a.png")
-    figure = drawn["a.png"]
-    figure.canvas.draw()
-    axis = figure.axes[1]
-    boxes = sorted((t.get_window_extent() for t in axis.texts), key=lambda box: box.y0)
-    assert sorted(t.get_text() for t in axis.texts) == ["1.100", "1.499", "1.500", "1.501", "1.502"]
-    assert {t.get_text(): t.get_color() for t in axis.texts}["1.100"] == "C3"
-    assert all(box.x0 > axis.bbox.x1 for box in boxes)
-    assert all(low.y1 <= high.y0 for low, high in zip(boxes, boxes[1:]))
-    assert boxes[-1].y1 <= axis.bbox.y1 + boxes[-1].height and boxes[0].y0 < axis.bbox.y0 + axis.bbox.height / 4
+def test_the_legend_of_the_first_panel_and_of_validations_has_the_last_values(run, drawn):
+    """Each beside the colour of its run, also where a run has no such panel."""
+    plot.curves([run(str(n), bpb=value) for n, value in enumerate([1.5, None, 1.1])], "a.png")
+    panels = {axis.get_title(): axis.get_legend() for axis in drawn["a.png"].axes}
+    assert [legend is None for legend in panels.values()] == [False, False, True, False]
+    legend = list(panels.values())[1]
+    assert [text.get_text() for text in legend.get_texts()] == ["0 1.500", "2 1.100"]
+    assert [line.get_color() for line in legend.get_lines()] == ["C0", "C2"]
+    assert [text.get_text() for text in list(panels.values())[0].get_texts()] == ["0 2.100", "1 2.100", "2 2.100"]
 
 
 def test_runs_of_one_data_folder_are_compared_in_all_panels_and_other_tokenizers_in_bits_per_byte(run, tmp_path):
     assert plot.comparable([run("a"), run("b")]) == plot.PANELS
-    assert [key for key, _ in plot.comparable([run("c", "x", 100), run("d", "y", 100)])] == ["val_bpb"]
+    assert list(plot.comparable([run("c", "x", 100), run("d", "y", 100)])) == ["val_bpb"]
     picture = tmp_path / "new" / "c.png"
     done = script("engine.plot", tmp_path / "a", tmp_path / "b", f"--out={picture}", pictures=True)
     assert done.returncode == 0 and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -101,11 +98,11 @@ def test_runs_that_cannot_be_plotted_are_an_error_of_one_line(run, tmp_path):
     (tmp_path / "empty").mkdir()
     ours, other, lost = run("a", "x", 100), run("b", "y", 101), run("c", "z")
     refused(script("engine.plot", ours, other), "validated on different text")
-    refused(script("engine.plot", ours, lost), "is not here to see")
+    refused(script("engine.plot", ours, lost), f"No such file or directory: '{tmp_path}/data-c/meta.json'")
     refused(script("engine.plot"), "name one or more run folders")
-    refused(script("engine.plot", tmp_path / "empty", pictures=True), "has no log.jsonl")
-    (tmp_path / "empty" / "log.jsonl").write_text('{"step')
-    refused(script("engine.plot", tmp_path / "empty", pictures=True), "no whole line yet")
+    refused(script("engine.plot", tmp_path / "empty"), f"No such file or directory: '{tmp_path}/empty/config.json'")
+    (tmp_path / "c" / "log.jsonl").write_text('{"step')
+    refused(script("engine.plot", lost, pictures=True), "has no numbers yet")
     (tmp_path / "a" / "config.json").write_text('{"data_ha')
     refused(script("engine.plot", ours), "config.json is damaged")
 
