@@ -6,8 +6,8 @@ Take documents out of a data folder: prepare.py --remove=FILE --out=FOLDER.
     ledger       the rows stay, with "withdrawn:..." as the reason and the time
 
 The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the
-two is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. A withdrawn
-document does not come back by --known.
+two is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. Later
+files do not bring a withdrawn document back by --known.
 """
 
 import os

@@ -90,7 +90,12 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     assert total["bytes_in"] == sum(len(one.encode()) for one in texts.values())
     assert total["bytes_in"] == total["bytes"] + sum(size for _, size in total["removed"].values())
     assert report(root / "out")["ignored"] == {".pdf": ["scan.pdf"]}
+    robots, gone = report(root / "out")["robots"], [row for row in found.values() if row["reason"].startswith("robots:GPTBot:")]
+    assert robots["hosts"] == dict(seen=7, with_file=2, without=5, unparsable=0, blocked=1)
+    lost = [len(gone), sum(row["bytes"] for row in gone)]
+    assert robots["top_blocked_hosts"] == {"host1.example": lost} and robots["removed_by_agent"] == {"GPTBot": lost}
     page = (root / "out" / "report.md").read_text()
+    assert f"| host1.example | {lost[0]} | {lost[1] / 1e6:.2f} |" in page and f"GPTBot {lost[0]}" in page
     assert "scan.pdf" in page and "1 could not be read" in page
     # Of equal and of nearly equal texts the first in the input stays.
     for first, second, why in (("a.jsonl:d3", "a.jsonl:d7", "duplicate"), ("a.jsonl:d11", "a.jsonl:d93", "near-duplicate")):
@@ -114,6 +119,7 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
         assert BYTE.decode(ids[1:-1].tolist()) == plain and row["written"] == len(plain.encode())
         assert row["split"] == ("val" if side(texts[row["id"]]) < 0.1 else "train")
     assert {name: len(stream) for name, stream in every.items()} == dict(at)
+    assert {stream.dtype for stream in every.values()} == {np.dtype(np.uint16)}
     # Code keeps its addresses.
     assert {row["id"]: row["email"] for row in kept_rows if row["email"]} == {"a.jsonl:d91": 2}
 
@@ -220,6 +226,13 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
             mine = sorted((row for row in rows(60) if row["lang"] == lang), key=key, reverse=True)
             want |= {row["id"] for row in mine if key(row) >= key(mine[5])}
         assert {row["id"].split(":")[1] for row in kept(tmp_path / "out")} == want
+
+
+def test_bounds_on_tokens_count_begin_and_end(tmp_path):
+    write_lines(tmp_path / "in.jsonl", [dict(id=n, text="x" * n) for n in range(1, 12)])
+    fill(tmp_path / "out", tmp_path / "in.jsonl", "--min_tokens=6", "--max_tokens=9")
+    assert sorted(row["tokens"] for row in kept(tmp_path / "out")) == [6, 7, 8, 9]
+    assert {row["reason"] for row in ledger(tmp_path / "out")} == {"", "tokens"}
 
 
 def test_what_has_been_known_is_a_duplicate_and_a_dry_run_leaves_nothing(tmp_path):
