@@ -300,7 +300,7 @@ def test_a_hostile_file_behind_hashes_that_hold_is_refused_and_nothing_runs(tmp_
 
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    files.write_flushed(path, (f"{i}\n" for i in range(3)))
+    files.write_flushed(path, "0\n1\n2\n")
     monkeypatch.setattr(files.os, "fsync", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device.*config.json'$"):
         files.write_flushed(path, "new and longer")
