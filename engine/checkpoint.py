@@ -37,13 +37,14 @@ def everyone(value, group):
     """The values of all ranks, in order of rank; [value] for one process. Every rank of the group must call it."""
     if not group:
         return [value]
-    values = [None] * dist.get_world_size(group)
+    values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def rank_in(group):
-    return dist.get_rank(group) if group else 0
+    """The rank of this process in the group; 0 for one process."""
+    return group.rank() if group else 0
 
 
 def together(do, group):
@@ -125,7 +126,7 @@ def write(folder, step, tensors, info, keep, spare, group):
         writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         hashes = {}
-        for file in sorted(os.listdir(tmp)):
+        for file in os.listdir(tmp):
             if file.startswith(f"shard-{rank + 1:05d}-"):
                 flush(f"{tmp}/{file}")
                 hashes[file] = sha256(f"{tmp}/{file}")
@@ -156,10 +157,10 @@ FILE = 2**28                       # bytes that a file of a checkpoint has at mo
 
 def into_files(tensors):
     """
-    {name: the number of the file of this rank that it goes to, from 1 on}, in their order.
+    {name: the number of its file, from 1}: in order, files of at most FILE bytes, or of the largest tensor's.
 
-    DCP makes a string of bytes of a whole file, and a copy of it, before it writes. One file for all tensors of the 8B
-    and its states would take 258 GB beside their own 129; so it takes twice the largest of them, 4 GB.
+    Before it writes a file, DCP makes a string of its bytes and a copy of that. With one file for all tensors of the 8B
+    and its states that would be 258 GB; with these files it is twice the largest tensor, 4 GB.
     """
     sizes = {name: local(t).nbytes for name, t in tensors.items()}
     most = max(FILE, *sizes.values())
@@ -187,9 +188,9 @@ def delete_old(folder, step, keep, spare=None):
 class Saver:
     """
     Saves while training continues: save() copies the tensors to the CPU and returns, and a thread writes them. If the
-    host has no memory for the copy (97 GB of the 8B on one GPU), training waits until they are written.
+    host lacks memory for the copy (97 GB for the 8B on one GPU), training waits until they are written.
 
-    A save that fails (disk full) is reported, and training continues. OSError after `patience` failures in a row.
+    Prints the error of a failed save (disk full), and training continues. OSError after `patience` failures in a row.
     """
 
     def __init__(self, folder, keep, group, patience):
@@ -207,7 +208,7 @@ class Saver:
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
 
     def save(self, step, model, optimizer, info, spare=None):
-        import torch.distributed.checkpoint                # not in the thread, beside an import of torch.compile's
+        import torch.distributed.checkpoint                # not in the thread, where torch.compile may import too
 
         self.wait()
         tensors = tensors_of(model, optimizer)

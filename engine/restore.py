@@ -9,7 +9,6 @@ import math
 import os
 
 import torch
-import torch.distributed as dist
 
 from engine.checkpoint import everyone, rank_in, sealed, steps_in, tensors_of, together
 from engine.files import read_text, sha256
@@ -39,7 +38,7 @@ def newest_intact(folder, group=None, allow_restart=False, until=math.inf):
 
 def verified(path, group=None):
     """The manifest of a checkpoint. OSError names the first file whose hash differs from the manifest's."""
-    size = dist.get_world_size(group) if group else 1
+    size = group.size() if group else 1
     manifest = {}
 
     def check():

@@ -34,7 +34,7 @@ def find_checkpoint(run, begun, samples_before, steps_until):
     before, samples = manifest["config"], samples_before(manifest["step"])
 
     def decisive(config):
-        """The settings of a run; of its data and stages only the part that counts after so many samples."""
+        """The settings of a run; of its data and stages only the part that counts at this checkpoint."""
         # Of the data, only stages that have begun count: those of later stages may still come.
         parts = dict(data_hash=begun(config["data_hash"], samples), stage=bool(config.get("stage")))
         return dict(state_dtype="float32") | config | parts
@@ -50,7 +50,7 @@ def find_checkpoint(run, begun, samples_before, steps_until):
     elif before["schedule"] == "wsd" and samples > decay_at:
         # The rate has begun to fall towards an end that is no longer the run's.
         seconds, last = manifest["seconds"], steps_until(decay_at)
-        if not (60 * now["minutes"] > seconds if now["minutes"] else now["total_samples"] > samples):
+        if 60 * now["minutes"] <= seconds if now["minutes"] else now["total_samples"] <= samples:
             raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
                              "begun to fall: resume with its own total_samples and minutes, or with more")
         found = restore.newest_intact(folder, run.ranks.files, until=last)
@@ -75,7 +75,7 @@ def refuse_another(path, before, now):
 
 def refuse_finished(out, end, tokens):
     """
-    ValueError if summary.json is of a run of so many tokens. If it is absent, or torn by a full disk, the run was
+    ValueError if summary.json says that the run has seen `tokens`. If it is absent, or torn by a full disk, the run was
     killed before it had written it, and writes it again.
     """
     try:
@@ -98,5 +98,5 @@ def set_aside(out, decayed):
     shutil.copy(f"{out}/log.jsonl", aside)
     with contextlib.suppress(FileNotFoundError):
         os.replace(f"{out}/summary.json", f"{aside}/summary.json")
-    forget(out, "cooldown")                                # it was for the decay that is now given up
+    forget(out, "cooldown")                                # it asked for the decay that this run repeats later
     print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")

@@ -24,16 +24,16 @@ def claim(out, resume, ranks):
     """
     The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.
 
-    ValueError: another run writes there, it holds a run that is not to be resumed, or other files than a run's.
+    ValueError: another run writes there, or the folder holds a run and resume is off, or files of another kind.
     """
     if not ranks.first:
         return contextlib.nullcontext()
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "log.jsonl" in found or "ckpt" in found:
         if not resume:
-            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts one beside it")
+            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     else:
-        # Whoever touched it meant an earlier run.
+        # The file was meant for an earlier run.
         forget(out, "cooldown")
         if "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
             raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
@@ -116,7 +116,7 @@ def open_log(out, start, ranks, validate=False, wandb=""):
 
 
 def asked_to_stop(out, stop, ranks):
-    """Whether a signal has come (`stop` is not empty) or, on the first rank, the folder has a file named `stop`."""
+    """Whether a signal has come (`stop` is not empty) or, on the first rank, the run folder contains a file `stop`."""
     return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
 
 
