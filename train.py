@@ -437,7 +437,7 @@ def pretrain(run, build, stop, cooldown):
     found = None
     if resume:
         # Here, since a new run need not read it.
-        from engine.resume import find_checkpoint, refuse_finished
+        from engine.resume import find_checkpoint, refuse_finished, set_aside
         found = find_checkpoint(run, begun, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
@@ -447,6 +447,8 @@ def pretrain(run, build, stop, cooldown):
     build_all(run, build, found)
     if first:
         introduce(run, end)
+        if found and run.decayed:
+            set_aside(out, run.decayed)                    # here, since build_all() may still refuse the checkpoint
         if found:
             print(f"resumed from {found[0]}")
     run.log = runs.open_log(out, start, ranks, validate=start >= end, wandb=wandb_log and wandb_project)

@@ -7,8 +7,8 @@ Checkpoints that survive a kill, and that need no trust.
 
 All or nothing. A checkpoint is written under a temporary name, flushed to disk, and then renamed. Under its final name
     it is whole, or it does not exist.
-Every file is hashed. torch.save, DCP and safetensors all load a flipped bit without an error. The newest checkpoint
-    whose hashes hold is the one that is used.
+Every file is hashed, because torch.save, DCP and safetensors all load a flipped bit without an error. A run resumes
+    from the newest checkpoint whose hashes hold.
 Nothing here can execute: safetensors and JSON, no pickle. (DCP's own .metadata is a pickle, and torch.load of an
     untrusted file runs code.)
 
@@ -17,7 +17,6 @@ gloo process group for this file alone (engine/parallel.py makes it), or None fo
 training continues.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -28,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from engine.files import flush, make_folder, sha256, write_flushed
+from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
 
 # DCP warns where there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -38,13 +37,33 @@ def everyone(value, group):
     """The values of all ranks, in order of rank; [value] for one process. Every rank of the group must call it."""
     if not group:
         return [value]
-    values = [None] * dist.get_world_size(group)
+    values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
-def is_first(group):
-    return not group or dist.get_rank(group) == 0
+def rank_in(group):
+    """The rank of this process in the group; 0 for one process."""
+    return group.rank() if group else 0
+
+
+def together(do, group):
+    """
+    The list of what do() returned on each rank. If it fails on any rank, OSError on all of them, with the first error.
+    Every rank of the group must call it.
+    """
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        result = do()
+    # torch wraps the error of a full disk in a CheckpointException, which is a BaseException.
+    except (OSError, RuntimeError, ValueError, CheckpointException) as e:
+        result = OSError((str(e) or repr(e)).splitlines()[-1])
+    results = everyone(result, group)
+    for error in results:
+        if isinstance(error, OSError):
+            raise error
+    return results
 
 
 def local(t):
@@ -54,30 +73,28 @@ def local(t):
 
 def steps_in(folder):
     """The steps of all checkpoints that have their final name, rising."""
-    if not os.path.isdir(folder):
-        return []
-    found = (re.fullmatch(r"step-(\d+)", name) for name in os.listdir(folder))
-    return sorted(int(m[1]) for m in found if m)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name))
 
 
 def sealed(manifest):
     """The manifest as a text that carries its own sha256. To check one, seal it again and compare: no bit may flip."""
-    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    return json.dumps(dict(sha256=digest, manifest=manifest), sort_keys=True, indent=1)
+    return json.dumps(dict(sha256=sha256_of(manifest), manifest=manifest), sort_keys=True, indent=1)
 
 
 # -----------------------------------------------------------------------------
 # write
 
 
-def tensors_of(model, optimizer):
+def tensors_of(model, optimizer=None):
     """
-    Everything that training changes, as one flat dict: {"model/NAME": weight, "exp_avg/NAME": state, ...}. Frozen
-    weights are not in it: they are where the run found them.
+    Everything that training changes, as one flat dict: {"model/NAME": weight, "exp_avg/NAME": state, ...}. It leaves
+    out frozen weights, which a run reads again from its start model.
     """
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for p, name in names.items()}
-    for p, state in optimizer.state.items():
+    states = optimizer.state if optimizer else {}
+    for p, state in states.items():
         for kind, value in state.items():
             tensors[f"{kind}/{names[p]}"] = value.detach()
     return tensors
@@ -93,24 +110,10 @@ def write(folder, step, tensors, info, keep, spare, group):
     """
     import torch.distributed.checkpoint as dcp             # here, since it takes a second that --help need not wait for
 
-    rank = dist.get_rank(group) if group else 0
+    rank = rank_in(group)
     final = f"{folder}/step-{step:08d}"
     tmp = f"{final}.tmp"
-
-    def together(do):
-        """[What do() returned on each rank]. If it fails on any rank, it raises OSError on all."""
-        result, problem = None, ""
-        try:
-            result = do()
-        # torch wraps the error of a full disk in a CheckpointException, which is a BaseException.
-        except (OSError, RuntimeError, ValueError, dcp.CheckpointException) as e:
-            problem = f"{type(e).__name__}: {e}".strip().splitlines()[-1]
-        results, problems = zip(*everyone((result, problem), group))
-        if any(problems):
-            if rank == 0:
-                shutil.rmtree(tmp, ignore_errors=True)
-            raise OSError(f"checkpoint of step {step} was not written to {folder}: {next(filter(None, problems))}")
-        return results
+    files = {}
 
     def begin():
         if rank == 0:
@@ -119,12 +122,11 @@ def write(folder, step, tensors, info, keep, spare, group):
             os.mkdir(tmp)
 
     def write_my_part():
+        """The sha256 of each file of this rank, once it is on disk."""
         writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-
-    def hash_my_part():
         hashes = {}
-        for file in sorted(os.listdir(tmp)):
+        for file in os.listdir(tmp):
             if file.startswith(f"shard-{rank + 1:05d}-"):
                 flush(f"{tmp}/{file}")
                 hashes[file] = sha256(f"{tmp}/{file}")
@@ -139,12 +141,15 @@ def write(folder, step, tensors, info, keep, spare, group):
             flush(folder)
             delete_old(folder, step, keep, spare)
 
-    together(begin)
-    together(write_my_part)
-    files = {}
-    for part in together(hash_my_part):
-        files.update(part)
-    together(publish)
+    try:
+        together(begin, group)
+        for hashes in together(write_my_part, group):
+            files.update(hashes)
+        together(publish, group)
+    except OSError as e:
+        if rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)
+        raise OSError(f"checkpoint of step {step} was not written to {folder}: {e}") from None
 
 
 FILE = 2**28                       # bytes that a file of a checkpoint has at most, if no single tensor is larger
@@ -152,40 +157,40 @@ FILE = 2**28                       # bytes that a file of a checkpoint has at mo
 
 def into_files(tensors):
     """
-    {name: the number of the file of this rank that it goes to, from 1 on}, in their order.
+    {name: the number of its file, from 1}: in order, files of at most FILE bytes, or of the largest tensor's.
 
-    DCP makes a string of bytes of a whole file, and a copy of it, before it writes. One file for all tensors of the 8B
-    and its states would take 258 GB beside their own 129; so it takes twice the largest of them, 4 GB.
+    Before it writes a file, DCP makes a string of its bytes and a copy of that. With one file for all tensors of the 8B
+    and its states that would be 258 GB; with these files it is twice the largest tensor, 4 GB.
     """
     sizes = {name: local(t).nbytes for name, t in tensors.items()}
     most = max(FILE, *sizes.values())
     files, number, taken = {}, 1, 0
     for name, size in sizes.items():
-        if taken and taken + size > most:
-            number, taken = number + 1, 0
-        files[name] = number
         taken += size
+        if taken > most:
+            number, taken = number + 1, size
+        files[name] = number
     return files
 
 
 def delete_old(folder, step, keep, spare=None):
     """
-    Delete all checkpoints but the `keep` newest (0: none) and the newest that is not after step `spare`. Those after
-    `step` do not count: a resumed run has passed them over because they are damaged.
+    Delete all checkpoints but the `keep` newest (0: delete none) and the newest until step `spare` (None: no such).
+    Those after `step` do not count: a resumed run has passed them over because they are damaged.
     """
     until_now = [s for s in steps_in(folder) if s <= step]
-    spared = max((s for s in until_now if spare is not None and s <= spare), default=None)
+    before_decay = [s for s in until_now if s <= (spare or 0)]
     for old in until_now[:-keep]:                          # [:-0] is empty
-        if old != spared:
+        if old not in before_decay[-1:]:
             shutil.rmtree(f"{folder}/step-{old:08d}", ignore_errors=True)
 
 
 class Saver:
     """
     Saves while training continues: save() copies the tensors to the CPU and returns, and a thread writes them. If the
-    host has no memory for the copy (97 GB of the 8B on one GPU), training waits until they are written.
+    host lacks memory for the copy (97 GB for the 8B on one GPU), training waits until they are written.
 
-    A save that fails (disk full) is reported, and training continues. OSError after `patience` failures in a row.
+    Prints the error of a failed save (disk full), and training continues. OSError after `patience` failures in a row.
     """
 
     def __init__(self, folder, keep, group, patience):
@@ -197,12 +202,13 @@ class Saver:
         self.patience = patience
         self.failures = 0
         self.pending = None
+        self.thread = ThreadPoolExecutor(1)
         # A thread begins with GPU 0, where each rank would open a context, half a GB.
-        gpu = (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
-        self.thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device if gpu else None, initargs=gpu)
+        if torch.cuda.is_initialized():
+            self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
 
     def save(self, step, model, optimizer, info, spare=None):
-        import torch.distributed.checkpoint                # not in the thread, beside an import of torch.compile's
+        import torch.distributed.checkpoint                # not in the thread, where torch.compile may import too
 
         self.wait()
         tensors = tensors_of(model, optimizer)
@@ -221,7 +227,7 @@ class Saver:
         free = free_on_host()
         if free is None or need < 0.9 * free:
             return True
-        if is_first(self.group):
+        if rank_in(self.group) == 0:
             print(f"a copy of the tensors to save takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: "
                   "training waits while a checkpoint is written")
         return False
@@ -237,7 +243,7 @@ class Saver:
             if self.failures >= self.patience:
                 raise OSError(f"{e} (failed {self.failures} times in a row; "
                               "free some space, then --resume continues)") from None
-            if is_first(self.group):
+            if rank_in(self.group) == 0:
                 print(f"{e} (failure {self.failures} of {self.patience}; training continues until the next checkpoint)")
         finally:
             self.pending = None
@@ -251,6 +257,5 @@ class Saver:
 
 def copy_to_cpu(t):
     """A copy on the CPU that later steps do not change. Of a DTensor, the shard of this rank is copied."""
-    if hasattr(t, "to_local"):
-        return type(t)(local(t).to("cpu", copy=True), t._spec, requires_grad=False)
-    return t.to("cpu", copy=True)
+    copy = local(t).to("cpu", copy=True)
+    return type(t)(copy, t._spec, requires_grad=False) if hasattr(t, "to_local") else copy

@@ -6,11 +6,11 @@ Files that are whole or absent, whatever happens to the process or to the power.
     flush            fsync of a file that is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           shows later whether a bit has flipped
-    version          the hash of all that a meta.json says
+    version          the hash of a meta.json
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
 
-It imports the standard library alone, so that a data worker or --help need not wait for torch.
+It imports only the standard library: a data worker or --help does not wait for torch.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 
-# What a file system without locks answers: Lustre mounted without flock, NFS without lockd.
+# The errors of a file system without locks: Lustre mounted without flock, NFS without lockd.
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -30,17 +30,17 @@ def sha256(path):
 
 
 def sha256_of(content):
-    """The sha256 of what JSON can hold, whatever the order of its keys."""
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The sha256 of a JSON value; the order of keys does not change it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def version(meta):
     """
-    The hash that a version of a data set is known by: of all that meta.json says, and so of every token. It stands in
-    meta.json, the report, and the config.json and checkpoints of every run.
+    The hash that identifies a version of a data set: of all of meta.json, and so of every token. meta.json, the report,
+    and the config.json and checkpoints of every run contain it.
     """
-    rest = {key: value for key, value in meta.items() if key != "version"}
+    rest = dict(meta)
+    rest.pop("version", None)
     # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
     names = list(meta["sources"])
     return sha256_of(rest if names == sorted(names) else [rest, names])
@@ -48,11 +48,10 @@ def version(meta):
 
 def read_json(path):
     """The object in a JSON file. ValueError, one line, if it is damaged."""
-    with open(path, encoding="utf-8") as f:
-        try:
-            saved = json.load(f)
-        except (ValueError, RecursionError) as e:          # RecursionError: a million brackets
-            raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
+    try:
+        saved = json.loads(read_text(path))
+    except (ValueError, RecursionError) as e:              # RecursionError: a million brackets
+        raise ValueError(f"{path} is damaged, it is not JSON ({e}): fetch or write it again") from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: want a JSON object, it holds a {type(saved).__name__}")
     return saved
@@ -71,15 +70,14 @@ def write_flushed(path, content, shared=False):
     """
     Write a file, all or nothing: a full disk or a power cut leaves the old one.
 
-    content: bytes, a string, or an iterable of lines. shared: other processes may write the same file at once, so the
-    temporary file gets a name of its own. OSError names `path`, although the temporary file is what failed.
+    content: bytes, or a string, which becomes UTF-8. shared: other processes may write the same file at once, so the
+    temporary file gets a random name. OSError names `path`, not the temporary file.
     """
+    content = content.encode() if isinstance(content, str) else content
     tmp = f"{path}.{os.urandom(4).hex()}.tmp" if shared else f"{path}.tmp"
-    lines = [content] if isinstance(content, (bytes, str)) else content
-    how = dict(mode="wb") if isinstance(content, bytes) else dict(mode="w", encoding="utf-8")
     try:
-        with open(tmp, **how) as f:
-            f.writelines(lines)
+        with open(tmp, "wb") as f:
+            f.write(content)
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
@@ -97,13 +95,14 @@ def write_json(path, content):
 
 def make_folder(path):
     """os.makedirs, with each new name flushed into the folder that holds it: a power cut would take all inside."""
-    holders, at = [], os.path.abspath(path)
-    while not os.path.lexists(at):
-        at = os.path.dirname(at)
-        holders.append(at)
-    os.makedirs(path, exist_ok=True)
-    for holder in holders:
-        flush(holder)
+    if os.path.lexists(path):
+        return
+    holder = os.path.dirname(os.path.abspath(path))
+    make_folder(holder)
+    # Another process may make it at the same time.
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path)
+    flush(holder)
 
 
 def flush(path):
@@ -123,8 +122,8 @@ def lock_file(file):
     """
     Lock an open file for this process, until it is closed: False if another process holds it.
 
-    OSError if it cannot be locked at all (NO_LOCKS). Windows has msvcrt in place of fcntl; nobody else can read the
-    locked byte, so it lies far beyond the text.
+    OSError if it cannot be locked at all (NO_LOCKS). Windows has msvcrt in place of fcntl; there no other process can
+    read the locked byte, so it lies far beyond the text.
     """
     try:
         import fcntl

@@ -1,27 +1,29 @@
 """
-From which checkpoint a run resumes, and how much of it was planned otherwise.
+The checkpoint from which a run resumes, also one that was planned shorter.
 
     the same plan                              the newest intact checkpoint
     more minutes or samples, before the decay  the same, and the decay begins later
-    more minutes or samples, in the decay      the newest from before the decay; the decayed ones are set aside
+    more minutes or samples, in the decay      the newest from before the decay; renames the decayed ones
 """
 
 import contextlib
-import glob
 import json
 import os
 import shutil
 
-from engine import restore, runs
+from engine import restore
+from engine.checkpoint import steps_in
 from engine.files import read_json
+from engine.runs import forget
 
 
 def find_checkpoint(run, begun, samples_before, steps_until):
     """
-    (path, manifest) of the checkpoint to resume from, or None if there is none. Sets run.decay_at and run.spent.
+    (path, manifest) of the checkpoint to resume from, or None if the folder has no checkpoint. Sets run.decay_at,
+    run.spent and run.decayed, the steps of the checkpoints that set_aside() renames once the run has loaded.
 
     begun: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the checkpoint is of a
-    run with other settings, which are named; or none is left from before the decay.
+    run with other settings, which it names; or no checkpoint is left from before the decay.
     """
     now = run.config
     folder = f"{now['out']}/ckpt"
@@ -30,30 +32,34 @@ def find_checkpoint(run, begun, samples_before, steps_until):
         return None
     path, manifest = found
     before, samples = manifest["config"], samples_before(manifest["step"])
-    # Of the data, only stages that have begun count: those of later stages may still come.
-    names = [*vars(run.shape), "tokenizer", "batch_size", "batch_ramp_at", "seed", "optimizer", "state_dtype", "stage"]
-    same = decisive(now, begun, samples)
-    names += ["data_hash", *run.decides]
-    refuse_another(path, decisive(before, begun, samples), {name: same[name] for name in names})
+
+    def decisive(config):
+        """The settings of a run; of its data and stages only the part that counts at this checkpoint."""
+        # Of the data, only stages that have begun count: those of later stages may still come.
+        parts = dict(data_hash=begun(config["data_hash"], samples), stage=bool(config.get("stage")))
+        return dict(state_dtype="float32") | config | parts
+
+    names = "tokenizer batch_size batch_ramp_at seed optimizer state_dtype stage data_hash".split()
+    same = decisive(now)
+    refuse_another(path, decisive(before), {name: same[name] for name in [*vars(run.shape), *names, *run.decides]})
     decay_at = manifest.get("decay_at", before["total_samples"] - before["decay_samples"])
     planned_by = "total_samples", "decay_samples", "minutes", "schedule"
+    run.decayed = []
     if all((before.get(name) or 0) == now[name] for name in planned_by):
         run.decay_at = decay_at
     elif before["schedule"] == "wsd" and samples > decay_at:
         # The rate has begun to fall towards an end that is no longer the run's.
-        seconds = manifest["seconds"]
-        if not (60 * now["minutes"] > seconds if now["minutes"] else now["total_samples"] > samples):
+        seconds, last = manifest["seconds"], steps_until(decay_at)
+        if 60 * now["minutes"] <= seconds if now["minutes"] else now["total_samples"] <= samples:
             raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
                              "begun to fall: resume with its own total_samples and minutes, or with more")
-        found = before_decay(run, path, folder, steps_until(decay_at))
+        found = restore.newest_intact(folder, run.ranks.files, until=last)
+        if not found:
+            raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
+                             f"train longer from: start from these weights, --init_from={now['out']} --out=ANOTHER")
+        run.decayed = [step for step in steps_in(folder) if step > found[1]["step"]]
     run.spent = found[1].get("seconds", 0.0)
     return found
-
-
-def decisive(config, begun, samples):
-    """The settings of a run, by name; of its data and stages only what counts after so many samples."""
-    parts = dict(data_hash=begun(config["data_hash"], samples), stage=bool(config.get("stage")))
-    return dict(state_dtype="float32") | config | parts
 
 
 def refuse_another(path, before, now):
@@ -69,8 +75,8 @@ def refuse_another(path, before, now):
 
 def refuse_finished(out, end, tokens):
     """
-    ValueError if summary.json is of a run of so many tokens. If it is not there, or a full disk has torn it, the run
-    was killed before it had written it, and writes it again.
+    ValueError if summary.json says that the run has seen `tokens`. If it is absent, or torn by a full disk, the run was
+    killed before it had written it, and writes it again.
     """
     try:
         finished = read_json(f"{out}/summary.json")["tokens"] >= tokens
@@ -81,30 +87,16 @@ def refuse_finished(out, end, tokens):
                          f"--stage, or sample it: python sample.py --init_from={out}")
 
 
-def before_decay(run, path, folder, last):
-    """The newest checkpoint until step `last`; those after it, of which `path` is the newest, are set aside."""
-    out = run.config["out"]
-    found = restore.newest_intact(folder, run.ranks.files, until=last)
-    if not found:
-        raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
-                         f"train longer from: start from these weights, --init_from={out} --out=ANOTHER")
-    if run.ranks.first:
-        set_aside(out, found[1]["step"])
-        runs.forget(out, "cooldown")                       # it was for the decay that is now given up
-        print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")
-    return found
-
-
-def set_aside(out, step):
+def set_aside(out, decayed):
     """
-    Rename the checkpoints after `step` to ckpt/decayed-N, with the log and the summary so far in the last of them.
-
-    A run that resumes from `step` will write other ones. Nothing is deleted, and nothing else reads that name.
+    Rename the checkpoints of these steps to ckpt/decayed-N, with the log and the summary so far in the last of them,
+    because the resumed run will write other ones. Deletes nothing; nothing else reads that name.
     """
-    for path in sorted(glob.glob(f"{out}/ckpt/step-????????")):
-        if int(path[-8:]) > step:
-            aside = f"{out}/ckpt/decayed-{path[-8:]}"
-            os.rename(path, aside)
+    for step in decayed:
+        aside = f"{out}/ckpt/decayed-{step:08d}"
+        os.rename(f"{out}/ckpt/step-{step:08d}", aside)
     shutil.copy(f"{out}/log.jsonl", aside)
     with contextlib.suppress(FileNotFoundError):
         os.replace(f"{out}/summary.json", f"{aside}/summary.json")
+    forget(out, "cooldown")                                # it asked for the decay that this run repeats later
+    print(f"{out} continues from before its decay; the decayed checkpoints are now {out}/ckpt/decayed-*")

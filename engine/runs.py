@@ -24,16 +24,16 @@ def claim(out, resume, ranks):
     """
     The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.
 
-    ValueError: another run writes there, it holds a run that is not to be resumed, or other files than a run's.
+    ValueError: another run writes there, or the folder holds a run and resume is off, or files of another kind.
     """
     if not ranks.first:
         return contextlib.nullcontext()
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
     if "log.jsonl" in found or "ckpt" in found:
         if not resume:
-            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts one beside it")
+            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     else:
-        # Whoever touched it meant an earlier run.
+        # The file was meant for an earlier run.
         forget(out, "cooldown")
         if "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
             raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
@@ -61,8 +61,7 @@ def lock(out):
         locked = True
     if not locked:
         file.seek(0)
-        owner = file.read().strip()
-        raise ValueError(f"{out}: another run is writing there ({owner}): "
+        raise ValueError(f"{out}: another run is writing there ({file.read()}): "
                          f"stop it (touch {out}/stop) or name another --out")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
@@ -84,7 +83,7 @@ def entry_of(line):
 def open_log(out, start, ranks, validate=False, wandb=""):
     """
     The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. wandb: the
-    project of Weights & Biases that gets each entry as well.
+    project of Weights & Biases that gets each entry as well; ValueError if its package is not installed.
 
     Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
     validation before `start`.
@@ -92,38 +91,32 @@ def open_log(out, start, ranks, validate=False, wandb=""):
     if not ranks.first:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
+    if wandb:
+        try:
+            import wandb as service
+        except ImportError:
+            raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
+        service.init(project=wandb, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
 
-    def kept():
-        with open(path, encoding="utf-8", errors="replace") as f:
-            for line in f:
-                entry = entry_of(line)
-                if entry and entry["step"] < start - (validate and "val_loss" in entry):
-                    yield line
+    def stays(line):
+        entry = entry_of(line)
+        return entry and entry["step"] < start - (validate and "val_loss" in entry)
 
     if os.path.exists(path):
-        write_flushed(path, kept())
-    send = wandb and start_wandb(wandb, out)
+        with open(path, encoding="utf-8", errors="replace") as f:
+            kept = "".join(filter(stays, f))
+        write_flushed(path, kept)
     file = open(path, "a", encoding="utf-8", buffering=1)
 
     def log(**entry):
         file.write(json.dumps(entry) + "\n")
-        if send:
-            send(entry, step=entry["step"])
+        if wandb:
+            service.log(entry, step=entry["step"])
     return log
 
 
-def start_wandb(project, out):
-    """The function that sends an entry to Weights & Biases. ValueError if it is not installed."""
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
-    wandb.init(project=project, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
-    return wandb.log
-
-
 def asked_to_stop(out, stop, ranks):
-    """Whether a signal has come (`stop` is not empty) or, on the first rank, the folder has a file named `stop`."""
+    """Whether a signal has come (`stop` is not empty) or, on the first rank, the run folder contains a file `stop`."""
     return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
 
 

@@ -169,6 +169,16 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_
         last.finish()
 
 
+def test_the_thread_that_saves_opens_no_context_on_another_gpu(tmp_path, monkeypatch):
+    """A thread begins with GPU 0; the rank's own is 3."""
+    taken, cuda = [], torch.cuda
+    monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(cuda, "set_device", lambda gpu: taken.append((gpu, threading.current_thread())))
+    saver = checkpoint.Saver(str(tmp_path), 2, None, 3)
+    assert taken == [(3, saver.thread.submit(threading.current_thread).result())]
+
+
 def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tmp_path, monkeypatch, capsys):
     """488 bytes of weights and states: the host has 500 free, of which a tenth stays free, and then 560."""
     saver = checkpoint.Saver(str(tmp_path), 0, None, 3)
@@ -243,6 +253,12 @@ def with_files(path, named):
     files.write_flushed(f"{path}/manifest.json", checkpoint.sealed(manifest))
 
 
+def with_outside(path):
+    """A manifest that also names a file of another folder, with a hash that holds."""
+    named = os.path.basename(shard(path)), "../step-00000001/manifest.json"
+    with_files(path, {name: files.sha256(f"{path}/{name}") for name in named})
+
+
 DAMAGE = {
     "cut": lambda path: os.truncate(shard(path), 500),
     "of another step": lambda path: shutil.copy(shard(path[:-1] + "1"), shard(path)),
@@ -250,7 +266,7 @@ DAMAGE = {
     "no manifest": lambda path: os.remove(f"{path}/manifest.json"),
     "brackets": manifest_of(b"[" * 100_000),
     "no files": manifest_of(b'{"manifest": {"step": 1}}'),
-    "outside": lambda path: with_files(path, {"../../meta.json": "0"}),
+    "outside": with_outside,
     "a bit of the manifest": lambda path: written(
         f"{path}/manifest.json", open(f"{path}/manifest.json", "rb").read().replace(b'"note": "x"', b'"note": "y"')),
 }
@@ -300,7 +316,7 @@ def test_a_hostile_file_behind_hashes_that_hold_is_refused_and_nothing_runs(tmp_
 
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
-    files.write_flushed(path, (f"{i}\n" for i in range(3)))
+    files.write_flushed(path, "0\n1\n2\n")
     monkeypatch.setattr(files.os, "fsync", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device.*config.json'$"):
         files.write_flushed(path, "new and longer")

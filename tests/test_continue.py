@@ -18,6 +18,7 @@ from conftest import refused, same, script, weights
 from data import TokenDataset
 from engine import plot
 from faults.launch import sha_of
+from trained import contents
 
 SHAPE = (
     "--block_size=64 --n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32 --ffn_dim=64".split()
@@ -220,3 +221,14 @@ def test_what_cannot_work_is_told_in_one_line(lab, tmp_path, args, says):
     args = args.replace("ROOT", str(lab)).replace("COPY", str(tmp_path / "copy")).split()
     refused(go_on(lab, tmp_path / "run", *args), says)
     assert not (tmp_path / "run" / "ckpt").exists()
+
+
+def test_a_longer_run_of_adapters_from_another_start_moves_no_checkpoint(lab, tmp_path):
+    """It would continue from before its decay, but the frozen weights are other ones."""
+    run = shutil.copytree(lab / "adapted", tmp_path / "run")
+    before = contents(run / "ckpt")
+    done = go_on(lab, run, "--resume", "--total_samples=128", *ADAPTERS, start="continued")
+    refused(done, "start_hash")
+    assert contents(run / "ckpt") == before and (run / "summary.json").exists()
+    done = go_on(lab, run, "--resume", "--total_samples=128", *ADAPTERS)
+    assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr
