@@ -94,7 +94,7 @@ class Ranks:
         self.files = None
 
     def place(self, device):
-        """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if there is none for it."""
+        """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if it has no GPU."""
         if device == "mps" and self.mode != "none":
             raise ValueError("device=mps is one GPU for one process, without fp64: take --device=cpu, or leave "
                              "--parallel and --exact out")
