@@ -12,22 +12,14 @@ the slices of the formula. Both are therefore inside one operator (torch.library
 shapes of its results for the compiler, and a gradient.
 """
 
-import math
-
 import torch
-from torch import Tensor
 
+from model import at_least_fp32, attend
 
 # Letters: B batch, T time, H query heads, K kv heads, D head dim, R queries of a slice, S keys that they may see.
 
 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def at_least_fp32(x):
-    """bf16 and fp16 become fp32, fp64 stays: sums and exponentials are computed in this dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide)
 
 
 def attend_on_cpu(q, k, v, doc=None):
@@ -36,16 +28,14 @@ def attend_on_cpu(q, k, v, doc=None):
 
     q (B, H, T, D); k and v (B, K, T, D); doc (B, T), equal inside a document, None if every row is one document.
     """
-    y, *_ = attention(q, k, v, doc)
-    return y
+    return attention(doc, q, k, v)[0]
 
 
 def attend_on(model, device):
     """Let the layers of a model attend by attend_on_cpu if the device is a CPU, else as model.py does."""
+    chosen = attend_on_cpu if str(device) == "cpu" else attend
     for block in model.model.layers:
-        vars(block.self_attn).pop("attend", None)
-        if str(device) == "cpu":
-            block.self_attn.attend = attend_on_cpu
+        block.self_attn.attend = chosen
 
 
 def by_formula(q):
@@ -53,7 +43,7 @@ def by_formula(q):
     return q.dtype == torch.bfloat16 and q.shape[2] <= 512
 
 
-def unfilled(q):
+def unfilled(doc, q, k, v):
     """
     Memory for the results of the operator: [y (B, H, T, D), *kept].
 
@@ -64,8 +54,7 @@ def unfilled(q):
     # The projection that follows reads (B, T, H D) without a copy.
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     if not by_formula(q):
-        lse = at_least_fp32(q.new_empty(B, T, H))
-        return [y, lse.transpose(1, 2)]
+        return [y, at_least_fp32(q.new_empty(B, H, T))]
     results = [y]
     for start in range(0, T, SLICE):
         end = min(start + SLICE, T)
@@ -96,12 +85,11 @@ def by_segments(attend, doc, inputs, outputs):
     """Write attend(*inputs) into `outputs`, document by document. All tensors are (B, heads, T, ...)."""
     # The kernel takes half the time in fp32 for short documents in bf16.
     if doc is not None:
-        inputs = [at_least_fp32(x) for x in inputs]
-    n = len(inputs)
+        inputs = map(at_least_fp32, inputs)
+    n = len(outputs)
     for views in documents(doc, [*inputs, *outputs]):
-        found = attend(*views[:n], 0.0, True)                            # no dropout, causal
-        for target, part in zip(views[n:], found):
-            target.copy_(part)
+        found = attend(*views[:-n], 0.0, True)                           # no dropout, causal
+        torch._foreach_copy_(views[-n:], found)
 
 
 # -----------------------------------------------------------------------------
@@ -117,52 +105,55 @@ SLICE = 64
 
 def grouped(x, K):
     """x (B, H, R, D) -> (B K, H/K R, D): heads that share a key-value head are the rows of one matrix."""
-    B, H, R, D = x.shape
-    return x.reshape(B * K, H // K * R, D)
+    return x.reshape(len(x) * K, -1, x.shape[3])
 
 
-def formula(q, k, v, doc, y, kept):
-    """Write the output into y, and the probabilities of each slice into `kept`."""
-    B, K, T, D = k.shape
-    keys = grouped(k, K)                                                 # (B K, T, D)
+def slices(q, k, v, kept):
+    """
+    Yield each slice as matrices of a product, for all heads at once: `rows`, the numbers of its queries; its
+    probabilities (B K, H/K R, S), in their place in `kept`; its queries (B K, H/K R, D); the keys and the values that
+    they may see (B K, S, D).
+    """
+    K = k.shape[1]
+    keys = grouped(k, K)
     values = grouped(v, K)
+    for p in kept:
+        R, S = p.shape[2:]
+        rows = slice(S - R, S)
+        yield rows, grouped(p, K), grouped(q[:, :, rows], K), keys[:, :S], values[:, :S]
+
+
+def formula(doc, q, k, v, y, *kept):
+    """Write the output into y, and the probabilities of each slice into `kept`."""
+    B, H, T, D = q.shape
     if doc is None:
         doc = torch.zeros(B, T)
     i = torch.arange(T)
-    for p in kept:
-        R, S = p.shape[2:]
-        mine = slice(S - R, S)
-        z = grouped(p, K)                                                # (B K, H/K R, S)
-        z.baddbmm_(grouped(q[:, :, mine], K), keys[:, :S].mT, beta=0, alpha=D ** -0.5)
-        other = doc[:, mine, None] != doc[:, None, :S]                   # (B, R, S)
-        later = i[mine, None] < i[:S]
+    for rows, p, queries, keys, values in slices(q, k, v, kept):
+        S = rows.stop
+        p.baddbmm_(queries, keys.mT, beta=0, alpha=D ** -0.5)
+        other = doc[:, rows, None] != doc[:, None, :S]                   # (B, R, S)
+        later = i[rows, None] < i[:S]
         # Adding a bias is faster than filling in through a mask that all heads share.
-        bias = torch.zeros_like(other, dtype=p.dtype)
-        bias.masked_fill_(other | later, -math.inf)
-        p += bias[:, None]
-        torch.softmax(z, -1, out=z)
-        y[:, :, mine] = torch.bmm(z, values[:, :S]).view(B, -1, R, D)
+        bias = torch.where(other | later, -torch.inf, 0.0).to(p.dtype)
+        p.view(B, H, -1, S).add_(bias[:, None])
+        torch.softmax(p, -1, out=p)
+        y[:, :, rows] = torch.bmm(p, values).view_as(q[:, :, rows])
 
 
-def formula_backward(grad, q, k, v, kept, gradients):
-    """Write the gradients of q, k and v into `gradients`."""
-    B, K, T, D = k.shape
-    keys = grouped(k, K)                                                 # (B K, T, D)
-    values = grouped(v, K)
+def formula_backward(gradients, grad, q, k, v, y, *kept):
+    """Write the gradients of q, k and v into `gradients`; grad: that of the output."""
     grad_q, grad_k, grad_v = gradients
-    # A key collects a sum over all slices behind it.
-    sum_k = at_least_fp32(torch.zeros_like(keys))
-    sum_v = at_least_fp32(torch.zeros_like(values))
-    for p in kept:
-        R, S = p.shape[2:]
-        mine = slice(S - R, S)
-        p = grouped(p, K)                                                # (B K, H/K R, S)
-        incoming = grouped(grad[:, :, mine], K)                          # (B K, H/K R, D)
-        grad_p = torch.bmm(incoming, values[:, :S].mT)
+    B, K, T, D = k.shape
+    # A key collects a sum over all slices behind it, in fp32.
+    sum_k, sum_v = torch.zeros(2, B * K, T, D)
+    for rows, p, queries, keys, values in slices(q, k, v, kept):
+        incoming = grouped(grad[:, :, rows], K)                          # (B K, H/K R, D)
+        grad_p = torch.bmm(incoming, values.mT)
         grad_z = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype)
-        grad_q[:, :, mine] = torch.bmm(grad_z, keys[:, :S]).view(B, -1, R, D)
-        sum_k[:, :S] += torch.bmm(grad_z.mT, grouped(q[:, :, mine], K))
-        sum_v[:, :S] += torch.bmm(p.mT, incoming)
+        grad_q[:, :, rows] = torch.bmm(grad_z, keys).view_as(q[:, :, rows])
+        sum_k[:, :rows.stop] += torch.bmm(grad_z.mT, queries)
+        sum_v[:, :rows.stop] += torch.bmm(p.mT, incoming)
     scale = D ** -0.5
     grad_q *= scale
     sum_k *= scale
@@ -174,37 +165,33 @@ def formula_backward(grad, q, k, v, kept, gradients):
 # the operator
 
 
-@torch.library.custom_op("apertus::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None) -> list[Tensor]:
+@torch.library.custom_op(
+    "apertus::attention", mutates_args=(), schema="(Tensor? doc, Tensor q, Tensor k, Tensor v) -> Tensor[]")
+def attention(doc, q, k, v):
     """[y, *kept] of unfilled(); arguments of attend_on_cpu."""
-    y, *kept = unfilled(q)
+    results = unfilled(doc, q, k, v)
     if by_formula(q):
-        formula(q, k, v, doc, y, kept)
+        formula(doc, q, k, v, *results)
     else:
-        by_segments(kernel, doc, [q, k, v], [y, *kept])
-    return [y, *kept]
+        by_segments(kernel, doc, [q, k, v], results)
+    return results
 
 
-@attention.register_fake
-def _(q, k, v, doc):
-    return unfilled(q)
+def unfilled_gradients(doc, saved):
+    """Memory for the results of attention_backward."""
+    return [torch.empty_like(x) for x in saved[1:4]]
 
 
-@torch.library.custom_op("apertus::attention_backward", mutates_args=())
-def attention_backward(saved: list[Tensor], doc: Tensor | None) -> list[Tensor]:
+@torch.library.custom_op(
+    "apertus::attention_backward", mutates_args=(), schema="(Tensor? doc, Tensor[] saved) -> Tensor[]")
+def attention_backward(doc, saved):
     """The gradients of q, k and v; saved: that of the output, q, k, v, and the operator's results."""
-    grad, q, k, v, _, *kept = saved
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    if by_formula(q):
-        formula_backward(grad, q, k, v, kept, gradients)
+    gradients = unfilled_gradients(doc, saved)
+    if by_formula(saved[1]):
+        formula_backward(gradients, *saved)
     else:
         by_segments(kernel_backward, doc, saved, gradients)
     return gradients
-
-
-@attention_backward.register_fake
-def _(saved, doc):
-    return [torch.empty_like(x) for x in saved[1:4]]
 
 
 def keep_inputs_and_results(ctx, inputs, output):
@@ -212,10 +199,12 @@ def keep_inputs_and_results(ctx, inputs, output):
 
 
 def gradients_of(ctx, gradients):
-    """Only the output of the results has a gradient, and doc has none."""
-    q, k, v, doc, *results = ctx.saved_tensors
-    saved = [gradients[0], q, k, v, *results]
-    return *attention_backward(saved, doc), None
+    """Of the results only the output has a gradient, and doc has none."""
+    doc, *saved = ctx.saved_tensors
+    found = attention_backward(doc, [gradients[0], *saved])
+    return None, *found
 
 
+attention.register_fake(unfilled)
+attention_backward.register_fake(unfilled_gradients)
 attention.register_autograd(gradients_of, setup_context=keep_inputs_and_results)

@@ -9,14 +9,16 @@ place. A row is the list [p, g, m1, m2, v] of one tensor, in which m1 may be Non
 """
 
 import torch
+from torch._utils import _flatten_dense_tensors as flatten
+from torch._utils import _unflatten_dense_tensors as unflatten
 from torch.fx.experimental import _config as shapes
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from engine.hardware import can_compile
 
-# Calling a compiled kernel has a price, so tensors of at most SMALL elements (gains, scalars) are joined and updated
-# as one, and MANY tensors share a call. A larger MANY saves calls, but takes longer to compile; a larger SMALL costs
-# more for copying than it saves. Tensors are cut into rows of WIDE, the remainder goes to the small ones.
+# Calling a compiled kernel has a price, so small tensors (gains, scalars) are joined and updated as one, and MANY
+# tensors share a call. A larger MANY saves calls, but takes longer to compile; a larger SMALL costs more for copying
+# than it saves. A tensor of more than SMALL elements is its own: viewed as rows of WIDE, without a copy.
 SMALL = 4_096
 MANY = 3
 WIDE = 16
@@ -39,16 +41,16 @@ def updater(update, device, compile):
     """
 
     def many(rows, t, numbers):
-        for p, g, m1, m2, v in rows:
+        for p, g, *m1, m2, v in rows:
             slow = m2.float() if m2.dtype == torch.bfloat16 else m2
-            update(p, g, m1, slow, v, *numbers)
+            update(p, g, m1[0] if m1 else None, slow, v, *numbers)
             if slow is not m2:
                 m2.copy_(stochastic_bf16(slow, t))
 
-    if compile and not can_compile(device):
-        print(f"ademamix: no compiler found for {device.type}: the update runs eagerly, which is slower")
-        compile = False
     if not compile:
+        return many
+    if not can_compile(device):
+        print(f"ademamix: no compiler found for {device.type}: the update runs eagerly, which is slower")
         return many
     # dynamic: one kernel for tensors of every size.
     fused = torch.compile(many, fullgraph=True, dynamic=True)
@@ -58,60 +60,48 @@ def updater(update, device, compile):
     def joined(rows, t, numbers):
         wide, small = [], []
         for row in rows:
+            row = [x for x in row if x is not None]
             n = row[0].numel()
-            whole = n - n % WIDE if n > SMALL else 0
-            if not all(x is None or x.is_contiguous() for x in row):
-                # Non-contiguous tensors cannot be viewed as rows. They are rare, so they are updated eagerly.
-                many([row], t, numbers)
-                continue
-            if whole:
-                wide.append(each(lambda x: in_rows(x, whole), row))
-            if whole < n:
-                small.append(each(lambda x: x.view(-1)[whole:], row))
-        columns = list(zip(*small))
-        together = [None if column[0] is None else join(column) for column in columns]
+            # Joined as well are large tensors that are not contiguous or no whole rows. They are rare.
+            if n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row):
+                wide.append([in_rows(x) for x in row])
+            else:
+                small.append(row)
+        columns, together = [], []
         if small:
-            wide.append(each(lambda x: in_rows(x, x.numel()), together))
+            # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.
+            n = sum(row[0].numel() for row in small)
+            small.append([x.new_zeros(2 * WIDE - n % WIDE) for x in small[0]])
+            columns = list(zip(*small))
+            together = list(map(flatten, columns))
+            wide.append([in_rows(x) for x in together])
         # Zeros fill up the last call: a shorter list would need another kernel.
         while len(wide) % MANY:
-            wide.append(each(lambda x: in_rows(x.new_zeros(2 * WIDE), 2 * WIDE), wide[0]))
+            wide.append([in_rows(x.new_zeros(2 * WIDE)) for x in wide[0]])
         for i in range(0, len(wide), MANY):
             fused(wide[i : i + MANY], t, numbers)
         # Joined tensors are copies, so all but the gradients are copied back.
-        sizes = [row[0].numel() for row in small]
-        for i, whole in enumerate(together):
-            if i != 1 and whole is not None:
-                torch._foreach_copy_(columns[i], whole[: sum(sizes)].split(sizes))
+        for i, column in enumerate(columns):
+            if i != 1:
+                torch._foreach_copy_(column, unflatten(together[i], column))
         # Autograd does not see changes through .data, but a backward pass through the old weights must still fail.
         torch.autograd.graph.increment_version([row[0] for row in rows])
 
     return joined
 
 
-def each(f, row):
-    """f of each tensor of a row."""
-    return [None if x is None else f(x) for x in row]
-
-
-def in_rows(x, n):
+def in_rows(x):
     """
-    The first n elements of x as (n / WIDE, WIDE), the same memory. torch.compile takes WIDE for fixed: with no known
-    length a kernel moves one number at a time on a GPU, and with this one 16 bytes.
+    x as (n / WIDE, WIDE), the same memory. torch.compile takes WIDE for fixed: with no known length a kernel moves
+    one number at a time on a GPU, and with this one 16 bytes.
     """
     # FSDP's gradients are parts of one buffer. torch.compile would compile those that do not begin at its start apart,
-    # and views apart from whole tensors (hence .data).
+    # and views apart from whole tensors: so .data.
     if x.storage_offset():
         x = from_dlpack(to_dlpack(x.detach()))
-    rows = x.as_strided((n // WIDE, WIDE), (WIDE, 1)).data
+    rows = x.view(-1, WIDE).data
     torch._dynamo.mark_static(rows, 1)
     return rows
-
-
-def join(column):
-    """1-D tensors as one, padded with zeros to whole rows, at least two: torch.compile would compile one row apart."""
-    n = sum(x.numel() for x in column)
-    zeros = column[0].new_zeros(max(2 * WIDE - n, -n % WIDE))
-    return torch.cat([*column, zeros])
 
 
 # -----------------------------------------------------------------------------

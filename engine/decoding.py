@@ -20,7 +20,7 @@ def one_row(x, w):
     """
     x32 = x[..., None, :].float()                                        # (..., 1, K)
     # Four places of memory are read 1.3 times as fast as one.
-    quarters = w.unflatten(0, (4, -1)) if len(w) % 4 == 0 else w[None]
+    quarters = w.tensor_split(4)
     sums = [(x32 * part.float()).sum(-1) for part in quarters]           # (..., N / 4) each
     return torch.cat(sums, dim=-1).to(x.dtype)
 
@@ -54,7 +54,6 @@ def lay_out_for_decoding(model):
     for module in model.modules():
         if type(module) is not Linear or module.weight is embedding:
             continue
-        weight = module.weight
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if on_cpu and module.out_features > module.in_features:
-            weight.data = weight.data.T.contiguous().T
+        w = module.weight
+        if w.is_cpu and w.dtype == torch.float32 and len(w) > w.shape[1]:
+            w.data = w.data.T.contiguous().T

@@ -28,8 +28,7 @@ E5M2 = torch.float8_e5m2        # of gradients; 57,344
 
 def check_fp8(config, positions, device):
     """ValueError if not all products can be in fp8. positions: of a micro-batch on this device."""
-    kind, _, _ = device.partition(":")
-    if kind == "mps" or kind == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+    if device.startswith("mps") or device.startswith("cuda") and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"fp8=True wants a GPU that multiplies in it (H100, 4090 and later) and {device} does not: "
                          "leave it out")
     sizes = dict(

@@ -23,7 +23,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from datetime import timedelta
 
@@ -49,8 +48,8 @@ def launched():
     # port that differs between jobs.
     env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE") or "1"
-    on_this_node = int(re.match(r"\d+", per_node)[0])      # of "4(x2)", four on each of two nodes
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")   # "4(x2)": four on each of two nodes
+    on_this_node = int(re.match(r"\d+", per_node)[0])
     return int(env["SLURM_PROCID"]), ranks, int(env["SLURM_LOCALID"]), on_this_node
 
 
@@ -58,8 +57,8 @@ class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
 
-    mode: none | ddp | fsdp | hsdp. exact: add gradients in fp64, so that 1, 2 and 4 processes end in the same bits; it
-    needs sharding, which one process then does as well. shard: with hsdp, how many ranks share one copy of the model;
+    mode: none | ddp | fsdp | hsdp. exact: add gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs
+    sharding, which one process then does as well. shard: with hsdp, how many ranks share one copy of the model;
     0 = those of a node. ValueError for what cannot work. No connection is opened before join().
     """
 
@@ -71,7 +70,6 @@ class Ranks:
         if mode != "none" and not found:
             raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
                              f"--parallel={mode}; one process alone is parallel=none")
-        self.launched = bool(found)
         self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
         if mode == "none" and self.size > 1:
             raise ValueError(f"{self.size} processes were started and parallel=none is one: "
@@ -85,18 +83,19 @@ class Ranks:
         self.sharded = self.mode in ("fsdp", "hsdp")
         # Which samples this rank reads: part `group` of `groups`. Ranks that share a window are one group.
         self.group, self.groups = self.rank, self.size
-        self.shard = (shard or node) if mode == "hsdp" else self.size
+        # How many ranks share one copy of the weights.
+        self.shard = {"fsdp": self.size, "hsdp": shard or node}.get(self.mode, 1)
         if self.size % self.shard:
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
                              f"try {nearest_divisors(self.size, self.shard)}")
         # How many ranks hold the same gradient.
-        self.copies = self.size if self.mode == "ddp" else self.size // self.shard
+        self.copies = self.size // self.shard
         # The group that checkpoints are written with, from join() to leave().
         self.files = None
 
     def place(self, device):
-        """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if there is none for it."""
-        if device == "mps" and (self.exact or self.mode != "none"):
+        """The device of this rank: cuda becomes cuda:LOCAL_RANK. ValueError if it has no GPU."""
+        if device == "mps" and self.mode != "none":
             raise ValueError("device=mps is one GPU for one process, without fp64: take --device=cpu, or leave "
                              "--parallel and --exact out")
         if device != "cuda":
@@ -114,7 +113,7 @@ class Ranks:
         each, rest = divmod(batch_size, self.groups)
         # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
         micro = micro_batch if self.exact else min(micro_batch, each)
-        if rest or micro < 1 or each % micro:
+        if rest or each % micro:
             batch = micro_batch * self.groups
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
                              f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // batch)}")
@@ -128,8 +127,8 @@ class Ranks:
         if self.mode == "none":
             return
         wait = timedelta(seconds=timeout)
-        # A process without a launcher meets nobody and needs no network: a store in its own memory will do.
-        store = None if self.launched else dist.HashStore()
+        # A single process meets no other and needs no network: a store in its own memory will do.
+        store = dist.HashStore() if self.size == 1 else None
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, timeout=wait, rank=self.rank, world_size=self.size)
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
@@ -140,7 +139,7 @@ class Ranks:
             shape, names = (self.copies, self.shard), ("copies", "shards")
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
         if self.exact:
-            self.before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+            self.threads = torch.get_num_threads()
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
             torch.set_num_threads(1)                       # two threads split a sum in two, which rounds it differently
             torch.use_deterministic_algorithms(True)
@@ -162,16 +161,15 @@ class Ranks:
         dist.destroy_process_group()
         self.files = None
         if self.exact:
-            torch.set_num_threads(self.before[0])
-            torch.use_deterministic_algorithms(self.before[1])
+            torch.set_num_threads(self.threads)
+            torch.use_deterministic_algorithms(False)
 
 
 def nearest_divisors(n, near):
     """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    below = max(d for d in divisors if d <= near)
-    above = min((d for d in divisors if d >= near), default=below)
-    return " or ".join(map(str, sorted({below, above})))
+    below = next((d for d in range(near, 0, -1) if n % d == 0), 1)
+    above = next((d for d in range(near, n) if n % d == 0), n)
+    return f"{below} or {above}" if below < above else str(below)
 
 
 # -----------------------------------------------------------------------------
@@ -257,11 +255,10 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     passes SIGUSR2 on only with --signals-to-handle; without, it dies of it and the ranks run on.
     """
     caught, before = [], {}
-    if threading.current_thread() is threading.main_thread():
-        for name in names:
-            if hasattr(signal, name):                      # Windows has no SIGUSR1 and no SIGUSR2
-                number = getattr(signal, name)
-                before[number] = signal.signal(number, lambda received, frame: caught.append(received))
+    for name in names:
+        if hasattr(signal, name):                          # Windows has no SIGUSR1 and no SIGUSR2
+            number = getattr(signal, name)
+            before[number] = signal.signal(number, lambda received, frame: caught.append(received))
     try:
         yield caught
     finally:
@@ -289,7 +286,7 @@ def orderly_exit():
         if not found:
             raise
         if isinstance(e, SystemExit):
-            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+            code = e.code or 0
         elif isinstance(e, RuntimeError) and LOST.search(str(e)):
             print(f"rank {found[0]}: lost another rank ({str(e).strip().splitlines()[0][-120:]}). It died, or did not "
                   "answer within --timeout. Its message is the cause; --resume continues from the last checkpoint",

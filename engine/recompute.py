@@ -9,12 +9,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 def recompute_activations(model, mode):
     """
-    Trade compute for memory: drop what a block's forward pass stored, and recompute it when backward needs it.
+    Trade compute for memory: drop the tensors that a block's forward pass stores; backward recomputes them.
 
     full       keeps the input of each block only, and costs one more forward pass: a third more FLOPs.
-    selective  keeps what is expensive to compute and small to store: q, k, v, the output projection and attention.
-               Recomputed are norms, activations and the widest matrix, up, whose result is 5.25 C wide: 43 % of what a
-               block stores.
+    selective  keeps tensors that are expensive to compute and small to store: q, k, v, the output projection and
+               attention. It recomputes norms, activations and the widest matrix, up, whose result is 5.25 C wide:
+               43 % of the memory of a block.
     ValueError for another mode.
     """
     if mode not in ("none", "selective", "full"):

@@ -12,13 +12,12 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --paral
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from engine.parallel import Ranks, nearest_divisors
 
 
-@torch.library.custom_op("apertus::exchange", mutates_args=())
-def exchange(x: Tensor, group: str) -> Tensor:
+@torch.library.custom_op("apertus::exchange", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
+def exchange(x, group):
     """
     All-to-all within a group of P ranks, by its name: x[j] goes to rank j, and y[i] comes from rank i. x, y (P, ...).
 
@@ -30,9 +29,8 @@ def exchange(x: Tensor, group: str) -> Tensor:
     return y
 
 
-@exchange.register_fake
-def _(x, group):
-    return x.new_empty(x.shape)
+def keep_group(ctx, inputs, output):
+    ctx.group = inputs[1]
 
 
 def exchange_back(ctx, grad):
@@ -40,38 +38,35 @@ def exchange_back(ctx, grad):
     return exchange(grad, ctx.group), None
 
 
-def keep_group(ctx, inputs, output):
-    ctx.group = inputs[1]
-
-
+exchange.register_fake(lambda x, group: x.new_empty(x.shape))
 exchange.register_autograd(exchange_back, setup_context=keep_group)
 
 
-def by_heads(x, P, group):
+def by_heads(x, ranks):
     """All heads of this rank's positions (B, H, T/P, D) -> some heads of all positions (B, H/P, T, D)."""
-    x = x.unflatten(1, (P, -1))                            # (B, P, H/P, T/P, D)
-    x = exchange(x.transpose(0, 1), group)                 # (P, B, H/P, T/P, D)  by positions
+    x = x.unflatten(1, (ranks.P, -1))                      # (B, P, H/P, T/P, D)
+    x = exchange(x.transpose(0, 1), ranks.window)          # (P, B, H/P, T/P, D)  by positions
     return x.movedim(0, 2).flatten(2, 3)                   # (B, H/P, T, D)
 
 
-def by_positions(x, P, group):
+def by_positions(x, ranks):
     """And back: (B, H/P, T, D) -> (B, H, T/P, D)."""
-    x = x.unflatten(2, (P, -1))                            # (B, H/P, P, T/P, D)
-    x = exchange(x.movedim(2, 0), group)                   # (P, B, H/P, T/P, D)  by heads
+    x = x.unflatten(2, (ranks.P, -1))                      # (B, H/P, P, T/P, D)
+    x = exchange(x.movedim(2, 0), ranks.window)            # (P, B, H/P, T/P, D)  by heads
     return x.transpose(0, 1).flatten(1, 2)                 # (B, H, T/P, D)
 
 
 class SplitRanks(Ranks):
-    """Ranks of which P neighbours read the same samples, and share each window. ValueError: P does not divide them."""
+    """Ranks of which P > 1 neighbours read the same samples and share each window. ValueError if P does not fit."""
 
     def __init__(self, P, *how):
         super().__init__(*how)
-        if P < 1 or self.size % P:
-            near = nearest_divisors(self.size, max(1, P))
-            raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: try {near}, or start a "
-                             "multiple of it, torchrun --nproc_per_node=8 ... --parallel=fsdp")
-        if self.exact and P > 1:
-            raise ValueError("exact=True gives the same bits on any number of ranks, and sums over a split window "
+        if self.size % P:
+            raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: "
+                             f"try {nearest_divisors(self.size, P)}, or start a multiple of it, "
+                             "torchrun --nproc_per_node=8 ... --parallel=fsdp")
+        if self.exact:
+            raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
                              "round differently: leave it out, or take --sequence_parallel=1")
         self.P = P
         self.groups = self.size // P
@@ -93,14 +88,15 @@ def check_split(P, **counts):
 
 def split_attention(model, ranks):
     """Let the layers of a model attend to whole windows, of which each rank of a group holds 1/P."""
-    def split(inner):
-        def attend(q, k, v, doc=None):
-            q, k, v = (by_heads(x, ranks.P, ranks.window) for x in (q, k, v))
-            return by_positions(inner(q, k, v, doc), ranks.P, ranks.window)
-        return attend
+    layers = [block.self_attn for block in model.model.layers]
+    whole = layers[0].attend
 
-    for block in model.model.layers:
-        block.self_attn.attend = split(block.self_attn.attend)
+    def attend(q, k, v, doc=None):
+        q, k, v = (by_heads(x, ranks) for x in (q, k, v))
+        return by_positions(whole(q, k, v, doc), ranks)
+
+    for layer in layers:
+        layer.attend = attend
 
 
 class SplitForward:
@@ -112,15 +108,18 @@ class SplitForward:
     def forward(self, idx, targets=None, keep=None, doc=None, n_tokens=None, per_token=False, **how):
         if targets is None:                                # generate.py: each rank writes the same text by itself
             return super().forward(idx, **how)
-        P, n = self.ranks.P, idx.shape[1] // self.ranks.P
-        mine = slice(self.ranks.part * n, (self.ranks.part + 1) * n)
-        positions = torch.arange(mine.start, mine.stop, device=idx.device)
+        P = self.ranks.P
+
+        def mine(x):
+            """This rank's positions of x (..., T), a view."""
+            return x.chunk(P, -1)[self.ranks.part]
+
+        positions = mine(torch.arange(idx.shape[1], device=idx.device))
         # Each of the P ranks has counted all tokens of the window. doc stays whole, since attention needs it.
-        each = n_tokens and n_tokens / P
-        more, found = super().forward(idx[:, mine], targets[:, mine], keep[:, mine], doc, n_tokens=each,
+        more, found = super().forward(mine(idx), mine(targets), mine(keep), doc, n_tokens=n_tokens and n_tokens / P,
                                       positions=positions, per_token=per_token)
         if not per_token:
             return more, found
         nll = found.new_zeros(targets.shape)
-        nll[:, mine] = found * P
+        mine(nll).copy_(found * P)
         return None, nll

@@ -81,9 +81,9 @@ def check(ranks):
     close(nll[:1], nll[1:], ranks.size, tolerance)
     # Heads for positions and back.
     x = torch.randn(2, 4, 8, 4).bfloat16()
-    there = by_heads(x, ranks.P, ranks.window)
+    there = by_heads(x, ranks)
     assert there.shape == (2, 4 // ranks.P, 8 * ranks.P, 4)
-    assert by_positions(there, ranks.P, ranks.window).equal(x)
+    assert by_positions(there, ranks).equal(x)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, several, 
 @pytest.mark.parametrize("dtype, T, formula", [
     (torch.bfloat16, 512, True), (torch.bfloat16, 513, False), (torch.float32, 64, False)])
 def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype, T, formula):
-    y, *kept = attention.attention(*qkv(T, dtype), None)
+    y, *kept = attention.attention(None, *qkv(T, dtype))
     shapes = [(2, 4, 64, end) for end in range(64, 513, 64)] if formula else [(2, 4, T)]
     assert [tuple(x.shape) for x in kept] == shapes
     assert y.transpose(1, 2).is_contiguous()
@@ -90,7 +90,7 @@ def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
 def test_torch_finds_no_fault_with_the_operator(ways, formula):
     """Shapes, strides and gradients, as torch.compile relies on them."""
     ways(formula)
-    torch.library.opcheck(attention.attention, (*qkv(20), documents_of(20)))
+    torch.library.opcheck(attention.attention, (documents_of(20), *qkv(20)))
 
 
 def test_documents_are_computed_one_by_one_and_rows_of_one_document_together():

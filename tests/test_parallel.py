@@ -206,7 +206,7 @@ def test_srun_says_which_rank_a_process_is(monkeypatch):
     assert (ranks.rank, ranks.size, ranks.shard, ranks.copies, ranks.first) == (5, 8, 4, 2, False)
     # One process inside a job is one process; so is a script that sbatch starts without srun.
     one = parallel.Ranks()
-    assert (one.rank, one.size, one.exact, one.launched) == (0, 1, False, False)
+    assert (one.rank, one.size, one.exact) == (0, 1, False)
     env["SLURM_NTASKS"] = "1"
     assert parallel.launched() is None
 
