@@ -24,9 +24,11 @@ Memory does not grow with the text: 52 bytes a document, 164 with near-duplicate
 text while it runs. After a kill the same command resumes. The bytes do not depend on the number of workers.
 """
 
+import codecs
 import glob
 import multiprocessing
 import os
+import signal
 import sys
 import sysconfig
 import threading
@@ -43,7 +45,7 @@ from corpus.folder import building, clear, empty, publish
 from corpus.language import identifier
 from corpus.ledger import counted, schema
 from corpus.rules import limit_files
-from corpus.withdraw import refuse_joined, withdraw
+from corpus.withdraw import withdraw
 from engine.files import read_json, read_text, sha256, sha256_of, write_json
 from engine.readers import CONVERTERS, find, matches
 
@@ -108,14 +110,14 @@ SMALL = 1 << 24
 
 def main():
     global out
-    if paths and not remove and out == "data/stdlib":
+    if paths and not remove and "out" not in globals().get("_asked", ()):
         out = "data/mine"
+    check_settings()
     if remove and paths:
         raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
-    if remove:
-        refuse_joined(out)
-    read = [remove] if remove else [match for path in [*paths, robots, reservations] for match in matches(path)]
-    with building(out, read) as (final, tmp):
+    read = [remove] if remove else [match for path in [*paths, robots, reservations, known] for match in matches(path)]
+    # To be replaced by --remove, a joined folder is refused there, in better words.
+    with building(out, read, None if remove else False) as (final, tmp):
         if remove:
             withdraw(remove, out, final, tmp)
         else:
@@ -140,11 +142,10 @@ def prepare(final, tmp):
 
 def begin(work, began):
     """Write work/plan.json, or find it as a killed run left it. Another run's work is removed."""
-    check_settings()
     inputs, ignored = find(paths) if paths else standard_library()
     for kind, names in ignored.items():
         how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""
-        print(f"not read: {counted(len(names), f'{kind} file')}, such as {names[0]}{how}")
+        print(f"not read: {len(names):,} ({kind}), such as {names[0]}{how}")
     asked = settings(globals())
     asked.update(name=os.path.basename(os.path.normpath(out)), out=os.path.normpath(out), repetitions=list(repetitions))
     asked["by_id"] = (split_by or ("text" if paths else "id")) == "id"
@@ -188,6 +189,18 @@ def standard_library():
 def check_settings():
     """ValueError for a setting that makes no sense. stages.rules() checks the others."""
     schema()
+    if not out:
+        raise ValueError("--out is empty: name a folder")
+    for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name}={globals()[name]}: want {least} or more")
+    if not repetitions or not all(type(n) is int and n >= 0 for n in repetitions):
+        raise ValueError(f"repetitions={repetitions}: want whole numbers, such as (0,1,8)")
+    if encoding:
+        try:
+            codecs.lookup(encoding)
+        except LookupError:
+            raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want allow or deny")
     if not 0 <= val_share < 1:
@@ -254,6 +267,9 @@ def each(do, numbers, work, workers):
 
 def end_with_the_main_process():
     """In a worker: end when the main process does. After kill -9 it would wait for work for ever."""
+    # Ctrl-C is for the main process, which ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)

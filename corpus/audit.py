@@ -21,11 +21,12 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 import tokenizer
 from corpus.dedup import LONG, fingerprint, signatures, words
-from corpus.ledger import counted, ledger, read_meta, sums, total
+from corpus.ledger import FILE, counted, ledger, read_meta, sums, total
 from corpus.robots import host_key
 from corpus.shards import shards_of
 from engine.files import read_json, sha256, version
@@ -51,9 +52,7 @@ def verify(folder):
     against the report. ValueError, one line, at the first difference. Returns the total of report.json.
     """
     folder, meta = Path(folder), read_meta(folder)
-    if not (folder / "report.json").is_file():
-        raise ValueError(f"{folder} has no report.json: name a folder that prepare.py wrote")
-    report = read_json(folder / "report.json")
+    report = read_report(folder)
     if not version(meta) == meta["version"] == report["version"]:
         raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data")
     begins, tokens = {}, 0
@@ -80,14 +79,26 @@ def verify(folder):
                 raise ValueError(f"{folder}: a document of {name} does not begin where documents.parquet says")
     if tokens or listed != sum(map(len, begins.values())):
         raise ValueError(f"{folder}: the shards hold other documents than documents.parquet: {tokens:+,} tokens")
-    if sha256(folder / "documents.parquet") != report["outputs"]["ledger"]:
-        raise ValueError(f"{folder}/documents.parquet is not what prepare.py wrote: another sha256")
     found = total([dict(row, about=0) for row in sums(folder)])
     said = report["total"]
     for name in found.keys() - {"tokens_removed_about"}:
         if found[name] != said[name]:
             raise ValueError(f"{folder}: documents.parquet and report.json differ in {name}")
     return said
+
+
+def read_report(folder):
+    """report.json of a data folder. ValueError for an older or damaged one."""
+    path = Path(folder, "report.json")
+    next(ledger(folder, ["id"]), None)
+    if not path.is_file():
+        raise ValueError(f"{folder} has no report.json: name a folder that prepare.py wrote")
+    report = read_json(path)
+    if not {"version", "outputs", "total", "inputs"} <= report.keys():
+        raise ValueError(f"{path} is damaged: prepare the data again")
+    if sha256(Path(folder, FILE)) != report["outputs"]["ledger"]:
+        raise ValueError(f"{folder}/{FILE} is not what prepare.py wrote: another sha256")
+    return report
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -98,12 +109,20 @@ class Tokens:
     """The tokens of the documents of a folder, from its shards."""
 
     def __init__(self, folder):
-        self.shard = lru_cache(100)(lambda file: np.load(os.path.join(folder, file), mmap_mode="r", allow_pickle=False))
+        self.folder = folder
+        self.shard = lru_cache(100)(self.open)
         self.next = {}
         for source in read_meta(folder)["sources"].values():
             for split in source.values():
                 files = [shard["file"] for shard in split["shards"]]
                 self.next.update(zip(files, files[1:]))
+
+    def open(self, file):
+        path = os.path.join(self.folder, file)
+        try:
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError) as e:
+            raise ValueError(f"{path} is damaged or missing ({e}): prepare the data again") from None
 
     def pieces(self, row):
         """Yield (shard, begin, end): where the tokens of a row of the ledger are."""
@@ -124,6 +143,8 @@ def find_rows(folder, wanted, similarity):
     no URL is called so, texts of at least five words are compared by MinHash too (+- 0.04 at 0.8).
     """
     text = wanted
+    if not wanted.strip() or os.path.isfile(wanted) and not Path(wanted).read_bytes().strip():
+        raise ValueError(f"find={wanted!r} is empty: want an id, a URL, a text, or a file with one")
     if os.path.isfile(wanted):
         text = Path(wanted).read_bytes().decode("utf-8-sig", "replace")
     key, found = fingerprint(text), []
@@ -160,7 +181,8 @@ def nearly(folder, own, similarity):
 def near_names(folder, wanted):
     """The ids, URLs or hosts that are spelled most like one that is not there, as the end of a sentence."""
     best = []
-    for table in ledger(folder, ["id", "url"]):
+    for table in ledger(folder, ["id", "url", "reason"]):
+        table = table.filter(pc.equal(table["reason"], ""))
         names = {*table["id"].to_pylist(), *filter(None, table["url"].to_pylist())}
         names |= {host_key(name) or name for name in names if "://" in name}
         best = difflib.get_close_matches(wanted, [*best, *sorted(names)], 3, 0.5)
@@ -169,6 +191,7 @@ def near_names(folder, wanted):
 
 def ask(folder):
     """Print whether `find` is in a data folder, and with `when` at which steps a run read it."""
+    read_report(folder)
     read_by = reader(folder, when) if when else None
     found = find_rows(folder, find, similarity)
     for how, row in found:
@@ -201,11 +224,16 @@ def reader(folder, run):
         done = 1 + max((entry["step"] for entry in filter(None, map(entry_of, lines)) if "lr" in entry), default=-1)
     until = samples_at(done, *batch)
     data = data_of_run(config, until)
+    theirs = [os.path.join(config["data"], shard["file"]) for shard in shards_of(read_meta(config["data"]))]
+    theirs = set(map(os.path.realpath, theirs))
 
     def said(row):
         if row["split"] != "train":
             return f"for validation: no step of {run} was trained on it"
-        samples = samples_of(data, os.path.join(folder, row["shard"]), row["offset"], row["tokens"], until)
+        path = os.path.join(folder, row["shard"])
+        if os.path.realpath(path) not in theirs:
+            raise ValueError(f"{run} has read {config['data']}, not {folder}: ask that folder")
+        samples = samples_of(data, path, row["offset"], row["tokens"], until)
         steps = sorted({steps_in(int(sample), *batch) for sample in samples})
         # Tokens of the run before the step and after it.
         spans = [[samples_at(step + more, *batch) * config["block_size"] for more in (0, 1)] for step in steps]

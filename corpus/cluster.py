@@ -42,6 +42,8 @@ gb = 8                      # memory of a task, for Slurm and Ray
 
 
 def main():
+    # Of datatrove's steps: its logs are in the work folder.
+    os.environ.setdefault("LOGURU_LEVEL", "WARNING")
     if not find_spec("datatrove"):
         raise ValueError("corpus.cluster needs datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
@@ -56,7 +58,10 @@ def main():
         for name, _, _ in stages.STAGES:
             n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
             last = executor_of(name, n, final, tmp, last)
-        last.run()
+        try:
+            last.run()
+        except Exception as e:
+            raise OSError(f"{e}; {tmp}/work/logs say more") from None
         if executor != "slurm":
             publish(final, tmp)
             clear(tmp)

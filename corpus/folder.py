@@ -18,19 +18,18 @@ WRITTEN = {"meta.json", "documents.parquet", "report.json", "report.md", "tokeni
 WRITTEN |= {"kept.parquet", "removed.jsonl.gz", "flow.png"}
 
 
-def claim(out, inputs, joined=False):
+def claim(out, inputs, joined=None):
     """
     Lock a data folder for this process. Returns (final, tmp, lock): the folder without links, the folder OUT.tmp
     where work/ and data/ are made, and the file to close at the end.
 
-    inputs: paths that are read. joined: the folder belongs to data.py --join. ValueError, with nothing written, if
-    something of the user's would be lost or another process is writing there.
+    inputs: paths that are read. joined: whether the old folder must be one of data.py --join; None: it may be either.
+    ValueError, with nothing written, if something of the user's would be lost or another process is writing there.
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
-    refuse(out, final, tmp, inputs, joined)
-    made = not tmp.exists()
     try:
+        refuse(out, final, tmp, inputs, joined)
         tmp.mkdir(parents=True, exist_ok=True)
         lock = open(tmp / LOCK, "a+", encoding="utf-8")
     except OSError as e:
@@ -62,22 +61,24 @@ def claim(out, inputs, joined=False):
 
 
 @contextlib.contextmanager
-def building(out, inputs, joined=False):
+def building(out, inputs, joined=None):
     """claim() as a context: (final, tmp). A mistake of the user leaves no tmp, a full disk one to resume from."""
     final, tmp, lock = claim(out, inputs, joined)
     before = os.path.exists(tmp / "work")
     with lock:
         try:
             yield final, tmp
-        except OSError as e:
-            raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
-        except ValueError:
+        except BrokenPipeError:
+            raise
+        except (ValueError, ImportError, FileNotFoundError, IsADirectoryError):
             if not before:
                 clear(tmp)
             raise
+        except OSError as e:
+            raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
 
 
-def refuse(out, final, tmp, inputs, joined=False):
+def refuse(out, final, tmp, inputs, joined):
     """ValueError if `final` cannot be made or replaced without touching files of the user."""
     if lies_in(os.getcwd(), final):
         raise ValueError(f"{out} is or holds the working directory: choose another folder")
@@ -86,11 +87,13 @@ def refuse(out, final, tmp, inputs, joined=False):
         if lies_in(folder, final):
             raise ValueError(f"{out} is or holds {folder}, an input, and would be replaced: choose another folder")
     for path in inputs:
+        if lies_in(path, tmp):
+            raise ValueError(f"{path}, an input, is in the work folder of --out={out}: choose another folder")
         if os.path.isdir(path) and lies_in(final, path):
             raise ValueError(f"{out} lies in {path}, an input: choose a folder outside it")
     if os.path.ismount(final):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
-    if os.path.lexists(tmp) and not (tmp.is_dir() and set(os.listdir(tmp)) <= {LOCK, "work", "data", "old"}):
+    if os.path.lexists(tmp) and not (tmp.is_dir() and (LOCK in os.listdir(tmp) or not os.listdir(tmp))):
         raise ValueError(f"{tmp} exists and prepare.py did not write it: move it, or choose another folder")
     stranger = not_ours(final, joined)
     if stranger:
@@ -114,17 +117,26 @@ def not_ours(folder, joined):
         files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
         # The shards of a joined folder lie in others.
         elsewhere = any(map(os.path.dirname, files))
-        if joined == elsewhere and "report.json" in entries:
+        if joined in (None, elsewhere) and "report.json" in entries:
             ours = WRITTEN | files
     return next((name for name in entries if name not in ours), None)
 
 
 def publish(final, tmp):
-    """Put tmp/data in the place of `final`, whose old data are removed when the new ones stand."""
+    """
+    Put tmp/data in the place of `final`, whose old data are removed when the new ones stand.
+
+    OSError, with `final` as it was, if a file of the user has come to it since claim().
+    """
     data, old = tmp / "data", tmp / "old"
+    stranger = not_ours(final, None)
+    if stranger:
+        raise OSError(f"{final}/{stranger} has appeared: move it")
     for file in data.iterdir():
         flush(file)
     flush(data)
+    # The work is done: after a kill from here on the same command starts again.
+    (tmp / "work" / "plan.json").unlink(missing_ok=True)
     if final.is_dir():
         os.rename(final, old)
     try:

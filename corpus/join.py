@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, counted, ledger, write_account, write_ledger
+from corpus.ledger import FILE, add, counted, ledger, write_account, write_ledger
 from data import VOCABULARY, TokenDataset, read_meta
 from engine.files import read_json, version
 
@@ -30,6 +30,8 @@ def joined_meta(folders, final):
 
     ValueError for folders of different vocabularies, and for a source that is there twice.
     """
+    if len(set(map(os.path.realpath, folders))) < len(folders):
+        raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = [read_meta(folder) for folder in folders]
     joined = {key: metas[0][key] for key in ("tokenizer", *VOCABULARY)}
     joined["sources"], renamed = {}, {folder: {} for folder in folders}
@@ -97,16 +99,31 @@ def rows_of_all(folders, renamed, final):
 
 def joined_report(parts, out):
     """The reports of all parts as one, for write_account()."""
+    ignored, asked = {}, [part["robots"] for part in parts if part["robots"]]
+    for part in parts:
+        for kind, names in part["ignored"].items():
+            ignored.setdefault(kind, []).extend(names)
     run = dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(part["run"]["command"] for part in parts))
     return dict(
         run=run,
         inputs=[file for part in parts for file in part["inputs"]],
-        ignored={kind: names for part in parts for kind, names in part["ignored"].items()},
+        ignored=ignored,
         rule=" ".join(sorted({part["rule"] for part in parts})),
         pii={name: all(part["pii"][name] for part in parts) for name in ("scrubbed", "in_code")},
         probes=None,
-        robots=None,
+        robots=joined_robots(asked, len(parts)) if asked else None,
     )
+
+
+def joined_robots(asked, n):
+    """The sums of what the parts say of robots.txt. asked: of the parts that have consulted one, n: of all parts."""
+    hosts, lost = {}, {}
+    for robots in asked:
+        hosts = {name: hosts.get(name, 0) + count for name, count in robots["hosts"].items()}
+        for host, row in robots["top_blocked_hosts"].items():
+            add(lost, host, dict(enumerate(row)), 0, 1)
+    store = " ".join([*(robots["store"] for robots in asked), *["none"] * (n - len(asked))])
+    return dict(asked[0], store=store, hosts=hosts, top_blocked_hosts=lost)
 
 
 def texts_again(folder):
@@ -116,8 +133,8 @@ def texts_again(folder):
     texts = rows.group_by("text").aggregate([("split", "count_distinct")])
     both = int((texts["split_count_distinct"].to_numpy() > 1).sum())
     how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
-    again = counted(len(rows) - len(texts), "document")
-    return f"{again} have a text that is there before, {both:,} of the texts for training and for validation{how}"
+    return (f"documents with a text that is there before: {len(rows) - len(texts):,}; texts for training and for "
+            f"validation: {both:,}{how}")
 
 
 def main():

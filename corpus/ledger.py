@@ -95,7 +95,10 @@ def read_meta(folder):
     path = os.path.join(folder, "meta.json")
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no meta.json: name a folder that prepare.py wrote")
-    return read_json(path)
+    meta = read_json(path)
+    if not {"sources", "version", "bos"} <= meta.keys():
+        raise ValueError(f"{path} is damaged, or not of prepare.py: prepare the data again")
+    return meta
 
 
 # ----------------------------------------------------------------------------------------------------------------------

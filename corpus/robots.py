@@ -410,7 +410,10 @@ def statements(doc):
         except (ValueError, RecursionError):
             headers = "\n".join(headers.splitlines())
     columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
-    metas = [(f"meta-{name.strip()}", content) for name, content in doc.get("metas") or ()]
+    # A column of the user's may be called so and mean something else.
+    metas = doc["metas"] if isinstance(doc.get("metas"), list) else ()
+    pairs = [pair for pair in metas if isinstance(pair, (list, tuple)) and len(pair) == 2]
+    metas = [(f"meta-{str(name).strip()}", content) for name, content in pairs]
     return as_text([headers, columns, metas], "\n", "\n", ": ")
 
 

@@ -215,12 +215,19 @@ def score_function(path):
     """
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
-    user = runpy.run_path(path)
-    if "score" not in user:
+    def run(work, *args):
+        # Whatever goes wrong in it is the user's, and is told in one line.
+        try:
+            return work(*args)
+        except (Exception, SystemExit) as e:
+            raise ValueError(f"--score={path}: {type(e).__name__}: {e}") from None
+
+    user = run(runpy.run_path, path)
+    if not callable(user.get("score")):
         raise ValueError(f"--score={path}: the file has no function score(text)")
 
     def score(text):
-        value = user["score"](text)
+        value = run(user["score"], text)
         if not isinstance(value, numbers.Real):
             raise ValueError(f"--score={path}: score(text) returned {value!r:.60}, want a number")
         return float(value)

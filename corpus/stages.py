@@ -46,7 +46,7 @@ from corpus.rules import top_thresholds
 from corpus.shards import DOCUMENT, dtype_of, long_parts, safe, shards_of, stretch, texts, tokenize, write_shard
 from corpus.withdraw import reason_of, stays_out
 from engine.files import read_json, sha256, version, write_json
-from engine.readers import check, documents, files_of, id_hash, rows_of
+from engine.readers import check, documents, files_of, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
@@ -97,7 +97,7 @@ def groups(work):
     found, size = [[]], 0
     for file in files:
         for part in [None] if file["problem"] else file["parts"]:
-            if size >= GROUP:
+            if found[-1] and size + (part[3] if part else 0) > GROUP:
                 found.append([])
                 size = 0
             found[-1].append((file, part))
@@ -126,6 +126,7 @@ def documents_of(number, work):
                 if value and doc.get(name) is None:
                     doc[name] = value
             if score and doc["text"] is not None:
+                doc.setdefault("language", "")
                 doc["score"] = score(doc["text"])
             yield doc
 
@@ -139,6 +140,8 @@ def rules(work):
     """The settings as functions and tables. ValueError for one that makes no sense."""
     asked = plan(work)
     names = [agent for agent, in rows_of(asked.agents, ("agent",), comments=True)] if asked.agents else AGENTS
+    if not names:
+        raise ValueError(f"--agents={asked.agents} names no agent: want one a line")
     robots = dict(
         store=open_robots(asked.robots) if asked.robots else None,
         agents=tuple(name for name in names if name != "*" or not asked.agents_no_star),
@@ -227,10 +230,15 @@ def sift(number, work):
     with open(path.with_suffix(".text"), "wb") as f:
         for docs in handfuls(documents_of(number, work)):
             for doc in docs:
-                doc["reason"] = reason_alone(doc, work)
+                doc.update(reason=reason_alone(doc, work), bands=None)
             by_words([doc for doc in docs if not doc["reason"]], rules(work))
             rows += [row_of(doc, f, work) for doc in docs]
     table = pyarrow.table({name: [row[name] for row in rows] for name in spool_schema().names}, spool_schema())
+    write_rows(table, path)
+
+
+def write_rows(table, path):
+    """Write a table whole or not at all."""
     pyarrow.parquet.write_table(table, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
@@ -283,8 +291,8 @@ def row_of(doc, f, work):
                 replaced.update(counts)
     return dict(
         id=doc["id"],
-        source=str(doc.get(asked.source_by) or "none") if asked.source_by else asked.name,
-        url=url if isinstance(url, str) else None,
+        source=writable(str(doc.get(asked.source_by) or "none")) if asked.source_by else asked.name,
+        url=writable(url) if isinstance(url, str) else None,
         language=str(doc.get("language") or ""),
         license=str(doc.get("license") or ""),
         reason=doc["reason"],
@@ -327,15 +335,17 @@ def decide(work, n, planted=()):
         for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist()):
             reason[i] = reason[i] or reason_of(row, gone)[0]
         reason[(reason == "") & np.isin(text, kept)] = "duplicate"
+    # Neither planted passages nor the end of a document that was cut in two have a hash.
+    whole = text != 0
     if asked.dedup:
         # A planted passage that is in the corpus as well would be seen more often than promised.
         twice = np.isin(text, np.array([fingerprint(passage) for passage in probes(work)], np.uint64))
-        left = np.flatnonzero((reason == "") & (group >= 0) & ~twice)
+        left = np.flatnonzero((reason == "") & whole & ~twice)
         twice[left] = True
         twice[left[np.unique(text[left], return_index=True)[1]]] = False
-        reason[(reason == "") & twice & (group >= 0)] = "duplicate"
+        reason[(reason == "") & twice & whole] = "duplicate"
     if asked.near_dedup:
-        left, seen = np.flatnonzero((reason == "") & (group >= 0)), Seen()
+        left, seen = np.flatnonzero((reason == "") & whole), Seen()
         for some in np.array_split(left, len(left) // ledger.ROWS + 1):
             keys = rows["bands"].take(some).combine_chunks().flatten().to_numpy()
             reason[some[~seen.first(keys.reshape(len(some), -1))]] = "near-duplicate"
@@ -364,7 +374,7 @@ def judge(number, work):
         rows, group, reason = decide(work, n, planted)
     kept = reason == ""
     if not kept[group >= 0].any():
-        counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason).most_common(5))
+        counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason[group >= 0]).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
     sources, source = np.unique(rows["source"].to_numpy(), return_inverse=True)
     # That of the planted passages is the last.
@@ -407,7 +417,7 @@ def halve(work, group):
     if cut and plan(work).val_share:
         rest = dict(offset=row["offset"] + cut, written=len(raw) - cut, **dict.fromkeys(("bytes", "text", *TAGS), 0))
         rows[at:at + 1] = [dict(row, written=cut), {**row, **rest}]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, table.schema), spool_of(work, group))
+        write_rows(pyarrow.Table.from_pylist(rows, table.schema), spool_of(work, group))
 
 
 def plant(work):
@@ -422,7 +432,7 @@ def plant(work):
             row = dict(empty, id=passage["id"], source="probes", language="", license="", reason="", offset=f.tell(),
                        written=f.write(passage["text"].encode()))
             rows += [dict(row, id_hash=id_hash(f"{passage['id']}#{k}")) for k in range(passage["repetitions"])]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, spool_schema()), spool_of(work, -1))
+    write_rows(pyarrow.Table.from_pylist(rows, spool_schema()), spool_of(work, -1))
     return [-1] if rows else []
 
 
@@ -503,10 +513,13 @@ def tokenize_bucket(number, work):
 def shards(work):
     """[{stream, begin, end, file, sizes}] of all shards. sizes: tokens of the stream in each bucket."""
     found, names, most = [], judged(work).sources, plan(work).shard_tokens
+    # Two names may differ in characters that no file name has.
+    safe_names = [safe(name) for name in names]
+    safe_names = [name if safe_names.index(name) == i else f"{name}-{i}" for i, name in enumerate(safe_names)]
     for stream in range(2 * len(names)):
         files = [work / "tokens" / f"{n}.{stream}" for n in range(len(judged(work).buckets))]
         sizes = [file.stat().st_size // dtype_of(tok_of(work)).itemsize if file.exists() else 0 for file in files]
-        prefix = f"{safe(names[stream // 2])}_" if len(names) > 1 else ""
+        prefix = f"{safe_names[stream // 2]}_" if len(names) > 1 else ""
         for begin in range(0, sum(sizes), most):
             name = f"{prefix}{('train', 'val')[stream % 2]}_{begin // most:05d}.npy"
             end = min(begin + most, sum(sizes))

@@ -37,6 +37,8 @@ def withdraw(path, out, final, tmp):
     ValueError, with the folder as it was: none of it is there, an id is not, or a source would be empty.
     """
     meta = read_meta(final)
+    if any(os.path.dirname(shard["file"]) for shard in shards_of(meta)):
+        raise ValueError(f"{out} was joined from other folders: remove from these, and join them again")
     verify(final)
     report = read_json(final / "report.json")
     asked = read_list(path, report["robots"])
@@ -67,12 +69,6 @@ def withdraw(path, out, final, tmp):
           f"{report['total']['documents']:,} stay; version {meta['version'][:16]} is now {report['version'][:16]}")
 
 
-def refuse_joined(out):
-    """ValueError for a folder whose shards are in others."""
-    if any(os.path.dirname(shard["file"]) for shard in shards_of(read_meta(out))):
-        raise ValueError(f"{out} was joined from other folders: remove from these, and join them again")
-
-
 def read_list(path, robots):
     """
     The entries of a list: names (ids, URLs or hosts), ids, urls, hosts, texts (fingerprints), and the arguments of
@@ -80,7 +76,7 @@ def read_list(path, robots):
     """
     asked = SimpleNamespace(names=set(), ids=set(), urls=set(), hosts=set(), texts=set())
     store = None
-    if not os.path.exists(path):
+    if not os.path.isfile(path) and not os.path.isdir(path):
         raise ValueError(f"--remove={path}: no such file")
     if os.path.isdir(path):
         store = open_robots(path)
@@ -150,6 +146,8 @@ def choose(final, out, asked, path):
         for row in table.to_pylist():
             number += 1
             if row["reason"]:
+                # An entry that was withdrawn before is no mistake.
+                used |= {row["id"], row["url"]} if row["withdrawn"] else set()
                 continue
             # Planted passages stay.
             why, entry = reason_of(row, asked) if row["source"] != "probes" or row["bytes"] else ("", None)

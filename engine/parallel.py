@@ -22,6 +22,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import sys
 import traceback
 from datetime import timedelta
@@ -255,7 +256,8 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     passes SIGUSR2 on only with --signals-to-handle; without, it dies of it and the ranks run on.
     """
     caught, before = [], {}
-    for name in names:
+    # Another thread than the main one, as in a notebook's worker, may not set handlers.
+    for name in names if threading.current_thread() is threading.main_thread() else ():
         if hasattr(signal, name):                          # Windows has no SIGUSR1 and no SIGUSR2
             number = getattr(signal, name)
             before[number] = signal.signal(number, lambda received, frame: caught.append(received))

@@ -53,7 +53,7 @@ CONVERTERS = dict(line.split(": ") for line in """
 .bz2: bunzip2
 .xz: unxz
 """.strip().splitlines())
-PART = 16 << 20             # bytes of lines in a part
+PART = 4 << 20              # bytes of lines in a part
 SLICE = 64 << 20            # bytes of a parquet row group in a part, unpacked
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
@@ -171,6 +171,8 @@ def why_not(file, name):
 def local(path):
     """Yield (name, path, why it is not read) of the files that a local path or glob names."""
     for match in matches(path):
+        if not os.path.isfile(match) and not os.path.isdir(match):
+            raise ValueError(f"{match}: a broken link, or not a file")
         root, files = files_of(match)
         for file in files:
             name = file[len(root):].replace(os.sep, "/").lstrip("/")
@@ -241,7 +243,7 @@ def find(paths):
     ignored = {}
     for key in passed.keys() - read:
         why, name = passed[key]
-        ignored.setdefault(why, []).append(name)
+        ignored.setdefault(why, []).append(writable(name))
     most_first = sorted(ignored.items(), key=lambda item: (-len(item[1]), item[0]))
     return [dict(name=name, path=path) for name, path in files.items()], dict(most_first)
 
@@ -348,10 +350,16 @@ def parts_of(file):
         return
     lines = kind_of(path) == "lines" and not encoding
     edges = [(0, 0)]                                    # (bytes, rows) before each place where it can be cut
+    at = row = 0
     with open_bytes(path, encoding) as f:
-        while block := f.read(PART) + (f.readline() if lines else b""):
-            begin, row = edges[-1]
-            edges.append((begin + len(block), row + block.count(b"\n")))
+        while block := f.read(PART):
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                edges.append((at + cut, row + block.count(b"\n")))
+            at += len(block)
+            row += block.count(b"\n")
+    # A last line without its end belongs to the part before it.
+    edges = [*(edges[:-1] or edges), (at, row)]
     most = len(edges) if lines else 1
     # A worker unpacks a file from its beginning to its part, so there are at most four parts.
     if path.lower().endswith((".gz", ".zst")):

@@ -179,7 +179,7 @@ def results_of(at_a_time, work, columns):
 def write(path, text):
     """Write a file whole or not at all, and the folders above it. text: a string, or an iterable of lines."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    write_flushed(path, text)
+    write_flushed(path, "".join(text))
 
 
 def write_rows(path, rows):

@@ -183,7 +183,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     fill(tmp_path / "b", tmp_path / "b.jsonl", "--source_by=lang", "--val_share=0.2")
     both = tmp_path / "both"
     done = script("data.py", made / "data", tmp_path / "b", f"--join={both}")
-    assert done.returncode == 0 and "10 documents have a text that is there before, 0 of" in done.stdout, done.stderr
+    assert done.returncode == 0 and "there before: 10; texts for training and for validation: 0" in done.stdout, done.stderr
     assert sorted(os.listdir(both)) == ["documents.parquet", "meta.json", "report.json", "report.md"]
     assert sorted(TokenDataset(str(both), "train", 8).meta["sources"]) == ["b/deu_Latn", "b/roh_Latn", "deu_Latn", "roh_Latn"]
     assert sum(texts_of(both).values(), []) == sum(
