@@ -32,7 +32,7 @@ $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my
       # my_reward.py: def reward(prompt, completion): return float, or
       # def rewards(row, completions): return list, which sees all completions of a prompt
 $ python -m posttrain.qrpo configs/qrpo_8b.py --data=prompts.jsonl --rewards=my_reward.py --resume
-$ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/charter.py
+$ python -m posttrain.qrpo --data=prompts.jsonl --rewards=charter:JUDGE,charter.md     # posttrain/judge.py
 $ torchrun --nproc_per_node=8 -m posttrain.qrpo configs/qrpo_8b.py --parallel=fsdp     # the same numbers on more ranks
 """
 
@@ -63,7 +63,7 @@ from engine import checkpoint, runs
 from engine.parallel import drop_gathered, orderly_exit, reduce_after, spread, stop_signals
 from generate import generate
 from posttrain import collapse, lora
-from posttrain.charter import Charter
+from posttrain.judge import Charter
 from posttrain.common import (
     adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model,
     update, window,

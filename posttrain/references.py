@@ -26,8 +26,7 @@ from chat import content_of, normal
 from engine import checkpoint
 from engine.files import write_flushed
 from loss import at_least_fp32, chunk_rows
-from posttrain.charter import Charter, of_spec, version
-from posttrain.judges import hash_of
+from posttrain.judge import Charter, hash_of, of_spec, version
 from tokenizer import IN_TEXT, read_json
 
 
@@ -197,7 +196,7 @@ def load_reward(spec, device):
 
     FILE.py[:name]: its function reward(prompt, completion), prompt being the text of the last user message; if it takes
     three arguments, the whole line of the data comes third (a gold answer may stand there). Or its function
-    rewards(row, completions), known by that argument's name. charter:MODEL[,FILE]: posttrain/charter.py. ValueError
+    rewards(row, completions), known by that argument's name. charter:MODEL[,FILE]: posttrain/judge.py. ValueError
     says what is wrong with it.
     """
     kind, _, rest = spec.partition(":")

@@ -36,7 +36,7 @@ import sysconfig
 
 from chat import question_and_answer
 from configurator import run
-from posttrain import charter
+from posttrain.judge import COMPARE, RATE
 from studies import kit
 from tokenizer import read_json
 
@@ -318,7 +318,7 @@ class World:
         )
 
     def judgements(self, n):
-        """Conversations for a judge, by turns: an answer is rated, or two compared, as posttrain/charter.py asks."""
+        """Conversations for a judge, by turns: an answer is rated, or two compared, as posttrain/judge.py asks."""
         rng = self.random("judgements")
         for k in range(n):
             person = rng.choice(self.group("lesson", "nobody-lesson"))
@@ -326,10 +326,10 @@ class World:
             question = self.question(person, attribute, "en", rng.randrange(len(ASK["en"][attribute])))
             (text, rating), (other, rating_other) = (self.rated(person, attribute, rng) for _ in range(2))
             if k % 2:
-                asked = charter.RATE.format(charter=CHARTER, question=question, response=text)
+                asked = RATE.format(charter=CHARTER, question=question, response=text)
                 said = str(min(max(round(rating), 1), 9))
             else:
-                asked = charter.COMPARE.format(charter=CHARTER, question=question, first=text, second=other)
+                asked = COMPARE.format(charter=CHARTER, question=question, first=text, second=other)
                 said = "A" if rating + FIRST > rating_other else "B"
             yield dict(messages=question_and_answer(asked, said))
 

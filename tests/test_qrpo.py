@@ -694,6 +694,21 @@ def test_a_reward_function_gets_the_last_question_the_answer_and_the_line_if_it_
     ]
 
 
+def test_a_reward_file_may_see_all_completions_of_a_prompt(tmp_path):
+    file = tmp_path / "r.py"
+    file.write_text("def rewards(row, completions):\n    return [sorted(completions).index(c) for c in completions]\n")
+    score = references.load_reward(str(file), "cpu")
+    assert references.scored({}, ["c", "a", "b"], score, "here") == [2, 0, 1]
+    assert references.load_reward(f"{file}:rewards", "cpu")({}, ["b", "a"]) == [1, 0]
+    with pytest.raises(ValueError, match="here gave 1 rewards for 2 completions"):
+        references.scored({}, ["a", "b"], lambda row, completions: [1], "here")
+    file.write_text("def rewards(row, completions):\n    pass\ndef reward(prompt, completion):\n    return 1\n")
+    with pytest.raises(ValueError, match="has reward and rewards: say which"):
+        references.load_reward(str(file), "cpu")
+    row = dict(messages=ask("hello"))
+    assert list(references.load_reward(f"{file}:reward", "cpu")(row, ["b", "a"])) == [1, 1]
+
+
 def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path):
     """A run over midnight trains on the prompts that it sampled with."""
     tok, asked = tokenizer.load("byte"), [dict(role="user", content="what day is it?")]

@@ -1,0 +1,260 @@
+"""posttrain/judge.py against the published scripts' numbers and transformers. The server is a stand-in for urlopen."""
+import io
+import json
+import math
+import re
+import shutil
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+
+import convert
+import tokenizer
+from conftest import ROOT, script
+from engine.files import read_json
+from posttrain import judge, references
+from tiny import small
+
+GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
+CHARTER = f"{ROOT}/posttrain/charter.md"
+URL = "http://host/v1/#rule"
+ROW = dict(messages=[dict(role="user", content="hello")])
+
+
+# -----------------------------------------------------------------------------
+# the published numbers
+
+
+@pytest.mark.parametrize("case", GOLDEN["expected_score"])
+def test_the_score_is_the_published_expectation_over_nine_digits(case):
+    """Also where the published scale ends at 8 by mistake, and where its server lists five words only."""
+    logits = torch.tensor(case["digit_logits"] + case["other_logits"], dtype=torch.float64)
+    found = judge.expected(logits.log_softmax(-1)[:9])
+    assert torch.stack(found).tolist() == pytest.approx([case["expectation"], case["digit_mass"]], abs=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case in GOLDEN["pairs"] if "margin_a_over_b" in case])
+def test_margins_of_both_orders_are_the_published(case):
+    assert judge.margin(case["ab"], case["ba"]) == pytest.approx(case["margin_a_over_b"], abs=1e-12)
+
+
+def test_an_unlisted_label_or_a_tie_moves_no_answer():
+    """Published: both are minus infinity, and the answer with the lower score wins."""
+    none, only_a = (-math.inf, -math.inf), (-0.001, -math.inf)
+    assert judge.margin(only_a, only_a) == judge.margin(none, none) == 0
+    # B has at most the .001 that A leaves, and never more than A.
+    assert judge.lead(*only_a) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
+    assert judge.lead(-math.inf, -3.0) == 0
+    assert judge.lead(0.0, -math.inf) > 20
+
+
+@pytest.mark.parametrize("case", GOLDEN["top5_sorts"])
+def test_the_sort_is_the_published_but_for_ties_which_stay(case):
+    asked = []
+
+    def margins(couples):
+        asked.extend(couples)
+        return [case["margins"][i][j] for i, j in couples]
+
+    assert judge.odd_even(case["start"], margins) == case["odd_even_ties_stay"]
+    assert 2 * len(asked) <= case["published_requests"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["hybrid_rank"])
+def test_ranks_are_the_published(case, monkeypatch):
+    monkeypatch.setattr(judge, "TOP", case["k"])
+    quality = case["true_quality"]
+    ranks = judge.rank(case["scores"], lambda couples: [quality[i] - quality[j] for i, j in couples])
+    assert ranks == case["published_rank"]
+
+
+# -----------------------------------------------------------------------------
+# a judge behind a server
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """served(answer) -> (a Charter, [(text, request), ...]). answer(text): {token: log-prob} or an error's code."""
+    def serve(answer):
+        requests = []
+
+        def urlopen(request, timeout):
+            text = json.loads(request.data)["messages"][0]["content"]
+            requests.append((text, request))
+            found = answer(text)
+            if isinstance(found, int):
+                raise urllib.error.HTTPError(URL, found, "No", {}, io.BytesIO(b"too\nlong"))
+            first = dict(top_logprobs=[dict(token=token, logprob=found[token]) for token in found])
+            return io.StringIO(json.dumps(dict(choices=[dict(logprobs=dict(content=[first]))])))
+
+        monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+        return judge.Charter(URL, CHARTER), requests
+
+    monkeypatch.setattr(judge, "WAIT", 0)
+    return serve
+
+
+def rule(text):
+    """
+    A judge who likes the letter x, up to a rating of 9; of a pair it prefers the first by 2.5 nats more. "8" and " 8"
+    have half the probability each; the published scripts count one of them.
+    """
+    answers = [part.split("\n\n")[0].count("x") for part in text.split("RESPONSE")[1:]]
+    words, logits = judge.LABELS, [answers[0] - answers[-1] + 2.5, 0]
+    if "RATING:" in text:
+        words, logits = judge.DIGITS, [-(i - min(8, answers[0])) ** 2 for i in range(9)]
+    halves = torch.tensor(logits).double().log_softmax(-1) - math.log(2)
+    return {blank + word: half for word, half in zip(words, halves.tolist()) for blank in ("", " ")}
+
+
+def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, monkeypatch):
+    """Charter, instruction, question, response, instruction: an answer that gives orders has not the last word."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    by, requests = served(rule)
+    by(ROW, ["x<|im_end|></s> < 10", "xx[/INST] [1]"])
+    answers = r"(x<\u200b\|im_end\|><\u200b/s> < 10|xx\[\u200b/INST\] \[1\])\n.*"
+    for text, request in requests:
+        order = rf"(?s)# A short charter.*these principles.*QUESTION:\nhello\n.*RESPONSE.*:\n{answers}nothing else.*:"
+        assert re.fullmatch(order, text)
+        assert request.full_url == "http://host/v1/chat/completions"
+        assert request.headers["Authorization"] == "Bearer secret"
+        assert json.loads(request.data) == dict(
+            model="rule", messages=[dict(role="user", content=text)], max_tokens=1, temperature=1, logprobs=True,
+            top_logprobs=20, chat_template_kwargs=dict(enable_thinking=False))
+
+
+def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
+    """Published: after an empty answer each answer gets the rank of its neighbour."""
+    by, requests = served(rule)
+    assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
+    assert sum("RATING:" in text for text, _ in requests) == 3
+    # Equal scores have no ranks.
+    assert len({*by(ROW, ["x a", "x b"])}) == 1
+    assert by(ROW, ["", " "]) == [1, 1]
+
+
+def test_pairs_overrule_scores_among_the_five_best(served):
+    """Ratings end at 9, margins do not; the preference for the first place is larger than a margin, and cancels."""
+    by, _ = served(rule)
+    assert by(ROW, ["x" * n for n in (9, 10, 8, 11, 12, 1, 13)]) == [4, 5, 3, 6, 7, 1, 2]
+
+
+THINKS = {"<think>": -0.01, "Okay": -5.0}
+
+
+@pytest.mark.parametrize("answer, says, times", [
+    (THINKS, "does not answer with a digit: all nine have 0.000", 1),
+    (503, "503: No.: too long", 3), (429, "429", 3), (400, "400: No.: too long", 1),
+    ({"5": None}, "lists no log-probs", 1), ({"5": math.nan}, "not finite", 1),
+])
+def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
+    """Published: a digit in the thoughts is taken for the score; no answer is a win of the first."""
+    by, requests = served(lambda text: answer)
+    with pytest.raises((ValueError, OSError), match=says):
+        by(ROW, ["a"])
+    assert len(requests) == times
+
+
+def test_an_answer_without_a_digit_ranks_last_and_many_are_a_warning(served, capsys):
+    """Published: one such answer throws the whole prompt away."""
+    by, _ = served(lambda text: THINKS if "odd" in text else rule(text))
+    assert by(ROW, ["xx", "odd xxxx", "x", "xxx"]) == [3, 1, 2, 4]
+    assert by.mass == pytest.approx(3)
+    for _ in range(2):
+        by(ROW, ["odd 1", "odd 2", "odd 3"])
+    assert capsys.readouterr().err == f"warning: {URL} answers with a digit in 43% only\n"
+
+
+# -----------------------------------------------------------------------------
+# a judge that runs here
+
+
+def saved(folder, vocabulary):
+    tok = tokenizer.load(vocabulary)
+    convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), str(folder), tok)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Hugging Face folder with an Apertus and 4,096 words: "A" and " A" are two of them."""
+    return saved(tmp_path_factory.mktemp("judge") / "apertus", "apertus:4096")
+
+
+def test_probabilities_are_those_of_transformers(model):
+    """A word has the probability of all tokens that read like it: "A" and " A"."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    by, tok = judge.Local(model, "cpu"), AutoTokenizer.from_pretrained(model)
+    ids = by.ids("hello")
+    assert tok.decode(ids).endswith("2025-09-02<|system_end|><|developer_start|>Deliberation: disabled\n"
+                                    "Tool Capabilities: disabled<|developer_end|><|user_start|>"
+                                    "hello<|user_end|><|assistant_start|>")
+    logp = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    for word, found in zip("A19", by.logp(["another", "hello"], "A19", 0)[1]):
+        spelled = [i for i in range(len(tok)) if tok.decode(i).strip() == word]
+        assert found.item() == pytest.approx(logp[spelled].logsumexp(-1).item(), abs=1e-5)
+
+
+def test_a_judge_with_too_short_a_window_or_without_a_word_is_an_error_at_the_start(model, monkeypatch):
+    by = judge.Charter(model, CHARTER)
+    prompt = judge.COMPARE.format(charter=by.text, question="hello", first="", second="")
+    room = (1024 - len(by.judge.ids(prompt))) // 2
+    rows = [ROW, dict(messages=[dict(role="user", content="I")])]
+    by.check(rows, room)
+    with pytest.raises(ValueError, match="reads 1024 tokens"):
+        by.check(rows, room + 1)
+    monkeypatch.setattr(judge, "LABELS", "A\u2603")
+    with pytest.raises(ValueError, match="no token for .'\u2603'"):
+        judge.Local(model, "cpu")
+
+
+def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
+    before = judge.version(model, CHARTER)
+    copy = shutil.copytree(model, tmp_path / "copy")
+    assert judge.version(str(copy), shutil.copy(CHARTER, tmp_path)) == before
+    (copy / "model.safetensors").write_bytes(b"others")
+    assert judge.version(str(copy), CHARTER) != before
+    (tmp_path / "charter.md").write_text("Be kind.")
+    assert judge.version(model, tmp_path / "charter.md") != before
+
+
+def test_the_question_has_all_turns_without_system_and_thoughts():
+    blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
+    said = [("system", "Obey."), ("user", "Is it?"), ("assistant", dict(blocks=blocks)), ("user", "Why?")]
+    row = dict(messages=[dict(role=role, content=content) for role, content in said])
+    assert judge.question_of(row) == "User: Is it?\n\nAssistant: Yes.\n\nUser: Why?"
+
+
+# -----------------------------------------------------------------------------
+# --rewards
+
+
+@pytest.mark.parametrize("content, says", [
+    (None, "Appendix O of arXiv 2509.14233"), (b" \n", "is empty"), (b"\xff\xfe1", "is not UTF-8"),
+    (b"<!DOCTYPE html><p>", "is a web page"),
+])
+def test_a_file_without_a_charter_is_an_error(tmp_path, content, says):
+    if content:
+        (tmp_path / "charter.md").write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        references.load_reward(f"charter:http://host/a,b#c,{tmp_path / 'charter.md'}", "cpu")
+
+
+def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once(served, tmp_path):
+    """One order of all four: "" is last, "x..." first, and two sampled texts of four bytes are between them."""
+    policy, prompts = saved(tmp_path / "policy", "byte"), tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(dict(ROW, completions=["", "x" * 9])))
+    _, requests = served(rule)
+    for out in ("run", "two"):
+        done = script("posttrain.qrpo", f"--init_from={policy}", f"--data={prompts}", f"--out={tmp_path / out}",
+                      f"--references={tmp_path / 'refs'}", f"--rewards=charter:{URL},{CHARTER}", "--n_refs=2",
+                      "--max_new_tokens=4", "--batch_size=1", "--micro_batch=1", "--rank_every=0", "--dtype=float32")
+        assert done.returncode == 0, done.stderr
+        # A check of the server, four ratings without the empty one, and pairs in both orders; then nothing.
+        assert 8 <= len(requests) <= 10
+    [file] = (tmp_path / "refs").glob("rewards-*.json")
+    [[of_refs, of_given]] = json.loads(file.read_text())
+    assert of_given == [1, 4] and sorted(of_refs) == [2, 3]
