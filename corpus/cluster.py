@@ -42,8 +42,6 @@ gb = 8                      # memory of a task, for Slurm and Ray
 
 
 def main():
-    # Of datatrove's steps: its logs are in the work folder.
-    os.environ.setdefault("LOGURU_LEVEL", "WARNING")
     if not find_spec("datatrove"):
         raise ValueError("corpus.cluster needs datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:

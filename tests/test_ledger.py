@@ -212,6 +212,19 @@ def test_tokens_of_removed_documents_are_estimated_at_the_rate_of_their_language
         assert row["tokens_removed_about"]["license"] == pytest.approx(rate * row["removed"]["license"][1], rel=0.02)
 
 
+def test_a_store_that_knows_none_of_the_hosts_says_so_and_joined_folders_add_up(tmp_path):
+    for name, host in (("a", "other.example"), ("b", "host1.example")):
+        write_lines(tmp_path / f"{name}.jsonl", rows(20, ord(name)))
+        write_lines(tmp_path / "robots.jsonl", [dict(domain=host, content="User-agent: *\nDisallow: /")])
+        fill(tmp_path / name, tmp_path / f"{name}.jsonl", f"--robots={tmp_path}/robots.jsonl")
+        assert ("The store knows none" in (tmp_path / name / "report.md").read_text()) == (name == "a")
+    assert script("data.py", tmp_path / "a", tmp_path / "b", f"--join={tmp_path}/c").returncode == 0
+    a, b, c = (report(tmp_path / name) for name in "abc")
+    assert c["total"]["removed"] == b["total"]["removed"] and c["robots"]["removed_by_agent"] == b["robots"]["removed_by_agent"]
+    assert c["robots"]["hosts"]["seen"] == a["robots"]["hosts"]["seen"] + b["robots"]["hosts"]["seen"]
+    refuse("named twice", tmp_path / "a", f"{tmp_path}/a/", f"--join={tmp_path}/d", name="data.py")
+
+
 def test_a_share_never_reads_as_nothing_or_all():
     assert [percent(*pair) for pair in ((0, 5), (1, 9999), (1, 3), (9999, 10000), (5, 5), (0, 0))] == [
         "0.0 %", "< 0.1 %", "33.3 %", "> 99.9 %", "100.0 %", "-"]

@@ -235,6 +235,31 @@ def test_bounds_on_tokens_count_begin_and_end(tmp_path):
     assert {row["reason"] for row in ledger(tmp_path / "out")} == {"", "tokens"}
 
 
+def test_one_document_is_no_duplicate_of_its_own_end_and_a_users_columns_are_theirs(tmp_path):
+    write_lines(tmp_path / "in.jsonl", [dict(text=text(1), bands="x", metas=5, url="https://e.org/\ud800", source="a b"),
+                                       dict(text=text(1), source="a-b")])
+    said = fill(tmp_path / "out", tmp_path / "in.jsonl", "--near_dedup=0.72")
+    assert "2 documents in = 1 kept + 1 duplicate" in said and [row["split"] for row in kept(tmp_path / "out")] == ["train", "val"]
+    fill(tmp_path / "two", tmp_path / "in.jsonl", "--dedup=False", "--source_by=source", "--val_share=0")
+    assert {row["shard"] for row in kept(tmp_path / "two")} == {"a-b_train_00000.npy", "a-b-1_train_00000.npy"}
+
+
+def test_killed_between_two_renames_the_same_command_finishes(home):
+    kill = ("import os, signal, sys\nn, true = int(sys.argv.pop(1)), os.rename\ndef rename(*names):\n    global n\n    true(*names)\n"
+            "    n -= 1\n    if not n: os.kill(os.getpid(), signal.SIGKILL)\nos.rename = rename\n"
+            "from configurator import run\nimport prepare\nrun(prepare.main, vars(prepare))")
+    (home / "list").write_text("a.txt")
+    for name in "cde":
+        (home / "texts" / f"{name}.txt").write_text(f"the text of {name}")
+    for at, args in ((1, [home / "texts"]), (2, [home / "texts"]), (1, [f"--remove={home}/list"])):
+        args = [*map(str, args), f"--out={home}/data", "--tokenizer=byte"]
+        done = subprocess.run([sys.executable, "-c", kill, str(at), *args], cwd=ROOT, capture_output=True)
+        assert done.returncode == -signal.SIGKILL
+        fill(home / "data", *args[:1])
+        assert not (home / "data.tmp").exists()
+    assert len(kept(home / "data")) == 4
+
+
 def test_what_has_been_known_is_a_duplicate_and_a_dry_run_leaves_nothing(tmp_path):
     write_lines(tmp_path / "old.jsonl", rows(40))
     write_lines(tmp_path / "new.jsonl", rows(40, 20))
