@@ -184,15 +184,10 @@ class Tokenizer:
     # chat.py is imported on demand: pretraining does not need it.
 
     def chat(self, messages, *args, **options):
-        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.chat_pieces."""
+        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
         import chat
-        pieces = chat.chat_pieces(messages, *args, **options)
-        return "".join(text for text, _, _ in pieces), self.chat_ids(pieces)[0]
-
-    def chat_ids(self, pieces):
-        """What chat.chat_pieces returned -> (ids, said): see chat.ids_of."""
-        import chat
-        return chat.ids_of(self, pieces)
+        text = chat.marked(messages, *args, **options)
+        return text.translate(chat.SPELLED), chat.ids_of(self, text)[0]
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
@@ -210,7 +205,7 @@ class Tokenizer:
 def first_difference(a, b):
     """(id, token in a, token in b) at the first id where two Tokenizers differ, None where one has none; or None."""
     ours, theirs = a.tokens(), b.tokens()
-    for i in sorted(ours.keys() | theirs.keys()):
+    for i in sorted(ours | theirs):
         if ours.get(i) != theirs.get(i):
             return i, ours.get(i), theirs.get(i)
     return None
@@ -274,11 +269,10 @@ def tekken():
     return read_tekken(file)
 
 
-@functools.lru_cache
+@functools.cache
 def read_tekken(file):
     """Cached: studies/fairness.py takes several prefixes. Apertus has no ids for the last 19,928 pieces of the file."""
-    with open(file, encoding="utf-8") as f:
-        vocab = json.load(f)["vocab"]
+    vocab = read_json(file)["vocab"]
     return [base64.b64decode(piece["token_bytes"]) for piece in vocab[:130_072]]
 
 

@@ -37,7 +37,7 @@ import statistics
 import torch
 from tqdm import tqdm
 
-from chat import ODD_CONTENT, assistant_blocks, content_of, normal, numbered_rows
+from chat import ODD_CONTENT, content_of, numbered_rows
 from configurator import run
 from engine.files import lock_file, read_text
 from posttrain import judges
@@ -212,15 +212,7 @@ def version(name, file, top=5):
 
 def question_of(row):
     """What the answer answers: the user's words, or all turns with their speakers, without the system message."""
-    said = []
-    for message in map(normal, row["messages"]):
-        if message["role"] == "assistant":
-            blocks = assistant_blocks(message)
-            text = "".join(words for kind, words in blocks if kind == "response")
-        else:
-            text = content_of(message)
-        if message["role"] != "system":
-            said.append((message["role"], text))
+    said = [(message["role"], content_of(message)) for message in row["messages"] if message["role"] != "system"]
     if len(said) == 1:
         return said[0][1]
     return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
