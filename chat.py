@@ -9,7 +9,7 @@ Conversations: read from people's data, checked, and turned into ids in Apertus'
     <|user_start|> ...                                     no line break between blocks
 
 The format is the published one (swiss-ai/apertus_format); chat_template.jinja writes it. Jinja renders that template
-here with a mark, a single character, in the place of each control token, and no text can contain a mark. So a
+here with a mark, a single character, instead of each control token, and no text can contain a mark. So a
 `<|user_start|>` typed by a user stays text about a token. Two more marks enclose the words of the assistant, which
 posttrain/sft.py trains on. No other template is ever rendered, since a template is a program.
 
@@ -20,14 +20,13 @@ learnt from is left out and counted.
 $ python sample.py --init_from=out/sft --chat             # a conversation in this format
 """
 
-import datetime
 import functools
-import itertools
 import json
 import os
-import re
+import time
 
 from configurator import ROOT
+from engine.files import read_text
 from tokenizer import NAMED
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,10 +47,9 @@ def as_json(value):
 def template():
     """chat_template.jinja, compiled with marks instead of control tokens."""
     import jinja2   # torch installs it. Imported here, because pretraining does not need it.
-    with open(f"{ROOT}/chat_template.jinja", encoding="utf-8") as f:
-        source = f.read()
-    tags = {"{%- generation -%}": BEGIN, "{%- endgeneration -%}": END}
-    for tag, mark in (MARKS | tags).items():
+    source = read_text(f"{ROOT}/chat_template.jinja")
+    # Each tag stands between two expressions that strip the white space around it.
+    for tag, mark in (MARKS | {"{%- generation -%}": BEGIN, "{%- endgeneration -%}": END}).items():
         source = source.replace(tag, mark)
     environment = jinja2.Environment()
     environment.filters["tojson"] = as_json     # jinja's own sorts the keys and escapes HTML
@@ -65,22 +63,23 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
     messages: [{"role": "system" | "user" | "assistant" | "tool", "content": …}], a system message only first. content
     is a str, a list of {"type": "text", "text": …}, or {"text": …} or {"parts": [the same list]}; the assistant's also
     {"blocks": […]} of type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of
-    output), and beside it OpenAI's "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
+    output), and OpenAI's "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
     YYYY-MM-DD, default today. The last turn of the assistant stays open: training adds its <|assistant_end|>.
     ValueError, one line: a role, content or tool that the format has no place for, or half a surrogate pair.
     """
     def refuse(why):
         raise ValueError(why)
 
+    write = template().render
     try:
         json.dumps([messages, tools], ensure_ascii=False, default=str).encode()     # ValueError: it has a mark
-        return template().render(
+        return write(
             messages=messages,
             tools=tools,
             enable_thinking=thinking,
             add_generation_prompt=add_generation_prompt,
             bos_token=MARKS["<s>"],
-            strftime_now=lambda form: date or datetime.date.today().isoformat(),
+            strftime_now=lambda form: date or time.strftime(form),
             raise_exception=refuse)
     except Exception as error:      # odd data raise errors of many types inside of a template
         raise ValueError(f"chat: {error}; want user, assistant, tool after assistant, system only first, with text, "
@@ -94,39 +93,12 @@ def parts_of(message):
         return [("text", content)]
     if isinstance(content, dict):
         content = content.get("blocks", content.get("parts", [content]))
-    called = {"calls", "outputs"}
-    return [(part.get("type", "text"), "call" if called & part.keys() else part["text"]) for part in content]
+    return [(part.get("type", "text"), "call" if {"calls", "outputs"} & part.keys() else part["text"]) for part in content]
 
 
 def content_of(message):
     """The words of a message as text, without thoughts and calls. One of ODD_CONTENT: it has something else."""
     return "".join(text for kind, text in parts_of(message) if kind in ("text", "response"))
-
-
-def ids_of(tok, text):
-    """
-    Marked text -> (ids, said), two lists: said[i] is True where the assistant itself must produce ids[i].
-
-    The text between two control tokens is encoded as one, as in the published tokenizer, also where the speaker
-    changes: a token across that border belongs to whoever begins it.
-    """
-    ids, said = [], []
-    speaks = 0          # 1: the assistant
-    for part in re.split(f"([{''.join(NAMES)}])", text):
-        if part in NAMES:
-            ids.append(tok.id_of(NAMES[part]))
-            said.append(speaks == 1)
-            continue
-        texts = re.split(f"[{BEGIN}{END}]", part)       # the speaker changes between any two
-        new = tok.encode("".join(texts))
-        speakers = b"".join(bytes([(speaks + n) % 2]) * len(text.encode()) for n, text in enumerate(texts))
-        begins = [0] * len(new)
-        if 0 in speakers and 1 in speakers:             # rarely, and slow
-            begins = itertools.accumulate((len(tok.decode_bytes([i])) for i in new[:-1]), initial=0)
-        ids += new
-        said += [speakers[begin] == 1 for begin in begins]
-        speaks = (speaks + len(texts) - 1) % 2
-    return ids, said
 
 
 def render(tok, row, date=None):
@@ -141,7 +113,7 @@ def render(tok, row, date=None):
     text = marked(messages, row.get("tools"), row.get("thinking", thoughts), date=date)
     if messages[-1]["role"] == "assistant":
         text += BEGIN + MARKS["<|assistant_end|>"] + END
-    return ids_of(tok, text)
+    return tok.chat_ids(text)
 
 
 def user_turn(tok, text):
@@ -155,7 +127,7 @@ def ends(tok):
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
     names = ("</s>", "<|assistant_end|>", "<|tools_suffix|>")
-    return {tok.eos, *(tok.special[name] for name in names if name in tok.special)}
+    return {tok.eos} | {tok.special.get(name, tok.eos) for name in names}
 
 
 def check(tok):
@@ -234,16 +206,15 @@ def conversation(row):
         messages = list(map(of_sharegpt, row["conversations"]))
     elif FORMS[2] <= row.keys():
         messages = question_and_answer(alpaca_prompt(row), row["output"])
-    elif isinstance(row["prompt"], list):
-        messages = [*row["prompt"], *row["completion"]]
     else:
-        messages = question_and_answer(row["prompt"], row["completion"])
-    if row.get("system") and [message.get("role") for message in messages[:1]] != ["system"]:
+        prompt, answer = row["prompt"], row["completion"]
+        messages = [*prompt, *answer] if isinstance(prompt, list) else question_and_answer(prompt, answer)
+    if row.get("system") and (messages or [{}])[0].get("role") != "system":
         messages = [dict(role="system", content=row["system"]), *messages]
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = json.loads(tools or "null")
-    return {**row, "messages": messages, "tools": tools}
+    return row | dict(messages=messages, tools=tools)
 
 
 def question_and_answer(prompt, answer):
@@ -296,13 +267,15 @@ def fault(messages):
             return f"the unknown role {role!r:.40}: want {', '.join(FOLLOWS)}"
         if before not in FOLLOWS[role]:
             return "roles out of order"
-        text = "".join(words for _, words in parts_of(message))
-        if role != "system" and not text.strip() and not message.get("tool_calls"):
+        says = "".join(text for _, text in parts_of(message)).strip() or message.get("tool_calls")
+        if not says and role != "system":
             return "an empty turn"
         before = role
     if not any(message["role"] == "assistant" for message in messages):
         return "no assistant turn"
-    return "ends with a tool's output" if before == "tool" else None
+    if before == "tool":
+        return "ends with a tool's output"
+    return None
 
 
 def learnable(tok, row, max_length, date=None):
@@ -313,10 +286,10 @@ def learnable(tok, row, max_length, date=None):
         row = conversation(row)
         if why := fault(row["messages"]):
             return why
-        ids, said = render(tok, row, date)
+        found = render(tok, row, date)
     except ODD_CONTENT:
         return ODD
-    return (ids, said) if len(ids) <= max_length else f"more than max_length={max_length} tokens"
+    return found if len(found[0]) <= max_length else f"more than max_length={max_length} tokens"
 
 
 def prompt_ids(tok, row, date=None):
@@ -343,6 +316,6 @@ def count(bad, why, place, times=1):
 def left_out(bad, kept, what):
     """Which items were left out and why, in one line. bad: {reason: (count, first place)}; what: their name, plural."""
     n = sum(times for times, _ in bad.values())
-    reasons = [f"{times} {why} (first in {place})" for why, (times, place) in bad.items()]
+    reasons = "; ".join(f"{times} {why} (first in {place})" for why, (times, place) in bad.items())
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
-    return f"{head}: {'; '.join(reasons)}"
+    return f"{head}: {reasons}"

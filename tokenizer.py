@@ -28,6 +28,7 @@ import codecs
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -187,7 +188,33 @@ class Tokenizer:
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
         import chat
         text = chat.marked(messages, *args, **options)
-        return text.translate(chat.SPELLED), chat.ids_of(self, text)[0]
+        return text.translate(chat.SPELLED), self.chat_ids(text)[0]
+
+    def chat_ids(self, text):
+        """
+        The text of chat.marked -> (ids, said), two lists: said[i] is True where the assistant itself produces ids[i].
+
+        The text between two control tokens is encoded as one, as in the published tokenizer, also where the speaker
+        changes: a token across that border belongs to the speaker who begins it.
+        """
+        from chat import BEGIN, END, NAMES
+        ids, said = [], []
+        speaks = 0          # 1: the assistant
+        for part in re.split(f"([{''.join(NAMES)}])", text):
+            if part in NAMES:
+                ids.append(self.id_of(NAMES[part]))
+                said.append(speaks == 1)
+                continue
+            texts = re.split(f"[{BEGIN}{END}]", part)       # the speaker changes between any two
+            new = self.encode("".join(texts))
+            speakers = b"".join(bytes([(speaks + n) % 2]) * len(words.encode()) for n, words in enumerate(texts))
+            begins = [0] * len(new)
+            if 0 in speakers and 1 in speakers:             # rare, and slow
+                begins = itertools.accumulate((len(self.decode_bytes([i])) for i in new[:-1]), initial=0)
+            ids += new
+            said += [speakers[begin] == 1 for begin in begins]
+            speaks = (speaks + len(texts) - 1) % 2
+        return ids, said
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
