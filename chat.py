@@ -93,7 +93,8 @@ def parts_of(message):
         return [("text", content)]
     if isinstance(content, dict):
         content = content.get("blocks", content.get("parts", [content]))
-    return [(part.get("type", "text"), "call" if {"calls", "outputs"} & part.keys() else part["text"]) for part in content]
+    called = {"calls", "outputs"}
+    return [(part.get("type", "text"), "call" if called & part.keys() else part["text"]) for part in content]
 
 
 def content_of(message):
@@ -126,8 +127,7 @@ def ends(tok):
     The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
-    names = ("</s>", "<|assistant_end|>", "<|tools_suffix|>")
-    return {tok.eos} | {tok.special.get(name, tok.eos) for name in names}
+    return {tok.eos} | {tok.special.get(name, tok.eos) for name in ("</s>", "<|assistant_end|>", "<|tools_suffix|>")}
 
 
 def check(tok):
@@ -162,15 +162,15 @@ def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
     if not os.path.isfile(path):
         raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
     with open(path, "rb") as f:
-        for n, line in enumerate(f, 1):
-            if not line.strip():
+        for n, line in enumerate(map(bytes.strip, f), 1):
+            if not line:
                 continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict) or not fits(row):
-                got = line.decode(errors="replace").strip()[:60]
+                got = line.decode(errors="replace")[:60]
                 raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
             yield n, row
 
@@ -254,7 +254,7 @@ FOLLOWS = {
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
 # a surrogate pair. ODD is the reason that is counted for it.
-ODD_CONTENT = (AttributeError, KeyError, TypeError, ValueError)
+ODD_CONTENT = AttributeError, KeyError, TypeError, ValueError
 ODD = "content that the chat format has no place for: want text or blocks"
 
 
@@ -271,11 +271,10 @@ def fault(messages):
         if not says and role != "system":
             return "an empty turn"
         before = role
-    if not any(message["role"] == "assistant" for message in messages):
+    if "assistant" not in [message["role"] for message in messages]:
         return "no assistant turn"
     if before == "tool":
         return "ends with a tool's output"
-    return None
 
 
 def learnable(tok, row, max_length, date=None):

@@ -205,6 +205,7 @@ MISFITS = """
     {"messages": [{"role": "assistant", "content": {"blocks": [{"type": "tool_outputs", "outputs": [{"output": 5}]}]}}]}
     {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 5, "arguments": "{}"}}]}]}
     {"messages": [], "tools": [{"name": "f"}]}
+    {"messages": [], "tools": [{"description": "f"}]}
     {"messages": [], "tools": [5]}
     {"messages": [], "tools": [{"name": "f", "description": "", "parameters": {"properties": "x"}}]}
 """.strip().splitlines()
