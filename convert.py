@@ -705,7 +705,8 @@ TEMPLATES = {
     "56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07": None,  # Apertus-8B-Instruct-2509
     "4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19": "",    # Apertus-v1.1-1.5B-Instruct
 }
-OURS = "{#- chat_pieces, turns, describe_tool and ts_type of "  # the first comment of chat_template.jinja
+# The first comment of chat_template.jinja, today and in folders that older versions exported.
+OURS = "{#- Apertus' chat format: the only template that chat.py", "{#- chat_pieces, turns, describe_tool and ts_type of "
 
 
 def chat_format(folder, settings):
@@ -719,7 +720,7 @@ def chat_format(folder, settings):
     if not text and os.path.isfile(f"{folder}/{TEMPLATE}"):
         with open(f"{folder}/{TEMPLATE}", encoding="utf-8", newline="") as f:
             text = f.read()
-    if not text or OURS in text:
+    if not text or any(comment in text for comment in OURS):
         return None, ""
     sha = hashlib.sha256(str(text).encode()).hexdigest()
     if sha in TEMPLATES:

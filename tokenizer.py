@@ -28,6 +28,7 @@ import codecs
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -184,15 +185,36 @@ class Tokenizer:
     # chat.py is imported on demand: pretraining does not need it.
 
     def chat(self, messages, *args, **options):
-        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.chat_pieces."""
+        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
         import chat
-        pieces = chat.chat_pieces(messages, *args, **options)
-        return "".join(text for text, _, _ in pieces), self.chat_ids(pieces)[0]
+        text = chat.marked(messages, *args, **options)
+        return text.translate(chat.SPELLED), self.chat_ids(text)[0]
 
-    def chat_ids(self, pieces):
-        """What chat.chat_pieces returned -> (ids, said): see chat.ids_of."""
-        import chat
-        return chat.ids_of(self, pieces)
+    def chat_ids(self, text):
+        """
+        The text of chat.marked -> (ids, said), two lists: said[i] is True where the assistant itself produces ids[i].
+
+        The text between two control tokens is encoded as one, as in the published tokenizer, also where the speaker
+        changes: a token across that border belongs to the speaker who begins it.
+        """
+        from chat import BEGIN, END, NAMES
+        ids, said = [], []
+        speaks = 0          # 1: the assistant
+        for part in re.split(f"([{''.join(NAMES)}])", text):
+            if part in NAMES:
+                ids.append(self.id_of(NAMES[part]))
+                said.append(speaks == 1)
+                continue
+            texts = re.split(f"[{BEGIN}{END}]", part)       # the speaker changes between any two
+            new = self.encode("".join(texts))
+            speakers = b"".join(bytes([(speaks + n) % 2]) * len(words.encode()) for n, words in enumerate(texts))
+            begins = [0] * len(new)
+            if 0 in speakers and 1 in speakers:             # rare, and slow
+                begins = itertools.accumulate((len(self.decode_bytes([i])) for i in new[:-1]), initial=0)
+            ids += new
+            said += [speakers[begin] == 1 for begin in begins]
+            speaks = (speaks + len(texts) - 1) % 2
+        return ids, said
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
@@ -210,7 +232,7 @@ class Tokenizer:
 def first_difference(a, b):
     """(id, token in a, token in b) at the first id where two Tokenizers differ, None where one has none; or None."""
     ours, theirs = a.tokens(), b.tokens()
-    for i in sorted(ours.keys() | theirs.keys()):
+    for i in sorted(ours | theirs):
         if ours.get(i) != theirs.get(i):
             return i, ours.get(i), theirs.get(i)
     return None
@@ -274,11 +296,10 @@ def tekken():
     return read_tekken(file)
 
 
-@functools.lru_cache
+@functools.cache
 def read_tekken(file):
     """Cached: studies/fairness.py takes several prefixes. Apertus has no ids for the last 19,928 pieces of the file."""
-    with open(file, encoding="utf-8") as f:
-        vocab = json.load(f)["vocab"]
+    vocab = read_json(file)["vocab"]
     return [base64.b64decode(piece["token_bytes"]) for piece in vocab[:130_072]]
 
 

@@ -43,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import convert
-from chat import assistant_blocks, content_of, normal
+from chat import content_of
 from engine import restore
 from engine.files import read_text, sha256, sha256_of
 
@@ -298,14 +298,7 @@ def version(name, file):
 
 def question_of(row):
     """What the answers are about: the user's words, or all turns with their speakers, without the system message."""
-    said = []
-    for message in map(normal, row["messages"]):
-        role = message["role"]
-        if role == "assistant":
-            blocks = assistant_blocks(message)
-            said.append((role, "".join(text for kind, text in blocks if kind == "response")))
-        elif role != "system":
-            said.append((role, content_of(message)))
+    said = [(message["role"], content_of(message)) for message in row["messages"] if message["role"] != "system"]
     if len(said) == 1:
         return said[0][1]
     return "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 from tqdm import tqdm
 
-from chat import content_of, normal
+from chat import content_of
 from engine import checkpoint
 from engine.files import write_flushed
 from loss import at_least_fp32, chunk_rows
@@ -224,7 +224,7 @@ def load_reward(spec, device):
 
     def by_function(row, completion):
         question = next(m for m in reversed(row["messages"]) if m["role"] == "user")
-        arguments = [content_of(normal(question)), completion]
+        arguments = [content_of(question), completion]
         if takes_row:
             arguments.append(row)
         return function(*arguments)

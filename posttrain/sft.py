@@ -264,15 +264,18 @@ def show_conversations():
             print(f"{place} is left out: {found}")
             continue
         ids, said = found
-        print("·".join(coloured(tok, i, learnt) for i, learnt in zip(ids, said)))
+        # A token each; single bytes together, so that their letters and words stay whole.
+        together = len(tok.pieces) == 256
+        runs = itertools.groupby(range(len(ids)), lambda n: said[n] if together else n)
+        print("·".join(coloured(tok, ids, said, list(run)) for _, run in runs))
         print(f"{sum(said)} of {len(ids)} tokens are learnt (green)\n")
 
 
-def coloured(tok, i, learnt):
-    """A token for the terminal, green if it is learnt, otherwise grey; a line break stays visible."""
-    text = tok.decode_bytes([i]).decode("utf-8", errors="backslashreplace")
+def coloured(tok, ids, said, run):
+    """The tokens of a run for the terminal, green if they are learnt, otherwise grey; a line break stays visible."""
+    text = tok.decode_bytes([ids[n] for n in run]).decode("utf-8", errors="backslashreplace")
     text = text.replace("\n", "⏎")
-    colour = 32 if learnt else 90
+    colour = 32 if said[run[0]] else 90
     return f"\x1b[{colour}m{text}\x1b[0m"
 
 

@@ -12,7 +12,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from chat import as_json, control, framed
+from chat import as_json, user_turn
 from generate import KVCache, next_logits, sample_token
 
 HELP = """/reset          forget what was said; the system message stays
@@ -208,8 +208,7 @@ class Conversation:
         Where the model calls a tool, the user types the tool's output and the turn goes on.
         """
         tok, window = self.tok, self.model.config.block_size
-        pieces = [*framed("user", line), control("assistant_start")]
-        asked, _ = tok.chat_ids(pieces)
+        asked = user_turn(tok, line)
         length = len(self.ids) + len(asked)
         if length >= window:
             print(f"the model reads {window} tokens and the conversation has {length}: /reset begins another")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import convert
 import tokenizer
-from chat import control, framed
+from chat import user_turn
 from conftest import ROOT, refused, script
 from model import Apertus, rope_frequencies
 from posttrain import talk
@@ -230,7 +230,7 @@ def test_conversations_are_the_published_ones(hub):
     theirs = transformers.AutoTokenizer.from_pretrained(hub(MINI))
     for system in ("", "Be concise."):
         conversation = talk.Conversation(model, tok, system, None, False)
-        asked, _ = tok.chat_ids([*framed("user", "Hello"), control("assistant_start")])
+        asked = user_turn(tok, "Hello")
         text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
                 "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
         assert conversation.ids + asked == theirs.encode(text, add_special_tokens=False)

@@ -388,6 +388,13 @@ def test_what_is_left_out_is_counted_by_kind(start, tmp_path):
     assert "1 conversations in batches of 6 make a run of 1 step," in done.stdout
 
 
+def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(start, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [chat_row(SYSTEM, user("hi"), assistant("hör zu"))])
+    done = tune(start, tmp_path / "run", f"--data={tmp_path / 'rows.jsonl'}", "--show")
+    line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör zu<|assistant_end|>\x1b[0m"
+    assert done.returncode == 0 and line in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     "row, args, says",
     [
