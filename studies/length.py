@@ -107,7 +107,7 @@ def lookup_scores(model, tok, T, n):
     """
     Keys whose colours the model looks up, greedily, at distances of 32, 64, ... tokens up to a window of T.
 
-    n: keys at each distance. Returns a list of dicts: distance, right, n, and low, high of Wilson's 95 % interval.
+    n: keys at each distance. Returns rows of evaluate.py's results, and in them distance and right, the number of keys.
     ValueError for fewer keys than one, and for a window below 32.
     """
     if n < 1 or T < 32:
@@ -127,7 +127,8 @@ def lookup_scores(model, tok, T, n):
             for prompt, ids, colour in zip(prompts, texts, colours):
                 right += tok.decode(ids[len(prompt):]).strip().startswith(colour)
         low, high = wilson(right, n)
-        rows.append(dict(distance=here, right=right, n=n, low=low, high=high))
+        rows.append(dict(name=f"{here:,} tokens back", metric="colour of the key", n=n, score=right / n, low=low,
+                         high=high, chance=0.1, distance=here, right=right))
         distance *= 2
     return rows
 
@@ -182,7 +183,8 @@ def row(arm, seed):
     places, tokens = examined("text", arm, seed, f"{out}/data/text", f"--by_position={SHORT // 2}")
     keys, read = examined("register", arm, seed, f"--lookup={ASKED}", f"{out}/data/register")
     return dict(arm=arm, seed=seed, tokens=tokens, register_tokens=read,
-                positions=places["positions"], lookups=keys["lookups"])
+                positions=[dict(row, bits_per_byte=row["score"]) for row in places["rows"] if "begin" in row],
+                lookups=[row for row in keys["rows"] if "distance" in row])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 import convert
 import evaluate
 import tokenizer
-from conftest import script
+from conftest import refused, script
 from model import Apertus, ApertusConfig
 
 TEXTS = ["All human beings are born free and equal in dignity and rights.",
@@ -39,10 +39,15 @@ def write_rows(path, rows):
 
 
 def evaluated(folder, *args):
-    """evaluate.py with --out=FOLDER/out, which must succeed: its table, and what it wrote into evaluation.json."""
+    """Run evaluate.py with --out=FOLDER/out: its output, and the rows of evaluation.json, which has no NaN."""
     done = script("evaluate.py", *args, f"--out={folder / 'out'}")
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads((folder / "out" / "evaluation.json").read_text())
+    found = json.loads((folder / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    return done.stdout, found["rows"]
+
+
+def scores_of(rows):
+    return {row["metric"]: row["score"] for row in rows}
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +79,8 @@ def test_a_uniform_model_needs_log2_of_its_vocabulary(tok):
     """Closed form. The end of a document is a token too, and has no byte."""
     flat = apertus(block_size=32, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24, init_std=0.0)
     rows = evaluate.text_scores(flat, tok, [("a", "x" * 99), ("b", "y" * 49)])
-    assert [r["group"] for r in rows] == ["all", "a", "b"]
-    assert rows[0]["bits_per_byte"] == pytest.approx(math.log2(320) * 150 / 148)
-    assert rows[1]["bits_per_byte"] == pytest.approx(math.log2(320) * 100 / 99)
+    want = {"all": 150 / 148, "a": 100 / 99, "b": 50 / 49}
+    assert {row["name"]: row["score"] for row in rows} == pytest.approx({k: math.log2(320) * v for k, v in want.items()})
 
 
 @pytest.fixture(scope="module")
@@ -104,25 +108,30 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(narr
     en, fr, de = TEXTS
     texts = ["a", "Würde", fr[:37], en[:12], en[:11], "αξιοπρέπεια", de[:24], en[:13], "b"]
     documents = [("xyz"[i % 3], text) for i, text in enumerate(texts)]
-    rows = {r["group"]: r for r in evaluate.text_scores(narrow, tok, documents)}
-    bits = [bits_by_hand(narrow, [tok.bos, *tok.encode(text), tok.eos]) for text in texts]
-    assert list(rows) == ["all", "x", "y", "z"]
-    for name, row in rows.items():
-        mine = [i for i, (group, _) in enumerate(documents) if name in ("all", group)]
+    bits = [sum(bits_by_hand(narrow, evaluate.text_ids(tok, text))) for text in texts]
+    rows = evaluate.text_scores(narrow, tok, documents)
+    assert [row["name"] for row in rows] == ["all", "x", "y", "z"]
+    for row in rows:
+        mine = [i for i, (group, _) in enumerate(documents) if row["name"] in ("all", group)]
         size = sum(len(texts[i].encode()) for i in mine)
-        tokens = sum(len(bits[i]) for i in mine)
-        assert row["bits_per_byte"] == pytest.approx(sum(sum(bits[i]) for i in mine) / size, rel=1e-5)
-        assert (row["documents"], row["bytes"], row["tokens"]) == (len(mine), size, tokens)
+        assert row["score"] == pytest.approx(sum(bits[i] for i in mine) / size, rel=1e-5)
+        assert (row["n"], row["bytes"]) == (len(mine), size)
 
 
-def test_the_interval_over_documents_is_the_jackknifes(model, tok):
-    """Another estimator of the same variance; t(39) = 2.02269."""
+def test_intervals_over_documents_are_the_jackknifes(model, narrow, tok, monkeypatch):
+    """Another estimator of the same variance, of a score and of a paired difference; t(39) = 2.02269."""
+    monkeypatch.setattr(evaluate, "against", "the other")
     documents = [("x", TEXTS[i % 3][i:i + 30 + i]) for i in range(40)]
-    bits, _ = evaluate.document_bits(model, tok, documents)
     sizes = np.array([len(text.encode()) for _, text in documents])
-    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
-    want = 2.02269 * math.sqrt(39 * left_out.var())
-    assert evaluate.text_scores(model, tok, documents)[0]["plus_minus"] == pytest.approx(want, rel=0.03)
+    bits, other = (evaluate.document_bits(one, tok, documents) for one in (model, narrow))
+    rows = evaluate.text_scores(model, tok, documents, (narrow, tok))[:2]
+    assert [row["metric"] for row in rows] == ["bits/byte", "bits/byte above the other"]
+    for row, values in zip(rows, (bits, bits - other)):
+        score = values.sum() / sizes.sum()
+        left_out = (values.sum() - values) / (sizes.sum() - sizes)
+        half = 2.02269 * math.sqrt(39 * left_out.var())
+        assert row["score"] == pytest.approx(score)
+        assert (row["high"] - score, score - row["low"]) == pytest.approx((half, half), rel=0.03)
 
 
 @pytest.mark.parametrize("right, n, low, high", [
@@ -132,7 +141,7 @@ def test_intervals_are_wilsons(right, n, low, high):
     assert evaluate.wilson(right, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-@pytest.mark.parametrize("values", [[0, 1], [1, 1], [0.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
+@pytest.mark.parametrize("values", [[0, 1], [1, 1], [0.0] * 3, [4.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
 def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values):
     """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr); t(1) = 12.7062, t(2) = 4.30265."""
     metrics = pytest.importorskip("lm_eval.api.metrics")
@@ -142,6 +151,7 @@ def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else
     half = {2: 12.7062, 3: 4.30265}[n] * stderr
     want = evaluate.wilson(sum(values), n) if set(values) <= {0, 1} else (score - half, score + half)
     assert evaluate.harness_interval(score, stderr, n) == pytest.approx(want, abs=1e-4)
+    assert evaluate.harness_interval(score, "N/A", n) == evaluate.harness_interval(score, stderr, 1) == (None, None)
 
 
 # -----------------------------------------------------------------------------
@@ -152,60 +162,31 @@ def quiz(question, choices, answer):
     return dict(question=question, choices=choices, answer=answer)
 
 
-def choice_logp(theirs, context, choice):
-    their_model, their_tokenizer = theirs
-    begin = len(their_tokenizer(context).input_ids)
-    whole = their_tokenizer(context + choice).input_ids
-    with torch.no_grad():
-        logp = their_model(torch.tensor([whole])).logits[0].log_softmax(-1)
-    return sum(logp[i - 1, whole[i]].item() for i in range(begin, len(whole)))
+@pytest.mark.parametrize("answer, want", [
+    (0, "a1"), (2, "B"), ("a", "a1"), ("C", "B"), ("B", "B"), ("b", "c3"), (None, None), (3, None), (-1, None),
+    ("D", None), ("no choice", None), (True, None), ([0], None), ("", None)])
+def test_an_answer_is_a_choice_a_letter_or_an_index(answer, want):
+    row = quiz("?", ["a1", "c3", "B"], answer)
+    if want:
+        assert evaluate.accepted_answers(row) == [want]
+        return
+    with pytest.raises(ValueError, match="quiz, question 2: no valid answer"):
+        evaluate.asked([quiz("?", ["a", "b"], 0), row], "quiz")
 
 
-def best_choices(theirs, rows):
-    """The number of the likeliest choice of each question by transformers: by the sum, and by the mean per byte."""
-    total, norm = [], []
-    for row in rows:
-        logp = [choice_logp(theirs, row["question"] + "\nAnswer:", " " + choice) for choice in row["choices"]]
-        per_byte = [nats / len(choice.encode()) for nats, choice in zip(logp, row["choices"])]
-        total.append(int(np.argmax(logp)))
-        norm.append(int(np.argmax(per_byte)))
-    return total, norm
-
-
-def shares_of_right(rows, *chosen):
-    return [sum(a == row["answer"] for a, row in zip(of_all, rows)) / len(rows) for of_all in chosen]
-
-
-@pytest.mark.parametrize("answer, want", [(0, 0), (2, 2), ("a", 0), ("C", 2), ("c3", 2)])
-def test_an_answer_is_an_index_a_letter_or_the_choice(answer, want):
-    assert evaluate.answer_of(dict(choices=["a1", "b2", "c3"], answer=answer), "here") == want
-
-
-def test_chance_is_the_mean_over_questions_and_each_score_has_its_own_interval(model, tok, theirs):
-    """Questions of 2 and of 4 choices: chance 3/8. Several scripts, since per byte is not per character."""
-    words = ["ja", "gewiss nicht", "οὐδέν", "да", "人", "yes, of course", "né", "x"]
-    rows = [quiz(f"Frage {i}", [words[(i + j) % 8] for j in range((2, 4)[i % 2])], 0) for i in range(8)]
-    total, norm = best_choices(theirs, rows)
-    for i, row in enumerate(rows):
-        row["answer"] = norm[i] if i < 5 else (norm[i] + 1) % len(row["choices"])
-    score, score_norm = shares_of_right(rows, total, norm)
-    assert score_norm == 5 / 8 != score
-    found = evaluate.choice_scores(model, tok, rows, "words")
-    assert found["chance"] == 0.375
-    assert (found["score"], found["interval"]) == (score, evaluate.wilson(8 * score, 8))
-    assert (found["score_norm"], found["interval_norm"]) == (score_norm, evaluate.wilson(8 * score_norm, 8))
-
-
-def test_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
+def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
     monkeypatch.setattr(evaluate, "shots", 2)
-    rows = [quiz("1 + 1?", ["3", "2"], "B"), quiz("2 + 2? ", ["4", "5"], "4"), quiz("3 + 3?", ["6", "7"], 0)]
+    rows = [quiz("1 + 1?", ["3", "2"], "B"), quiz("2 + 2? ", ["4", "5"], "4")]
+    rows += [quiz("3?", ["6", "7"], 0), quiz("4?", list("abcd"), "a")]
     asked = []
-    pair = evaluate.pair
-    monkeypatch.setattr(evaluate, "pair", lambda tok, *words_T: asked.append(words_T[:2]) or pair(tok, *words_T))
+    scores = evaluate.pair_scores
+    monkeypatch.setattr(evaluate, "pair_scores", lambda *how: asked.extend(how[2]) or scores(*how))
     found = evaluate.choice_scores(model, tok, rows, "x")
-    assert found["n"] == 1 and found["interval"] == evaluate.wilson(int(found["score"]), 1)
-    context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n3 + 3?\nAnswer:"
-    assert asked == [(context, " 6"), (context, " 7")]
+    context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
+    assert asked == [(f"{context}3?\nAnswer:", f" {c}") for c in "67"] + [(f"{context}4?\nAnswer:", f" {c}") for c in "abcd"]
+    for row in found:
+        assert (row["n"], row["shots"], row["chance"]) == (2, 2, 0.375)
+        assert (row["low"], row["high"]) == evaluate.wilson(2 * row["score"], 2)
 
 
 def up_to(sequence, stops):
@@ -239,45 +220,40 @@ def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok
     answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
     rows = [dict(question="?", answer=answer) for answer in answers]
     say(" 42 \n43")
-    found = evaluate.answer_scores(model, tok, rows, "sums")
-    assert (found["score"], found["interval"]) == (4 / 7, evaluate.wilson(4, 7))
-    assert (found["n"], found["chance"]) == (7, 0.0)
+    found, = evaluate.answer_scores(model, tok, rows, "sums")
+    assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0)
+    assert (found["low"], found["high"]) == evaluate.wilson(4, 7)
     monkeypatch.setattr(evaluate, "shots", 5)
     say("a")
-    assert evaluate.answer_scores(model, tok, rows, "sums")["score"] == 0.5
+    assert evaluate.answer_scores(model, tok, rows, "sums")[0]["score"] == 0.5
 
 
-@pytest.mark.parametrize("answer", [None, 4, -1, "E", "no choice", True, [0]])
-def test_a_task_without_a_valid_answer_is_told(model, tok, answer):
-    rows = [quiz("?", ["a", "b"], 0), quiz("?", ["a", "b", "c", "d"], answer)]
-    with pytest.raises(ValueError, match="quiz, question 2: no valid answer"):
-        evaluate.choice_scores(model, tok, rows, "quiz")
-
-
-def test_a_task_that_cannot_be_scored_is_told(model, tok, monkeypatch):
-    for choice, says in (("", "adds no token"), ("x" * 97, "97 tokens, more than the model's window of 96")):
+def test_a_task_that_cannot_be_scored_is_an_error(model, tok, monkeypatch):
+    for choice, says in (("", "adds 0 tokens"), ("x" * 97, "adds 97 tokens to its question: want 1 to 96")):
         with pytest.raises(ValueError, match=says):
-            evaluate.pair(tok, "?", choice, 96)
+            evaluate.pair_scores(model, tok, [("?", choice)])
     with pytest.raises(ValueError, match="leaves no room for a question"):
         evaluate.continue_texts(model, tok, ["?"], [], 95)
     monkeypatch.setattr(evaluate, "shots", 1)
     with pytest.raises(ValueError, match="leaves no question of 1"):
-        evaluate.choice_scores(model, tok, [quiz("?", ["a", "b"], 0)], "quiz")
+        evaluate.asked([quiz("?", ["a", "b"], 0)], "quiz")
 
 
 # -----------------------------------------------------------------------------
 # the script
 
 
-def test_one_command_gives_table_json_and_bars(exported, tmp_path):
+def test_one_command_gives_a_table_and_json(exported, tmp_path):
     texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
-    write_rows(texts, [dict(text=t, lang=lang) for t, lang in zip(TEXTS * 2, ("en", "fr", "de") * 2)])
-    write_rows(task, [quiz("1 + 1?", ["2", "3"], "2")])
-    table, found = evaluated(tmp_path, texts, task, f"--init_from={exported}")
-    assert [r["group"] for r in found["texts"]] == ["all", "de", "en", "fr"] and found["tasks"][0]["n"] == 1
-    _, found = evaluated(tmp_path, texts, f"--init_from={exported}", "--limit=2", "--by=source")
-    assert [(r["group"], r["documents"]) for r in found["texts"]] == [("all", 2), ("texts.jsonl", 2)]
-    assert "| fr | 2 |" in table and "chance" in table
+    write_rows(texts, [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, *TEXTS[:2], " "], ("en", "fr", "de", "en", "fr", "it"))])
+    write_rows(task, [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)])
+    table, rows = evaluated(tmp_path, texts, task, f"--init_from={exported}")
+    assert [(row["name"], row["n"]) for row in rows] == [
+        ("all", 5), ("de", 1), ("en", 2), ("fr", 2), ("quiz.jsonl", 1), ("quiz.jsonl", 1), ("quiz.jsonl", 1)]
+    # One document has no interval.
+    assert rows[1]["low"] is None and f"| de | bits/byte |  | 1 | {len(TEXTS[2].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
+    _, rows = evaluated(tmp_path, texts, f"--init_from={exported}", "--limit=2", "--by=source")
+    assert [(row["name"], row["n"]) for row in rows] == [("all", 2), ("texts.jsonl", 2)]
 
 
 def prepared(folder, *args):
@@ -307,12 +283,14 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
 
 
 @pytest.mark.parametrize("content, says", [
-    ("{}", 'line 1: want a JSON object with "text", or'), ("", "is empty"),
-    ('{"text": "a"}\nno json', "line 2: want a JSON object")])
-def test_a_file_that_is_neither_text_nor_task_is_told(exported, tmp_path, content, says):
-    (tmp_path / "x.jsonl").write_text(content)
-    done = script("evaluate.py", tmp_path / "x.jsonl", f"--init_from={exported}", f"--out={tmp_path / 'out'}")
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    ("{}", 'line 1: want a JSON object with "text", or'), ('{"text": 1}', "line 1: want a JSON object"),
+    ("", "is empty"), ('{"text": "a"}\nno json', "line 2: want a JSON object"), ('{"text": " "}', "nothing to evaluate"),
+    (None, "no such file or folder")])
+def test_a_file_that_is_neither_text_nor_task_is_an_error(exported, tmp_path, content, says):
+    path = tmp_path / "x.jsonl"
+    if content is not None:
+        path.write_text(content)
+    refused(script("evaluate.py", path, f"--init_from={exported}", f"--out={tmp_path / 'out'}"), says)
 
 
 # -----------------------------------------------------------------------------
@@ -371,7 +349,7 @@ def test_the_harness_gives_our_model_and_the_exported_one_the_same_numbers(model
         assert ask(ours, "generate_until", *asked) == ask(theirs, "generate_until", *asked)
 
 
-def test_a_harness_task_that_wants_sampling_is_refused(model, tok):
+def test_a_harness_task_that_wants_sampling_is_an_error(model, tok):
     pytest.importorskip("lm_eval")
     with pytest.raises(ValueError, match="decodes greedily"):
         ask(evaluate.harness_model(model, tok), "generate_until", ("a", dict(do_sample=True, temperature=0.7)))
@@ -391,6 +369,6 @@ def test_the_harness_runs_a_local_task_file(model, tok, exported, published, tmp
 
     flags = [f"--init_from={exported}", "--harness=own_quiz", f"--harness_path={tmp_path}"]
     _, found = evaluated(tmp_path, *flags)
-    assert {r["metric"]: r["score"] for r in found["tasks"]} == want
-    ours = evaluate.choice_scores(model, tok, rows, "quiz")
-    assert (ours["score"], ours["score_norm"]) == (want["acc,none"], want["acc_bytes,none"])
+    assert scores_of(found) == want
+    ours = scores_of(evaluate.choice_scores(model, tok, rows, "quiz"))
+    assert ours == {"choice": want["acc,none"], "choice per byte": want["acc_bytes,none"]}
