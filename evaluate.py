@@ -17,17 +17,16 @@ $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any
 $ python evaluate.py --init_from=out/sft --against=out/laptop data/stdlib  # how much fine-tuning has forgotten
 $ python evaluate.py books/*.jsonl --by_position=1024 --init_from=out/8b-16k  # does it use distant context?
 $ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tasks: rows of question, choices, answer
-$ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval
+$ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval[hf]
 """
 
-import itertools
 import json
 import math
 import os
+import tempfile
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -39,7 +38,6 @@ from data import TokenDataset
 from engine.files import read_json, read_text, write_json
 from engine.intervals import half_interval, t_quantile, wilson
 from generate import generate
-from loss import chunk_rows
 
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
                           # nothing = the validation documents of the run's own data
@@ -68,33 +66,19 @@ out = ""                  # folder of evaluation.json; "" = the run folder, or r
 
 
 @torch.no_grad()
-def token_scores(model, windows):
+def token_nats(model, windows):
     """
-    -log p in nats of the tokens of windows, and whether each is the likeliest token.
+    -log p in nats of the tokens of windows: an array (len(ids) - first,) of float64 for each window.
 
-    windows: list of (ids, first), of which ids[first:] are scored, first > 0. Returns for each an array
-    (2, len(ids) - first) of float64: -log p, and 1 or 0. Windows of similar length share a batch.
+    windows: list of (ids, first), of which ids[first:] are scored, first > 0.
     """
-    weight = model.lm_head.weight
-    rows = chunk_rows(len(weight), weight.device, trained=False)
-    lengths = np.array([len(ids) for ids, _ in windows])
-    order = np.argsort(-lengths)
-    full = np.cumsum(lengths[order]) // batch_tokens
-    batches = np.split(order, np.flatnonzero(np.diff(full)) + 1)
-    found = [None] * len(windows)
-    for batch in tqdm(batches, "scoring", disable=None):
-        idx, targets = laid_out([windows[i] for i in batch], weight.device)
-        # The logits are by far the largest tensor: scored positions only, a chunk at a time.
-        scored = targets >= 0                              # (B, T)
-        h = model.hidden(idx)[scored]                      # (N, C), window by window
-        parts = []
-        for h_part, y in zip(h.split(rows), targets[scored].split(rows)):
-            z = model.lm_head(h_part).float()              # (rows, V)
-            nll = F.cross_entropy(z, y, reduction="none")
-            parts.append(torch.stack([nll, z.argmax(-1) == y]))
-        scores = torch.cat(parts, 1).cpu().double()        # (2, N)
-        for i, own in zip(batch, scores.split(scored.sum(1).tolist(), 1)):
-            found[i] = own.numpy()
+    longest = max(len(ids) for ids, _ in windows)
+    size = max(1, batch_tokens // longest)
+    found = []
+    for i in tqdm(range(0, len(windows), size), "scoring", disable=None):
+        idx, targets = laid_out(windows[i:i + size], model.lm_head.weight.device)
+        _, nll = model(idx, targets, per_token=True)       # (B, T)
+        found += [row[scored].cpu().double().numpy() for row, scored in zip(nll, targets >= 0)]
     return found
 
 
@@ -111,7 +95,7 @@ def laid_out(windows, device):
 
 def windows_of(ids, T):
     """
-    A document's ids, BOS first -> windows (ids, first) of at most T + 1 ids, for token_scores.
+    A document's ids, BOS first -> windows (ids, first) of at most T + 1 ids, for token_nats.
 
     Each window begins half a window before its first scored token.
     """
@@ -123,26 +107,22 @@ def windows_of(ids, T):
         done = end
 
 
-def pair_scores(model, tok, pairs):
+def pair(tok, context, continuation, T):
     """
-    (log p, whether it is the greedy one) of the continuation of each pair of texts (context, continuation).
+    Context and continuation (str) -> (ids, first) for token_nats, BOS first.
 
-    Both are encoded as one text, BOS first, as in lm-evaluation-harness, so whitespace at the end of the context
-    belongs to the continuation. A context that is too long loses its beginning. ValueError if the continuation adds no
-    token, or more than a window has.
+    They are encoded as one text, as in lm-evaluation-harness, so whitespace at the end of the context belongs to the
+    continuation. A context that is too long loses its beginning. ValueError if the continuation adds no token, or more
+    than T.
     """
-    T = model.config.block_size
-    windows = []
-    for context, continuation in pairs:
-        first = 1 + len(tok.encode(context.rstrip()))
-        ids = [tok.bos, *tok.encode(context + continuation)]
-        added = len(ids) - first
-        if not 0 < added <= T:
-            raise ValueError(f"the choice {continuation[:40]!r} adds {added:,} tokens to its question: want 1 to {T:,}, "
-                             "the model's window")
-        cut = max(0, len(ids) - (T + 1))
-        windows.append((ids[cut:], first - cut))
-    return [(-float(nll.sum()), bool(top.all())) for nll, top in token_scores(model, windows)]
+    first = 1 + len(tok.encode(context.rstrip()))
+    ids = [tok.bos, *tok.encode(context + continuation)]
+    added = len(ids) - first
+    if not 0 < added <= T:
+        raise ValueError(f"the choice {continuation[:40]!r} adds {added:,} tokens to its question: want 1 to {T:,}, the "
+                         "model's window")
+    cut = max(0, len(ids) - (T + 1))
+    return ids[cut:], first - cut
 
 
 # -----------------------------------------------------------------------------
@@ -187,13 +167,13 @@ def ratio(bits, sizes):
 
 
 def bits_row(name, metric, bits, sizes, **more):
-    """A row of the results: bits per byte of documents or windows."""
+    """A row of the results: bits per byte of documents or windows, where `bytes` are the bytes of all of them."""
     r, half = ratio(bits, sizes)
     return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum(), **more)
 
 
 def result(name, metric, n, score, interval, **more):
-    """A row of the results, with the 95 % interval of the score; more: shots, chance, bytes, begin and end."""
+    """A row of the results, with the 95 % interval of the score. more: bytes, begin, end, shots, chance."""
     low, high = interval
     return dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
 
@@ -206,7 +186,7 @@ def document_bits(model, tok, documents):
         own = [*windows_of(text_ids(tok, text), model.config.block_size)]
         windows += own
         owner += [n] * len(own)
-    nats = [nll.sum() for nll, _ in token_scores(model, windows)]
+    nats = [nll.sum() for nll in token_nats(model, windows)]
     return np.bincount(owner, nats) / math.log(2)
 
 
@@ -235,20 +215,17 @@ def position_scores(model, tok, documents, T, step):
     documents: list of (group, text), cut into windows one after the other. The rest of a document is left out, so that
     all positions have the same texts. The windows are the sample. ValueError if no document fills a window.
     """
-    windows = []
-    for _, text in documents:
-        ids = text_ids(tok, text)
-        windows += [(ids[i:i + T + 1], 1) for i in range(0, len(ids) - T, T)]
+    texts = [text_ids(tok, text) for _, text in documents]
+    windows = [(ids[i:i + T + 1], 1) for ids in texts for i in range(0, len(ids) - T, T)]
     if not windows:
         raise ValueError(f"no document has {T:,} tokens: name longer ones, or a shorter --window")
-    nats = np.array([nll for nll, _ in token_scores(model, windows)])               # (windows, T)
+    bits = np.array(token_nats(model, windows)) / math.log(2)                       # (windows, T)
     rows = []
     for begin in range(0, T, step):
         end = min(begin + step, T)
         sizes = np.array([text_bytes(tok, ids[begin + 1:end + 1]) for ids, _ in windows])
-        bits = nats[:, begin:end].sum(1) / math.log(2)
         name = f"{begin:,} to {end - 1:,}"
-        rows.append(bits_row(name, "bits/byte by position", bits, sizes, begin=begin, end=end))
+        rows.append(bits_row(name, "bits/byte by position", bits[:, begin:end].sum(1), sizes, begin=begin, end=end))
     return rows
 
 
@@ -286,8 +263,8 @@ def asked(rows, name):
     for n, row in enumerate(rows, 1):
         accepted = accepted_answers(row)
         if not accepted:
-            raise ValueError(f'{name}, question {n}: no valid answer: want with "choices" an index from 0, a letter from '
-                             f"A, or a choice, without a text, a number, or a list of them; got {row.get('answer')!r}")
+            raise ValueError(f"{name}, question {n}: no valid answer: want an index from 0, a letter from A, or a choice; "
+                             f"without choices a text, a number, or a list of them; got {row.get('answer')!r}")
         prompt = row["question"].rstrip() + "\nAnswer:"
         if n <= shots:
             examples += f"{prompt} {accepted[0]}\n\n"
@@ -309,53 +286,44 @@ def choice_scores(model, tok, rows, name):
 
     A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
     """
+    T = model.config.block_size
     questions = asked(rows, name)
-    pairs = [(prompt, " " + choice) for prompt, _, choices in questions for choice in choices]
-    scores = iter(pair_scores(model, tok, pairs))
+    windows = [pair(tok, prompt, " " + choice, T) for prompt, _, choices in questions for choice in choices]
+    nats = iter(token_nats(model, windows))
     hits = []
     for _, accepted, choices in questions:
-        logp = np.array([next(scores)[0] for _ in choices])
+        costs = np.array([next(nats).sum() for _ in choices])
         sizes = [len(choice.encode()) for choice in choices]
-        best = logp.argmax(), (logp / sizes).argmax()
+        best = costs.argmin(), (costs / sizes).argmin()
         hits.append([choices[i] in accepted for i in best])
     chance = np.mean([1 / len(choices) for _, _, choices in questions])
     by_sum, by_mean = zip(*hits)
     return [share(name, "choice", by_sum, chance), share(name, "choice per byte", by_mean, chance)]
 
 
-def continue_texts(model, tok, contexts, stops, new_tokens):
-    """
-    Greedy continuations of texts by at most new_tokens, each cut at the first of the strings `stops`.
-
-    A context that does not fit into the window together with its answer loses its beginning. ValueError if none fits.
-    """
-    T = model.config.block_size
-    room = T - new_tokens
-    if room < 2:
-        raise ValueError(f"max_new_tokens={new_tokens} leaves no room for a question in a window of {T}: lower it")
-    # Control tokens are no words of an answer.
-    silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
-    size = max(1, batch_tokens // T)
-    found = []
-    for i in tqdm(range(0, len(contexts), size), "answering", disable=None):
-        batch = [[tok.bos, *tok.encode(context)][-room:] for context in contexts[i:i + size]]
-        whole = generate(model, batch, new_tokens, temperature=0, stop=(tok.eos,))
-        for prompt, ids in zip(batch, whole):
-            text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
-            cut = [text.split(stop)[0] for stop in stops if stop]
-            found.append(min(cut, key=len, default=text))
-    return found
-
-
 def answer_scores(model, tok, rows, name):
     """
     Exact match of the first line of a greedy answer with an accepted one, as one row of the results.
 
-    The chance level is 0: free text cannot be guessed.
+    A question that does not fit into the window together with its answer loses its beginning. The chance level is 0:
+    free text cannot be guessed.
     """
-    prompts, accepted, _ = zip(*asked(rows, name))
-    texts = continue_texts(model, tok, prompts, ["\n"], max_new_tokens)
-    hits = [text.strip() in right for text, right in zip(texts, accepted)]
+    T = model.config.block_size
+    room = T - max_new_tokens
+    if room < 2:
+        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a question in a window of {T}: lower it")
+    # Control tokens are no words of an answer.
+    silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
+    questions = asked(rows, name)
+    prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in questions]
+    size = max(1, batch_tokens // T)
+    whole = []
+    for i in tqdm(range(0, len(prompts), size), "answering", disable=None):
+        whole += generate(model, prompts[i:i + size], max_new_tokens, temperature=0, stop=(tok.eos,))
+    hits = []
+    for prompt, ids, (_, accepted, _) in zip(prompts, whole, questions):
+        text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
+        hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
 
 
@@ -363,59 +331,37 @@ def answer_scores(model, tok, rows, name):
 # lm-evaluation-harness
 
 
-def harness_model(model, tok):
-    """Our model behind lm-evaluation-harness' own interface, lm_eval.api.model.LM."""
-    from lm_eval.api.model import LM
-    from lm_eval.models.utils import normalize_gen_kwargs
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-
-    T = model.config.block_size
-
-    class Harness(LM):
-        def loglikelihood(self, requests):
-            return pair_scores(model, tok, [request.args for request in requests])
-
-        def loglikelihood_rolling(self, requests):
-            # The harness' rule for long texts differs from ours: windows overlap by one token, and only the last is
-            # filled up with context. There is one BOS; its own HFLM puts two, unless add_bos_token=False.
-            totals = []
-            for request in requests:
-                rolling = get_rolling_token_windows(tok.encode(*request.args), tok.bos, T, context_len=1)
-                windows = [(context + scored, len(context)) for context, scored in map(make_disjoint_window, rolling)]
-                totals.append(-sum(float(nll.sum()) for nll, _ in token_scores(model, windows)))
-            return totals
-
-        def generate_until(self, requests):
-            texts = []
-            # Neighbours with the same stops and length are decoded together.
-            for given, group in itertools.groupby(requests, lambda request: request.args[1]):
-                how = normalize_gen_kwargs(given)
-                if how["do_sample"] and how["temperature"]:
-                    raise ValueError("this harness interface decodes greedily; the task asks for sampling")
-                contexts = [request.args[0] for request in group]
-                texts += continue_texts(model, tok, contexts, how["until"], min(how["max_gen_toks"], T // 2))
-            return texts
-
-    return Harness()
-
-
-def run_harness(model, tok):
+def harness_scores(model, tok):
     """
     Rows of the results: each metric of the tasks of --harness, and of groups of tasks, whose n is the sum of theirs.
 
-    ValueError for a task that does not exist.
+    The harness reads an export of the model by its own interface to transformers, so these are the numbers of
+    `lm_eval --model hf`. ValueError for a task that does not exist, and for a model that cannot be exported.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    if base:
+        raise ValueError(f"--harness reads an export of the model, which cannot have --base={base}: leave it out")
     manager = TaskManager(include_path=harness_path or None, include_defaults=not harness_path)
-    names = harness.split(",")
-    for name in names:
-        if name not in manager.all_tasks:
-            raise ValueError(f"lm-evaluation-harness has no task {name!r}: `lm_eval --tasks list` shows them, "
+    tasks = harness.split(",")
+    for task in tasks:
+        if task not in manager.all_tasks:
+            raise ValueError(f"lm-evaluation-harness has no task {task!r}: `lm_eval --tasks list` shows them, "
                              "--harness_path=FOLDER takes your own")
-    how = dict(tasks=names, num_fewshot=shots or None, limit=limit or None, task_manager=manager)
-    found = lm_eval.simple_evaluate(harness_model(model, tok), **how)
+    weight = model.lm_head.weight
+    convert.merge_adapters(model)
+    with tempfile.TemporaryDirectory() as folder:
+        convert.save_hf(model, folder, tok, str(weight.dtype).removeprefix("torch."), merge=True)
+        found = lm_eval.simple_evaluate(
+            "hf",
+            dict(pretrained=folder),
+            tasks=tasks,
+            num_fewshot=shots or None,
+            batch_size=max(1, batch_tokens // model.config.block_size),
+            device=str(weight.device),
+            limit=limit or None,
+            task_manager=manager)
     rows = []
     for task, values in found["results"].items():
         n = values["sample_len"]
@@ -473,18 +419,20 @@ def contents(path):
     ValueError if there is no such file, and for a row without text or question.
     """
     if not os.path.isfile(path):
-        raise ValueError(f"no such file or folder: {path}. Name .txt, .jsonl, or data: python prepare.py FILES --out={path}")
+        raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
+                         f"python prepare.py FILES --out={path}")
     rows = [dict(text=read_text(path))]
     if path.endswith(".jsonl"):
         want = '"text", or with "question" and "answer"'
         rows = read_rows(path, lambda row: isinstance(row.get("text", row.get("question")), str), want)
-    found = [], [], []
+    documents, choices, answers = [], [], []
     for row in rows[:limit or None]:
         if "text" not in row:
-            found[1 + ("choices" not in row)].append(row)
+            questions = choices if "choices" in row else answers
+            questions.append(row)
         elif row["text"].strip():
-            found[0].append((str(row.get(by, os.path.basename(path))), row["text"]))
-    return found
+            documents.append((str(row.get(by, os.path.basename(path))), row["text"]))
+    return documents, choices, answers
 
 
 def main():
@@ -496,7 +444,7 @@ def main():
     documents, rows = [], []
     for path in sources:
         if os.path.isdir(path):
-            documents += itertools.islice(validation_documents(path, tok), limit or None)
+            documents += list(validation_documents(path, tok))[:limit or None]
             continue
         name = os.path.basename(path)
         texts, choices, answers = contents(path)
@@ -514,7 +462,7 @@ def main():
     if lookup:
         rows += attached("studies.length").lookup_scores(model, tok, T, lookup)
     if harness:
-        rows += run_harness(model, tok)
+        rows += harness_scores(model, tok)
     if not rows:
         raise ValueError(f"nothing to evaluate {init_from} on: name texts, tasks or data, or --harness=TASKS")
     # JSON has no NaN: the interval of a single document is null.
