@@ -58,7 +58,7 @@ dtype = "auto"            # float32 | bfloat16; auto: that of the weights, bf16 
 base = ""                 # int8 | nf4: the matrices of the blocks in 8 or 4 bits (posttrain/quantised.py)
 out = ""                  # folder of evaluation.json; "" = the run folder, or results/evaluate
 
-# Letters: B windows in a batch, T tokens in a window, C channels, V vocabulary, N scored positions of a batch.
+# Letters: B windows in a batch, T tokens in a window.
 
 
 # -----------------------------------------------------------------------------
@@ -111,15 +111,14 @@ def pair(tok, context, continuation, T):
     """
     Context and continuation (str) -> (ids, first) for token_nats, BOS first.
 
-    They are encoded as one text, as in lm-evaluation-harness, so whitespace at the end of the context belongs to the
-    continuation. A context that is too long loses its beginning. ValueError if the continuation adds no token, or more
-    than T.
+    They are encoded as one text, as in lm-evaluation-harness. A context that is too long loses its beginning.
+    ValueError if the continuation adds no token, or more than T.
     """
-    first = 1 + len(tok.encode(context.rstrip()))
+    first = 1 + len(tok.encode(context))
     ids = [tok.bos, *tok.encode(context + continuation)]
     added = len(ids) - first
     if not 0 < added <= T:
-        raise ValueError(f"the choice {continuation[:40]!r} adds {added:,} tokens to its question: want 1 to {T:,}, the "
+        raise ValueError(f"the choice {continuation[:40]!r} adds {added} tokens to its question: want 1 to {T}, the "
                          "model's window")
     cut = max(0, len(ids) - (T + 1))
     return ids[cut:], first - cut
@@ -242,9 +241,10 @@ def accepted_answers(row):
     """
     answer = row.get("answer")
     choices = row.get("choices")
-    if choices is None:
+    if not choices:
         answers = answer if isinstance(answer, list) else [answer]
-        return [str(one).strip() for one in answers if one not in (None, "")]
+        texts = [str(one).strip() for one in answers if one is not None]
+        return list(filter(None, texts))
     if answer in choices:
         return [answer]
     return [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
@@ -263,8 +263,8 @@ def asked(rows, name):
     for n, row in enumerate(rows, 1):
         accepted = accepted_answers(row)
         if not accepted:
-            raise ValueError(f"{name}, question {n}: no valid answer: want an index from 0, a letter from A, or a choice; "
-                             f"without choices a text, a number, or a list of them; got {row.get('answer')!r}")
+            raise ValueError(f"{name}, question {n}: no valid answer: want an index from 0, a letter from A, or a "
+                             f"choice; without choices a text, a number, or a list of them; got {row.get('answer')!r}")
         prompt = row["question"].rstrip() + "\nAnswer:"
         if n <= shots:
             examples += f"{prompt} {accepted[0]}\n\n"
@@ -314,14 +314,14 @@ def answer_scores(model, tok, rows, name):
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a question in a window of {T}: lower it")
     # Control tokens are no words of an answer.
     silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
-    questions = asked(rows, name)
-    prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in questions]
+    contexts, answers, _ = zip(*asked(rows, name))
+    prompts = [[tok.bos, *tok.encode(context)][-room:] for context in contexts]
     size = max(1, batch_tokens // T)
     whole = []
     for i in tqdm(range(0, len(prompts), size), "answering", disable=None):
         whole += generate(model, prompts[i:i + size], max_new_tokens, temperature=0, stop=(tok.eos,))
     hits = []
-    for prompt, ids, (_, accepted, _) in zip(prompts, whole, questions):
+    for prompt, ids, accepted in zip(prompts, whole, answers):
         text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
         hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
@@ -428,7 +428,7 @@ def contents(path):
     documents, choices, answers = [], [], []
     for row in rows[:limit or None]:
         if "text" not in row:
-            questions = choices if "choices" in row else answers
+            questions = choices if row.get("choices") else answers
             questions.append(row)
         elif row["text"].strip():
             documents.append((str(row.get(by, os.path.basename(path))), row["text"]))
