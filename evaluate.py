@@ -224,7 +224,9 @@ def position_scores(model, tok, documents, T, step):
         end = min(begin + step, T)
         sizes = np.array([text_bytes(tok, ids[begin + 1:end + 1]) for ids, _ in windows])
         name = f"{begin:,} to {end - 1:,}"
-        rows.append(bits_row(name, "bits/byte by position", bits[:, begin:end].sum(1), sizes, begin=begin, end=end))
+        row = bits_row(name, "bits/byte by position", bits[:, begin:end].sum(1), sizes, begin=begin, end=end)
+        # The studies keep these rows under this name.
+        rows.append(dict(row, bits_per_byte=row["score"]))
     return rows
 
 
@@ -460,7 +462,10 @@ def main():
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
-        rows += attached("studies.length").lookup_scores(model, tok, T, lookup)
+        for found in attached("studies.length").lookup_scores(model, tok, T, lookup):
+            name = f"{found['distance']:,} tokens back"
+            score = found["right"] / found["n"]
+            rows.append(dict(found, name=name, metric="colours looked up", score=score, chance=0.1))
     if harness:
         rows += harness_scores(model, tok)
     if not rows:

@@ -107,7 +107,7 @@ def lookup_scores(model, tok, T, n):
     """
     Keys whose colours the model looks up, greedily, at distances of 32, 64, ... tokens up to a window of T.
 
-    n: keys at each distance. Returns rows of evaluate.py's results, and in them distance and right, the number of keys.
+    n: keys at each distance. Returns a list of dicts: distance, right, n, and low, high of Wilson's 95 % interval.
     ValueError for fewer keys than one, and for a window below 32.
     """
     if n < 1 or T < 32:
@@ -120,15 +120,14 @@ def lookup_scores(model, tok, T, n):
         here = min(distance, T - 16)
         asked = [question(rng, tok, here) for _ in range(n)]
         right = 0
-        for begin in tqdm(range(0, n, 10), f"{here:,} tokens back", leave=False, disable=None):
+        for begin in tqdm(range(0, n, 10), "looking up", disable=None):
             prompts, colours = zip(*asked[begin:begin + 10])
             new = max(len(tok.encode(f" {colour}")) for colour in colours)
             texts = generate(model, list(prompts), new, temperature=0)
             for prompt, ids, colour in zip(prompts, texts, colours):
                 right += tok.decode(ids[len(prompt):]).strip().startswith(colour)
         low, high = wilson(right, n)
-        rows.append(dict(name=f"{here:,} tokens back", metric="colour of the key", n=n, score=right / n, low=low,
-                         high=high, chance=0.1, distance=here, right=right))
+        rows.append(dict(distance=here, right=right, n=n, low=low, high=high))
         distance *= 2
     return rows
 
@@ -169,13 +168,13 @@ def flags(kind, arm, seed):
 
 
 def examined(kind, arm, seed, *how):
-    """A run, trained and measured by evaluate.py with these flags: what that found, and the tokens it read."""
+    """A run, trained and measured by evaluate.py with these flags: the rows it found, and the tokens the run read."""
     path = f"{out}/{kind}/seed-{seed}/{arm}"
     kit.train(path, flags(kind, arm, seed))
     done = f"{path}/measured/evaluation.json"
     kit.call(path, "measured", done, "evaluate", f"--init_from={path}", f"--window={LONG}",
              f"--out={path}/measured", *how)
-    return read_json(done), read_json(f"{path}/summary.json")["tokens"]
+    return read_json(done)["rows"], read_json(f"{path}/summary.json")["tokens"]
 
 
 def row(arm, seed):
@@ -183,8 +182,8 @@ def row(arm, seed):
     places, tokens = examined("text", arm, seed, f"{out}/data/text", f"--by_position={SHORT // 2}")
     keys, read = examined("register", arm, seed, f"--lookup={ASKED}", f"{out}/data/register")
     return dict(arm=arm, seed=seed, tokens=tokens, register_tokens=read,
-                positions=[dict(row, bits_per_byte=row["score"]) for row in places["rows"] if "begin" in row],
-                lookups=[row for row in keys["rows"] if "distance" in row])
+                positions=[row for row in places if "begin" in row],
+                lookups=[row for row in keys if "distance" in row])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def collected(seed):
             link["exam"] = kit.read_rows(f"{run}/exam.jsonl")
             found_old = read_json(f"{run}/old/evaluation.json")["rows"]
             link["old"] = found_old[0]["score"]
-            link["positions"] = [dict(row, bits_per_byte=row["score"]) for row in found_old if "begin" in row]
+            link["positions"] = [row for row in found_old if "begin" in row]
         if os.path.isfile(f"{run}/summary.json"):
             link["summary"] = {key: value for key, value in read_json(f"{run}/summary.json").items()
                                if key in ("val_bpb", "tokens")}
