@@ -120,7 +120,7 @@ def lookup_scores(model, tok, T, n):
         here = min(distance, T - 16)
         asked = [question(rng, tok, here) for _ in range(n)]
         right = 0
-        for begin in tqdm(range(0, n, 10), "looking up", disable=None):
+        for begin in tqdm(range(0, n, 10), disable=None):
             prompts, colours = zip(*asked[begin:begin + 10])
             new = max(len(tok.encode(f" {colour}")) for colour in colours)
             texts = generate(model, list(prompts), new, temperature=0)
