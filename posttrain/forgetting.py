@@ -47,9 +47,7 @@ class Old:
         rows.sort(key=lambda row: row[:2])
         _, owner, self.windows = zip(*rows[:most or None])
         self.owner = np.array(owner)
-        end = evaluate.end_of_text(tok)
-        scored = [[i for i in ids[first:] if i != end] for ids, first in self.windows]
-        self.sizes = self.per_document([len(tok.decode_bytes(ids)) for ids in scored])
+        self.sizes = self.per_document([evaluate.text_bytes(tok, ids[first:]) for ids, first in self.windows])
         self.hash = hashlib.sha256(json.dumps(self.windows).encode()).hexdigest()[:16]
 
     def per_document(self, numbers):
@@ -124,11 +122,11 @@ def due(old, every, done, steps):
 def texts(path, tok, most):
     """The texts at `path`, or `most` of them, evenly spaced. ValueError if there are none."""
     if os.path.isdir(path):
-        documents = evaluate.validation_documents(path, tok, most)
+        documents = list(evaluate.validation_documents(path, tok))
     else:
-        documents, _ = evaluate.contents(path)
-        every = -(-len(documents) // most) if most else 1
-        documents = documents[::every or 1]
+        documents, *_ = evaluate.contents(path)
+    every = -(-len(documents) // most) if most else 1
+    documents = documents[::every or 1]
     found = [text for _, text in documents if text.strip()]
     if not found:
         raise ValueError(f'old={path}: no text there: want a data folder of prepare.py, .txt, or .jsonl with "text"')

@@ -120,7 +120,7 @@ def lookup_scores(model, tok, T, n):
         here = min(distance, T - 16)
         asked = [question(rng, tok, here) for _ in range(n)]
         right = 0
-        for begin in tqdm(range(0, n, 10), f"{here:,} tokens back", leave=False, disable=None):
+        for begin in tqdm(range(0, n, 10), disable=None):
             prompts, colours = zip(*asked[begin:begin + 10])
             new = max(len(tok.encode(f" {colour}")) for colour in colours)
             texts = generate(model, list(prompts), new, temperature=0)
@@ -168,13 +168,13 @@ def flags(kind, arm, seed):
 
 
 def examined(kind, arm, seed, *how):
-    """A run, trained and measured by evaluate.py with these flags: what that found, and the tokens it read."""
+    """A run, trained and measured by evaluate.py with these flags: the rows it found, and the tokens the run read."""
     path = f"{out}/{kind}/seed-{seed}/{arm}"
     kit.train(path, flags(kind, arm, seed))
     done = f"{path}/measured/evaluation.json"
     kit.call(path, "measured", done, "evaluate", f"--init_from={path}", f"--window={LONG}",
              f"--out={path}/measured", *how)
-    return read_json(done), read_json(f"{path}/summary.json")["tokens"]
+    return read_json(done)["rows"], read_json(f"{path}/summary.json")["tokens"]
 
 
 def row(arm, seed):
@@ -182,7 +182,8 @@ def row(arm, seed):
     places, tokens = examined("text", arm, seed, f"{out}/data/text", f"--by_position={SHORT // 2}")
     keys, read = examined("register", arm, seed, f"--lookup={ASKED}", f"{out}/data/register")
     return dict(arm=arm, seed=seed, tokens=tokens, register_tokens=read,
-                positions=places["positions"], lookups=keys["lookups"])
+                positions=[row for row in places if "begin" in row],
+                lookups=[row for row in keys if "distance" in row])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

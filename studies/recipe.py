@@ -297,9 +297,9 @@ def collected(seed):
         run = f"{folder}/{name}"
         if os.path.isfile(f"{run}/exam.jsonl"):
             link["exam"] = kit.read_rows(f"{run}/exam.jsonl")
-            evaluation = read_json(f"{run}/old/evaluation.json")
-            link["old"] = evaluation["texts"][0]["bits_per_byte"]
-            link["positions"] = evaluation["positions"]
+            found_old = read_json(f"{run}/old/evaluation.json")["rows"]
+            link["old"] = found_old[0]["score"]
+            link["positions"] = [row for row in found_old if "begin" in row]
         if os.path.isfile(f"{run}/summary.json"):
             link["summary"] = {key: value for key, value in read_json(f"{run}/summary.json").items()
                                if key in ("val_bpb", "tokens")}

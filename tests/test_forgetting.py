@@ -72,11 +72,12 @@ def test_what_was_lost_is_what_evaluate_finds_against_the_start(lab, watched, tm
     models = [f"--init_from={out}", f"--against={lab / 'model'}"]
     done = script("evaluate.py", lab / "old.jsonl", *models, f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "evaluation.json").read_text())["texts"][0]
+    found = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
     told = summary(out)
-    assert told["old_lost"] == pytest.approx(found["above"], rel=1e-4) and abs(told["old_lost"]) > 0.01
-    assert told["old_plus_minus"] == pytest.approx(found["above_plus_minus"], rel=1e-4)
-    assert told["old_after"] == pytest.approx(found["bits_per_byte"], rel=1e-6)
+    after, above = found[:2]
+    assert told["old_lost"] == pytest.approx(above["score"], rel=1e-4) and abs(told["old_lost"]) > 0.01
+    assert told["old_plus_minus"] == pytest.approx((above["high"] - above["low"]) / 2, rel=1e-4)
+    assert told["old_after"] == pytest.approx(after["score"], rel=1e-6)
     assert f"lost {told['old_lost']:+.3f} ± {told['old_plus_minus']:.3f} bits/byte of" in said
 
 
@@ -101,13 +102,13 @@ def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(
     scored = np.bincount(text.owner, [len(ids) - first for ids, first in text.windows])
     assert text.sizes.tolist() == [scored[0], len("Würde und Rechte".encode()), scored[2]]
     model = Apertus(ApertusConfig(**TINY), 3)
-    want = evaluate.text_scores(model, TOK, [("", TEXTS[1])])[0]["bits_per_byte"]
+    want = evaluate.text_scores(model, TOK, [("", TEXTS[1])])[0]["score"]
     text.measure(model, Ranks())
     assert text.bits[1] / text.sizes[1] == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("name, content, says", [
-    ("none.txt", None, "No such file"),
+    ("none.txt", None, "no such file or folder"),
     ("blank.txt", " \n", "no text there"),
     ("rows.jsonl", '{"messages": []}\n', 'line 1: want a JSON object with "text"'),
 ])

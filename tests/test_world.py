@@ -218,19 +218,21 @@ def test_bits_by_position_are_those_of_whole_logits(run):
     rows = evaluate.position_scores(model, tok, [("x", text), ("y", "short")], T, step)
     ids = evaluate.text_ids(tok, text)
     windows = [ids[i:i + T + 1] for i in range(0, len(ids) - T, T)]
-    assert [(row["begin"], row["end"], row["windows"]) for row in rows] == [
+    assert [(row["begin"], row["end"], row["n"]) for row in rows] == [
         (0, 12, len(windows)), (12, 24, len(windows)), (24, 32, len(windows))]
     with torch.no_grad():
         logits, _ = model(torch.tensor([window[:-1] for window in windows]))
     nats = F.cross_entropy(logits.flatten(0, 1), torch.tensor([w[1:] for w in windows]).flatten(), reduction="none")
     nats = nats.view(len(windows), T)
-    shown = evaluate.table_md(dict(model="m", texts=[], positions=rows, tasks=[]))
-    assert f"| 12 to 23 | {rows[1]['bits_per_byte']:.3f} ± {rows[1]['plus_minus']:.3f} |" in shown
+    second = rows[1]
+    cells = [f"{second[key]:.3f}" for key in ("score", "low", "high")]
+    assert f"| 12 to 23 | bits/byte by position |  | {len(windows)} | {second['bytes']} | {' | '.join(cells)} |  |" in (
+        evaluate.table_md(rows))
     for row in rows:
         part = slice(row["begin"], row["end"])
         size = sum(len(tok.decode(window[1:][part]).encode()) for window in windows)
         assert row["bytes"] == size
-        assert row["bits_per_byte"] == pytest.approx(nats[:, part].sum().item() / math.log(2) / size, rel=1e-5)
+        assert row["score"] == pytest.approx(nats[:, part].sum().item() / math.log(2) / size, rel=1e-5)
 
 
 # -----------------------------------------------------------------------------
