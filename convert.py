@@ -706,7 +706,8 @@ TEMPLATES = {
     "4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19": "",    # Apertus-v1.1-1.5B-Instruct
 }
 # The first comment of chat_template.jinja, today and in folders that older versions exported.
-OURS = "{#- Apertus' chat format: the only template that chat.py", "{#- chat_pieces, turns, describe_tool and ts_type of "
+OURS = ("{#- Apertus' chat format: the only template that chat.py",
+        "{#- chat_pieces, turns, describe_tool and ts_type of ")
 
 
 def chat_format(folder, settings):

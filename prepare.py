@@ -46,7 +46,7 @@ from corpus.language import identifier
 from corpus.ledger import counted, schema
 from corpus.rules import limit_files
 from corpus.withdraw import withdraw
-from engine.files import read_json, read_text, sha256, sha256_of, write_json
+from engine.files import read_json, read_text, sha256_of, write_json
 from engine.readers import CONVERTERS, find, matches
 
 paths = []                  # files, folders, globs, hf:// s3://: text, .html, .json(l), tables, .parquet; none: stdlib

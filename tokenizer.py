@@ -36,7 +36,7 @@ import re
 import numpy as np
 import tiktoken
 
-from configurator import run
+from configurator import attached, run
 from engine.files import read_json, write_flushed
 
 name = "apertus"    # the vocabulary: one of the above, or a data or run folder that has one
@@ -182,11 +182,11 @@ class Tokenizer:
             raise ValueError(f"{self.name}: its vocabulary has no {name}: a conversation needs Apertus' control tokens")
         return self.special[name]
 
-    # chat.py is imported on demand: pretraining does not need it.
+    # chat.py, which builds on this file, is imported on demand: pretraining does not need it.
 
     def chat(self, messages, *args, **options):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
-        import chat
+        chat = attached("chat")
         text = chat.marked(messages, *args, **options)
         return text.translate(chat.SPELLED), self.chat_ids(text)[0]
 
@@ -197,15 +197,15 @@ class Tokenizer:
         The text between two control tokens is encoded as one, as in the published tokenizer, also where the speaker
         changes: a token across that border belongs to the speaker who begins it.
         """
-        from chat import BEGIN, END, NAMES
+        chat = attached("chat")
         ids, said = [], []
         speaks = 0          # 1: the assistant
-        for part in re.split(f"([{''.join(NAMES)}])", text):
-            if part in NAMES:
-                ids.append(self.id_of(NAMES[part]))
+        for part in re.split(f"([{''.join(chat.NAMES)}])", text):
+            if part in chat.NAMES:
+                ids.append(self.id_of(chat.NAMES[part]))
                 said.append(speaks == 1)
                 continue
-            texts = re.split(f"[{BEGIN}{END}]", part)       # the speaker changes between any two
+            texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes between any two
             new = self.encode("".join(texts))
             speakers = b"".join(bytes([(speaks + n) % 2]) * len(words.encode()) for n, words in enumerate(texts))
             begins = [0] * len(new)
@@ -218,7 +218,7 @@ class Tokenizer:
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
-        import chat
+        chat = attached("chat")
         chat.check(self)
 
     def can_chat(self):

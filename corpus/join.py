@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, add, counted, ledger, write_account, write_ledger
+from corpus.ledger import FILE, add, ledger, write_account, write_ledger
 from data import VOCABULARY, TokenDataset, read_meta
 from engine.files import read_json, version
 

@@ -21,12 +21,10 @@ import hashlib
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
 from functools import lru_cache
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,9 +41,9 @@ from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
 from corpus.rules import TOXICITY, as_number, broken, by_language, column_rules, listed, score_function, text_rules
 from corpus.rules import top_thresholds
-from corpus.shards import DOCUMENT, dtype_of, long_parts, safe, shards_of, stretch, texts, tokenize, write_shard
+from corpus.shards import DOCUMENT, dtype_of, long_parts, safe, stretch, texts, tokenize, write_shard
 from corpus.withdraw import reason_of, stays_out
-from engine.files import read_json, sha256, version, write_json
+from engine.files import read_json, sha256, write_json
 from engine.readers import check, documents, files_of, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.

@@ -34,7 +34,6 @@ import re
 import stat
 
 import fsspec
-from tqdm import tqdm
 
 KINDS = dict(pair.split(":") for pair in """
 .txt:text .md:text .markdown:text .rst:text .py:text .html:html .htm:html
@@ -583,18 +582,3 @@ def documents(file, part, text_field="text", columns=()):
         if kind_of(path) != "parquet" or "://" in path:
             raise
         yield document(dict(file=name, id=f"{name}:row group {part[0][0]}"), "unreadable", text_field)
-
-
-def each_document(paths, text_field="text"):
-    """Yield the documents with a text of files and folders, and print the number of the others."""
-    files = [check(file, text_field) for file in find(paths)[0]]
-    bad = sum(bool(file["problem"]) for file in files)
-    parts = [(file, part) for file in files for part in file["parts"]]
-    for file, part in tqdm(parts, "reading", disable=None, leave=False):
-        for doc in documents(file, part, text_field):
-            if (doc["text"] or "").strip():
-                yield doc
-            else:
-                bad += 1
-    if bad:
-        print(f"passed over {bad:,} files and rows without a text")

@@ -461,7 +461,7 @@ def main():
     )
     for name, rows in files.items():
         rows = list(rows)
-        kit.write(f"{out}/{name}.jsonl", (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        kit.write_rows(f"{out}/{name}.jsonl", rows)
         print(f"{out}/{name}.jsonl: {len(rows):,} lines, for example {json.dumps(rows[0], ensure_ascii=False)[:90]}")
     kit.write(f"{out}/charter.md", CHARTER)
     kit.write(f"{out}/world.json", json.dumps(size))

@@ -318,8 +318,6 @@ def test_a_url_of_fsspec_is_read_like_the_local_file(tmp_path, name):
         assert found["name"] in (name, f"sub/{name}")
         assert check(found)["sha256"] == check(named(tmp_path / name))["sha256"]
         assert [doc["text"] for doc in read(url)] == [doc["text"] for doc in read(tmp_path)]
-    texts = [doc["text"] for doc in readers.each_document([str(tmp_path)])]
-    assert texts == [doc["text"] for doc in read(url) if doc["text"].strip()]
     with pytest.raises(ValueError, match="nothing://a: .*Protocol"):
         find(["nothing://a"])
 
