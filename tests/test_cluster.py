@@ -8,10 +8,19 @@ import time
 
 import pytest
 
+import prepare
 from conftest import ROOT, script
 from corpora import fill, refuse, report, rows, write_lines, written
 
 pytest.importorskip("datatrove")
+
+
+@pytest.fixture(autouse=True)
+def settings_of_prepare():
+    """The command sets those of prepare.py, here in the process of the tests."""
+    before = dict(vars(prepare))
+    yield
+    vars(prepare).update(before)
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     assert sum(texts_of(both).values(), []) == sum(
         [sum((texts_of(one, [split])[split] for one in (made / "data", tmp_path / "b")), []) for split in ("train", "val")], [])
     assert "90 documents in = 90 kept" in ask(both)
-    assert "is in" in ask(both, "--find=b.jsonl:d77")
+    assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # To the joined folder more is joined, and nothing else is replaced.
     write_lines(tmp_path / "c.jsonl", rows(4, 90))

@@ -24,6 +24,7 @@ from conftest import ROOT, script
 from corpora import BYTE, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import folder, stages
 from corpus.shards import long_parts
+from data import read_meta
 
 
 def side(text):
@@ -119,6 +120,11 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
         assert BYTE.decode(ids[1:-1].tolist()) == plain and row["written"] == len(plain.encode())
         assert row["split"] == ("val" if side(texts[row["id"]]) < 0.1 else "train")
     assert {name: len(stream) for name, stream in every.items()} == dict(at)
+    for (source, split), n in at.items():
+        part = read_meta(str(root / "out"))["sources"][source][split]
+        mine = [row for row in kept_rows if (row["source"], row["split"]) == (source, split)]
+        assert part["tokens"] == n and part["documents"] == len(mine)
+        assert part["bytes"] == sum(row["written"] for row in mine)
     assert {stream.dtype for stream in every.values()} == {np.dtype(np.uint16)}
     # Code keeps its addresses.
     assert {row["id"]: row["email"] for row in kept_rows if row["email"]} == {"a.jsonl:d91": 2}
