@@ -1,5 +1,4 @@
 """corpus/cluster.py: datatrove's executors make the folder that prepare.py makes, to the byte, killed or not."""
-import json
 import os
 import signal
 import subprocess
@@ -87,4 +86,3 @@ def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before
 def test_what_does_not_fit_is_one_line_and_leaves_nothing(texts, tmp_path, more, says):
     refuse(says, *flags(texts), f"--out={tmp_path}/data", *more, name="corpus.cluster")
     assert os.listdir(tmp_path) == []
-    assert json.loads((texts / "in" / "a.jsonl").read_text().splitlines()[0])

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 import convert
 import tokenizer
 from conftest import refused, save_checkpoint, script
-from engine import checkpoint
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
 from tiny import GOLDEN, ids

@@ -1,5 +1,4 @@
 """The ledger of a data folder: checked, asked, joined, and rid of documents, by python -m corpus.audit, data.py, --remove."""
-import json
 import os
 import shutil
 import signal
@@ -8,7 +7,6 @@ import sys
 import time
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 from conftest import ROOT, script

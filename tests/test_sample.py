@@ -10,7 +10,6 @@ import convert
 import generate as generate_file
 import tokenizer
 from conftest import refused, save_checkpoint, script
-from engine import checkpoint
 from generate import KVCache, generate
 from posttrain import talk
 from tiny import small

@@ -16,7 +16,7 @@ import chat
 import convert
 import tokenizer
 from conftest import ROOT, same, script, weights
-from engine import checkpoint, restore
+from engine import restore
 from engine.parallel import Ranks
 from generate import generate
 from model import Apertus, ApertusConfig

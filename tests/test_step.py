@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import convert
 from conftest import script
 from data import TokenDataset
-from engine import checkpoint, restore
+from engine import restore
 from model import Apertus, ApertusConfig
 
 T, BATCH, SAMPLES, SEED = 32, 8, 48, 5
