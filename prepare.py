@@ -109,19 +109,28 @@ SMALL = 1 << 24
 
 
 def main():
-    global out
-    if paths and not remove and "out" not in globals().get("_asked", ()):
-        out = "data/mine"
     check_settings()
     if remove and paths:
         raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
-    read = [remove] if remove else [match for path in [*paths, robots, reservations, known] for match in matches(path)]
     # To be replaced by --remove, a joined folder is refused there, in better words.
-    with building(out, read, None if remove else False) as (final, tmp):
+    with building(choose_out(), [remove] if remove else inputs(), None if remove else False) as (final, tmp):
         if remove:
             withdraw(remove, out, final, tmp)
         else:
             prepare(final, tmp)
+
+
+def choose_out():
+    """The folder to write: files of the user go to data/mine, if they do not say."""
+    global out
+    if paths and not remove and "out" not in globals().get("_asked", ()):
+        out = "data/mine"
+    return out
+
+
+def inputs():
+    """The files and folders on this machine that are read."""
+    return [match for path in [*paths, robots, reservations, known] for match in matches(path)]
 
 
 def prepare(final, tmp):
@@ -142,7 +151,7 @@ def prepare(final, tmp):
 
 def begin(work, began):
     """Write work/plan.json, or find it as a killed run left it. Another run's work is removed."""
-    inputs, ignored = find(paths) if paths else standard_library()
+    found, ignored = find(paths) if paths else standard_library()
     for kind, names in ignored.items():
         how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""
         print(f"not read: {len(names):,} ({kind}), such as {names[0]}{how}")
@@ -152,7 +161,7 @@ def begin(work, began):
     asked["default_language"] = default_language or ("" if paths else "code")
     asked["default_license"] = default_license or ("" if paths else "PSF-2.0")
     asked["score_field"] = score_field or ("score" if score else "")
-    key = key_of(asked, inputs)
+    key = key_of(asked, found)
     path = work / "plan.json"
     if path.exists() and read_json(path).get("key") == key:
         print(f"resuming from {work}")
@@ -160,7 +169,7 @@ def begin(work, began):
         empty(work.parent)
         work.mkdir()
         command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_json(path, dict(asked, key=key, files=inputs, ignored=ignored, began=began, command=command))
+        write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
     (work.parent / "data").mkdir(exist_ok=True)
     for function in stages.CACHES:
         function.cache_clear()
@@ -168,16 +177,16 @@ def begin(work, began):
     stages.rules(work)
 
 
-def key_of(asked, inputs):
+def key_of(asked, files):
     """A hash of the settings, files and code that decide about documents. A run resumes only if it is equal."""
     decides = {name: value for name, value in asked.items() if name not in ("workers", "strict", "dry_run")}
-    stats = [os.stat(file["path"]) for file in inputs if "://" not in file["path"]]
+    stats = [os.stat(file["path"]) for file in files if "://" not in file["path"]]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
     named += [*limit_files(heuristics), *glob.glob(f"{ROOT}/corpus/*.py")]
     named += [f"{ROOT}/engine/readers.py", f"{ROOT}/tokenizer.py"]
     hashes = [stages.digest(path) for path in named if os.path.exists(path)]
-    return sha256_of([decides, inputs, [(stat.st_size, stat.st_mtime_ns) for stat in stats], hashes])
+    return sha256_of([decides, files, [(stat.st_size, stat.st_mtime_ns) for stat in stats], hashes])
 
 
 def standard_library():

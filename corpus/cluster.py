@@ -6,9 +6,10 @@ $ python -m corpus.cluster texts/ --out=data/mine --tokenizer=apertus --tasks=4
 $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.parquet" --out=data/edu \\
       --tokenizer=apertus --near_dedup=0.72 --tasks=2000 --executor=slurm --partition=cpu
 
-All settings of prepare.py are settings here, and the result is the same to the byte. Checking, sifting, tokenizing and
-cutting are shared by the tasks. One task judges duplicates: 52 bytes of memory a document, 164 with near-duplicates,
-so 1 TB of web pages (300 million documents) needs 16 or 50 GB on one machine.
+All settings of prepare.py are settings here, and the result is the same to the byte. --workers is the number of tasks at
+a time; 0 = one a core on this machine, all elsewhere. Checking, sifting, tokenizing and cutting are shared by the tasks.
+One task judges duplicates: 52 bytes of memory a document, 164 with near-duplicates, so 1 TB of web pages (300 million
+documents) needs 16 or 50 GB on one machine.
 
 After a kill the same command resumes with the tasks that are not done; datatrove's logs are in OUT.tmp/work/logs.
 """
@@ -24,18 +25,14 @@ import time
 from importlib.util import find_spec
 
 import prepare
-from configurator import ROOT, run, settings
+from configurator import ROOT, run
 from corpus import stages
 from corpus.folder import building, clear, publish
 from engine.files import read_json
-from engine.readers import matches
 
-globals().update(settings(vars(prepare)))
-out = "data/mine"           # the folder to write, on a disk that all machines see
 tasks = 4                   # of the stages that read: some GB of text each
 parts = 4                   # of the stages that write tokens and shards
 executor = "local"          # local | slurm | ray
-workers = 0                 # tasks at a time; 0 = a core each on this machine, all elsewhere
 partition = ""              # of Slurm
 hours = 20                  # of Slurm, for a task at most
 gb = 8                      # memory of a task, for Slurm and Ray
@@ -46,12 +43,12 @@ def main():
         raise ValueError("corpus.cluster needs datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
         raise ValueError(f"executor={executor!r}: want local, ray, or slurm with --partition=NAME")
-    if min(tasks, parts) < 1 or remove or dry_run or not paths:
+    if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run or not prepare.paths:
         raise ValueError("want files, --tasks and --parts of 1 or more, and neither --remove nor --dry_run: prepare.py "
                          "has these")
-    vars(prepare).update({name: globals()[name] for name in settings(vars(prepare))})
-    began, last = time.time(), None
-    with building(out, [match for path in [*paths, robots, reservations] for match in matches(path)]) as (final, tmp):
+    prepare.check_settings()
+    out, began, last = prepare.choose_out(), time.time(), None
+    with building(out, prepare.inputs(), False) as (final, tmp):
         prepare.begin(tmp / "work", began)
         for name, _, _ in stages.STAGES:
             n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
@@ -81,7 +78,7 @@ def executor_of(name, n, final, tmp, before):
         from datatrove.executor import LocalPipelineExecutor
 
         return LocalPipelineExecutor(**options, workers=min(prepare.processes(), n), start_method="spawn")
-    options.update(workers=workers or -1, mem_per_cpu_gb=gb)
+    options.update(workers=prepare.workers or -1, mem_per_cpu_gb=gb)
     if executor == "ray":
         from datatrove.executor.ray import RayPipelineExecutor
 
@@ -98,4 +95,4 @@ def executor_of(name, n, final, tmp, before):
 
 
 if __name__ == "__main__":
-    run(main, globals())
+    run(main, vars(prepare), globals())
