@@ -6,10 +6,10 @@ $ python -m corpus.cluster texts/ --out=data/mine --tokenizer=apertus --tasks=4
 $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.parquet" --out=data/edu \\
       --tokenizer=apertus --near_dedup=0.72 --tasks=2000 --executor=slurm --partition=cpu
 
-All settings of prepare.py are settings here, and the result is the same to the byte. --workers is the number of tasks at
-a time; 0 = one a core on this machine, all elsewhere. Checking, sifting, tokenizing and cutting are shared by the tasks.
-One task judges duplicates: 52 bytes of memory a document, 164 with near-duplicates, so 1 TB of web pages (300 million
-documents) needs 16 or 50 GB on one machine.
+All settings of prepare.py are settings here, and the result is the same to the byte. --workers is the number of tasks
+at a time; 0 = one a core on this machine, all elsewhere. Checking, sifting, tokenizing and cutting are shared by the
+tasks. One task judges duplicates: 52 bytes of memory a document, 164 with near-duplicates, so 1 TB of web pages (300
+million documents) needs 16 or 50 GB on one machine.
 
 After a kill the same command resumes with the tasks that are not done; datatrove's logs are in OUT.tmp/work/logs.
 """
