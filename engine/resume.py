@@ -94,6 +94,9 @@ def set_aside(out, decayed):
     """
     for step in decayed:
         aside = f"{out}/ckpt/decayed-{step:08d}"
+        # A run that is extended twice may decay to the same step twice.
+        while os.path.exists(aside):
+            aside += "-again"
         os.rename(f"{out}/ckpt/step-{step:08d}", aside)
     shutil.copy(f"{out}/log.jsonl", aside)
     with contextlib.suppress(FileNotFoundError):

@@ -530,10 +530,11 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_wh
     run = shutil.copytree(runs("--keep_checkpoints=1"), tmp_path / "run")
     assert steps(run) == [10, 20]
     (run / "cooldown").touch()                             # it came too late, and is not meant for the longer run
+    (run / "ckpt" / "decayed-00000020").mkdir()            # of an extension before this one
     done = ran(data, run, *MORE)
     assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr
     assert equal(run, runs(*MORE[1:]))
-    aside, before = run / "ckpt" / "decayed-00000020", runs("--keep_checkpoints=1")
+    aside, before = run / "ckpt" / "decayed-00000020-again", runs("--keep_checkpoints=1")
     assert restore.verified(str(aside))["step"] == 20
     for name in ("log.jsonl", "summary.json"):
         assert (aside / name).read_bytes() == (before / name).read_bytes()
