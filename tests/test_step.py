@@ -7,7 +7,6 @@ import json
 import math
 
 import pytest
-import torch
 import torch.nn.functional as F
 
 import convert

@@ -535,7 +535,7 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_wh
     assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr
     assert equal(run, runs(*MORE[1:]))
     aside, before = run / "ckpt" / "decayed-00000020-again", runs("--keep_checkpoints=1")
-    assert restore.verified(str(aside))["step"] == 20
+    assert restore.verified(aside)["step"] == 20
     for name in ("log.jsonl", "summary.json"):
         assert (aside / name).read_bytes() == (before / name).read_bytes()
 
