@@ -150,7 +150,7 @@ def run(main, *namespaces, beyond=""):
     Configure a script and run it.
 
     namespaces: the globals of the script, and of other scripts, or objects, whose settings it has too; the last globals
-    are the script's own. beyond: a module that takes the command line over, by its function start(), if that names a
+    are the script's own. beyond: a module that takes the command line over, by its function take_over(), if that names a
     setting that only this module has. A ValueError or OSError that our own code raises, or a package that it misses, is
     for the user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
     """
@@ -164,7 +164,7 @@ def run(main, *namespaces, beyond=""):
             unknown = getattr(error, "unknown", None)
             if not beyond or not unknown or unknown not in settings(vars(attached(beyond))):
                 raise
-            main = attached(beyond).start
+            main = attached(beyond).take_over
         main()
     except BrokenPipeError:
         # The reader of stdout has left, as in `--help | head`. Python would report it again when it flushes at exit.

@@ -448,6 +448,16 @@ def in_files(tensors, shard_bytes, itemsize=4):
 LIST = ".export.json"
 
 
+def describe(folder, settings, shape, tok):
+    content = settings | vars(shape)
+    content["tokenizer"] = tokenizers.keep_for(tok, folder)
+    write_flushed(f"{folder}/config.json", json.dumps(content, indent=1))
+
+
+def complete(folder):
+    pass
+
+
 def publish(path, tensors, jsons, dtype):
     """
     Write {file: tensors} and {file: JSON} into the folder `path`, in place of what the last export wrote there. No

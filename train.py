@@ -17,14 +17,14 @@ The decay of the learning rate begins when it is planned, when it is asked for (
 folder, or SIGUSR1 without NCCL), or when the clock says so: --minutes=5 ends in time on any machine. --resume with
 larger --total_samples or --minutes continues from before the decay.
 
-Another script may train another model with this loop: it calls main() with a function that builds it.
+Other scripts train other models on other data with this loop (posttrain/attach.py, sft.py, qrpo.py). They call main()
+with a function that builds the model, and replace functions of this file by their own.
 """
 
 import itertools
 import json
 import math
 import os
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -115,6 +115,11 @@ def lr_at(samples, decay_at=None):
     return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples, decay_at)
 
 
+def seen(step):
+    """How many tokens the run has seen when this step begins, for the log."""
+    return dict(tokens=samples_before(step) * shape.block_size)
+
+
 def steps_until(samples):
     """The number of whole steps in so many samples."""
     return steps_in(samples, batch_size, batch_ramp_at or None)
@@ -155,15 +160,18 @@ def check_settings():
     lr_at(0)
 
 
-def open_data():
-    """The training windows, with Goldfish, and the validation windows, where every predictable token counts."""
+def open_data(ranks):
+    """
+    The training windows, with Goldfish; the validation windows, where every predictable token counts; and how many of
+    them are in memory at once on each rank.
+    """
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
     if stage:
         from stages import StagedDataset                   # here, since other runs need not read it
         train = StagedDataset(data, stages, shape.block_size, *goldfish, stage=stage.removeprefix("all"))
     else:
         train = TokenDataset(data, "train", shape.block_size, seed, *goldfish)
-    return train, TokenDataset(data, "val", shape.block_size, seed)
+    return train, TokenDataset(data, "val", shape.block_size, seed), ranks.micro_batch(batch_size, micro_batch)
 
 
 def set_up(build, more, decides):
@@ -171,8 +179,7 @@ def set_up(build, more, decides):
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
     check_settings()
-    train, val = open_data()
-    rows = ranks.micro_batch(batch_size, micro_batch)
+    train, val, rows = open_data(ranks)
     meta = train.meta
     if shape.vocab_size not in (0, meta["vocab_size"]) and "vocab_size" not in more:
         raise ValueError(f"{data} was made by a tokenizer of {meta['vocab_size']} ids ({meta['tokenizer']}) and the "
@@ -183,7 +190,7 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, decay_at=NEVER if minutes else total_samples - decay_samples)
+                          cores=None, summary=None, decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
     return run
@@ -271,15 +278,16 @@ def batches(run, step):
             yield batch
 
 
-def forward_backward(run, batch, n_tokens, step):
+def forward_backward(run, batch, step):
     """
-    The gradients of a step, micro-batch by micro-batch. Returns {"loss": this rank's part of it, 0-d}, and other terms
-    that a model has.
+    The gradients of a step, micro-batch by micro-batch. batch: idx, targets, keep, doc, each (samples, T), on the CPU.
 
-    batch: idx, targets, keep, doc, each (samples, T), on the CPU. n_tokens: the kept tokens of the whole step, over all
-    ranks: divided by it, losses and gradients of micro-batches and ranks add up to those of the step.
+    Returns {"loss": this rank's part of it, 0-d}, and other terms that a model has; the positions of the step, over all
+    ranks; and what else the log says of the step.
     """
     model, ranks = run.model, run.ranks
+    # Divided by the kept tokens of all ranks, losses and gradients of micro-batches and ranks add up to the step's.
+    n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())
     terms = {}
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
@@ -295,7 +303,7 @@ def forward_backward(run, batch, n_tokens, step):
         for name, term in (dict(loss=loss.detach()) | (more or {})).items():
             terms[name] = terms.get(name, 0) + (term.double() if exact else term)
     add_gradients(model, ranks)
-    return terms
+    return terms, n_all, dict(kept=n_tokens / n_all)
 
 
 def update(run, rate, norm):
@@ -367,7 +375,7 @@ def sample(run):
 
 
 def introduce(run, end):
-    """Print how large the run is, and write config.json, with the vocabulary if it is the user's own."""
+    """Print how large the run is, and write config.json and the vocabulary."""
     kind = run.device if run.ranks.size == 1 else f"{run.ranks.size} x {run.device.split(':')[0]}"
     length = f"{end:,} steps"
     if run.decay_at == NEVER:
@@ -375,20 +383,29 @@ def introduce(run, end):
     epochs = "" if minutes else f", so {samples_before(end) / run.train.n_windows:.1f} epochs"
     print(f"{run.model.num_params():,} parameters on {kind} in {str(run.dtype)[6:]}, {length} of {batch_size} x "
           f"{shape.block_size} tokens per step; data: {run.train.n_tokens:,} tokens{epochs}")
-    write_flushed(f"{out}/config.json", json.dumps(run.config, indent=1))
-    if os.path.exists(f"{data}/tokenizer.json"):
-        shutil.copy(f"{data}/tokenizer.json", out)
+    import convert
+    import tokenizer
+    convert.describe(out, run.config, run.shape, tokenizer.load_for(data))
 
 
 def finish(run, last):
-    """After the last save of a finished run: the last validation, and summary.json, which marks it as finished."""
+    """After the last save of a finished run: the last validation, and what summary.json will say."""
     entry = validate(run, last_eval_windows)
-    tokens = samples_before(last) * shape.block_size
-    run.log(step=last - 1, tokens=tokens, **entry)
+    run.log(step=last - 1, **seen(last), **entry)
+    run.summary = entry | seen(last) | dict(steps=last, seconds=round(entry["seconds"]), torch=torch.__version__)
     if run.ranks.first:
-        summary = entry | dict(tokens=tokens, seconds=round(entry["seconds"]), torch=torch.__version__)
-        write_flushed(f"{out}/summary.json", json.dumps(summary, indent=1))
         print(f"{out}: {entry['val_bpb']:.3f} bits per byte of validation text after {entry['seconds']:.0f} s")
+
+
+def conclude(run):
+    """When no rank waits any more: the weights as Hugging Face has them, summary.json, which says "finished", a plot."""
+    if run.summary:
+        import convert
+        convert.complete(out)
+        write_flushed(f"{out}/summary.json", json.dumps(run.summary, indent=1))
+    from engine import plot                                # here, since matplotlib takes a second
+    plot.curves([out], f"{out}/loss.png", x_axis="tokens" if seen(0) else "step")
+    print(f"the curve: {out}/loss.png")
 
 
 # -----------------------------------------------------------------------------
@@ -442,7 +459,7 @@ def pretrain(run, build, stop, cooldown):
     start = found[1]["step"] if found else 0
     end = end_of(run)
     if start >= end:
-        refuse_finished(out, end, samples_before(start) * shape.block_size)
+        refuse_finished(out, end)
     run.saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
     build_all(run, build, found)
     if first:
@@ -462,18 +479,16 @@ def pretrain(run, build, stop, cooldown):
     loader = batches(run, start)
     skipped, done, stopping = 0, start, False
     if run.validate_first and not start:
-        run.log(step=0, tokens=0, **validate(run, eval_windows))
+        run.log(step=0, **seen(0), **validate(run, eval_windows))
     if run.compiled:
         bar.set_postfix_str("compiling: half a minute, the first time")
     while done < end and not stopping:
         if run.cores and done % 50 == 0 and (says := run.cores.take()):
             bar.write(says)
         step, step_began = done, time.perf_counter()
-        batch = next(loader)
-        n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())       # kept, and all, of the whole step
 
         # Gradients; then one sum over ranks of the squared norm, the loss, and what any rank was asked to do.
-        terms = forward_backward(run, batch, n_tokens, step)
+        terms, positions, facts = forward_backward(run, next(loader), step)
         asked = runs.asked_to_stop(out, stop, ranks), decay_wanted(run, cooldown, step)
         square, stopping, decay, *sums = ranks.add(square_norm(run.model, ranks), *asked, *terms.values())
         norm = math.sqrt(square)
@@ -481,6 +496,7 @@ def pretrain(run, build, stop, cooldown):
         finite = math.isfinite(sum(sums) + norm)
         if not finite and skipped >= skip_nonfinite:
             run.saver.finish()
+            bar.close()
             after = f", after {skipped} skipped steps" if skipped else ""
             raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
                              f"update; the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, a "
@@ -497,22 +513,20 @@ def pretrain(run, build, stop, cooldown):
             cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)
-        tokens = samples_before(done) * shape.block_size
-        speed = (tokens - samples_before(step) * shape.block_size) / (time.perf_counter() - step_began)
+        speed = positions / (time.perf_counter() - step_began)
         bar.set_postfix_str(f"loss {said['loss']:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         bar.update()
         if not finite:
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
         gpu = usage(flops * speed / ranks.size) if run.device.startswith("cuda") else {}
-        run.log(step=step, tokens=tokens, **said, grad_norm=norm, kept=n_tokens / n_all, lr=rate, tok_s=round(speed),
-                skipped=skipped, **gpu)
+        run.log(step=step, **seen(done), **said, grad_norm=norm, lr=rate, tok_s=round(speed), skipped=skipped, **facts,
+                **gpu)
         # The last validation comes after the last save.
         if done < end and eval_every and done % eval_every == 0:
             entry = validate(run, eval_windows)
-            run.log(step=step, tokens=tokens, **entry)
+            run.log(step=step, **seen(done), **entry)
             if first:
-                bar.write(f"step {done:6}   val {entry['val_loss']:.3f} nats/token, {entry['val_bpb']:.3f} bits/byte   "
-                          f"{entry['seconds']:5.0f} s")
+                bar.write(f"step {done:6}   " + "   ".join(f"{name} {value:.3f}" for name, value in entry.items()))
         if done >= end or stopping or decay or checkpoint_every and done % checkpoint_every == 0:
             save(run, done, begun=decay)
         # On all ranks, since FSDP gathers weights from all.
@@ -532,27 +546,26 @@ def pretrain(run, build, stop, cooldown):
         runs.forget(out, "stop", "cooldown")
 
 
-def main(build=build_plain, more={}, decides=()):
+def main(build=build_plain, more={}, decides=(), prepare=None):
     """
     Train, from the settings above to the run folder.
 
     build(run): the model without weights, on the current device, which may be meta; it has the interface of Apertus,
     init_weights() too. more: further settings for config.json; decides: names of those that a resumed run may not
-    change.
+    change. prepare(run): called once the ranks have met, before the run begins.
     """
     run = set_up(build, more, decides)
     with runs.claim(out, resume, run.ranks):
         run.ranks.join(run.device, timeout)
+        if prepare:
+            prepare(run)
         # NCCL uses SIGUSR1 itself.
         more = () if run.device.startswith("cuda") else ("SIGUSR1",)
         with stop_signals() as stop, stop_signals(more) as cooldown:
             pretrain(run, build, stop, cooldown)
         run.ranks.leave()
-        # The plot comes last, when no rank waits for this one any more.
         if run.ranks.first:
-            from engine import plot                        # here, since matplotlib takes a second
-            plot.curves([out], f"{out}/loss.png")
-            print(f"the curve: {out}/loss.png")
+            conclude(run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sharding by FSDP2: which parts of a model are gathered together, and in which dtype they travel."""
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 
 def shard(model, mesh, dtype, reduce_dtype=torch.float32):
@@ -20,3 +20,5 @@ def shard(model, mesh, dtype, reduce_dtype=torch.float32):
         fully_shard(part, mesh=mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    # SFT and QRPO call it by itself: it gathers weights as forward() does.
+    register_fsdp_forward_method(model, "hidden")

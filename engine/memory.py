@@ -102,7 +102,7 @@ def check_run(run, build):
             model,
             settings | dict(state_dtype=state_dtype, recompute=recompute),
             rows,
-            run.shape.block_size,
+            run.val.T,
             ranks,
             run.dtype.itemsize,
             shards)

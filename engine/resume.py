@@ -73,13 +73,13 @@ def refuse_another(path, before, now):
                          "--init_from")
 
 
-def refuse_finished(out, end, tokens):
+def refuse_finished(out, end):
     """
-    ValueError if summary.json says that the run has seen `tokens`. If it is absent, or torn by a full disk, the run was
+    ValueError if summary.json says that the run has done `end` steps. If it is absent, or torn by a full disk, the run was
     killed before it had written it, and writes it again.
     """
     try:
-        finished = read_json(f"{out}/summary.json")["tokens"] >= tokens
+        finished = read_json(f"{out}/summary.json")["steps"] >= end
     except (OSError, ValueError, KeyError):
         return
     if finished:

@@ -18,7 +18,6 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/s
 """
 
 import functools
-import json
 
 import torch
 
@@ -30,13 +29,10 @@ from data import read_meta
 from engine import fp8 as eight_bits
 from engine import sequence
 from engine.attention import attend_on
-from engine.files import read_json, write_flushed
 from engine.parallel import orderly_exit
-from engine.resume import refuse_another
 from model import Apertus
 from posttrain import distill as distillation
-from posttrain import forgetting, lora
-from posttrain.common import adapters_of, load_start, shapes_of
+from posttrain import start
 
 structured = attached("studies.structured")
 
@@ -130,7 +126,7 @@ def main():
     if sequence_parallel != 1:
         train.Ranks = functools.partial(sequence.SplitRanks, sequence_parallel)
         sequence.check_split(sequence_parallel, block_size=train.shape.block_size, n_kv_head=train.shape.n_kv_head)
-    wrap_loop()
+    wrap_loop(tok)
     decides = more.keys() - {"init_from", "vocab_size"}
     train.main(functools.partial(build, path=path, professor=professor), settings(globals()) | more, decides)
 
@@ -141,19 +137,8 @@ def build(run, path, professor):
 
     path: of the weights of init_from, or None; professor: the model of teacher, or None.
     """
-    meta = torch.empty(0).is_meta
-    if not lora_r:
-        model = Apertus(run.shape, seed=None)
-        if path:
-            model.init_weights = lambda seed, fill: convert.fill(model, path)
-    elif meta:
-        model = shapes_of(run.shape, adapters_of(globals()), base)
-        model.init_weights = lambda seed, fill: fill_adapted(run, model, path)
-    else:
-        model, _ = load_start(init_from, run.device, run.dtype, None, base, adapters_of(globals()), train.seed)
-        model.config = run.shape                           # the same, but for its window and RoPE
-        run.start_hash = model.start
-        model.init_weights = lambda seed, fill: None
+    run.path = path
+    model = start.build(run) if path else Apertus(run.shape, seed=None)
     if ffn != "dense" or self_guided:
         run.guides = structured.Guides(run.config)
         structured.build(model, run.config)
@@ -165,7 +150,7 @@ def build(run, path, professor):
         eight_bits.multiply_in_fp8(model)
     if professor:
         model.__class__ = type("Student", (distillation.Student, type(model)), {})
-        if run.ranks.sharded or not meta:
+        if run.ranks.sharded or not torch.empty(0).is_meta:
             professor.config.doc_mask = run.shape.doc_mask
             distillation.learn_from(model, professor.to(run.device, run.dtype), distill, run.compiled)
             attend_on(professor, run.device)
@@ -173,13 +158,6 @@ def build(run, path, professor):
         model.__class__ = type("Split", (sequence.SplitForward, type(model)), {})
         model.ranks = run.ranks
     return model
-
-
-def fill_adapted(run, model, path):
-    """Give shards of a model with adapters its weights."""
-    convert.fill(model, path)
-    run.start_hash = convert.fingerprint(model)
-    lora.draw(model, train.seed)
 
 
 def check_teacher(its):
@@ -196,31 +174,20 @@ def check_teacher(its):
 # what is added to functions of train.py
 
 
-def wrap_loop():
-    build_all, load, update, validate, finish = (
-        train.build_all, train.load, train.update, train.validate, train.finish)
+def wrap_loop(tok):
+    start.wrap(old, train.eval_windows, tok)
+    build_all, load, update = train.build_all, train.load, train.update
 
     def then_attach(run, build, found):
         build_all(run, build, found)
-        if lora_r:
-            run.config["start_hash"] = run.start_hash[:16]
         if sequence_parallel > 1:
             for model in (run.model, *getattr(run.model, "teacher", ())):
                 sequence.split_attention(model, run.ranks)
         run.validate_first = bool(init_from and (train.eval_every or old))
-        if old:
-            run.old = forgetting.Old(old, tokenizer.load_for(train.data), run.shape.block_size, train.eval_windows,
-                                     train.out)
-            if found:
-                run.old.remember(found[1]["step"], run.ranks.first)
 
-    def load_same_start(run, found):
-        path, manifest = found
-        before = manifest["config"]
-        if lora_r:
-            refuse_another(path, before, dict(start_hash=run.start_hash[:16]))
+    def load_guides(run, found):
         if hasattr(run, "guides"):
-            run.guides.end(manifest["step"], run.opt, before)
+            run.guides.end(found[1]["step"], run.opt, found[1]["config"])
         load(run, found)
 
     def update_guided(run, rate, norm):
@@ -229,30 +196,9 @@ def wrap_loop():
             step, _ = run.model.now
             run.guides.end(step + 1, run.opt)
 
-    def validate_old(run, windows):
-        entry = validate(run, windows)
-        if old:
-            run.model.eval()
-            entry |= run.old.measure(run.model, run.ranks)
-            run.model.train()
-            if not hasattr(run.old, "before"):
-                run.old.remember(0, run.ranks.first)
-        return entry
-
-    def finish_adapters(run, last):
-        finish(run, last)
-        if old and run.ranks.first:
-            summary = read_json(f"{train.out}/summary.json") | run.old.summary()
-            write_flushed(f"{train.out}/summary.json", json.dumps(summary, indent=1))
-            print(run.old.line(train.out))
-        if lora_r:
-            lora.save(run.model, adapters_of(globals()), f"{train.out}/adapter", init_from, run.start_hash,
-                      run.ranks.first)
-
-    train.build_all, train.load, train.update = then_attach, load_same_start, update_guided
-    train.validate, train.finish = validate_old, finish_adapters
+    train.build_all, train.load, train.update = then_attach, load_guides, update_guided
 
 
-def start():
+def take_over():
     with orderly_exit():
         run(main, vars(train), train.shape, globals())

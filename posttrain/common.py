@@ -1,173 +1,113 @@
 """
-What SFT and QRPO share besides their lesson: the start model, the order of the data, a step on several ranks, the run.
+What SFT and QRPO share: train.py's loop over items, which are conversations or pairs of completions.
 
-A run goes `epochs` times over its items, the conversations of SFT or the pairs of completions of QRPO, batch_size of
-them per step, in micro-batches that the ranks divide among themselves. posttrain/sft.py and posttrain/qrpo.py keep
-their settings as globals; what is here takes them as arguments, or all of them as the dict `config`.
+A run goes `epochs` times over its items, batch_size of them per step, in micro-batches that the ranks divide among
+themselves. Both scripts keep their settings as globals, lend them to train.py, and replace the functions of its loop that
+read the data and compute the loss.
 """
 
-import contextlib
-import dataclasses
-import json
 import math
-import os
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import convert
-import tokenizer
-from ademamix import check_states
+import train
+from ademamix import build_optimizer
+from configurator import settings
 from data import by_epoch
-from engine import checkpoint, memory, plot, restore, runs
-from engine.files import write_flushed
-from engine.gpus import memory_of
-from engine.hardware import keep_freed_memory, pick_device
-from engine.parallel import Ranks, add_gradients, square_norm
-from engine.resume import refuse_another
-from model import Apertus
-from posttrain import forgetting, lora
-from posttrain.quantised import quantise
+from engine import parallel
+from posttrain import start
 
-WAIT = 7200     # seconds that a rank waits for another one: sampling the references may take long
-
-# A resumed run may change these settings, because they change no number but by rounding. data, with the rules that some
-# of it is left out by, and rewards are compared by the hash of their content, references by their own settings.json.
+# A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
+# some of it is left out by, and rewards are compared by hashes of their content, references by their own settings.json.
 FREE = {
     "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
     "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
     "old", "old_every", "old_windows",
 }
 # Settings of adapters, which decide nothing where all weights are trained.
-OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base", "start_hash"}
+OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base"}
 
 
 # -----------------------------------------------------------------------------
-# the start model
+# the run
 
 
-def adapters_of(config):
-    """What --lora_r and its like ask for, under PEFT's names (posttrain/lora.py); None: all weights are trained."""
-    if not config.get("lora_r"):
-        return None
-    return lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
-
-
-def start_model(name, device, dtype, ranks=None, base="fp32", adapters=None, seed=28):
+def tune(script, what, prepare, batches, forward_backward, build=start.build):
     """
-    The start model, with activations in dtype, and its tokenizer. model.start says which weights lie below adapters.
+    A run of SFT or QRPO, by the loop of train.py.
 
-    base: what the weights are held in: fp32, or if adapters are trained beside them bf16, int8 or nf4
-    (posttrain/quantised.py). adapters: as adapters_of returns them; seed: of their initial values.
-    With sharded ranks (fsdp, hsdp) each rank reads its own shards from the files, and none ever holds the whole model
-    (70B: 282 GB). ValueError if model and tokenizer do not belong together, or if the tokenizer cannot write a chat.
+    script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
+    prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for the
+    user, and run.hashes, {name: hash of what else decides the numbers}.
+    batches(run, step), forward_backward(run, batch, step): as in train.py. build(run): the model.
     """
-    model, tok = load_start(name, device, dtype, ranks, base, adapters, seed, chat=True)
+    shape, tok, path = convert.start_of(script["init_from"])
     tok.check_chat()
-    return model, tok
+    start.check_base(script["base"], start.adapters_of(script))
+    longest = window(script["max_length"], shape.block_size)
+    mine = settings(script) | dict(max_length=longest)
+    for name in mine.keys() & settings(vars(train)).keys():
+        setattr(train, name, mine[name])
+    vars(train.shape).update(vars(shape))
+    train.timeout = 7200                                   # a rank may sample references while another waits
+    train.sample_every = 0
+    train.eval_every = script["old_every"]
+    # Linear up and down: the rate begins to fall at once, so that no decay can be asked for.
+    train.warmup_samples, train.decay_samples = 0, train.total_samples
+
+    def lr_at(samples, decay_at=None):
+        steps = train.steps_until(train.total_samples)
+        return script["lr"] * linear(samples // script["batch_size"], steps, script["warmup"])
+
+    def open_data(ranks):
+        # Of unknown length, as far as the memory check is concerned.
+        items = SimpleNamespace(meta=dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16]), fingerprint="",
+                                stop=None, T=0)
+        return items, items, script["micro_batch"]
+
+    def build_model(run):
+        run.path = path
+        return build(run)
+
+    def prepare_items(run):
+        run.tok, run.longest = tok, longest
+        prepare(run)
+        steps = -(-script["epochs"] * run.items // script["batch_size"])
+        train.total_samples = train.decay_samples = steps * script["batch_size"]
+        run.config |= run.hashes | dict(total_samples=train.total_samples, decay_samples=train.decay_samples)
+        run.validate_first = bool(script["old"])
+
+    def introduce(run, end):
+        kept = {name: run.config[name] for name in [*mine, *vars(shape), *run.hashes, "start_hash"] if name in run.config}
+        convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
+        print(*run.notes, f"{run.items} {what}, {end} steps", sep="\n")
+        if warning := too_short(what, run.items, script["epochs"], script["batch_size"]):
+            print(warning)
+
+    def finish(run, last):
+        if entry := train.validate(run, 0):
+            run.log(step=last - 1, **entry)
+        run.summary = dict(steps=last)
+        if run.ranks.first:
+            adapters = f"; the adapters for PEFT: {train.out}/adapter" if script["lora_r"] else ""
+            print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
+
+    train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
+    train.batches, train.forward_backward = batches, forward_backward
+    train.seen = lambda step: {}
+    train.validate = lambda run, windows: {}
+    # Large optimizers are compiled also where the model is not.
+    train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
+    start.wrap(script["old"], script["old_windows"], tok)
+    decides = mine.keys() - FREE - ({*OF_ADAPTERS} if not script["lora_r"] else set()) | {"tokenizer"}
+    train.main(build_model, mine | dict(vocab_size=shape.vocab_size), decides, prepare_items)
 
 
-def load_start(name, device, dtype, ranks, base, adapters, seed, chat=False):
-    """The same for text of any kind, without a chat."""
-    def spread(model):
-        # The model arrives on the meta device, without memory: only the shards of this rank are allocated.
-        model.to(DTYPES[base])
-        if adapters:
-            lora.adapt(model, adapters)
-        from engine.fsdp import shard                      # slow to import, seldom needed
-        shard(model, ranks.mesh, dtype, ranks.sum_dtype)
-        model.to_empty(device=device)
-        from torch.distributed.fsdp import register_fsdp_forward_method
-        register_fsdp_forward_method(model, "hidden")
-
-    sharded = ranks and ranks.sharded
-    check_base(base, adapters)
-    if sharded and base in ("int8", "nf4"):
-        raise ValueError(f"parallel={ranks.mode} shards weights, and {base} keeps bits beside their scales: "
-                         "--parallel=ddp holds them whole on each rank, or take --base=bf16")
-    if sharded:
-        model, tok = convert.load_any(name, device, spread=spread, chat=chat)
-    else:
-        bits = base if base in ("int8", "nf4") else ""
-        model, tok = convert.load_any(name, device, DTYPES[base], base=bits, chat=chat)
-    # Those that spread has put there lie in shards, which can reshard.
-    if lora.adapted(model) and not hasattr(model, "reshard"):
-        raise ValueError(f"{name} holds adapters: make one model of them first, "
-                         f"python convert.py --load={name} --save=FOLDER --merge")
-    model.dtype = dtype
-    model.start = convert.fingerprint(model) if adapters else ""
-    if adapters and sharded:
-        lora.draw(model, seed)
-    elif adapters:
-        lora.adapt(model, adapters, seed)
-    return model, tok
-
-
-def shapes_of(shape, adapters=None, base="fp32"):
-    """
-    The model on the meta device: shapes, dtypes and what is trained.
-
-    adapters: what posttrain/lora.py is asked for, None = all weights are trained; base: fp32, bf16, int8 or nf4, what
-    the weights are held in.
-    """
-    with torch.device("meta"):
-        model = Apertus(shape, seed=None)
-    if base != "fp32":
-        model.bfloat16()
-    if base in ("int8", "nf4"):
-        quantise(model, base)
-    if adapters:
-        lora.adapt(model, adapters)
-    return model
-
-
-def check_room(config, device, ranks):
-    """
-    ValueError, with the sum, if weights, gradients and optimizer alone are more than the device has. config: all
-    settings. Only config.json of the start model is read for it.
-    """
-    shape = convert.shape_of(config["init_from"])
-    room = memory_of(device)
-    if not shape or not room:
-        return
-
-    def takes(adapters, base):
-        """GB on each rank."""
-        kinds = memory.held(shapes_of(shape, adapters, base), config["optimizer"], config["state_dtype"])
-        return sum(kinds.values()) / 1e9 / (ranks.shard if ranks.sharded else 1)
-
-    adapters, room = adapters_of(config), room / 1e9
-    needed = takes(adapters, config["base"])
-    if needed <= room:
-        return
-    instead = "take a larger device, or shard the model over several (--parallel=fsdp)"
-    for base in ("bf16", "int8", "nf4"):
-        less = takes(lora.settings_of(16, 32, "all"), base)
-        # Activations take a few GB more.
-        if less <= 0.8 * room:
-            instead = f"--lora_r=16 --base={base} takes {less:.1f} and its activations (python -m tools.plan)"
-            break
-    raise ValueError(f"{config['init_from']}: weights, gradients and {config['optimizer']} take {needed:.1f} GB, and "
-                     f"{device} has {room:.1f}: {instead}")
-
-
-# What a base is loaded in; None: as its file has it, before its matrices are quantised.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
-
-
-def check_base(base, adapters):
-    """ValueError for a base that there is not, and for one that is to be trained in few bits."""
-    if base not in DTYPES:
-        raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
-    if base != "fp32" and not adapters:
-        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
-                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
-
-
-def window(max_length, model):
-    """max_length, or the model's window for 0. ValueError for more than the model has ever seen at once."""
-    limit = model.config.block_size
+def window(max_length, limit):
+    """max_length, or the model's window `limit` for 0. ValueError for more than the model has ever seen at once."""
     if max_length > limit:
         raise ValueError(f"max_length={max_length} is beyond the window of the start model, {limit} tokens: "
                          f"take --max_length={limit}, and what is longer is left out")
@@ -211,10 +151,6 @@ def too_short(what, n, epochs, batch_size):
             f"too short for a warm-up and a decay: try {fits}")
 
 
-# -----------------------------------------------------------------------------
-# one step on several ranks
-
-
 def slices(n, micro_batch, ranks):
     """
     The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one).
@@ -231,170 +167,9 @@ def slices(n, micro_batch, ranks):
         yield slice(begin, begin + micro_batch), k == mine[-1]
 
 
-def collect(model, ranks, clip):
-    """
-    Sum the gradients over ranks, then clip them by their global norm. Returns the norm before clipping.
-
-    A sum is the gradient of the step, since each loss was divided by the count of the whole step. FSDP has summed its
-    shards already. A rank that had no micro-batch adds zeros.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
-        if p.grad is None:
+def add_gradients(run):
+    """Add the gradients of all ranks. A rank without a micro-batch adds zeros."""
+    for p in run.model.parameters():
+        if p.requires_grad and p.grad is None:
             p.grad = torch.zeros_like(p)
-    add_gradients(model, ranks)
-    [square] = ranks.add(square_norm(model, ranks))
-    norm = math.sqrt(square)
-    scale = min(1.0, clip / (norm + 1e-6))
-    if scale < 1:
-        for p in trained:
-            p.grad.mul_(scale)
-    return norm
-
-
-def update(opt, step, rate, loss, norm):
-    """One step of the optimizer at this learning rate. ValueError, before any change, if loss or norm is not finite."""
-    if not math.isfinite(loss + norm):
-        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. "
-                         "Stopped before the update; try a lower --lr and --resume")
-    for group in opt.param_groups:
-        group["lr"] = rate
-    opt.step()
-    opt.zero_grad(set_to_none=True)
-
-
-# -----------------------------------------------------------------------------
-# the run and its folder
-
-
-@contextlib.contextmanager
-def joined(config, look):
-    """
-    Around a run: claim its folder and meet the other ranks. Yields (ranks, the device of this rank).
-
-    config: all settings. What can be seen to be wrong at once is a ValueError before anything is written; look(data)
-    raises it for data whose first row is no conversation.
-    """
-    if config["keep_checkpoints"] < 0:
-        raise ValueError(f"keep_checkpoints={config['keep_checkpoints']}: want how many of the newest to keep, or 0 "
-                         "for all")
-    look(config["data"])
-    ranks = Ranks(config["parallel"])
-    device = ranks.place(pick_device(config["device"]))
-    check_states(config["optimizer"], config["state_dtype"])
-    check_room(config, device, ranks)
-    with runs.claim(config["out"], config["resume"], ranks):
-        ranks.join(device, WAIT)
-        if device == "cpu":
-            keep_freed_memory()
-        yield ranks, device
-        ranks.leave()
-        # The picture comes last, when no rank waits for this one any more.
-        if ranks.first:
-            picture = os.path.join(config["out"], "loss.png")
-            plot.curves([config["out"]], picture, plot.PANELS | dict(loss="loss"), "step")
-            print(f"the curve: {picture}")
-
-
-def begin(config, model, tok, opt, notes, what, n, steps, ranks, old=None):
-    """
-    Resume if the settings say so, describe the run in its folder, print the notes. Returns (steps done, the log), in
-    which what the start model knows of `old`, a forgetting.Old, comes first.
-
-    config: all settings, with max_length resolved and hashes of what else decides a number. what, n: the items' name
-    and number. ValueError if no step is left, or if the folder's run had other settings.
-    """
-    out = config["out"]
-    start = go_on(out, model, opt, config, ranks) if config["resume"] else 0
-    if start >= steps:
-        raise ValueError(f"{out} is finished: all {steps} steps are done; "
-                         f"talk to it: python sample.py --chat --init_from={out}")
-    if ranks.first:
-        describe_run(out, config, model, tok)
-        print(*notes, f"{n} {what}, {steps} steps", sep="\n")
-        if warning := too_short(what, n, config["epochs"], config["batch_size"]):
-            print(warning)
-    model.train()
-    log = runs.open_log(out, start, ranks)
-    if old and not start:
-        log(step=0, **old.measure(model, ranks))
-    if old:
-        old.remember(start, ranks.first)
-    return start, log
-
-
-def progress(start, steps, ranks):
-    """The steps that are left, with a bar on the first rank."""
-    return tqdm(
-        range(start, steps), initial=start, total=steps, unit="step",
-        disable=not ranks.first, dynamic_ncols=True,
-    )
-
-
-def save_if_due(config, done, last, model, opt, ranks):
-    """A checkpoint after the last step, and every checkpoint_every steps before it."""
-    every = config["checkpoint_every"]
-    if last or every and done % every == 0:
-        folder = os.path.join(config["out"], "ckpt")
-        tensors = checkpoint.tensors_of(model, opt)
-        checkpoint.write(folder, done, tensors, dict(config=config), config["keep_checkpoints"], None, ranks.files)
-
-
-def end(config, model, tok, done, steps, ranks, old=None):
-    """After the loop: the model for transformers and summary.json, or how a stopped run goes on."""
-    out = config["out"]
-    if ranks.first:
-        runs.forget(out, "stop")
-    if done == steps:
-        export(config, model, tok, ranks)
-        if ranks.first:
-            forgetting.conclude(out, steps, old)
-    elif ranks.first:
-        print(f"{out}: stopped as asked after step {done} of {steps}, saved; --resume goes on")
-
-
-def describe_run(out, config, model, tok):
-    """config.json of a run folder: settings, the model's shape, the vocabulary by name or as a file beside it."""
-    vocabulary = tokenizer.keep_for(tok, out)
-    content = {**config, **dataclasses.asdict(model.config), "chat": True, "tokenizer": vocabulary}
-    write_flushed(os.path.join(out, "config.json"), json.dumps(content, indent=1))
-
-
-def export(config, model, tok, ranks):
-    """
-    Adapters in out/adapter, for PEFT, or the model in out/hf, for transformers.
-
-    All ranks gather shards of adapters; those of a model are read back from the last checkpoint, whole, by one.
-    """
-    out = config["out"]
-    if adapters := adapters_of(config):
-        lora.save(model, adapters, f"{out}/adapter", config["init_from"], model.start, ranks.first)
-    if not ranks.first:
-        return
-    if adapters:
-        print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for PEFT: {out}/adapter; "
-              f"as one model: python convert.py --load={out} --save={out}/hf --merge")
-        return
-    tok.eos = tok.special["<|assistant_end|>"]      # the text of a chat model ends where its turn does
-    model = convert.load_run(out)[0] if ranks.sharded else model
-    convert.save_hf(model, os.path.join(out, "hf"), tok)
-    print(f"{out}: talk to it with python sample.py --chat --init_from={out}; for transformers: {out}/hf")
-
-
-def go_on(out, model, opt, config, ranks):
-    """
-    Load the newest intact checkpoint. Returns the steps it has done; 0 if there is none.
-
-    ValueError names the settings that differ from those of its run, FREE ones excepted.
-    """
-    found = restore.newest_intact(os.path.join(out, "ckpt"), ranks.files)
-    if not found:
-        return 0
-    path, manifest = found
-    free = FREE if config["lora_r"] or manifest["config"].get("lora_r") else FREE | OF_ADAPTERS
-    compared = {name: value for name, value in config.items() if name not in free}
-    # Runs from before that setting had fp32.
-    refuse_another(path, dict(state_dtype="float32") | manifest["config"], compared)
-    restore.load(path, model, opt)
-    return manifest["step"]
-
+    parallel.add_gradients(run.model, run.ranks)

@@ -47,34 +47,26 @@ import hashlib
 import itertools
 import json
 import math
-import os
 from types import SimpleNamespace
 
 import numpy as np
-# Before torch, which reads a setting of it when it loads.
-from engine.hardware import can_compile, pick_dtype
+import train                        # before torch: it sets the environment that torch reads
 import torch
 
-from ademamix import build_optimizer
 from chat import count, left_out, numbered_rows, prompt_ids
-from configurator import run, settings
+from configurator import run as run_script
 from convert import fingerprint
-from engine import checkpoint, runs
-from engine.parallel import drop_gathered, orderly_exit, reduce_after, spread, stop_signals
+from engine import checkpoint
+from engine.parallel import drop_gathered, orderly_exit, reduce_after
 from generate import generate
-from posttrain import collapse, lora
+from posttrain import collapse, common, lora, start
 from posttrain.judge import Charter
-from posttrain.common import (
-    adapters_of, begin, collect, end, items, joined, linear, progress, save_if_due, slices, start_model,
-    update, window,
-)
-from posttrain.forgetting import due, old_of
 from posttrain.losses import (
     BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, column, load_reward, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
+    cached, column, load_reward, on_disk, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -151,8 +143,7 @@ def prompts_of(tok, path):
     for line, row in numbered_rows(path):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
-        is_list = isinstance(texts, list)
-        if not is_list or not all(isinstance(text, str) for text in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
             count(bad, found, f"line {line}")
@@ -163,26 +154,25 @@ def prompts_of(tok, path):
     return asked, bad
 
 
-def prepare(model, tok, asked, score, version, longest, ranks, device):
-    """
-    What can be trained on: (candidates, q_refs, groups, counts).
-
-    asked: prompts as prompts_of returns them; score: load_reward's function, or None; version: its reward_hash;
-    longest: tokens of prompt and completion. candidates: for each prompt its completions, dict(ids, text, length,
-    reward, q, ref_logp), where text is the pair of ids (prompt, completion). q_refs, groups: quantiles and rewards of
-    each prompt's references, (n_refs,). counts: completions dropped because they are unfinished or too long, and
-    prompts dropped because their rewards are all alike (constant).
-    """
+def prepare(run):
+    """The pairs of a run: run.couples, [(prompt's number, better, worse)], two completions as candidates_of has them."""
+    asked, bad = prompts_of(run.tok, data)
+    _, rows, prompts = zip(*asked)
+    score = load_reward(rewards, run.device) if rewards else None
+    version = checkpoint.everyone(reward_hash(rewards) if run.ranks.first else "", run.ranks.files)[0]
     lacking = [line for line, row, _ in asked if "ref_rewards" not in row]
     if lacking and not score:
         raise ValueError(f"{data}, line {lacking[0]}: no ref_rewards there, "
                          "and no --rewards=FILE.py to score sampled references with")
-    _, rows, prompts = zip(*asked)
-    folder = references or os.path.join(out, "references")
-    os.makedirs(folder, exist_ok=True)
+    folder = references or f"{out}/references"
+    # A judge says what it cannot read before anything is sampled for it; one that has judged already is not loaded.
+    if isinstance(score, Charter) and not on_disk(folder, f"rewards-{version}", 0):
+        score.check(rows, min(max_new_tokens, run.longest - min(map(len, prompts))))
+
+    run.policy = start.ready(run)
     made_from = dict(
-        start=model.start or fingerprint(model),
-        tokenizer=tok.hash,
+        start=getattr(run, "start_hash", None) or fingerprint(run.policy),
+        tokenizer=run.tok.hash,
         data=digest(rows),
         prompts=digest(prompts),
         date=date,
@@ -190,47 +180,32 @@ def prepare(model, tok, asked, score, version, longest, ranks, device):
         n_refs=n_refs,
         sample_batch=sample_batch,
         max_new_tokens=max_new_tokens,
-        max_length=longest,
+        max_length=run.longest,
         use_references=use_references,
     )
-    same_or_refuse(os.path.join(folder, "settings.json"), made_from, ranks)
-    cache = functools.partial(cached, folder, ranks)
+    same_or_refuse(folder, made_from, run.ranks)
+    pools, run.q_refs, groups = candidates_of(run, asked, score, version, functools.partial(cached, folder, run.ranks))
+    del score           # a reward model leaves the device
+    run.policy.train()
 
-    # Completions: sampled from the start model, and given in the data. Then their rewards and quantiles.
-    end = tok.special["<|assistant_end|>"]
-    given = []
-    for row in rows:
-        texts = row.get("completions", [])
-        given.append([[*tok.encode(text), end] for text in texts])
-    refs = [[] for _ in rows]
-    if score:
-        refs = sample(model, tok, asked, score, longest, cache, ranks, device)
-    rated = rate(tok, asked, refs, given, score, version, cache)
-    groups = [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated]
-    found = map(with_quantiles, prompts, refs, given, groups, rated)
-    pools, q_refs = zip(*found)
-
-    # log-probs of what may be trained on. They do not depend on the rewards, so that runs with others can share them.
-    # Beside adapters nothing is stored, see reference_of.
-    def finished(c):
-        return c["ids"][-1] == end and sum(map(len, c["text"])) <= longest
-
-    able = [list(filter(finished, pool)) for pool in pools]
-    kept = list(itertools.chain(*able))
-    if not lora_r:
-        texts = [c["text"] for c in kept]
-        for c, value in zip(kept, reference_logp(model, texts, cache, ranks)):
-            c["ref_logp"] = value
-
-    candidates = []
-    for pool in able:
-        rewards_differ = len({c["reward"] for c in pool}) > 1
-        candidates.append(pool if rewards_differ else [])
-    counts = dict(
-        dropped=sum(map(len, pools)) - len(kept),
-        constant=candidates.count([]),
-    )
-    return candidates, q_refs, groups, counts
+    dropped = len(asked) * n_refs * bool(use_references and rewards)
+    dropped += sum(len(row.get("completions", [])) for row in rows) - sum(map(len, pools))
+    alike = [len({c["reward"] for c in pool}) < 2 for pool in pools]
+    pools = [[] if same else pool for same, pool in zip(alike, pools)]
+    run.couples = [(i, pools[i][better], pools[i][worse]) for i, better, worse in make_pairs(pools, n_refs)]
+    left = (f"{sum(alike)} whose rewards are all alike, and {dropped} completions unfinished or over "
+            f"{run.longest} tokens")
+    if not run.couples:
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
+                         f"{left}): nothing to learn from")
+    mean_length = each("length", run.couples).mean().item()
+    run.items = len(run.couples)
+    run.notes = [left_out(bad, len(asked), "prompts")] if bad else []
+    run.notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
+    run.notes += warn_of_ties(groups, mean_length)
+    if rewards.split(",")[0] == f"charter:{init_from}":
+        run.notes.append("the judge is the policy itself: it rewards its own taste")
+    run.hashes = dict(data_hash=made_from["data"][:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
 
 
 def digest(content):
@@ -238,7 +213,42 @@ def digest(content):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sample(model, tok, asked, score, longest, cache, ranks, device):
+def candidates_of(run, asked, score, version, cache):
+    """
+    What can be trained on: (pools, q_refs, groups).
+
+    score: load_reward's function, or None; version: its reward_hash. pools: for each prompt its finished completions,
+    dict(text, reward, q, length, ref_logp), where text is the pair of ids (prompt, completion); q_refs, groups:
+    quantiles and rewards of each prompt's references, (n_refs,).
+    """
+    tok = run.tok
+    end = tok.special["<|assistant_end|>"]
+    given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for _, row, _ in asked]
+    refs = sample(run, asked, score, cache) if score else [[] for _ in asked]
+    rated = rate(tok, asked, refs, given, score, version, cache)
+    pools, q_refs, groups = [], [], []
+    for (_, _, prompt), of_refs, of_given, (ref_rewards, rewards_given) in zip(asked, refs, given, rated):
+        group = torch.tensor(ref_rewards, dtype=torch.float64)
+        # A reference that is trained on is compared with the other references (loo), a given completion with all.
+        q = quantile(group, group, loo and use_references and of_refs)
+        trained = list(zip(of_given, rewards_given, quantile(rewards_given, group).tolist()))
+        if use_references:
+            trained = [*zip(of_refs, ref_rewards, q.tolist()), *trained]
+        pools.append([dict(text=(prompt, ids), reward=reward, q=its_q, length=float(len(ids)))
+                      for ids, reward, its_q in trained
+                      if ids[-1] == end and len(prompt) + len(ids) <= run.longest])
+        q_refs.append(q.float())
+        groups.append(group)
+    # log-probs of what may be trained on. They do not depend on the rewards, so that runs with others can share them.
+    # Beside adapters nothing is stored, see reference_of.
+    if not lora_r:
+        kept = list(itertools.chain(*pools))
+        for c, value in zip(kept, reference_logp(run, [c["text"] for c in kept], cache)):
+            c["ref_logp"] = value
+    return pools, q_refs, groups
+
+
+def sample(run, asked, score, cache):
     """
     n_refs completions of each prompt, as ids, from the model that training starts from: [[ids, ...] of each prompt].
 
@@ -246,25 +256,25 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     model, which goes when this function returns. 70B is too large for that. Its data come with "completions" and
     "ref_rewards" that an inference engine has made, and no rank ever holds the model.
     """
+    tok = run.tok
+
     @functools.cache
     def whole():
-        if not ranks.sharded:
-            return model
-        return start_model(init_from, device, model.dtype, base=base, adapters=adapters_of(globals()))[0]
+        if not run.ranks.sharded:
+            return run.policy
+        return start.load_adapted(run.config, run.device, run.dtype, start.adapters_of(run.config), seed)[0]
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + k)
-        each = [prompt for prompt in some for _ in range(n_refs)]
+        generator = torch.Generator(run.device).manual_seed(seed * 1_000_003 + k)
+        prompts = [prompt for prompt in some for _ in range(n_refs)]
         # What is longer than the room would be dropped.
-        shortest = min(map(len, each))
-        room = min(max_new_tokens, longest - shortest)
+        room = min(max_new_tokens, run.longest - min(map(len, prompts)))
         # At a call of tools too, where the model would make up the output. What has not ended is left out.
-        names = ("<|assistant_end|>", "<|tools_suffix|>")
-        stop = [tok.special[name] for name in names if name in tok.special]
+        stop = [tok.special[name] for name in ("<|assistant_end|>", "<|tools_suffix|>") if name in tok.special]
         # Temperature 1 and no cut: this is pi_ref itself.
-        done = generate(whole(), each, max(1, room), stop, generator=generator)
-        new = [full[len(prompt):] for full, prompt in zip(done, each)]
+        done = generate(whole(), prompts, max(1, room), stop, generator=generator)
+        new = [full[len(prompt):] for full, prompt in zip(done, prompts)]
         return [new[i:i + n_refs] for i in range(0, len(new), n_refs)]
 
     prompts = [ids for _, _, ids in asked]
@@ -272,22 +282,9 @@ def sample(model, tok, asked, score, longest, cache, ranks, device):
     stage = f"samples-{per_file}"
     # The first batch is scored at once: an error in the reward function is told before hours of sampling.
     first, *_ = cache(stage, prompts[:per_file], per_file, draw)
-    if not on_disk(stage, (len(prompts) - 1) // per_file * per_file):
+    if not on_disk(references or f"{out}/references", stage, (len(prompts) - 1) // per_file * per_file):
         scores(tok, asked[0], first, score)
     return cache(stage, prompts, per_file, draw)
-
-
-def on_disk(stage, k):
-    """Whether the file of a stage that begins with its k-th entry is there."""
-    folder = references or os.path.join(out, "references")
-    return os.path.exists(f"{folder}/{stage}-{k:07d}.json")
-
-
-def check_judge(score, version, asked, longest):
-    """A judge says what it cannot read before anything is sampled for it; one that has judged already is not loaded."""
-    if isinstance(score, Charter) and not on_disk(f"rewards-{version}", 0):
-        _, rows, prompts = zip(*asked)
-        score.check(rows, min(max_new_tokens, longest - min(map(len, prompts))))
 
 
 def rate(tok, asked, refs, given, score, version, cache):
@@ -301,19 +298,15 @@ def rate(tok, asked, refs, given, score, version, cache):
         for prompt, of_refs, of_given in some:
             # Together: a reward may compare all completions of a prompt.
             values = scores(tok, prompt, of_refs + of_given, score)
-            n = len(of_refs)
-            found.append([values[:n], values[n:]])
+            found.append([values[:len(of_refs)], values[len(of_refs):]])
         return found
 
     if score:
-        inputs = list(zip(asked, refs, given))
-        return cache(f"rewards-{version}", inputs, 64, by_score)
+        return cache(f"rewards-{version}", list(zip(asked, refs, given)), 64, by_score)
     found = []
     for (line, row, _), completions in zip(asked, given):
         where = f"{data}, line {line}"
-        of_refs = column(row, "ref_rewards", n_refs, where)
-        of_given = column(row, "rewards", len(completions), where)
-        found.append([of_refs, of_given])
+        found.append([column(row, "ref_rewards", n_refs, where), column(row, "rewards", len(completions), where)])
     return found
 
 
@@ -323,49 +316,22 @@ def scores(tok, prompt, completions, score):
     return scored(row, texts, score, f"{data}, line {line}: --rewards={rewards}")
 
 
-def with_quantiles(prompt, refs, given, group, rated):
-    """
-    The completions of one prompt as dicts, the references among them if use_references, and its q_refs (n_refs,).
-
-    A reference that is trained on is compared with the other references (loo), a given completion with all of them.
-    group: the rewards of the references as a tensor.
-    """
-    of_refs, of_given = rated
-    q_refs = quantile(group, group, loo and use_references and refs)
-    q_given = quantile(of_given, group)
-    trained = []
-    if use_references:
-        trained += zip(refs, of_refs, q_refs.tolist())
-    trained += zip(given, of_given, q_given.tolist())
-    pool = []
-    for ids, reward, q in trained:
-        pool.append(dict(
-            ids=ids,
-            text=(prompt, ids),
-            length=float(len(ids)),
-            reward=reward,
-            q=q,
-        ))
-    return pool, q_refs.float()
-
-
-def reference_logp(model, texts, cache, ranks):
+@torch.no_grad()
+def reference_logp(run, texts, cache):
     """log-probs of (prompt, completion) pairs of ids under the start model, in batches as large as in training."""
     size = 2 * micro_batch
     per_file = 64 * size
 
-    @torch.no_grad()
     def logp(k, some):
         # Sharded ranks gather each other's weights, so each runs as many forward passes as a full file needs.
-        end = per_file if ranks.sharded else len(some)
-        batches = [some[k:k + size] or some[:1] for k in range(0, end, size)]
-        parts = [sequence_logp(model, batch) for batch in batches]
+        end = per_file if run.ranks.sharded else len(some)
+        parts = [sequence_logp(run.policy, some[k:k + size] or some[:1]) for k in range(0, end, size)]
         return torch.cat(parts).tolist()[:len(some)]
 
-    model.eval()
-    stage = f"logp-{str(model.dtype).removeprefix('torch.')}-{per_file}"
-    found = cache(stage, texts, per_file, logp, together=ranks.sharded)
-    drop_gathered(model)
+    run.policy.eval()
+    stage = f"logp-{str(run.dtype).removeprefix('torch.')}-{per_file}"
+    found = cache(stage, texts, per_file, logp, together=run.ranks.sharded)
+    drop_gathered(run.policy)
     return found
 
 
@@ -379,124 +345,43 @@ def make_pairs(candidates, n):
     found = []
     for i, pool in enumerate(candidates):
         reward = [c["reward"] for c in pool]
-        rng = np.random.default_rng((seed, i))
-        order = rng.permutation(len(pool)).tolist()
+        order = np.random.default_rng((seed, i)).permutation(len(pool)).tolist()
         if pairs == "best":
             top = max(order, key=reward.__getitem__, default=None)
-            low = max(0.2, 1 / n)
-            couples = [(top, k) for k in order if pool[k]["q"] <= low]
+            couples = [(top, k) for k in order if pool[k]["q"] <= max(0.2, 1 / n)]
         else:
-            couples = zip(order[::2], order[1::2])
-            couples = [sorted(couple, key=lambda k: -reward[k]) for couple in couples]
+            couples = [sorted(couple, key=lambda k: -reward[k]) for couple in zip(order[::2], order[1::2])]
         mine = [(i, a, b) for a, b in couples if reward[a] > reward[b]]
         found += mine[:pairs_per_prompt or None]
     return found
 
 
 # -----------------------------------------------------------------------------
-# the run
+# the run: what train.py's loop is given (posttrain/common.py)
 
 
 def main():
-    if loss not in losses:
-        raise ValueError(f"loss={loss!r}: there is {', '.join(losses)}")
-    if ties not in ("le", "discrete") or pairs not in ("random", "best"):
-        raise ValueError(f"ties={ties!r}, pairs={pairs!r}: there is ties=le and discrete, pairs=random and best")
+    for name, choices in dict(loss=losses, ties=("le", "discrete"), pairs=("random", "best")).items():
+        if globals()[name] not in choices:
+            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if ties == "discrete" and transform != "identity":
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
     if n_refs < 1 + bool(loo and use_references):
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
     beta_log_z(1.0, transform)      # ValueError for another transform
-    with joined(settings(globals()), lambda path: next(numbered_rows(path), None)) as (ranks, device):
-        align(ranks, device)
+    next(numbered_rows(data), None)
+    common.tune(globals(), "pairs", prepare, batches, forward_backward, build)
 
 
-def align(ranks, device):
-    adapters = adapters_of(globals())
-    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
-    spread(model, ranks, device, recompute)
-    kept = old_of(old, tok, model.config.block_size, old_windows, out)
-    longest = window(max_length, model)
-    asked, bad = prompts_of(tok, data)
-    score = load_reward(rewards, device) if rewards else None
-    version = checkpoint.everyone(reward_hash(rewards) if ranks.first else "", ranks.files)[0]
-    check_judge(score, version, asked, longest)
-    candidates, q_refs, groups, counts = prepare(model, tok, asked, score, version, longest, ranks, device)
-    del score           # a reward model leaves the device
-    # Only now, because sampling has another shape for every token.
-    spread(model, ranks, device, compiled=compile and can_compile(torch.device(device)))
-    couples = [
-        (i, candidates[i][better], candidates[i][worse])
-        for i, better, worse in make_pairs(candidates, n_refs)
-    ]
-    left = (f"{counts['constant']} whose rewards are all alike, and {counts['dropped']} completions unfinished or over "
-            f"{longest} tokens")
-    if not couples:
-        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
-                         f"{left}): nothing to learn from")
-    lengths = [c["length"] for c in completions_of(couples)]
-    mean_length = np.mean(lengths)
-    notes = [left_out(bad, len(asked), "prompts")] if bad else []
-    notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
-    notes += warn_of_ties(groups, mean_length)
-    if rewards.split(",")[0] == f"charter:{init_from}":
-        notes.append("the judge is the policy itself: it rewards its own taste")
+def build(run):
+    """The policy, which prepare() has loaded; before that, for its shapes, the start model."""
+    return run.policy if hasattr(run, "policy") else start.build(run)
 
-    n = len(couples)
-    steps = -(-epochs * n // batch_size)
-    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
-    opt = build_optimizer(
-        model, optimizer, lr, betas, alpha, eps, weight_decay,
-        alpha_warmup=steps, beta3_warmup=steps, state_dtype=state_dtype,
-    )
-    rows = [row for _, row, _ in asked]
-    config = dict(
-        settings(globals()),
-        max_length=longest,
-        data_hash=digest(rows)[:16],
-        rewards_hash=version,
-        tokenizer_hash=tok.hash[:16],
-        start_hash=model.start[:16],
-    )
-    start, log = begin(config, model, tok, opt, notes, "pairs", n, steps, ranks, kept)
-    # A signal before this point ends the process at once: what is on disk by then is not done again.
-    with stop_signals() as signals:
-        for step in (bar := progress(start, steps, ranks)):
-            batch = [couples[k] for k in items(step, batch_size, n, epochs, seed)]
-            # Adapters have their reference at hand: the base below them.
-            ref = reference_of(model, batch, ranks) if adapters else stored(batch)
-            known = known_of(batch, q_refs, ref)
 
-            # Forward and backward.
-            logp = forward_backward(model, batch, known, ranks)             # (pairs, 2), of all ranks
-            ratio = logp - known.ref
-            if step == 0:
-                refuse_another_reference(ratio / known.tokens)
-            value = pair_losses(logp, known).mean().item()
-
-            # Clip and update. If any rank is asked to stop, all of them do.
-            norm = collect(model, ranks, grad_clip)
-            [stopping] = ranks.add(runs.asked_to_stop(out, signals, ranks))
-            rate = lr * linear(step, steps, warmup)
-            update(opt, step, rate, value, norm)
-
-            # Say what happened.
-            done = step + 1
-            seen = watched(ratio, known)
-            if rank_every and (step % rank_every == 0 or done == steps):
-                texts = [better["text"] for _, better, _ in batch[:4 * micro_batch]]
-                idx, keep = padded(texts)
-                seen |= collapse.diagnose(model, idx.to(device), keep.to(device))
-            if due(kept, old_every, done, steps):
-                seen |= kept.measure(model, ranks)
-            log(step=step, loss=value, grad_norm=norm, lr=rate, **seen)
-            bar.set_postfix_str(f"loss {value:.3f}", refresh=False)
-
-            # Save, and stop if asked to.
-            save_if_due(config, done, done == steps or stopping, model, opt, ranks)
-            if stopping:
-                break
-    end(config, model, tok, done, steps, ranks, kept)
+def batches(run, step):
+    """The pairs of this step and all later ones. Every rank has all of them."""
+    for step in itertools.count(step):
+        yield [run.couples[k] for k in common.items(step, batch_size, run.items, epochs, seed)]
 
 
 def strength():
@@ -505,30 +390,35 @@ def strength():
     return beta or usual, beta_max if length_norm else 0.0
 
 
-def each(name, batch):
-    """A number of every completion of a step's pairs, (pairs, 2), the better one first."""
-    values = [c[name] for c in completions_of(batch)]
-    return torch.tensor(values).view(-1, 2)
+def completions_of(couples):
+    """The completions of (prompt, better, worse), one after the other."""
+    return [c for _, *pair in couples for c in pair]
 
 
-def stored(batch):
-    """log pi_ref of a step's pairs, (pairs, 2), as it was computed before the first step."""
-    return each("ref_logp", batch)
+def each(name, couples):
+    """A number of every completion of pairs, (pairs, 2), the better one first."""
+    return torch.tensor([c[name] for c in completions_of(couples)]).view(-1, 2)
+
+
+def added(ranks, values):
+    """The sum over ranks of a tensor on the CPU."""
+    return torch.tensor(ranks.add(*values.flatten())).view_as(values)
 
 
 @torch.no_grad()
-def reference_of(model, batch, ranks):
-    """The same from a model with adapters, while they are off."""
+def reference_of(run, batch):
+    """log pi_ref of a step's pairs, (pairs, 2): as stored, or from a model with adapters, while they are off."""
+    if not lora_r:
+        return each("ref_logp", batch)
     ref = torch.zeros(len(batch), 2)
-    with lora.off(model):
-        for part, _ in slices(len(batch), micro_batch, ranks):
+    with lora.off(run.model):
+        for part, _ in common.slices(len(batch), micro_batch, run.ranks):
             mine = batch[part]
-            texts = [c["text"] for c in completions_of(mine or batch[:1])]
-            found = sequence_logp(model, texts).view(-1, 2).cpu()
+            found = sequence_logp(run.model, [c["text"] for c in completions_of(mine or batch[:1])])
             if mine:
-                ref[part] = found
-    drop_gathered(model)
-    return torch.tensor(ranks.add(*ref.flatten())).view_as(ref)
+                ref[part] = found.view(-1, 2).cpu()
+    drop_gathered(run.model)
+    return added(run.ranks, ref)
 
 
 def known_of(batch, q_refs, ref):
@@ -544,20 +434,8 @@ def known_of(batch, q_refs, ref):
     if ties == "discrete":
         own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
         log_z = discrete_beta_log_z(own[:, None], b)
-    return SimpleNamespace(
-        ref=ref,
-        reward=each("reward", batch),
-        q=TRANSFORMS[transform](each("q", batch), n_refs - bool(loo)),
-        tokens=tokens,
-        length=length,
-        beta=b,
-        log_z=log_z,
-    )
-
-
-def completions_of(couples):
-    """The completions of (prompt, better, worse), one after the other."""
-    return [c for _, *pair in couples for c in pair]
+    q = TRANSFORMS[transform](each("q", batch), n_refs - bool(loo))
+    return SimpleNamespace(ref=ref, reward=each("reward", batch), q=q, tokens=tokens, length=length, beta=b, log_z=log_z)
 
 
 def pair_losses(logp, known, part=slice(None)):
@@ -567,23 +445,33 @@ def pair_losses(logp, known, part=slice(None)):
     return losses[loss](logp, SimpleNamespace(**of_part), beta0, gamma)
 
 
-def forward_backward(model, batch, known, ranks):
-    """The gradients of this rank's micro-batches of a step. Returns log pi of all its pairs, (pairs, 2)."""
+def forward_backward(run, batch, step):
+    """The gradients of a step, as in train.py."""
+    facts = {}
+    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
+        idx, keep = padded([better["text"] for _, better, _ in batch[:4 * micro_batch]])
+        facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
+    known = known_of(batch, run.q_refs, reference_of(run, batch))
     logp = torch.zeros_like(known.ref)
-    for part, last in slices(len(batch), micro_batch, ranks):
+    for part, last in common.slices(len(batch), micro_batch, run.ranks):
         mine = batch[part]
         # An empty micro-batch runs along with a pair of another rank, and adds nothing.
-        some = mine or batch[:1]
-        texts = [c["text"] for c in completions_of(some)]
-        reduce_after(model, ranks, last)
-        pi = sequence_logp(model, texts).view(-1, 2).cpu()
+        texts = [c["text"] for c in completions_of(mine or batch[:1])]
+        reduce_after(run.model, run.ranks, last)
+        pi = sequence_logp(run.model, texts).view(-1, 2).cpu()
         part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
         part_loss.backward()
         if mine:
             logp[part] = pi.detach()
+    common.add_gradients(run)
     # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-    total = ranks.add(*logp.flatten())
-    return torch.tensor(total).view_as(logp)
+    logp = added(run.ranks, logp)
+    ratio = logp - known.ref
+    if step == 0:
+        refuse_another_reference(ratio / known.tokens)
+    value = pair_losses(logp, known).mean().item()
+    facts |= watched(ratio, known)
+    return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
 
 
 def refuse_another_reference(ratio):
@@ -634,4 +522,4 @@ def watched(ratio, known):
 
 if __name__ == "__main__":
     with orderly_exit():
-        run(main, globals())
+        run_script(main, globals())

@@ -34,26 +34,32 @@ from tokenizer import IN_TEXT, read_json
 # the folder
 
 
-def same_or_refuse(path, made_from, ranks):
+def same_or_refuse(folder, made_from, ranks):
     """
     References made for one start model, data set and seed are not for another: ValueError names the difference.
 
-    Only the first rank reads or writes the file, since another one could meet it half written; it tells the others.
+    Only the first rank reads or writes settings.json, since another one could meet it half written; it tells the others.
     """
+    path = f"{folder}/settings.json"
     problem = ""
     if ranks.first and os.path.exists(path):
         have = read_json(path)
-        changed = [f"{name} {have.get(name)!r} -> {value!r}"
-                   for name, value in made_from.items()
-                   if have.get(name) != value]
+        changed = [f"another {name}" if len(str(value)) == 64 else f"{name} {have.get(name)!r} -> {value!r}"
+                   for name, value in made_from.items() if have.get(name) != value]
         if changed:
-            problem = (f"{os.path.dirname(path)} holds references of other settings: {'; '.join(changed)}. "
+            problem = (f"{folder} holds references of other settings: {', '.join(changed)}. "
                        "Name another --references or --out")
     elif ranks.first:
+        os.makedirs(folder, exist_ok=True)
         write_flushed(path, json.dumps(made_from), shared=True)
     problem = checkpoint.everyone(problem, ranks.files)[0]
     if problem:
         raise ValueError(problem)
+
+
+def on_disk(folder, stage, k):
+    """Whether the file of a stage that begins with its k-th entry is there."""
+    return os.path.exists(f"{folder}/{stage}-{k:07d}.json")
 
 
 def cached(folder, ranks, stage, inputs, per_file, compute, together=False):

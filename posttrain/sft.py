@@ -39,27 +39,19 @@ if __name__ == "__main__" and not __package__:
 import itertools
 import math
 import os
-import time
 
 import numpy as np
-# Before torch, which reads a setting of it when it loads.
-from engine.hardware import can_compile, pick_dtype
+import train                        # before torch: it sets the environment that torch reads
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
 import convert
 import tokenizer
-from ademamix import build_optimizer
 from chat import learnable
-from configurator import run, settings
-from engine import runs
-from engine.parallel import orderly_exit, reduce_after, spread, stop_signals
-from posttrain import collapse
-from posttrain.common import (
-    adapters_of, begin, collect, end, joined, linear, progress, save_if_due, slices, start_model,
-    update, window,
-)
+from configurator import run as run_script
+from engine.parallel import orderly_exit, reduce_after
+from posttrain import collapse, common
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
-from posttrain.forgetting import due, old_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -155,99 +147,55 @@ def tensors(rows, pad, device="cpu"):
 
 
 # -----------------------------------------------------------------------------
-# the run
+# the run: what train.py's loop is given (posttrain/common.py)
 
 
 def main():
     if show:
         return show_conversations()
-    with joined(settings(globals()), look) as (ranks, device):
-        tune(ranks, device)
+    look(data)
+    common.tune(globals(), "conversations", prepare, batches, forward_backward)
 
 
-def tune(ranks, device):
-    adapters = adapters_of(globals())
-    model, tok = start_model(init_from, device, pick_dtype(dtype, device), ranks, base, adapters, seed)
-    spread(model, ranks, device, recompute, compile and can_compile(torch.device(device)))
-    kept = old_of(old, tok, model.config.block_size, old_windows, out)
-    longest = window(max_length, model)
+def prepare(run):
+    """The conversations of a run as ids on disk."""
     folder = os.path.join(out, "tokens")
-    conversations, bad, sha = tokenized(folder, tok, data, longest, date, ranks, keep_licenses, decontaminate)
-    weights = weights_of(data)
-    n = len(conversations)
-    steps = -(-epochs * n // batch_size)
-    # The warm-ups of AdEMAMix last as long as the run, as in the report's post-training.
-    opt = build_optimizer(
-        model, optimizer, lr, betas, alpha, eps, weight_decay,
-        alpha_warmup=steps, beta3_warmup=steps, state_dtype=state_dtype,
-    )
-    notes = described(conversations, bad, weights, epochs)
-    config = dict(
-        settings(globals()),
-        max_length=longest,
-        data_hash=sha[:16],
-        tokenizer_hash=tok.hash[:16],
-        start_hash=model.start[:16],
-    )
-    start, log = begin(config, model, tok, opt, notes, "conversations", n, steps, ranks, kept)
-    # A signal before this point ends the process at once: what is on disk by then is not done again.
-    with stop_signals() as signals:
-        for step in (bar := progress(start, steps, ranks)):
-            began = time.perf_counter()
-            numbers = chosen(step, batch_size, conversations.sizes, weights.values(), epochs, seed)
-            batch = [conversations[k] for k in numbers]
-            rows = rows_of(batch, pack, longest)
-            n_tokens = int(sum(said.sum() for _, said in batch))        # learnt, in the whole step
-
-            # Forward and backward; then clip and update. If any rank is asked to stop, all of them do.
-            loss, size = forward_backward(model, rows, n_tokens, tok.pad, ranks, device)
-            norm = collect(model, ranks, grad_clip)
-            loss, stopping = ranks.add(loss, runs.asked_to_stop(out, signals, ranks))
-            rate = lr * linear(step, steps, warmup)
-            update(opt, step, rate, loss, norm)
-
-            # Say what happened.
-            done = step + 1
-            speed = size * ranks.size / (time.perf_counter() - began)
-            tokens = sum(len(ids) for ids, _ in batch)
-            seen = {}
-            if rank_every and (step % rank_every == 0 or done == steps):
-                some = rows[:4 * micro_batch]
-                idx, targets, doc = tensors(some, tok.pad, device)
-                seen = collapse.diagnose(model, idx, targets >= 0, doc if pack else None)
-            if due(kept, old_every, done, steps):
-                seen |= kept.measure(model, ranks)
-            log(step=step, loss=loss, grad_norm=norm, lr=rate,
-                tokens=tokens, learnt=n_tokens, tok_s=round(speed), **seen)
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-
-            # Save, and stop if asked to.
-            save_if_due(config, done, done == steps or stopping, model, opt, ranks)
-            if stopping:
-                break
-    end(config, model, tok, done, steps, ranks, kept)
+    run.conversations, bad, sha = tokenized(folder, run.tok, data, run.longest, date, run.ranks, keep_licenses,
+                                            decontaminate)
+    run.items = len(run.conversations)
+    run.notes = described(run.conversations, bad, weights_of(data), epochs)
+    run.hashes = dict(data_hash=sha[:16], tokenizer_hash=run.tok.hash[:16])
 
 
-def forward_backward(model, rows, n_tokens, pad, ranks, device):
-    """
-    The gradients of this rank's micro-batches of a step.
+def batches(run, step):
+    """The conversations of this step and all later ones, as rows. Each rank lays out all of them."""
+    shares = weights_of(data).values()
+    for step in itertools.count(step):
+        numbers = chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
+        yield rows_of([run.conversations[k] for k in numbers], pack, run.longest)
 
-    n_tokens: how many tokens the whole step learns. Returns this rank's part of the loss, and its positions.
-    """
-    loss, size = torch.zeros((), device=device), 0
-    for part, last in slices(len(rows), micro_batch, ranks):
+
+def forward_backward(run, rows, step):
+    """The gradients of a step, as in train.py."""
+    conversations = list(itertools.chain(*rows))
+    learnt = int(sum(said.sum() for _, said in conversations))
+    facts = dict(tokens=sum(len(ids) for ids, _ in conversations), learnt=learnt)
+    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
+        idx, targets, doc = tensors(rows[:4 * micro_batch], run.tok.pad, run.device)
+        facts |= collapse.diagnose(run.model, idx, targets >= 0, doc if pack else None)
+    loss, size = torch.zeros((), device=run.device), 0
+    for part, last in common.slices(len(rows), micro_batch, run.ranks):
         mine = rows[part]
-        idx, targets, doc = tensors(mine or rows[:1], pad, device)
+        idx, targets, doc = tensors(mine or rows[:1], run.tok.pad, run.device)
         if not mine:
             targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
-        if not pack:
-            doc = None
-        reduce_after(model, ranks, last)
-        _, part_loss = model(idx, targets, doc=doc, n_tokens=n_tokens)
+        reduce_after(run.model, run.ranks, last)
+        _, part_loss = run.model(idx, targets, doc=doc if pack else None, n_tokens=learnt)
         part_loss.backward()
         loss += part_loss.detach()
         size += idx.numel()
-    return loss, size
+    common.add_gradients(run)
+    return dict(loss=loss), size * run.ranks.size, facts
 
 
 def show_conversations():
@@ -281,4 +229,4 @@ def coloured(tok, ids, said, run):
 
 if __name__ == "__main__":
     with orderly_exit():
-        run(main, globals())
+        run_script(main, globals())

@@ -52,7 +52,7 @@ def script(name, *args, stdin="", pictures=False):
     """
     from engine import plot
     # A new process would import the modules to which a script hands its command line anew.
-    for attached in ("train", "posttrain.attach", "corpus.join"):
+    for attached in ("train", "posttrain.attach", "posttrain.start", "posttrain.common", "corpus.join"):
         package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)
@@ -60,7 +60,7 @@ def script(name, *args, stdin="", pictures=False):
     before = sys.argv, sys.stdin, os.getcwd()
     drawn = plot.curves
     if not pictures:
-        plot.curves = lambda *args: None
+        plot.curves = lambda *args, **how: None
     sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
     os.chdir(ROOT)
     try:

@@ -1,0 +1,160 @@
+"""
+Fine-tuning: the start model, adapters beside its weights, and a second validation text. train.py --init_from
+(posttrain/attach.py), SFT and QRPO share it, and the loop of train.py.
+
+Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here find
+them in the dict `config`, all settings of a run.
+"""
+
+import torch
+
+import convert
+import train
+from engine.attention import attend_on
+from engine.parallel import spread
+from engine.resume import refuse_another
+from model import Apertus
+from posttrain import forgetting, lora
+from posttrain.quantised import quantise
+
+# The dtypes that a base model is loaded in; None: the file's, before its matrices are quantised.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
+
+
+def adapters_of(config):
+    """The settings of the adapters under PEFT's names (posttrain/lora.py); None: all weights are trained."""
+    if not config.get("lora_r"):
+        return None
+    return lora.settings_of(config["lora_r"], config["lora_alpha"], config["lora_on"], config["lora_rs"])
+
+
+def check_base(base, adapters, sharded=False):
+    """ValueError for an unknown base, for one in few bits that is to be trained, and for one that is to be sharded."""
+    if base not in DTYPES:
+        raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
+    if base != "fp32" and not adapters:
+        raise ValueError(f"base={base}: weights that are trained are held in fp32; "
+                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
+    if sharded and not DTYPES[base]:
+        raise ValueError(f"base={base} keeps bits beside their scales, which cannot be sharded: "
+                         "--parallel=ddp holds them whole on each rank, or take --base=bf16")
+
+
+def shapes_of(shape, adapters=None, base="fp32"):
+    """
+    A model on the meta device: shapes, dtypes and which weights are trained.
+
+    shape: ApertusConfig; adapters: as adapters_of returns them; base: fp32, bf16, int8 or nf4, of frozen weights.
+    """
+    with torch.device("meta"):
+        model = Apertus(shape, seed=None)
+    if base != "fp32":
+        model.bfloat16()
+    if not DTYPES[base]:
+        quantise(model, base)
+    if adapters:
+        lora.adapt(model, adapters)
+    return model
+
+
+def load_adapted(config, device, dtype, adapters, seed):
+    """The start model of a run, whole, with the adapters that it asks for; and the hash of its frozen weights."""
+    base = config["base"]
+    model, _ = convert.load_any(config["init_from"], device, DTYPES[base], base="" if DTYPES[base] else base)
+    if lora.adapted(model):
+        raise ValueError(f"{config['init_from']} holds adapters: make one model of them first, "
+                         f"python convert.py --load={config['init_from']} --save=FOLDER --merge")
+    model.dtype = dtype
+    start_hash = convert.fingerprint(model)
+    if adapters:
+        lora.adapt(model, adapters, seed)
+    return model, start_hash
+
+
+def build(run):
+    """
+    The start model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
+
+    run.path: of its weights, as convert.start_of returns it. Sets run.start_hash, of frozen weights.
+    """
+    adapters = adapters_of(run.config)
+    base = run.config.get("base", "fp32")
+    check_base(base, adapters, run.ranks.sharded)
+    if not adapters:
+        model = Apertus(run.shape, seed=None)
+        model.init_weights = lambda seed, fill: convert.fill(model, run.path)
+    elif torch.empty(0).is_meta:
+        model = shapes_of(run.shape, adapters, base)
+
+        def fill_adapted(seed, fill):
+            convert.fill(model, run.path)
+            run.start_hash = convert.fingerprint(model)
+            lora.draw(model, seed)
+        model.init_weights = fill_adapted
+    else:
+        model, run.start_hash = load_adapted(run.config, run.device, run.dtype, adapters, train.seed)
+        model.config = run.shape                           # the same, but train.py may change its window and RoPE
+        model.init_weights = lambda seed, fill: None
+    return model
+
+
+def ready(run):
+    """The start model of a run with its weights, before train.py builds its optimizer."""
+    with torch.device("meta" if run.ranks.sharded else run.device):
+        model = build(run)
+    model.dtype = run.dtype
+    spread(model, run.ranks, run.device)
+    model.init_weights(train.seed, torch.Tensor.copy_)
+    attend_on(model, run.device)
+    model.init_weights = lambda seed, fill: None
+    return model
+
+
+# -----------------------------------------------------------------------------
+# what fine-tuning adds to functions of train.py
+
+
+def wrap(old="", windows=0, tok=None):
+    """
+    Let the loop of train.py save adapters, compare their base when it resumes, and validate on the text `old` too.
+
+    old, windows: as forgetting.Old has them, "" for none; tok: the tokenizer of the model.
+    """
+    build_all, load, validate, finish = train.build_all, train.load, train.validate, train.finish
+    text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None
+
+    def build_and_hash(run, builder, found):
+        build_all(run, builder, found)
+        if hasattr(run, "start_hash"):
+            run.config["start_hash"] = run.start_hash[:16]
+        if old and found:
+            text.remember(found[1]["step"], run.ranks.first)
+
+    def load_same_start(run, found):
+        path, manifest = found
+        if hasattr(run, "start_hash"):
+            refuse_another(path, manifest["config"], dict(start_hash=run.start_hash[:16]))
+        load(run, found)
+
+    def validate_old(run, windows):
+        entry = validate(run, windows)
+        if old:
+            run.model.eval()
+            entry |= text.measure(run.model, run.ranks)
+            run.model.train()
+            if not hasattr(text, "before"):
+                text.remember(0, run.ranks.first)
+        return entry
+
+    def finish_adapters(run, last):
+        finish(run, last)
+        if old:
+            run.summary |= text.summary()
+        if old and run.ranks.first:
+            print(text.line(train.out))
+        if adapters := adapters_of(run.config):
+            lora.save(run.model, adapters, f"{train.out}/adapter", run.config["init_from"], run.start_hash,
+                      run.ranks.first)
+
+    train.build_all, train.load = build_and_hash, load_same_start
+    train.validate, train.finish = validate_old, finish_adapters
