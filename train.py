@@ -190,7 +190,7 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, summary=None, decay_at=NEVER if minutes else total_samples - decay_samples)
+                          cores=None, summary=None, bar=tqdm(disable=True), decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
     return run
@@ -496,7 +496,6 @@ def pretrain(run, build, stop, cooldown):
         finite = math.isfinite(sum(sums) + norm)
         if not finite and skipped >= skip_nonfinite:
             run.saver.finish()
-            bar.close()
             after = f", after {skipped} skipped steps" if skipped else ""
             raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
                              f"update; the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, a "
@@ -562,7 +561,10 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         # NCCL uses SIGUSR1 itself.
         more = () if run.device.startswith("cuda") else ("SIGUSR1",)
         with stop_signals() as stop, stop_signals(more) as cooldown:
-            pretrain(run, build, stop, cooldown)
+            try:
+                pretrain(run, build, stop, cooldown)
+            finally:
+                run.bar.close()                            # an error has a line of its own
         run.ranks.leave()
         if run.ranks.first:
             conclude(run)

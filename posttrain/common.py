@@ -77,6 +77,7 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
         prepare(run)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
+        run.decides |= run.hashes.keys()
         run.config |= run.hashes | dict(total_samples=train.total_samples, decay_samples=train.decay_samples)
         run.validate_first = bool(script["old"])
 
@@ -102,7 +103,7 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
     # Large optimizers are compiled also where the model is not.
     train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
     start.wrap(script["old"], script["old_windows"], tok)
-    decides = mine.keys() - FREE - ({*OF_ADAPTERS} if not script["lora_r"] else set()) | {"tokenizer"}
+    decides = mine.keys() - FREE - (set() if script["lora_r"] else OF_ADAPTERS)
     train.main(build_model, mine | dict(vocab_size=shape.vocab_size), decides, prepare_items)
 
 
