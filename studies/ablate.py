@@ -59,30 +59,25 @@ overview = False           # run nothing: one table of all studies in results/ab
 
 SEARCH_SEED = 0            # chooses the learning rates, and is never reported
 STUDY = dict(seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations")
-QUICK = dict(
-    seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3), published="", reading="")
+QUICK = dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3))
 ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
 
-HEAD = (
-    "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters "
-    "| gradient norm, median (max) | s |")
-ROW = (
-    "| {arm} | {lr:g}{edge} | {bpb:.4f} ± {sd:.4f} | {against} | {tokens_to_baseline} | {parameters:,} "
-    "| {grad_norm:.2f} ({grad_norm_max:.1f}) | {seconds:.0f} |")
+HEAD = "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters | s |"
+ROW = "| {arm} | {lr} | {bits_per_byte} | {against} | {tokens_to_loss} | {parameters:,} | {seconds:.0f} |"
 AGAINST = "{difference:+.4f} ± {half_interval:.4f} (p = {p:.3f}, {p_holm:.3f})"
 METHOD = (
-    "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences "
-    "are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this "
-    "table). Tokens to its loss: the share after which an arm has the baseline's last loss.")
+    "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). "
+    "Differences are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all "
+    "comparisons of this table). Tokens to its loss: the share after which an arm has the baseline's last loss.")
 
 
 def chosen():
     """
     The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare, and its `name`.
-    ValueError if there is no such study.
+    ValueError if there is no such study, or for less than no seeds.
     """
     name = " ".join(paths)
-    settings = [setting for setting, arms in ARMS.items() if len(paths) > 1 and {*paths} <= {*arms.split()}]
+    settings = [setting for setting, arms in ARMS.items() if len({*paths}) > 1 and {*paths} <= {*arms.split()}]
     if name in STUDIES:
         study = STUDY | STUDIES[name]
     elif settings:
@@ -91,11 +86,12 @@ def chosen():
     else:
         # A study used to be a file, configs/ablations/NAME.py.
         stem = os.path.basename(name).removesuffix(".py")
-        example = stem if stem in STUDIES else "activations"
         raise ValueError(
-            f"{name or 'no name'}: there is no such study: type python -m studies.ablate {example} (or "
-            f"{', '.join(STUDIES)}), or compare arms: python -m studies.ablate swiglu xielu (or values of one line: "
-            f"{'; '.join(ARMS.values())})")
+            f"{name or 'no name'}: there is no such study: type python -m studies.ablate "
+            f"{stem if stem in STUDIES else 'activations'} (or {', '.join(STUDIES)}), or compare two or more values of "
+            f"{' or '.join(ARMS)}: python -m studies.ablate swiglu xielu")
+    if seeds < 0:
+        raise ValueError(f"--seeds={seeds}: want how many runs of each arm, 0 for the study's own number")
     asked = dict(seeds=seeds, lrs=lrs, size=size, out=out)
     return study | {key: value for key, value in asked.items() if value} | dict(name="-".join(paths))
 
@@ -104,50 +100,43 @@ def chosen():
 # runs
 
 
-def arguments(study, arm, lr, seed):
-    """The arguments of train.py for one run, without its folder. Runs end after as many tokens, not after as long."""
-    asked = dict(lr=lr, lr_floor=lr / 10, seed=seed, data=data, minutes=0.0)
-    return [study["size"], *study["arms"][arm].split(), *kit.flags(asked)]
-
-
-def run_folder(argv):
+def planned(study, arm, lr, seed):
     """
-    The run folder, named after all settings of the run and its data.
+    The folder of a run, named after all of its settings and its data, and its arguments of train.py.
 
-    ValueError, before the first run, for a setting that train.py does not have or a value of another type.
+    Runs are compared after as many tokens, so none ends by the clock. ValueError for a setting that train.py does not
+    have or a value of another type.
     """
+    flags = kit.flags(dict(lr=lr, lr_floor=lr / 10, seed=seed, data=data, minutes=0.0))
+    argv = [study["size"], *study["arms"][arm].split(), *flags]
     settings = configurator.configure(dict(vars(train)), argv, dict(vars(train.shape)), dict(vars(attach)))
-    return f"{runs}/{kit.digest([settings, read_meta(data)])}"
+    return f"{runs}/{kit.digest([settings, read_meta(data)])}", argv
 
 
 def train_all(study, asked, bar):
-    """Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order."""
-    commands = [arguments(study, *run) for run in asked]
-    folders = [run_folder(argv) for argv in commands]
-    for _ in kit.in_parallel(jobs, kit.train, folders, commands):
+    """
+    Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order.
+
+    ValueError if a setting does not exist, before the first run, or if train.py fails; finished runs stay finished.
+    """
+    plan = [planned(study, *run) for run in asked]
+    # Two arms may ask for the same run, and two processes must not write into one folder.
+    distinct = dict(plan)
+    for _ in kit.in_parallel(jobs, kit.train, distinct, distinct.values()):
         bar.update()
-    return [read_run(folder, *run) | dict(size=study["size"]) for folder, run in zip(folders, asked)]
+    return [read_run(folder, *run) for (folder, _), run in zip(plan, asked)]
 
 
 def read_run(folder, arm, lr, seed):
-    """
-    The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte.
-
-    The gradients of fresh weights are large in every arm, so their norms leave the first tenth of the steps out.
-    """
-    entries = plot.read_log(folder)
-    validations = [e for e in entries if "val_bpb" in e]
-    norms = [e["grad_norm"] for e in entries if "grad_norm" in e]
-    norms = norms[len(norms) // 10 :]
+    """The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte."""
+    validations = [entry for entry in plot.read_log(folder) if "val_bpb" in entry]
     model, _ = convert.load_any(folder)
     return dict(
         arm=arm,
         lr=lr,
         seed=seed,
-        tokens=[e["tokens"] for e in validations],
-        val_bpb=[e["val_bpb"] for e in validations],
-        grad_norm_median=statistics.median(norms),
-        grad_norm_max=max(norms),
+        tokens=[entry["tokens"] for entry in validations],
+        val_bpb=[entry["val_bpb"] for entry in validations],
         parameters=model.num_params(),
         seconds=validations[-1]["seconds"])
 
@@ -161,11 +150,13 @@ def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
     arms, lrs, every = study["arms"], study["lrs"], range(1, study["seeds"] + 1)
     search = [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms if len(lrs) > 1]
+    for arm in arms:
+        planned(study, arm, lrs[0], SEARCH_SEED)           # its errors come before the bar
     with tqdm(desc=study["name"], total=len(search) + len(arms) * len(every), unit="run") as bar:
         searched = train_all(study, search, bar)
-        score = {(run["arm"], run["lr"]): final(run) for run in searched}
-        best = {arm: min(lrs, key=lambda lr: score.get((arm, lr))) for arm in arms}
-        bar.write(f"learning rates: {best}")
+        # From the worst to the best, so that the best stays.
+        found = {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
+        best = dict.fromkeys(arms, lrs[0]) | found
         return searched + train_all(study, [(arm, best[arm], seed) for seed in every for arm in arms], bar)
 
 
@@ -175,7 +166,7 @@ def run_study(study):
 
 def share_of_tokens(tokens, curve, goal):
     """
-    The share of its tokens after which a curve is first at or below `goal`, as text; it is straight between validations.
+    The share of its tokens after which a curve, straight between its points, is first at or below `goal`, as text.
     """
     for i, y in enumerate(curve):
         if y <= goal:
@@ -188,9 +179,9 @@ def summary(rows, baseline):
     """
     A dict for each arm, the baseline first: a line of results.csv and table.md.
 
-    bpb, sd: mean and standard deviation over seeds of the last validation. differences, difference, half_interval, p:
-    from the baseline, by seed. edge: "*" if the learning rate is the lowest or the highest that was tried, so a better
-    one may lie beyond.
+    bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
+    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value, None for the baseline. lr ends in * if it is the lowest
+    or the highest that was tried, so a better one may lie beyond.
     """
     table = []
     for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
@@ -202,88 +193,76 @@ def summary(rows, baseline):
         if arm == baseline:
             base, goal = group, curve[-1]
         differences = kit.differences(group, base, final)
-        difference, half_interval, p = student(differences)
+        difference, half_interval, p = student(differences) if arm != baseline else [None] * 3
         table.append(dict(
             arm=arm,
-            lr=first["lr"],
-            edge="" if min(rates) < first["lr"] < max(rates) else "*",
+            lr=f"{first['lr']:g}{'' if min(rates) < first['lr'] < max(rates) else '*'}",
             seeds=len(group),
-            tokens=first["tokens"][-1],
-            parameters=first["parameters"],
-            bpb=curve[-1],
-            sd=np.std([final(row) for row in group], ddof=len(group) > 1),
+            bits_per_byte=kit.plus_minus([final(row) for row in group], statistics.stdev, ".4f"),
             differences=differences,
             difference=difference,
             half_interval=half_interval,
             p=p,
-            against="baseline",
-            tokens_to_baseline=share_of_tokens(first["tokens"], curve, goal),
-            grad_norm=statistics.median(row["grad_norm_median"] for row in group),
-            grad_norm_max=max(row["grad_norm_max"] for row in group),
+            tokens_to_loss=share_of_tokens(first["tokens"], curve, goal),
+            parameters=first["parameters"],
+            tokens=first["tokens"][-1],
             seconds=statistics.fmean(row["seconds"] for row in group)))
     return table
 
 
-def compare(table):
-    """The rows of a table that are no baselines, after Holm's p and the text `against` are added to them."""
-    compared = [row for row in table if any(row["differences"])]
+def table_md(table):
+    """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, to the rows."""
+    compared = [row for row in table if row["p"] is not None]
     for row, p_holm in zip(compared, kit.holm([row["p"] for row in compared])):
         row["p_holm"] = p_holm
-        row["against"] = AGAINST.format(**row)
-    return compared
+    lines = [ROW.format(**row, against=AGAINST.format(**row) if "p_holm" in row else "baseline") for row in table]
+    return "\n".join(kit.table(HEAD, lines))
 
 
 def conclusion(row, baseline):
-    """One sentence that says what may be concluded from a row against the baseline (a row)."""
+    """What may be concluded from a row of summary(), in a sentence. baseline: the name of that arm."""
     low, high = (row["difference"] + sign * row["half_interval"] for sign in (-1, 1))
-    said = f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['tokens'] / 1e6:.2f}M tokens: "
     if row["p_holm"] < 0.05:
-        less, more = sorted((abs(low), abs(high)))
-        said += (f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {baseline['arm']} by {less:.3f} to "
-                 f"{more:.3f} bits per byte at this size.")
+        near, far = sorted((abs(low), abs(high)))
+        said = f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {baseline} by {near:.3f} to {far:.3f}"
     else:
-        said += (f"no difference between {row['arm']} and {baseline['arm']} can be seen (95 % interval: {low:+.3f} to "
-                 f"{high:+.3f} bits per byte).")
-    if row["edge"] or baseline["edge"]:
-        said += " A best learning rate is at the edge of the grid, so a wider --lrs may change this."
-    return said
+        said = f"no difference between {row['arm']} and {baseline} can be seen, it is between {low:+.3f} and {high:+.3f}"
+    return f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['tokens']:,} tokens: {said} bits per byte."
 
 
 def write_report(study, folder):
-    """results.csv, table.md and plot.png of a study folder, from its runs.jsonl. Returns the text of table.md."""
+    """Write results.csv, table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
     rows = kit.rows_to_report(f"{folder}/runs.jsonl", "studies.ablate")
-    baseline, *others = table = summary(rows, study["baseline"])
-    compare(table)
+    table = summary(rows, study["baseline"])
+    others = table[1:]
+    paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
+    if "reading" in study:
+        paragraphs += [f"Published: {study['published']}", f"Reading: {study['reading']}"]
+    else:
+        paragraphs += [conclusion(row, study["baseline"]) for row in others]
+    paragraphs.append(f"Command: `{kit.command('studies.ablate', paths)}`\n")
+    text = "\n\n".join(paragraphs)
+    kit.write(f"{folder}/table.md", text)
     with open(f"{folder}/results.csv", "w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, others[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
-    kit.plot_intervals(
-        f"{folder}/plot.png", {row["arm"]: row["differences"] for row in others},
-        f"bits per byte above {baseline['arm']} (below 0 is better)", zero=0)
-    text = "\n\n".join([
-        f"# {study['name']}",
-        study["question"],
-        f"{baseline['seeds']} seeds, {baseline['tokens'] / 1e6:.2f}M tokens. {METHOD}",
-        "\n".join(kit.table(HEAD, [ROW.format(**row) for row in table])),
-        f"Published: {study['published']}",
-        f"Reading: {study['reading'] or ' '.join(conclusion(row, baseline) for row in others)}",
-        f"Command: `python -m studies.ablate {' '.join(paths)} --seeds={baseline['seeds']} --size={rows[0]['size']}`\n"])
-    kit.write(f"{folder}/table.md", text)
+    arms = {row["arm"]: row["differences"] for row in others}
+    kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {study['baseline']}", zero=0)
     return text
 
 
 def overview_md(folder):
-    """All studies of a folder as one Markdown table. Holm's p is over all of its lines."""
+    """All studies of a folder as one Markdown table, with Holm's p over all of its lines."""
     table = []
     for name, study in STUDIES.items():
         path = f"{folder}/{name}/runs.jsonl"
         if os.path.isfile(path):
-            table += [row | dict(arm=f"{name}: {row['arm']}") for row in summary(kit.read_rows(path), study["baseline"])]
+            rows = summary(kit.read_rows(path), study["baseline"])
+            table += [row | dict(arm=f"{name}: {row['arm']}") for row in rows]
     if not table:
         raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
-    compare(table)
-    return "\n".join(kit.table(HEAD, [ROW.format(**row) for row in table])) + "\n"
+    return table_md(table) + "\n"
 
 
 def main():

@@ -1,8 +1,8 @@
 """
 What the studies share: runs in processes of their own, rows of JSON, differences by seed, intervals, tables, plots.
 
-A study is a question, a few arms, some seeds and a measure. It trains one model for each arm and seed, in a folder whose
-name is a hash of the run's settings. So the same command skips finished runs and resumes stopped ones, and a run is
+A study is a question, a few arms, some seeds and a measure. It trains one model for each arm and seed, in a folder
+whose name is a hash of the run's settings. So the same command skips finished runs and resumes stopped ones, and a run is
 never mistaken for one with other settings. What it measured is a row, a line of JSON; table and plot are made from the
 committed rows alone.
 
