@@ -4,8 +4,8 @@ The studies of studies/ablate.py: `python -m studies.ablate NAME` runs one, `--r
     arms         {name: arguments of train.py, after those of the size}
     baseline     the arm that the others are compared with
     lrs          peak learning rates that every arm tries; with one, nothing is searched
-    published    what the report (arXiv 2509.14233), or another paper, found
-    reading      what our numbers say, and what they do not say
+    published    the result of the report (arXiv 2509.14233) or of another paper
+    reading      our conclusion from the committed runs; without one, the program writes its own
     out          the folder of the results, if it is not results/ablations
 """
 
@@ -22,7 +22,7 @@ _FORMS = dict(
     blockshuffle32=f"{_WIDE} --ffn=blockshuffle --ffn_blocks=4")
 _GUIDED = {f"{name}+sg": f"{form} --self_guided=0.5" for name, form in _FORMS.items()}
 
-# The student of the distillation has as many steps as its teacher, which is `python train.py
+# The student of the distillation has the same number of steps as its teacher, which is `python train.py
 # configs/ablations/start.py --out=out/laptop`. A run folder is named after the teacher's folder, not after its weights:
 # for another teacher in out/laptop use another --runs.
 _STUDENT = (
@@ -68,12 +68,12 @@ STUDIES = dict(
         out="results",
         published=(
             "arXiv 2605.29128 makes models of 0.5B to 4B parameters so: 0.9 KL to the 8B + 0.1 cross-entropy, 1.7T "
-            "tokens. FLOPs below are the student's own, seconds are of both."),
+            "tokens. The seconds below are of both."),
         reading=(
             "With the teacher's distribution the student ends 0.060 bits/byte lower, in five seeds of five, and needs "
             "69 % of the tokens for the other's loss; at 1.577 it is close to its teacher of three times its size "
-            "(1.568 after as many tokens). Its best rate is four times as high. It also costs 1.7 times the seconds, "
-            "because the teacher runs too; we did not train the student alone for as much time.")),
+            "(1.568 after the same number of tokens). Its best rate is four times as high. It also costs 1.7 times the seconds, "
+            "because the teacher runs too; we did not train the student alone for the same time.")),
     doc_mask=dict(
         question="attention inside documents, or across them",
         baseline="inside",
@@ -108,7 +108,7 @@ STUDIES = dict(
             "1e-3, each inside a grid of four). The slow average spans 100 of 300 steps here; the published gain is of "
             "100B tokens.")),
     qk_norm=dict(
-        # A rate ten times too high is where QK-norm is said to matter: look at the gradient norms too.
+        # A rate ten times too high is where QK-norm is said to matter. The gradient norms are in runs.jsonl.
         question="QK-norm on and off at a learning rate ten times the best",
         baseline="qk_norm",
         arms=dict(qk_norm="", without="--qk_norm=False"),

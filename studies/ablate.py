@@ -8,17 +8,17 @@ Does it help? Train a few arms that differ in one choice, on the same tokens, wi
 Differences are paired by seed, because runs with the same seed share the order of the data and, where shapes agree, the
 initial weights (model.py seeds each tensor by its name). Each arm searches the same learning rates and keeps its best:
 an untuned baseline proves nothing. The search has seed 0, which is not reported, because the seed that chose a rate
-flatters it. A table of eleven comparisons contains a small p by chance, so each p stands beside its value after Holm's
-correction for all comparisons of the table.
+flatters it. A table of eleven comparisons contains a small p by chance, so each p is followed by its value after
+Holm's correction for all comparisons of the table.
 
 The learning rate always falls to a tenth of its peak. A run folder is named after the run's settings, so studies share
 runs, and the same command skips finished runs and resumes stopped ones. Protocol: Apertus report (arXiv 2509.14233)
 sec. 2.4, Table 3, which has one run for each arm; here the seeds show how much a difference means.
 
-$ python -m studies.ablate swiglu xielu           # two or more arms: five minutes, a table, plots, and a conclusion
+$ python -m studies.ablate swiglu xielu           # two or more arms: five minutes, a table, a plot, and a conclusion
 $ python -m studies.ablate adamw ademamix --seeds=5
 $ python -m studies.ablate activations            # a study of configs/ablations.py: an hour, to results/ablations
-$ python -m studies.ablate activations --report   # its table and plots again, from the committed runs.jsonl
+$ python -m studies.ablate activations --report   # its table and plot again, from the committed runs.jsonl
 $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: any config of train.py
 $ python -m studies.ablate --overview             # all studies in one table
 """
@@ -50,7 +50,7 @@ paths = []                 # a study of configs/ablations.py, or two or more arm
 seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 for a study, 3 for arms
 lrs = ()                   # peak learning rates that every arm tries; () = the study's
 size = ""                  # a config of train.py: the model and the length of every run; "" = the study's
-data = "data/stdlib"       # what prepare.py wrote
+data = "data/stdlib"       # a folder of prepare.py
 out = ""                   # the study's folder is made in here; "" = results/ablations, or out/ablations for arms
 runs = "out/ablations"     # run folders: logs and checkpoints, not for committing
 jobs = 0                   # runs at a time; 0 = one for each GPU, or for each CPU core without one
@@ -62,8 +62,12 @@ STUDY = dict(seeds=5, size="configs/ablations/size_laptop.py", out="results/abla
 QUICK = dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3))
 ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
 
-HEAD = "| arm | lr | bits/byte, mean ± sd | against the baseline | tokens to its loss | parameters | s |"
-ROW = "| {arm} | {lr} | {bits_per_byte} | {against} | {tokens_to_loss} | {parameters:,} | {seconds:.0f} |"
+HEAD = (
+    "| arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters "
+    "| s |")
+ROW = (
+    "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {tokens:,} | {parameters:,} "
+    "| {seconds:.0f} |")
 AGAINST = "{difference:+.4f} ± {half_interval:.4f} (p = {p:.3f}, {p_holm:.3f})"
 METHOD = (
     "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). "
@@ -77,10 +81,10 @@ def chosen():
     ValueError if there is no such study, or for less than no seeds.
     """
     name = " ".join(paths)
-    settings = [setting for setting, arms in ARMS.items() if len({*paths}) > 1 and {*paths} <= {*arms.split()}]
+    settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
     if name in STUDIES:
         study = STUDY | STUDIES[name]
-    elif settings:
+    elif len({*paths}) > 1 and settings:
         arms = {arm: f"--{settings[0]}={arm}" for arm in paths}
         study = dict(QUICK, question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms, baseline=paths[0])
     else:
@@ -104,7 +108,7 @@ def planned(study, arm, lr, seed):
     """
     The folder of a run, named after all of its settings and its data, and its arguments of train.py.
 
-    Runs are compared after as many tokens, so none ends by the clock. ValueError for a setting that train.py does not
+    All runs have the same number of tokens, so none ends by the clock. ValueError for a setting that train.py does not
     have or a value of another type.
     """
     flags = kit.flags(dict(lr=lr, lr_floor=lr / 10, seed=seed, data=data, minutes=0.0))
@@ -180,8 +184,9 @@ def summary(rows, baseline):
     A dict for each arm, the baseline first: a line of results.csv and table.md.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value, None for the baseline. lr ends in * if it is the lowest
-    or the highest that was tried, so a better one may lie beyond.
+    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value, None for the baseline.
+    lr ends in * if it is the lowest or the highest that was tried, so a better one may lie beyond. tokens_to_loss:
+    share_of_tokens for the last loss of the baseline.
     """
     table = []
     for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
@@ -220,13 +225,13 @@ def table_md(table):
 
 
 def conclusion(row, baseline):
-    """What may be concluded from a row of summary(), in a sentence. baseline: the name of that arm."""
+    """The conclusion from a row of summary(), in a sentence. baseline: the name of that arm."""
     low, high = (row["difference"] + sign * row["half_interval"] for sign in (-1, 1))
     if row["p_holm"] < 0.05:
         near, far = sorted((abs(low), abs(high)))
         said = f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {baseline} by {near:.3f} to {far:.3f}"
     else:
-        said = f"no difference between {row['arm']} and {baseline} can be seen, it is between {low:+.3f} and {high:+.3f}"
+        said = f"no difference between {row['arm']} and {baseline} can be seen: it is {low:+.3f} to {high:+.3f}"
     return f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['tokens']:,} tokens: {said} bits per byte."
 
 

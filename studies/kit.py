@@ -1,9 +1,9 @@
 """
-What the studies share: runs in processes of their own, rows of JSON, differences by seed, intervals, tables, plots.
+The common part of the studies: runs in parallel processes, rows of JSON, differences by seed, intervals, tables, plots.
 
 A study is a question, a few arms, some seeds and a measure. It trains one model for each arm and seed, in a folder
-whose name is a hash of the run's settings. So the same command skips finished runs and resumes stopped ones, and a run is
-never mistaken for one with other settings. What it measured is a row, a line of JSON; table and plot are made from the
+whose name is a hash of the run's settings. So the same command skips finished runs and resumes stopped ones, and a run
+is never mistaken for one with other settings. Each run ends in a row, a line of JSON; table and plot are made from the
 committed rows alone.
 
     d_s = measure (arm, seed s) - measure (baseline, seed s),      mean d +- t(n - 1) sd d / sqrt(n)
@@ -90,7 +90,7 @@ def train(folder, args, device=None):
     Run train.py into a folder, from its last checkpoint if there is one, unless the run is finished.
 
     args: its config files and flags. The output goes to FOLDER.txt, because train.py rejects a folder that holds files
-    of another kind. ValueError with its last line if it fails, or if somebody stops it.
+    of another kind. ValueError with its last line if it fails, or if the user stops it.
     """
     done = f"{folder}/summary.json"
     if os.path.exists(done):
