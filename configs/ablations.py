@@ -72,8 +72,8 @@ STUDIES = dict(
         reading=(
             "With the teacher's distribution the student ends 0.060 bits/byte lower, in five seeds of five, and needs "
             "69 % of the tokens for the other's loss; at 1.577 it is close to its teacher of three times its size "
-            "(1.568 after the same number of tokens). Its best rate is four times as high. It also costs 1.7 times the seconds, "
-            "because the teacher runs too; we did not train the student alone for the same time.")),
+            "(1.568 after the same number of tokens). Its best rate is four times as high. It also costs 1.7 times the "
+            "seconds, because the teacher runs too; we did not train the student alone for the same time.")),
     doc_mask=dict(
         question="attention inside documents, or across them",
         baseline="inside",

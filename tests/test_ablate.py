@@ -76,6 +76,14 @@ def test_the_bar_of_a_plot_is_scipys_interval(monkeypatch):
     assert bar[:, 0] == pytest.approx(stats.t.interval(0.95, 3, 0.325, stats.sem(values)))
 
 
+def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
+    monkeypatch.setattr(kit.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [*kit.in_parallel(0, lambda n, device: (n, device), "abc")] == [("a", "5"), ("b", "7"), ("c", "5")]
+    with pytest.raises(ValueError, match="jobs=-1"):
+        kit.in_parallel(-1, print)
+
+
 # -----------------------------------------------------------------------------
 # a whole study
 
