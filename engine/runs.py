@@ -152,9 +152,3 @@ class Clock:
         if samples == before:
             return float("inf") if left else samples
         return samples + left * (samples - before) / (now - then)
-
-
-def settings_of(folder):
-    """The settings of a run folder, from its config.json."""
-    config = read_json(f"{folder}/config.json")
-    return config.get("nanoapertus", config)
