@@ -33,9 +33,9 @@ recipe: .venv/ready
 align: .venv/ready
 	$(PY) -m studies.digits $(ALIGN)
 
-# What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations/)
+# What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations.py)
 ablate: | $(DATA)/meta.json
-	$(PY) -m studies.ablate configs/ablations/$(STUDY).py --data=$(DATA)
+	$(PY) -m studies.ablate $(STUDY) --data=$(DATA)
 	$(PY) -m studies.ablate --overview
 
 # What a small model recites, with and without Goldfish: make memorize BOOKS="a.txt b.txt" (nothing: the standard library)

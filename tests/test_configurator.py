@@ -109,9 +109,6 @@ def test_every_config_file_fits_its_script():
     for path in paths:
         begin = os.path.basename(path).partition("_")[0]
         name = dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train")
-        with open(path, encoding="utf-8") as f:
-            if "\nstudy = " in f.read():
-                name = "studies.ablate"
         spaces = [dict(vars(importlib.import_module(name)))]
         if hasattr(importlib.import_module(name), "shape"):
             spaces += [spaces[0]["shape"], dict(vars(importlib.import_module("posttrain.attach")))]

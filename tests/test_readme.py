@@ -140,7 +140,8 @@ def small(command, root):
         "tools.plan": f"configs/tiny.py --vocab_size=320 --gpus=2",
         "posttrain.sft": f"{model} --out={root}/{abs(hash(command))} {tuning}",
         "posttrain.qrpo": f"{model} --out={root}/qrpo --n_refs=2 --max_new_tokens=8 {tuning}",
-        "studies.ablate": f"--report --out={root}/results/ablations",
+        "studies.ablate": f"--report --out={root}/results/ablations" if "activations" in command else
+        f"--size=configs/tiny.py --seeds=2 --lrs=1e-3,2e-3 --data={root}/data --out={root} --runs={root}/runs",
         "evaluate.py": f"{model} --limit=2 --out={root}/evaluate",
         "tools.bench": f"--preset=tiny --impls=hf --rounds=2 --out={root}/bench",
     }
