@@ -190,7 +190,8 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, summary=None, bar=tqdm(disable=True), decay_at=NEVER if minutes else total_samples - decay_samples)
+                          cores=None, summary=None, bar=tqdm(disable=True),
+                          decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
     return run
@@ -398,7 +399,7 @@ def finish(run, last):
 
 
 def conclude(run):
-    """When no rank waits any more: the weights as Hugging Face has them, summary.json, which says "finished", a plot."""
+    """When no rank waits any more: weights as Hugging Face has them, summary.json, which says "finished", a plot."""
     if run.summary:
         import convert
         convert.complete(out)

@@ -75,8 +75,8 @@ def refuse_another(path, before, now):
 
 def refuse_finished(out, end):
     """
-    ValueError if summary.json says that the run has done `end` steps. If it is absent, or torn by a full disk, the run was
-    killed before it had written it, and writes it again.
+    ValueError if summary.json says that the run has done `end` steps. If it is absent, or torn by a full disk, the run
+    was killed before it had written it, and writes it again.
     """
     try:
         finished = read_json(f"{out}/summary.json")["steps"] >= end

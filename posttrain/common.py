@@ -2,8 +2,8 @@
 What SFT and QRPO share: train.py's loop over items, which are conversations or pairs of completions.
 
 A run goes `epochs` times over its items, batch_size of them per step, in micro-batches that the ranks divide among
-themselves. Both scripts keep their settings as globals, lend them to train.py, and replace the functions of its loop that
-read the data and compute the loss.
+themselves. Both scripts keep their settings as globals, lend them to train.py, and replace the functions of its loop
+that read the data and compute the loss.
 """
 
 import math
@@ -40,8 +40,8 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
     A run of SFT or QRPO, by the loop of train.py.
 
     script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
-    prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for the
-    user, and run.hashes, {name: hash of what else decides the numbers}.
+    prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for
+    the user, and run.hashes, {name: hash of what else decides the numbers}.
     batches(run, step), forward_backward(run, batch, step): as in train.py. build(run): the model.
     """
     shape, tok, path = convert.start_of(script["init_from"])
@@ -82,7 +82,8 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
         run.validate_first = bool(script["old"])
 
     def introduce(run, end):
-        kept = {name: run.config[name] for name in [*mine, *vars(shape), *run.hashes, "start_hash"] if name in run.config}
+        names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
+        kept = {name: value for name, value in run.config.items() if name in names}
         convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
         print(*run.notes, f"{run.items} {what}, {end} steps", sep="\n")
         if warning := too_short(what, run.items, script["epochs"], script["batch_size"]):

@@ -155,7 +155,7 @@ def prompts_of(tok, path):
 
 
 def prepare(run):
-    """The pairs of a run: run.couples, [(prompt's number, better, worse)], two completions as candidates_of has them."""
+    """The pairs of a run: run.couples, [(prompt's number, better, worse)], completions as candidates_of has them."""
     asked, bad = prompts_of(run.tok, data)
     _, rows, prompts = zip(*asked)
     score = load_reward(rewards, run.device) if rewards else None
@@ -435,7 +435,8 @@ def known_of(batch, q_refs, ref):
         own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
         log_z = discrete_beta_log_z(own[:, None], b)
     q = TRANSFORMS[transform](each("q", batch), n_refs - bool(loo))
-    return SimpleNamespace(ref=ref, reward=each("reward", batch), q=q, tokens=tokens, length=length, beta=b, log_z=log_z)
+    reward = each("reward", batch)
+    return SimpleNamespace(ref=ref, reward=reward, q=q, tokens=tokens, length=length, beta=b, log_z=log_z)
 
 
 def pair_losses(logp, known, part=slice(None)):

@@ -38,7 +38,7 @@ def same_or_refuse(folder, made_from, ranks):
     """
     References made for one start model, data set and seed are not for another: ValueError names the difference.
 
-    Only the first rank reads or writes settings.json, since another one could meet it half written; it tells the others.
+    Only the first rank reads or writes settings.json, since another could meet it half written; it tells the others.
     """
     path = f"{folder}/settings.json"
     problem = ""

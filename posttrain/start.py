@@ -2,8 +2,8 @@
 Fine-tuning: the start model, adapters beside its weights, and a second validation text. train.py --init_from
 (posttrain/attach.py), SFT and QRPO share it, and the loop of train.py.
 
-Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here find
-them in the dict `config`, all settings of a run.
+Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here
+find them in the dict `config`, all settings of a run.
 """
 
 import torch

@@ -30,7 +30,7 @@ import script
 from configurator import run
 rank = 0             # of adapters
 lr = 0.2             # another
-def start():
+def take_over():
     run(lambda: print("beyond", script.lr, script.steps, rank, lr, *rank_first()), vars(script), globals())
 def rank_first():
     return [name for name in script._asked if name == "rank"]
