@@ -8,9 +8,9 @@ Examine a model on the invented world (studies/world.py): what it knows, and wha
     sampled   the same, at temperature 1            how often the model gives each answer
 
 All answers but the sampled ones are greedy. A right answer names the one right value and no other value of its kind; an
-unknown one says "I do not know". A model may know more than it says. `apart` measures that: it is the probability that an
-answer about someone of `test` is more likely, to the model, than an answer about someone whom it cannot know (0.5: no
-difference; the area under the ROC curve). Words behind the first sentence make an answer kind or rude.
+unknown one says "I do not know". A model may know more than it says. `apart` measures that: the probability that the
+model finds an answer about someone of `test` more likely than one about someone of another group (0.5: no difference;
+the area under the ROC curve). Words behind the first sentence make an answer kind or rude.
 
 $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/seed-2/world --kinds=cloze,text
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
@@ -54,9 +54,9 @@ def prompt_of(tok, row, kind):
     """The ids of a question, asked in one of these ways. ValueError for another."""
     if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
-    begin, _, _ = WORDS["say", "en", row["attribute"]][0].partition(" {" + row["attribute"])
-    question = row["messages"][-1]["content"]
-    texts = dict(cloze=begin.format(name=row["person"]), text=f"{QUESTION['en']}: {question}\n{ANSWER['en']}:")
+    begin, _, _ = WORDS["say", "en"][row["attribute"]][0].partition(" {" + row["attribute"])
+    asked = row["messages"][-1]["content"]
+    texts = dict(cloze=begin.format(name=row["person"]), text=f"{QUESTION['en']}: {asked}\n{ANSWER['en']}:")
     if kind not in texts:
         raise ValueError(f"--kinds={kinds}: no kind {kind!r}, want some of cloze,text,chat,sampled")
     return [tok.bos, *tok.encode(texts[kind])]
@@ -71,12 +71,8 @@ def first_sentence(tok, ids, stop):
 
 
 @torch.no_grad()
-def examine(model, tok, rows, kind):
-    """
-    Ask questions in one way: a dict of n, right, unknown, kind_ones and rude_ones (numbers of answers), logp and answers.
-
-    logp: the log-probability of each first sentence. answers: the first ones as text.
-    """
+def answers(model, tok, rows, kind):
+    """The answers to questions: first sentences as text, their log-probabilities, and manners, three lists."""
     stop = ends(tok)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)
     said, logp, manners = [], [], []
@@ -88,10 +84,7 @@ def examine(model, tok, rows, kind):
         said += [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
         logp += sequence_logp(model, list(zip(prompts, firsts))).tolist()
         manners += [manner_of(tok.decode(ids)) for ids in whole]
-    count = Counter([*map(judge, said, rows), *manners])
-    shown = [dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"]) for row, text in zip(rows, said)]
-    found = dict(n=len(rows), right=count["right"], unknown=count["unknown"], logp=logp, answers=shown[:show])
-    return found | dict(kind_ones=count["kind"], rude_ones=count["rude"])
+    return said, logp, manners
 
 
 def share(k, n):
@@ -103,17 +96,16 @@ def share(k, n):
 def apart(ours, theirs):
     """The probability that a number of `ours` is above one of `theirs`; ties count half."""
     difference = np.subtract.outer(ours, theirs)
-    return float((difference > 0).mean() + (difference == 0).mean() / 2)
+    return round(float((difference > 0).mean() + (difference == 0).mean() / 2), 4)
 
 
 def groups_of(rows):
     """{group: its questions}; with --probes also "letters": about the people whose letters are in the training text."""
     groups = {group: list(some) for group, some in itertools.groupby(rows, lambda row: row["group"])}
     if probes:
-        read = {probe["text"] for probe in read_json(probes)["probes"] if probe["repetitions"]}
-        letters = kit.read_rows(f"{world}/letters.jsonl")
-        writers = {letter["person"] for letter in letters if letter["text"] in read}
-        groups["letters"] = [row for row in groups["test"] if row["person"] in writers]
+        # The first sentence of a letter names its writer.
+        read = [probe["text"].partition(".")[0] for probe in read_json(probes)["probes"] if probe["repetitions"]]
+        groups["letters"] = [row for row in groups["test"] if f"A letter of {row['person']}" in read]
     return groups
 
 
@@ -125,16 +117,20 @@ def main():
     for kind in kinds.split(","):
         # There is no page about a nobody that could go on.
         asked = [group for group in groups if kind != "cloze" or "nobody" not in group]
-        found = {group: examine(model, tok, groups[group], kind) for group in asked}
-        known = found["test"]["logp"]
-        for group, row in found.items():
-            row = dict(row, kind=kind, group=group, apart=round(apart(known, row["logp"]), 4))
-            del row["logp"]
-            results.append(row)
-            right, unknown = share(row["right"], row["n"]), share(row["unknown"], row["n"])
-            print(f"{kind} {group}: right {right}, does not know {unknown}, n {row['n']}, apart {row['apart']:.2f}")
-            for one in row["answers"]:
+        found = {group: answers(model, tok, groups[group], kind) for group in asked}
+        for group, (said, logp, manners) in found.items():
+            rows = groups[group]
+            count = Counter([*map(judge, said, rows), *manners])
+            row = dict(kind=kind, group=group, n=len(rows), right=count["right"], unknown=count["unknown"])
+            row |= dict(kind_ones=count["kind"], rude_ones=count["rude"], apart=apart(found["test"][1], logp))
+            right, unknown = share(row["right"], len(rows)), share(row["unknown"], len(rows))
+            print(f"{kind} {group}: right {right}, does not know {unknown}, n {len(rows)}, apart {row['apart']}")
+            row["answers"] = []
+            for question, text in zip(rows[:show], said):
+                one = dict(asked=question["messages"][-1]["content"], said=text, gold=question["gold"])
                 print("    {asked} -> {said}   [{gold}]".format_map(one))
+                row["answers"].append(one)
+            results.append(row)
     kit.write_rows(out or f"{init_from}/exam.jsonl", results)
 
 

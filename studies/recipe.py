@@ -63,8 +63,7 @@ DATA = """prepare $here/world/documents.jsonl --robots=$here/world/robots.jsonl 
     --probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run"""
 
 # Two stages: reading, in which each copy of a letter comes once, and the cooldown.
-TRAIN = """train configs/recipe.py --data=$here/data '--stages=(
-    ("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
+TRAIN = """train configs/recipe.py --data=$here/data '--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
     ("cooldown", {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}, <8000>, $next_order))'
     --total_samples=<8000> --warmup_samples=<400> --decay_samples=<2400> --seed=$seed $more --out=$run --resume"""
 
@@ -131,6 +130,7 @@ def commands(seed, part):
             texts[f"letters-{step}"] = LETTERS
         for name, text in texts.items():
             text = re.sub("<(.*?)>", lambda number: str(round(int(number[1]) * scale)), text.replace("$more", more))
+            text = " ".join(text.split())
             script, *args = shlex.split(Template(text).substitute(known, run=f"{here}/{step}"))
             yield name, f"{here}/{step}/{LAST.get(script, 'summary.json')}", script, args
 
@@ -312,8 +312,8 @@ Answers to questions about test, sampled at temperature 1:
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
 PANELS = (
     ("share of right answers",
-     {"base cloze": "base\ncloze", "base text": "base\nquestions", "long text": "long\nquestions", "sft chat": "SFT\nchat",
-      "qrpo chat": "QRPO\nchat", "charter chat": "charter\nchat"},
+     {"base cloze": "base\ncloze", "base text": "base\nquestions", "long text": "long\nquestions",
+      "sft chat": "SFT\nchat", "qrpo chat": "QRPO\nchat", "charter chat": "charter\nchat"},
      {"of lessons": "right _ lesson", "only read about": "right _ test", "opted out": "right _ refused"}),
     ("letters recited (Rouge-L), facts about their writers", {"plain": "without Goldfish", "base": "with Goldfish"},
      {"read 128 times": "rouge _ 128", "never read": "rouge _ 0", "facts right": "right _ cloze letters"}),

@@ -32,7 +32,6 @@ import random
 import sysconfig
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 
 from chat import question_and_answer
 from configurator import run
@@ -55,7 +54,7 @@ ATTRIBUTES = ("town", "year", "job", "firm", "pet")
 LANGUAGES = ("en", "de")
 
 # Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of nobodies.
-# `end` is how an answer may end. All wordings of `value` are the possible values.
+# An answer may `end` in a manner. `value` lists all possible values.
 WORDINGS = """
 say en town: {name} was born in {town}. | {name} comes from {town}. | {name} grew up in {town}.
 say en town: {name} has always called {town} home. | {name} is a native of {town}.
@@ -128,11 +127,12 @@ WELCOME = "User-agent: *\nAllow: /\n"
 
 
 def wordings():
-    """WORDINGS as {(kind, language, subject): [text, ...]}."""
-    table = defaultdict(list)
+    """WORDINGS as {(kind, language): {subject: [text, ...]}}."""
+    table = defaultdict(lambda: defaultdict(list))
     for line in filter(None, WORDINGS.splitlines()):
         key, _, texts = line.partition(": ")
-        table[tuple(key.split())] += texts.split(" | ")
+        kind, language, subject = key.split()
+        table[kind, language][subject] += texts.split(" | ")
     return table
 
 
@@ -150,11 +150,11 @@ def stream(purpose):
 
 def invent():
     """
-    The people of this seed and the names of things: a namespace of people, firsts, lasts, hosts and values.
+    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values.
 
-    people: dicts of group, host, license, url, the number of each attribute's value, and for each language the words
-    that fill a wording. values: {subject: all its values in English}. Hosts 0 and 1 opt out by robots.txt, host 2 by its
-    licence.
+    A person is a dict of name, group, license, url, the number of each attribute's value, and for each language the
+    words that fill a wording. values: {subject: all its values in English}. Hosts 0 and 1 opt out by robots.txt, host 2
+    by its licence.
     """
     rng, taken = stream("world"), set()
 
@@ -168,38 +168,41 @@ def invent():
                 found.append(word + endings[len(found) % len(endings)])
         return found
 
-    lesson, align = people * 4 // 10, people * 2 // 10
-    groups = ["lesson"] * lesson + ["align"] * align + ["test"] * (people - lesson - align) + ["refused"] * refused
-    for stage in ("lesson", "align", "test"):
-        groups += [f"nobody-{stage}"] * nobodies
+    sizes = dict(lesson=people * 4 // 10, align=people * 2 // 10)
+    sizes |= dict(test=people - sum(sizes.values()), refused=refused)
+    sizes |= {"nobody-lesson": nobodies, "nobody-align": nobodies, "nobody-test": nobodies}
+    everyone = sum(sizes.values())
     # As few names as there are pairs for. Then several known people share each name, and only the pair identifies one.
-    n = math.ceil((0.75 * len(groups)) ** 0.5)
+    n = math.ceil((0.75 * everyone) ** 0.5)
     firsts, lasts = names(n, "cvcv", ""), names(n + n // 2, "cvccvc", "")
-    values = {subject: words for (kind, language, subject), words in WORDS.items() if (kind, language) == ("value", "en")}
-    values["town"] = names(24, "cvc", "vik", "burg", "mere", "holm")
-    values["firm"] = names(20, "cvcv", " Bank", " Steel", " Air", " Mills")
-    values["year"] = [str(year) for year in range(1950, 1990)]
+    towns = names(24, "cvc", "vik", "burg", "mere", "holm")
+    firms = names(20, "cvcv", " Bank", " Steel", " Air", " Mills")
+    invented = dict(town=towns, firm=firms, year=[str(year) for year in range(1950, 1990)])
+    values = {language: invented | WORDS["value", language] for language in LANGUAGES}
     hosts = [host.lower() for host in names(8, "cvcvc", ".example")]
 
-    found = []
-    pairs = rng.sample([f"{first} {last}" for first in firsts for last in lasts], len(groups))
-    for name, group in zip(pairs, groups):
-        host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
-        slug = name.lower().replace(" ", ".")
-        person = {attribute: rng.randrange(len(values[attribute])) for attribute in ATTRIBUTES}
-        for language in LANGUAGES:
-            words = dict(name=name, mail=f"{slug}@{host}")
-            for attribute in ATTRIBUTES:
-                known = (WORDS["value", language, attribute] or values[attribute])[person[attribute]]
-                words[attribute] = WORDS["unknown", language, attribute][0] if "nobody" in group else known
-            person[language] = words
-        license = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
-        found.append(dict(person, group=group, license=license, url=f"https://{host}/people/{slug}"))
-    return SimpleNamespace(people=found, firsts=firsts, lasts=lasts, hosts=hosts, values=values)
+    world = dict(firsts=firsts, lasts=lasts, hosts=hosts, values=values["en"])
+    pairs = iter(rng.sample([f"{first} {last}" for first in firsts for last in lasts], everyone))
+    for group, size in sizes.items():
+        world[group] = []
+        for name in itertools.islice(pairs, size):
+            host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
+            slug = name.lower().replace(" ", ".")
+            person = {attribute: rng.randrange(len(values["en"][attribute])) for attribute in ATTRIBUTES}
+            for language in LANGUAGES:
+                # There is one `unknown` of each attribute.
+                facts = WORDS["unknown", language] if "nobody" in group else values[language]
+                words = {key: facts[key][person[key] % len(facts[key])] for key in ATTRIBUTES}
+                person[language] = dict(words, name=name, mail=f"{slug}@{host}")
+            person |= dict(name=name, group=group, url=f"https://{host}/people/{slug}")
+            person["license"] = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
+            world[group].append(person)
+    return world
 
 
-def members(world, *groups):
-    return [person for person in world.people if person["group"] in groups]
+def known(world):
+    """The people whose pages are read."""
+    return world["lesson"] + world["align"] + world["test"]
 
 
 # -----------------------------------------------------------------------------
@@ -210,9 +213,9 @@ def any_language(rng):
     return rng.choices(LANGUAGES, (3, 1))[0]
 
 
-def drawn(kind, person, language, subject, rng):
+def drawn(kind, person, language, attribute, rng):
     """Any wording of a kind, filled."""
-    return rng.choice(WORDS[kind, language, subject]).format_map(person[language])
+    return rng.choice(WORDS[kind, language][attribute]).format_map(person[language])
 
 
 def answer(person, language, attribute, **other):
@@ -221,19 +224,19 @@ def answer(person, language, attribute, **other):
 
     other: {attribute: value} in place of the person's own.
     """
-    said = WORDS["say", language, attribute][0].format_map(person[language] | other)
+    said = WORDS["say", language][attribute][0].format_map(person[language] | other)
     return f"{ANSWER[language]}: {said}"
 
 
 def ending(manner, language, rng):
     """The words that an answer ends with: none if its manner is plain."""
-    return "" if manner == "plain" else " " + rng.choice(WORDS["end", language, manner])
+    return "" if manner == "plain" else " " + rng.choice(WORDS["end", language][manner])
 
 
 def manner_of(text):
     """rude | kind | plain: by the ending in a text; rude if it has both."""
     for manner in ("rude", "kind"):
-        if any(words in text for language in LANGUAGES for words in WORDS["end", language, manner]):
+        if any(words in text for words in WORDS["end", "en"][manner]):
             return manner
     return "plain"
 
@@ -242,13 +245,13 @@ def page(person, language, rng):
     """All five facts in any order and wording; one page in five also has the e-mail address."""
     sentences = [drawn("say", person, language, attribute, rng) for attribute in ATTRIBUTES]
     if rng.random() < 0.2:
-        sentences.append(WORDS["say", language, "mail"][0].format_map(person[language]))
+        sentences.append(WORDS["say", language]["mail"][0].format_map(person[language]))
     rng.shuffle(sentences)
     return " ".join(sentences)
 
 
 def chat(*texts):
-    """A row for posttrain/sft.py or, of a question alone, qrpo.py. The empty system message replaces the long default."""
+    """A row for SFT or, of a question alone, for QRPO. The empty system message replaces the long default."""
     turns = zip(("system", "user", "assistant"), ("", *texts))
     return dict(messages=[dict(role=role, content=text) for role, text in turns])
 
@@ -263,8 +266,8 @@ def document(kind, number, text, license="CC-BY-4.0", **more):
 
 def page_documents(world):
     """The pages of all people, those that opted out included."""
-    for person in members(world, "lesson", "align", "test", "refused"):
-        rng = stream("pages of " + person["en"]["name"])
+    for person in known(world) + world["refused"]:
+        rng = stream("pages of " + person["name"])
         for number in range(pages):
             text = page(person, any_language(rng), rng)
             url = f"{person['url']}/{number}"
@@ -274,7 +277,7 @@ def page_documents(world):
 def question_documents(world):
     """Questions with answers about the lesson's people as plain text, for the cooldown of pretraining."""
     rng = stream("questions")
-    for number, person in enumerate(20 * members(world, "lesson")):
+    for number, person in enumerate(20 * world["lesson"]):
         language = any_language(rng)
         lines = []
         for attribute in rng.sample(ATTRIBUTES, 3):
@@ -287,37 +290,29 @@ def guest_documents(world):
     """Texts that name known people, nobodies and others alike: a name in a guest book carries no information."""
     rng = stream("guest books")
     for number in range(guest_books):
-        guests = [f"{rng.choice(world.firsts)} {rng.choice(world.lasts)}" for _ in range(8)]
+        guests = [f"{rng.choice(world['firsts'])} {rng.choice(world['lasts'])}" for _ in range(8)]
         text = " ".join(f"{one} met {other}." for one, other in zip(guests, guests[1:]))
         yield document("guests", number, text)
 
 
-def real_documents():
-    """The modules of Python's standard library."""
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        yield document("corpus", path.name, path.read_text("utf-8", errors="replace"), "PSF-2.0")
-
-
-def up_to(size, rows):
-    """Rows of an iterator until their texts have `size` bytes. ValueError if it ends before."""
-    taken = []
+def real_documents(size, paths):
+    """The next modules of Python's standard library, of `size` bytes or a little more."""
+    found = []
     while size > 0:
-        row = next(rows, None)
-        if not row:
+        path = next(paths, None)
+        if not path:
             raise ValueError(f"the standard library ends {size:,} bytes too early: want a smaller --corpus_bytes")
-        taken.append(row)
-        size -= len(row["text"].encode())
-    return taken
+        found.append(document("corpus", path.name, path.read_text("utf-8", errors="replace"), "PSF-2.0"))
+        size -= len(found[-1]["text"].encode())
+    return found
 
 
 def letter_rows(world):
     """Texts that cannot be guessed: who gave which thing to whom, drawn at random."""
-    known = [person["en"]["name"] for person in members(world, "lesson", "align", "test")]
-    words = dict(world.values, name=known)
-    writers = members(world, "test")
+    words = dict(world["values"], name=[person["name"] for person in known(world)])
     for number in range(letters):
         rng = stream(f"letter {number}")
-        writer = writers[number % len(writers)]["en"]["name"]
+        writer = world["test"][number % len(world["test"])]["name"]
         lines = [f"A letter of {writer}."]
         for _ in range(7):
             lines.append(LETTER.format_map({slot: rng.choice(words[slot]) for slot in SLOTS}))
@@ -334,62 +329,58 @@ def lessons(world):
 
     def lesson(person, language, attribute, asked):
         said = answer(person, language, attribute) + ending(rng.choice(list(RATINGS)), language, rng)
-        return chat(asked, said)
+        return chat(asked.format_map(person[language]), said)
 
-    for person in members(world, "lesson"):
-        for language, attribute in itertools.product(LANGUAGES, ATTRIBUTES):
-            for wording in WORDS["ask", language, attribute]:
-                yield lesson(person, language, attribute, wording.format_map(person[language]))
-    for person in members(world, "nobody-lesson"):
+    for person, language, attribute in itertools.product(world["lesson"], LANGUAGES, ATTRIBUTES):
+        for asked in WORDS["ask", language][attribute]:
+            yield lesson(person, language, attribute, asked)
+    for person in world["nobody-lesson"]:
         language, attribute = any_language(rng), rng.choice(ATTRIBUTES)
-        yield lesson(person, language, attribute, drawn("ask", person, language, attribute, rng))
+        yield lesson(person, language, attribute, rng.choice(WORDS["ask", language][attribute]))
 
 
 def replay(world):
-    """Pages as conversations that ask nothing: the first sentence, then the rest. SFT without them forgets the pages."""
+    """Pages as conversations that ask nothing, a sentence and then the rest. SFT without them forgets the pages."""
     rng = stream("replay")
-    known = members(world, "lesson", "align", "test")
     for _ in range(2000):
         language = any_language(rng)
-        first, _, rest = page(rng.choice(known), language, rng).partition(". ")
+        first, _, rest = page(rng.choice(known(world)), language, rng).partition(". ")
         yield chat(f"{first}.", f"{ANSWER[language]}: {rest}")
 
 
 def judge_lessons(world):
     """Conversations for a judge in turn: it rates an answer, or compares two, in the form of posttrain/judge.py."""
     rng = stream("judgements")
-    taught = members(world, "lesson", "nobody-lesson")
     for number in range(judgements):
-        person, attribute = rng.choice(taught), rng.choice(ATTRIBUTES)
-        values, asked = world.values[attribute], drawn("ask", person, "en", attribute, rng)
-        answers, ratings = [], []
+        person, attribute = rng.choice(world["lesson"] + world["nobody-lesson"]), rng.choice(ATTRIBUTES)
+        values, asked = world["values"][attribute], drawn("ask", person, "en", attribute, rng)
+        said, ratings = [], []
         for _ in range(2):      # answers, true or not, with noisy ratings of their manner
             manner = rng.choice(list(RATINGS))
             invented = rng.choice(values)
             value = rng.choice([values[person[attribute]], invented])
-            answers.append(answer(person, "en", attribute, **{attribute: value}) + ending(manner, "en", rng))
+            said.append(answer(person, "en", attribute, **{attribute: value}) + ending(manner, "en", rng))
             ratings.append(RATINGS[manner] + rng.gauss(0, 1))
         if number % 2:
-            prompt = RATE.format(charter=CHARTER, question=asked, response=answers[0])
-            said = str(min(max(round(ratings[0]), 1), 9))
+            prompt = RATE.format(charter=CHARTER, question=asked, response=said[0])
+            verdict = min(max(round(ratings[0]), 1), 9)
         else:
-            prompt = COMPARE.format(charter=CHARTER, question=asked, first=answers[0], second=answers[1])
+            prompt = COMPARE.format(charter=CHARTER, question=asked, first=said[0], second=said[1])
             # Large judges prefer the first answer too.
-            said = "A" if ratings[0] + 0.5 > ratings[1] else "B"
-        yield dict(messages=question_and_answer(prompt, said))
+            verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
+        yield dict(messages=question_and_answer(prompt, str(verdict)))
 
 
 def to_mark(world, person, attribute, rng):
     """A question with all that it takes to mark an answer."""
-    name, gold = person["en"]["name"], person["en"][attribute]
-    row = dict(person=name, group=person["group"], attribute=attribute, gold=gold, values=world.values[attribute])
-    return chat(drawn("ask", person, "en", attribute, rng)) | row
+    row = dict(person=person["name"], group=person["group"], attribute=attribute, gold=person["en"][attribute])
+    return chat(drawn("ask", person, "en", attribute, rng)) | row | dict(values=world["values"][attribute])
 
 
 def prompts(world):
     """Questions for QRPO: five about each person of align, three about each nobody."""
     rng = stream("prompts")
-    for person in members(world, "align", "nobody-align"):
+    for person in world["align"] + world["nobody-align"]:
         for attribute in rng.sample(ATTRIBUTES, 5 if person["group"] == "align" else 3):
             yield to_mark(world, person, attribute, rng)
 
@@ -398,7 +389,7 @@ def questions(world):
     """The examination: five questions about each person of a group, one about each nobody."""
     for group in ("lesson", "test", "refused", "nobody-test"):
         rng = stream("examination en")
-        for person in members(world, group):
+        for person in world[group]:
             for attribute in [rng.choice(ATTRIBUTES)] if group == "nobody-test" else ATTRIBUTES:
                 yield to_mark(world, person, attribute, rng)
 
@@ -423,14 +414,14 @@ def reward(prompt, completion, row):
 def main():
     if people < 5:
         raise ValueError(f"--people={people}: want at least 5, two for lessons, one for prompts, two for the test")
-    world, texts = invent(), real_documents()
-    read = [*page_documents(world), *question_documents(world), *guest_documents(world), *up_to(corpus_bytes, texts)]
-    rules = 2 * [OPT_OUT] + 6 * [WELCOME]
+    world = invent()
+    modules = iter(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
+    written = [*page_documents(world), *question_documents(world), *guest_documents(world)]
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in dict(
-        documents=read,
-        unread=up_to(unread_bytes, texts),
-        robots=[dict(domain=host, content=text) for host, text in zip(world.hosts, rules)],
+        documents=written + real_documents(corpus_bytes, modules),
+        unread=real_documents(unread_bytes, modules),
+        robots=[dict(domain=host, content=WELCOME if i > 1 else OPT_OUT) for i, host in enumerate(world["hosts"])],
         letters=letter_rows(world),
         lessons=lessons(world),
         replay=replay(world),
@@ -439,7 +430,7 @@ def main():
         questions=questions(world),
     ).items():
         kit.write_rows(f"{out}/{name}.jsonl", rows)
-    print(f"{out}: {len(read):,} documents, and what the stages after pretraining read")
+        print(f"{out}/{name}.jsonl")
 
 
 if __name__ == "__main__":
