@@ -63,7 +63,8 @@ DATA = """prepare $here/world/documents.jsonl --robots=$here/world/robots.jsonl 
     --probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run"""
 
 # Two stages: reading, in which each copy of a letter comes once, and the cooldown.
-TRAIN = """train configs/recipe.py --data=$here/data '--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
+TRAIN = """train configs/recipe.py --data=$here/data
+    '--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
     ("cooldown", {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}, <8000>, $next_order))'
     --total_samples=<8000> --warmup_samples=<400> --decay_samples=<2400> --seed=$seed $more --out=$run --resume"""
 
