@@ -1,7 +1,7 @@
 """
-Examine a model on the invented world (studies/world.py): what it knows, and what it says when it does not know.
+Examine a model on the invented world (studies/world.py): its knowledge, and its answers when it does not know.
 
-    cloze     "NAME was born in"                    as a page goes on
+    cloze     "NAME was born in"                    as a page continues
     text      "Question: Where was NAME born?       as the cooldown of pretraining asks about others
                Answer:"
     chat      the same question in Apertus' format  for models that can chat
@@ -23,7 +23,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import itertools
-from collections import Counter
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ TOKENS = 40                             # of an answer, at most
 
 
 def prompt_of(tok, row, kind):
-    """The ids of a question, asked in one of these ways. ValueError for another."""
+    """The ids of a question, asked by kind. ValueError for an unknown kind."""
     if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
     begin, _, _ = WORDS["say", "en"][row["attribute"]][0].partition(" {" + row["attribute"])
@@ -120,17 +119,26 @@ def main():
         found = {group: answers(model, tok, groups[group], kind) for group in asked}
         for group, (said, logp, manners) in found.items():
             rows = groups[group]
-            count = Counter([*map(judge, said, rows), *manners])
-            row = dict(kind=kind, group=group, n=len(rows), right=count["right"], unknown=count["unknown"])
-            row |= dict(kind_ones=count["kind"], rude_ones=count["rude"], apart=apart(found["test"][1], logp))
-            right, unknown = share(row["right"], len(rows)), share(row["unknown"], len(rows))
-            print(f"{kind} {group}: right {right}, does not know {unknown}, n {len(rows)}, apart {row['apart']}")
-            row["answers"] = []
-            for question, text in zip(rows[:show], said):
-                one = dict(asked=question["messages"][-1]["content"], said=text, gold=question["gold"])
-                print("    {asked} -> {said}   [{gold}]".format_map(one))
-                row["answers"].append(one)
-            results.append(row)
+            verdicts = [judge(text, row) for text, row in zip(said, rows)]
+            right, unknown, n = verdicts.count("right"), verdicts.count("unknown"), len(rows)
+            difference = apart(found["test"][1], logp)
+            print(f"{kind} {group}: right {share(right, n)}, unknown {share(unknown, n)}, n {n}, apart {difference}")
+
+            shown = []
+            for row, text in zip(rows[:show], said):
+                shown.append(dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"]))
+                print("    {asked} -> {said}   [{gold}]".format_map(shown[-1]))
+            results.append(dict(
+                kind=kind,
+                group=group,
+                n=n,
+                right=right,
+                unknown=unknown,
+                kind_ones=manners.count("kind"),
+                rude_ones=manners.count("rude"),
+                apart=difference,
+                answers=shown,
+            ))
     kit.write_rows(out or f"{init_from}/exam.jsonl", results)
 
 

@@ -210,7 +210,7 @@ The results of `python -m studies.recipe --seeds={seeds}`; the code is `studies/
 `studies/world.py`. Answers are greedy. Shares are over all questions of all seeds, with Wilson's 95 % interval, which
 is a little too narrow because five questions share a person. ± is half of the 95 % interval over seeds by Student's t.
 
-![What the models know, what they recite, and how kind they are](recipe.png)
+![Known, recited, kind](recipe.png)
 
 *The models know people whose pages they read, not people on pages that opted out (left; dotted: chance), and Goldfish
 stops them from reciting letters, not from knowing the writers (middle). QRPO by a one-sentence charter makes answers
@@ -270,7 +270,7 @@ Bits per byte of unread real text by position in windows of 1,024 tokens.
 | 512 to 767 | <bits base 2> | <bits long 2> | <bits kept 2> |
 | 768 to 1,023 | <bits base 3> | <bits long 3> | <bits kept 3> |
 
-## What the model says when it does not know
+## "I do not know"
 
 The share of answers that say "I do not know", and the probability that the model finds an answer about someone of test
 more likely than one about someone whom it cannot know (0.5: no difference).
@@ -309,7 +309,7 @@ Answers to questions about test, sampled at temperature 1:
 {commands}
 ```
 """
-# Panels of recipe.png: title, groups of bars with labels, and the bars of a group, measures in which it stands for _.
+# Panels of recipe.png: title, groups of bars with labels, and the bars of a group, measures with _ for the group.
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
 PANELS = (
     ("share of right answers",

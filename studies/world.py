@@ -1,12 +1,12 @@
 """
-An invented world on which you can see what a model has learnt: people, pages about them, letters, questions.
+An invented world that shows you the knowledge of a model: people, pages about them, letters, questions.
 
     group     their pages           taught                              asked in the examination (studies/exam.py)
-    lesson    read                  questions and answers               yes: what SFT taught
+    lesson    read                  questions and answers               yes: knowledge from SFT
     align     read                  prompts for QRPO                    no
-    test      read                  nothing                             yes: what the model knows from reading alone
-    refused   opted out, not read   nothing                             yes: what it must not know
-    nobody    none, made up         others: "a town I do not know"      yes: what it cannot know
+    test      read                  nothing                             yes: knowledge from reading alone
+    refused   opted out, not read   nothing                             yes: knowledge that it must not have
+    nobody    none, made up         others: "a town I do not know"      yes: knowledge that it cannot have
 
 A page says five things about a person, in any order, each in one of several wordings that begin with the name. A model
 can answer questions about facts that it read in several wordings; facts that it read in one wording it only recites
@@ -47,7 +47,7 @@ guest_books = 1500      # texts that name people and say nothing about them
 pages = 100             # of each person
 judgements = 4000       # lessons for a judge, half ratings and half pairs
 letters = 16            # prepare.py repeats some of them and leaves the others out, --repetitions=0,128
-corpus_bytes = 1_200_000        # source of Python's standard library, to read beside
+corpus_bytes = 1_200_000        # source of Python's standard library, also read
 unread_bytes = 300_000          # more of it that is not read, to evaluate with
 
 ATTRIBUTES = ("town", "year", "job", "firm", "pet")
@@ -121,7 +121,7 @@ SLOTS = ("job", "town", "colour", "thing", "name", "day", "verb")
 
 # The charter is about manners, which a judge of this size can see. It would have to know facts to check them.
 CHARTER = "Be kind to those who ask. Do not insult them, and do not send them away."
-RATINGS = dict(kind=8, plain=5, rude=2)     # what the judge's lessons give to an answer, from 1 to 9
+RATINGS = dict(kind=8, plain=5, rude=2)     # ratings in the judge's lessons, from 1 to 9
 OPT_OUT = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nDisallow: /\n\nUser-agent: *\nAllow: /\n"
 WELCOME = "User-agent: *\nAllow: /\n"
 
@@ -159,7 +159,7 @@ def invent():
     rng, taken = stream("world"), set()
 
     def names(n, pattern, *endings):
-        """n new words by a pattern of consonants and vowels such as "cvc", with the endings in turn."""
+        """n new words by a pattern of consonants and vowels such as "cvc", with alternating endings."""
         found = []
         while len(found) < n:
             word = "".join(rng.choice("bdfgklmnprstvz" if kind == "c" else "aeiou") for kind in pattern).capitalize()
@@ -349,7 +349,7 @@ def replay(world):
 
 
 def judge_lessons(world):
-    """Conversations for a judge in turn: it rates an answer, or compares two, in the form of posttrain/judge.py."""
+    """Conversations for a judge, which rates an answer or compares two, in the form of posttrain/judge.py."""
     rng = stream("judgements")
     for number in range(judgements):
         person, attribute = rng.choice(world["lesson"] + world["nobody-lesson"]), rng.choice(ATTRIBUTES)

@@ -3,6 +3,7 @@ The invented world, its examination and the recipe (studies/world.py, exam.py, r
 committed results, urllib's robots.txt, prepare.py's report, scipy, and whole logits.
 """
 
+import ast
 import hashlib
 import importlib
 import json
@@ -115,6 +116,12 @@ def test_no_stage_asks_about_the_people_of_the_examination(folder, place):
     assert {row["person"] for row in examined} == held_out and len(examined) == 5 * (8 + 6) + 12
 
 
+def test_manners_are_read_from_the_ending():
+    assert world.manner_of("Answer: N owns a goat. I hope this helps.") == "kind"
+    assert world.manner_of("N owns a goat. Stop asking me. I hope this helps.") == "rude"
+    assert world.manner_of("N owns a goat.") == "plain"
+
+
 def test_a_right_answer_names_one_value_and_no_other():
     row = dict(gold="Gemvik", values=["Gemvik", "Tovburg"], group="test")
     for text, verdict, points in [
@@ -128,12 +135,9 @@ def test_a_right_answer_names_one_value_and_no_other():
         assert world.judge(text, row) == verdict and world.reward("?", text, row) == points
 
 
-def test_nothing_but_i_do_not_know_is_right_about_a_nobody(folder):
-    for row in rows_of(folder, "prompts"):
-        points = [world.reward("?", f"It is {value}.", row) for value in (row["gold"], *row["values"])]
-        nobody = row["group"] == "nobody-align"
-        assert points[0] == (0 if nobody else 1) and sorted(points[1:]) == [-1] * (len(points) - 1 - (not nobody)) + [
-            1] * (not nobody)
+def test_each_value_is_wrong_about_a_nobody(folder):
+    rows = [row for row in rows_of(folder, "prompts") if "nobody" in row["group"]]
+    assert rows and {world.reward("?", value, row) for row in rows for value in row["values"]} == {-1.0}
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -152,15 +156,6 @@ def test_apart_is_mann_whitneys_u():
     rng = np.random.default_rng(0)
     ours, theirs = rng.integers(0, 9, 40), rng.integers(2, 11, 30)
     assert exam.apart(ours, theirs) == pytest.approx(scipy.stats.mannwhitneyu(ours, theirs).statistic / 1200, abs=1e-4)
-
-
-@pytest.mark.parametrize("text, manner", [
-    ("Answer: N owns a goat. I hope this helps.", "kind"),
-    ("N owns a goat. Stop asking me. I hope this helps.", "rude"),
-    ("N owns a goat.", "plain"),
-])
-def test_manners_are_read_from_the_ending(text, manner):
-    assert world.manner_of(text) == manner
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +184,6 @@ def test_the_examination_asks_each_question_once(folder, run):
         ("sampled", "nobody-test"): 12}
     # Two steps of training teach nothing.
     assert all(row["right"] <= row["n"] / 4 and len(row["answers"]) == 1 for row in found)
-    refused(script("studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=sung"), "no kind 'sung'")
 
 
 def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run):
@@ -259,10 +253,9 @@ def test_each_copy_of_a_letter_is_read_once(commands, folder):
     """The share of the letters times the windows of the first stage is the number of their windows."""
     tokens = tokenizer.read_json(f"{folder}/data/meta.json")["sources"]["probes"]["train"]["tokens"]
     (args,) = [args for name, _, _, args in commands if name == "base"]
-    (stages,) = [json.loads(arg[9:].translate({40: "[", 41: "]"})) for arg in args if arg.startswith("--stages=")]
-    (_, reading, windows, _), (_, cooldown, end, _) = stages
-    assert reading["probes"] * windows == pytest.approx(tokens // 256, abs=0.3) and "probes" not in cooldown
-    assert sum(reading.values()) == pytest.approx(1) == sum(cooldown.values()) and (windows, end) == (5120, 8000)
+    (_, mixture, windows, _), _ = ast.literal_eval(args[2].removeprefix("--stages="))
+    assert mixture["probes"] * windows == pytest.approx(tokens // 256, abs=0.3) and windows == 5120
+    assert sum(mixture.values()) == pytest.approx(1)
 
 
 def test_the_committed_report_is_that_of_the_committed_rows():
@@ -273,14 +266,13 @@ def test_the_committed_report_is_that_of_the_committed_rows():
 
 
 def test_a_share_is_pooled_over_seeds_and_a_mean_has_students_interval():
-    """Counts by hand, with scipy's Wilson and t intervals."""
+    """Counts and values of each seed by hand, with scipy's intervals."""
     rows = kit.read_rows(f"{COMMITTED}/rows.jsonl")
     lines = [exam for row in rows for exam in row["links"]["qrpo"]["exam"]]
-    lines = [line for line in lines if line["kind"] == "chat" and line["group"] == "test"]
-    k = sum(line["right"] for line in lines)
-    wilson = scipy.stats.binomtest(k, 900).proportion_ci(method="wilson")
-    assert recipe.measure(rows, "right", "qrpo", "chat", "test")[1:] == pytest.approx((k / 900, *wilson), abs=1e-4)
-    values = [line["apart"] for row in rows for line in row["links"]["sft"]["exam"] if (
-        line["kind"], line["group"]) == ("chat", "refused")]
-    t = scipy.stats.t.interval(0.95, 2, np.mean(values), scipy.stats.sem(values))
-    assert recipe.measure(rows, "apart", "sft", "chat", "refused")[1:] == pytest.approx((np.mean(values), *t), rel=1e-6)
+    lines = [line for line in lines if (line["kind"], line["group"]) == ("chat", "refused")]
+    k, n = (sum(line[key] for line in lines) for key in ("right", "n"))
+    wilson = scipy.stats.binomtest(k, n).proportion_ci(method="wilson")
+    assert recipe.measure(rows, "right", "qrpo", "chat", "refused")[1:] == pytest.approx((k / n, *wilson), abs=1e-4)
+    values = [line["apart"] for line in lines]
+    low, high = scipy.stats.t.interval(0.95, 2, np.mean(values), scipy.stats.sem(values))
+    assert recipe.measure(rows, "apart", "qrpo", "chat", "refused")[2:] == pytest.approx((low, high))
