@@ -159,8 +159,9 @@ def collected(seed):
             run = f"{here}/{name}"
             link = links[name] = dict(seconds=read_json(f"{run}.json")["wall"], command=kit.command(script, args))
             if os.path.exists(f"{run}/exam.jsonl"):
-                whole, *positions = read_json(f"{run}/old/evaluation.json")["rows"]
-                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=whole["score"], positions=positions)
+                bits = read_json(f"{run}/old/evaluation.json")["rows"]
+                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=bits[0]["score"])
+                link["positions"] = [found for found in bits if "begin" in found]
             if os.path.exists(f"{run}/letters/rows.jsonl"):
                 link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
     # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
