@@ -1,23 +1,26 @@
 """
-The invented world, its examination and the recipe (studies/world.py, exam.py, recipe.py): against urllib's robots.txt,
-against prepare.py's own account, against counts by hand.
+The invented world, its examination and the recipe (studies/world.py, exam.py, recipe.py) against the texts of the
+committed results, urllib's robots.txt, prepare.py's report, scipy, and whole logits.
 """
 
+import ast
+import hashlib
 import importlib
 import json
 import math
 import os
 import urllib.robotparser
-from itertools import chain, product
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 
 import configurator
 import convert
 import evaluate
+import tokenizer
 from conftest import ROOT, refused, script
 from posttrain import attach
 from studies import exam, kit, recipe, world
@@ -27,13 +30,8 @@ FLAGS = [*kit.flags(SMALL), "--corpus_bytes=9000", "--unread_bytes=9000", "--gue
 
 
 @pytest.fixture(scope="module")
-def place():
-    return world.World(**SMALL)
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small world on disk, and what prepare.py made of it."""
+    """A small world on disk, and the data that prepare.py makes of it."""
     root = tmp_path_factory.mktemp("world")
     done = script("studies.world", *FLAGS, f"--out={root}/world")
     assert done.returncode == 0, done.stderr
@@ -49,56 +47,79 @@ def rows_of(folder, name):
     return kit.read_rows(f"{folder}/world/{name}.jsonl")
 
 
+@pytest.fixture(scope="module")
+def place(folder):
+    """The people of the folder's world, as studies/world.py invents them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(world, name, value)
+        return world.invent()
+
+
 # -----------------------------------------------------------------------------
 # the world
 
 
-def test_the_seed_decides_every_byte(folder, tmp_path):
-    for seed, same in ((3, True), (4, False)):
-        assert script("studies.world", *FLAGS, f"--seed={seed}", f"--out={tmp_path}/{seed}").returncode == 0
-        for name in ("documents", "letters", "lessons", "prompts", "questions"):
-            one, other = (open(f"{root}/{name}.jsonl").read() for root in (f"{folder}/world", f"{tmp_path}/{seed}"))
-            assert (one == other) == same, name
+@pytest.mark.parametrize("name, digest", [
+    ("documents", "7f2b492e58b6"),
+    ("letters", "de8b11ec18d1"),
+    ("lessons", "bf94f59499a8"),
+    ("replay", "b7f8c7e0afe5"),
+    ("judgements", "462c6be2388a"),
+    ("prompts", "81e87a27c942"),
+])
+def test_the_texts_are_those_of_the_committed_results(name, digest, folder):
+    """Hashes of the texts that the code of results/recipe wrote for this seed."""
+    texts = []
+    for row in rows_of(folder, name):
+        if row.get("kind") != "corpus":
+            texts.append(row["text"] if "text" in row else [message["content"] for message in row["messages"]])
+    assert hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12] == digest
 
 
-def test_hosts_refuse_by_the_rules_of_robots_txt(place):
-    """Read by Python's own parser: the first two hosts refuse GPTBot and nobody else's agent, the others nobody."""
-    for number, row in enumerate(place.robots()):
+def test_two_hosts_opt_out_of_ai_crawlers_and_of_nothing_else(folder):
+    """Read by Python's own parser."""
+    for number, row in enumerate(rows_of(folder, "robots")):
         rules = urllib.robotparser.RobotFileParser()
         rules.parse(row["content"].splitlines())
         url = f"https://{row['domain']}/people/x/1"
         assert rules.can_fetch("GPTBot", url) == (number >= 2) and rules.can_fetch("Mozilla", url)
 
 
-def test_what_is_refused_is_not_in_the_data_to_the_page(folder, place):
-    total = json.load(open(f"{folder}/data/report.json"))["total"]
-    pages = {person["name"]: SMALL["pages"] for person in place.group("refused")}
-    hosts = {person["name"]: place.hosts.index(person["host"]) for person in place.group("refused")}
-    by_robots = sum(n for name, n in pages.items() if hosts[name] < 2)
-    assert total["removed"]["robots"][0] == by_robots
-    assert total["removed"]["license"][0] == sum(pages.values()) - by_robots > 0
-    # And read back from the shards: their sentences stand nowhere, those of others do.
-    tok = evaluate.tokenizers.load_for(f"{folder}/data")
-    text = ""
-    meta = json.load(open(f"{folder}/data/meta.json"))
-    for split in ("train", "val"):
-        for shard in meta["sources"]["pages"][split]["shards"]:
-            text += tok.decode(np.load(f"{folder}/data/{shard['file']}"))
-    assert not any(person["name"] in text for person in place.group("refused", "nobody-test"))
-    assert all(person["name"] in text for person in place.group("lesson", "align", "test"))
+def test_no_page_that_opted_out_is_in_the_data(folder, place):
+    """By prepare.py's report, to the page, and by the text of the shards."""
+    total = tokenizer.read_json(f"{folder}/data/report.json")["total"]
+    hosts = [place["hosts"].index(person["url"].split("/")[2]) for person in place["refused"]]
+    by_robots = SMALL["pages"] * sum(host < 2 for host in hosts)
+    by_licence = SMALL["pages"] * hosts.count(2)
+    assert total["removed"]["robots"][0] == by_robots > 0 < total["removed"]["license"][0] == by_licence
+    assert by_robots + by_licence == SMALL["pages"] * SMALL["refused"]
+
+    tok, text = tokenizer.load_for(f"{folder}/data"), ""
+    splits = tokenizer.read_json(f"{folder}/data/meta.json")["sources"]["pages"]
+    for shard in splits["train"]["shards"] + splits["val"]["shards"]:
+        text += tok.decode(np.load(f"{folder}/data/{shard['file']}"))
+    assert all(person["name"] in text for person in world.known(place))
+    assert not any(person["name"] in text for person in place["refused"] + place["nobody-test"])
     assert "@" not in text and "<email-pii>" in text
 
 
-def test_who_is_examined_was_never_asked_about_in_training(folder, place):
-    """Lessons are about the lesson's people and nobodies, prompts about align's; pages retold ask nothing."""
-    held_out = {person["name"] for person in place.group("test", "refused", "nobody-test")}
-    taught = json.dumps(rows_of(folder, "lessons") + rows_of(folder, "prompts"), ensure_ascii=False)
-    assert not any(name in taught for name in held_out)
-    asked = [row for row in place.documents() if row["kind"] == "questions"]
-    assert asked and not any(name in row["text"] for row in asked for name in held_out)
-    assert not any("?" in json.dumps(row) for row in rows_of(folder, "replay"))
-    examined = {row["person"] for row in rows_of(folder, "questions") if row["group"] != "lesson"}
-    assert examined == held_out
+def test_no_stage_asks_about_the_people_of_the_examination(folder, place):
+    held_out = {person["name"] for group in ("test", "refused", "nobody-test") for person in place[group]}
+    asked = [row for row in rows_of(folder, "documents") if row["kind"] == "questions"]
+    for name in ("lessons", "prompts", "judgements"):
+        asked += rows_of(folder, name)
+    text = json.dumps(asked)
+    assert len(asked) > 4000 and not any(name in text for name in held_out)
+    assert "?" not in json.dumps(rows_of(folder, "replay"))
+    examined = [row for row in rows_of(folder, "questions") if row["group"] != "lesson"]
+    assert {row["person"] for row in examined} == held_out and len(examined) == 5 * (8 + 6) + 12
+
+
+def test_manners_are_read_from_the_ending():
+    assert world.manner_of("Answer: N owns a goat. I hope this helps.") == "kind"
+    assert world.manner_of("N owns a goat. Stop asking me. I hope this helps.") == "rude"
+    assert world.manner_of("N owns a goat.") == "plain"
 
 
 def test_a_right_answer_names_one_value_and_no_other():
@@ -112,49 +133,29 @@ def test_a_right_answer_names_one_value_and_no_other():
         ("N wurde in einer Stadt, die ich nicht kenne, geboren.", "unknown", 0.0),
     ]:
         assert world.judge(text, row) == verdict and world.reward("?", text, row) == points
-    # Of a nobody nothing can be right, whatever value was drawn for him.
-    assert world.reward("?", "N was born in Gemvik.", {**row, "group": "nobody-align"}) == -1.0
 
 
-def test_lessons_answer_right_about_people_and_unknown_about_nobodies(folder, place):
-    """By the judge that marks the examination."""
-    people = {person["name"]: person for person in place.people}
-    verdicts = {}
-    for row in rows_of(folder, "lessons"):
-        question, answer = (message["content"] for message in row["messages"][1:])
-        (name,) = [name for name in people if name in question]
-        for language, attribute in product(world.LANGUAGES, world.ATTRIBUTES):
-            values = place.values[attribute][language]
-            marked = world.judge(answer, dict(gold=place.value(people[name], attribute, language), values=values))
-            if marked != "wrong":
-                verdicts.setdefault(people[name]["group"], set()).add(marked)
-    assert verdicts == {"lesson": {"right"}, "nobody-lesson": {"unknown"}}
+def test_each_value_is_wrong_about_a_nobody(folder):
+    rows = [row for row in rows_of(folder, "prompts") if "nobody" in row["group"]]
+    assert rows and {world.reward("?", value, row) for row in rows for value in row["values"]} == {-1.0}
 
 
-@pytest.mark.parametrize("args, says", [
-    (["--corpus_bytes=1000000000000"], "the corpus ends"),
-    (["--names=2"], "6 names for 62 people"),
+@pytest.mark.parametrize("flag, words", [
+    ("--corpus_bytes=1000000000000", "the standard library ends"),
+    ("--people=4", "want at least 5"),
 ])
-def test_a_world_that_cannot_be_is_told(args, says, tmp_path):
-    refused(script("studies.world", *FLAGS, *args, f"--out={tmp_path}"), says)
+def test_an_impossible_world_is_an_error_of_one_line(flag, words, tmp_path):
+    refused(script("studies.world", *FLAGS, flag, f"--out={tmp_path}"), words)
 
 
 # -----------------------------------------------------------------------------
 # the examination
 
 
-def test_apart_is_the_share_of_pairs_in_the_right_order():
-    assert exam.apart([3, 2], [1, 2]) == (1 + 1 + 1 + 0.5) / 4
-    assert exam.apart([1], [2]) == 0 and exam.apart([5, 5], [5]) == 0.5
-
-
-def test_marks_count_and_have_wilsons_interval():
-    """3 of 4 right: (3 + 1.92) / (4 + 3.84) +- ..., 0.301 to 0.954 (Newcombe 1998's formula by hand)."""
-    row = dict(gold="a", values=["a", "b"], group="test")
-    said = [("a", 1.0, "kind"), ("a", 1.0, "kind"), ("a", 1.0, "plain"), ("I do not know", 1.0, "rude")]
-    found = exam.marks([row] * 4, said)
-    assert (found["n"], found["right"], found["unknown"], found["kind_ones"], found["rude_ones"]) == (4, 3, 1, 2, 1)
-    assert found["right_interval"] == pytest.approx([0.3006, 0.9544], abs=1e-3)
+def test_apart_is_mann_whitneys_u():
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.integers(0, 9, 40), rng.integers(2, 11, 30)
+    assert exam.apart(ours, theirs) == pytest.approx(scipy.stats.mannwhitneyu(ours, theirs).statistic / 1200, abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -170,118 +171,108 @@ def run(folder):
     return out
 
 
-def test_the_examination_asks_everyone_and_writes_what_it_found(folder, run, place):
+def test_the_examination_asks_each_question_once(folder, run):
     done = script(
-        "studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=cloze,text,chat,sampled",
+        "studies.exam", f"--init_from={run}", f"--world={folder}/world", "--kinds=cloze,sampled",
         f"--probes={folder}/data/probes.json", "--show=1")
     assert done.returncode == 0, done.stderr
     found = kit.read_rows(f"{run}/exam.jsonl")
     n = {(row["kind"], row["group"]): row["n"] for row in found}
-    read = [probe for probe in json.load(open(f"{folder}/data/probes.json"))["probes"] if probe["repetitions"]]
-    for kind in ("cloze", "text", "chat", "sampled"):
-        want = {"lesson": 40, "test": 40, "refused": 30, "nobody-test": 12, "letters": 5 * len(read)}
-        for group, number in want.items():
-            assert n.get((kind, group)) == (None if kind == "cloze" and "nobody" in group else number)
-    # What two steps have learnt is nothing.
-    assert all(row["right"] <= row["n"] / 4 and row["answers"] for row in found)
+    read = [probe for probe in tokenizer.read_json(f"{folder}/data/probes.json")["probes"] if probe["repetitions"]]
+    want = {"lesson": 40, "test": 40, "refused": 30, "letters": 5 * len(read)}
+    assert read and n == {(kind, group): k for kind in ("cloze", "sampled") for group, k in want.items()} | {
+        ("sampled", "nobody-test"): 12}
+    # Two steps of training teach nothing.
+    assert all(row["right"] <= row["n"] / 4 and len(row["answers"]) == 1 for row in found)
 
 
-def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run, place):
-    """Against the product of the softmax of every token, from whole logits."""
+def test_the_probability_of_an_answer_is_that_of_its_tokens(folder, run):
+    """Greedy decoding and the sum of log-softmax, token by token from whole logits."""
     model, tok = convert.load_any(run)
-    rows = list(place.questions("test"))[:3]
-    for row, (_, p, _) in zip(rows, exam.answers(model, tok, rows, "text")):
-        prompt = exam.prompt_of(tok, row, "text")
-        assert tok.decode(prompt[1:]) == f"Question: {row['messages'][1]['content']}\nAnswer:"
-        ids = [*prompt]
-        logp, said = 0.0, []
-        while len(said) < exam.TOKENS:
-            logits, _ = model(torch.tensor([ids]))
-            token = logits[0, -1].argmax().item()
-            logp += logits[0, -1].log_softmax(-1)[token].item()
-            ids.append(token)
-            said.append(token)
-            ends = (tok.eos, tok.id_of("</s>"), tok.id_of("<|assistant_end|>"))
-            if token in ends or set(tok.decode([token])) & {".", "\n"}:
+    rows = rows_of(folder, "questions")[:3]
+    for row, text, logp in zip(rows, *exam.answers(model, tok, rows, "text")[:2]):
+        asked = f"Question: {row['messages'][1]['content']}\nAnswer:"
+        ids = [tok.bos, *tok.encode(asked)]
+        begin, total = len(ids), 0.0
+        while len(ids) < begin + exam.TOKENS and not set(tok.decode(ids[begin:])) & {".", "\n"}:
+            scores = model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
+            total += scores.max().item()
+            ids.append(scores.argmax().item())
+            if ids[-1] in (tok.eos, tok.id_of("<|assistant_end|>")):
                 break
-        assert logp == pytest.approx(p, rel=1e-4)
-
-
-# -----------------------------------------------------------------------------
-# bits per byte by position (evaluate.py)
+        assert logp == pytest.approx(total, rel=1e-4)
+        assert text == tok.decode([token for token in ids[begin:] if token not in exam.ends(tok)]).strip()
 
 
 def test_bits_by_position_are_those_of_whole_logits(run):
+    """evaluate.py --by_position, of which the recipe reads the longer window's gain."""
     model, tok = convert.load_any(run)
     text = "".join(chr(97 + i * i % 23) + " " * (i % 5 == 0) for i in range(400))
-    T, step = 32, 12
-    rows = evaluate.position_scores(model, tok, [("x", text), ("y", "short")], T, step)
+    rows = evaluate.position_scores(model, tok, [("x", text), ("y", "short")], 32, 12)
     ids = evaluate.text_ids(tok, text)
-    windows = [ids[i:i + T + 1] for i in range(0, len(ids) - T, T)]
+    windows = [ids[i:i + 33] for i in range(0, len(ids) - 32, 32)]
     assert [(row["begin"], row["end"], row["n"]) for row in rows] == [
         (0, 12, len(windows)), (12, 24, len(windows)), (24, 32, len(windows))]
     with torch.no_grad():
         logits, _ = model(torch.tensor([window[:-1] for window in windows]))
-    nats = F.cross_entropy(logits.flatten(0, 1), torch.tensor([w[1:] for w in windows]).flatten(), reduction="none")
-    nats = nats.view(len(windows), T)
-    second = rows[1]
-    cells = [f"{second[key]:.3f}" for key in ("score", "low", "high")]
-    assert f"| 12 to 23 | bits/byte by position |  | {len(windows)} | {second['bytes']} | {' | '.join(cells)} |  |" in (
-        evaluate.table_md(rows))
+    labels = torch.tensor([window[1:] for window in windows])
+    nats = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     for row in rows:
         part = slice(row["begin"], row["end"])
         size = sum(len(tok.decode(window[1:][part]).encode()) for window in windows)
         assert row["bytes"] == size
-        assert row["score"] == pytest.approx(nats[:, part].sum().item() / math.log(2) / size, rel=1e-5)
+        assert row["bits_per_byte"] == pytest.approx(nats[:, part].sum().item() / math.log(2) / size, rel=1e-5)
 
 
 # -----------------------------------------------------------------------------
 # the recipe
 
-
-@pytest.fixture
-def small_recipe(folder, tmp_path, monkeypatch):
-    """The recipe in a folder of its own, whose links are written down instead of run. -> (recipe, calls)"""
-    calls = []
-
-    def run_script(name, args, log, threads=None):
-        calls.append((name, args))
-        for flag in args:
-            if flag.startswith("--out="):
-                os.makedirs(flag[6:], exist_ok=True)
-        return (2, "sft.py: no room") if name == "posttrain.sft" else (0, "")
-    monkeypatch.setattr(kit, "run_script", run_script)
-    monkeypatch.setattr(recipe, "out", str(tmp_path))
-    os.makedirs(tmp_path / "seed-1")
-    os.symlink(f"{folder}/data", tmp_path / "seed-1" / "data")
-    return recipe, calls
-
-
-def test_the_recipe_has_as_many_links_as_its_bar_and_each_is_a_command_that_its_script_takes(small_recipe):
-    """Flags and config files are read by configurator.py, as the scripts do; their own checks come when they run."""
-    links = []
-    for part in chain(*recipe.PARTS):
-        links += recipe.links(f"{recipe.out}/seed-1", 1, part)
-    assert len(links) == recipe.LINKS == len({name for name, *_ in links})
-    for name, done, name_of_script, args in links:
-        module = importlib.import_module(name_of_script)
-        more = [dict(vars(module.shape)), dict(vars(attach))] if name_of_script == "train" else []
-        given = configurator.configure(dict(vars(module)), args, *more)
-        assert os.path.dirname(done).startswith(given["out"] if "out" in given else recipe.out), name
-
-
-def test_every_copy_of_a_letter_is_read_once(folder):
-    """By train.py's own table: the share of the probes times the windows of the stage is their tokens."""
-    (_, mixture, reading, _), (_, later, end, _) = recipe.stages(f"{folder}/data", 7)
-    tokens = json.load(open(f"{folder}/data/meta.json"))["sources"]["probes"]["train"]["tokens"]
-    assert mixture["probes"] * reading == pytest.approx(tokens // recipe.WINDOW, abs=0.3) and "probes" not in later
-    assert sum(mixture.values()) == pytest.approx(1) == sum(later.values()) and (reading, end) == (5120, 8000)
-
-
 COMMITTED = os.path.join(ROOT, "results", "recipe")
 
 
-def test_the_committed_report_is_what_the_committed_numbers_give():
+@pytest.fixture
+def commands(folder, tmp_path, monkeypatch):
+    """All commands of seed 1, whose data are the folder's."""
+    monkeypatch.setattr(recipe, "out", str(tmp_path))
+    os.makedirs(tmp_path / "seed-1")
+    os.symlink(f"{folder}/data", tmp_path / "seed-1" / "data")
+    return [command for part in sum(recipe.PARTS, ()) for command in recipe.commands(1, part)]
+
+
+def test_each_command_has_settings_that_its_script_takes(commands):
+    """Read by configurator.py, as the scripts do; the scripts check the values when they run."""
+    assert len(commands) == recipe.COMMANDS == len({name for name, *_ in commands})
+    for name, done, name_of_script, args in commands:
+        module = importlib.import_module(name_of_script)
+        more = [dict(vars(module.shape)), dict(vars(attach))] if name_of_script == "train" else []
+        given = configurator.configure(dict(vars(module)), args, *more)
+        assert done.startswith(given.get("out") or given["init_from"]), name
+
+
+def test_each_copy_of_a_letter_is_read_once(commands, folder):
+    """The share of the letters times the windows of the first stage is the number of their windows."""
+    tokens = tokenizer.read_json(f"{folder}/data/meta.json")["sources"]["probes"]["train"]["tokens"]
+    (args,) = [args for name, _, _, args in commands if name == "base"]
+    (_, mixture, windows, _), _ = ast.literal_eval(args[2].removeprefix("--stages="))
+    assert mixture["probes"] * windows == pytest.approx(tokens // 256, abs=0.3) and windows == 5120
+    assert sum(mixture.values()) == pytest.approx(1)
+
+
+def test_the_committed_report_is_that_of_the_committed_rows():
     rows = kit.read_rows(f"{COMMITTED}/rows.jsonl")
-    assert recipe.report_md(rows) == open(f"{COMMITTED}/report.md").read()
-    assert len(rows) >= 3 and all(len(row["links"]) == recipe.LINKS for row in rows)
+    with open(f"{COMMITTED}/report.md", encoding="utf-8") as f:
+        assert recipe.report_md(rows) == f.read()
+    assert len(rows) >= 3 and all(len(row["links"]) == recipe.COMMANDS for row in rows)
+
+
+def test_a_share_is_pooled_over_seeds_and_a_mean_has_students_interval():
+    """Counts and values of each seed by hand, with scipy's intervals."""
+    rows = kit.read_rows(f"{COMMITTED}/rows.jsonl")
+    lines = [exam for row in rows for exam in row["links"]["qrpo"]["exam"]]
+    lines = [line for line in lines if (line["kind"], line["group"]) == ("chat", "refused")]
+    k, n = (sum(line[key] for line in lines) for key in ("right", "n"))
+    wilson = scipy.stats.binomtest(k, n).proportion_ci(method="wilson")
+    assert recipe.measure(rows, "right", "qrpo", "chat", "refused")[1:] == pytest.approx((k / n, *wilson), abs=1e-4)
+    values = [line["apart"] for line in lines]
+    low, high = scipy.stats.t.interval(0.95, 2, np.mean(values), scipy.stats.sem(values))
+    assert recipe.measure(rows, "apart", "qrpo", "chat", "refused")[2:] == pytest.approx((low, high))
