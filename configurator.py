@@ -151,8 +151,8 @@ def run(main, *namespaces, beyond=""):
 
     namespaces: the globals of the script, and of other scripts, or objects, whose settings it has too; the last globals
     are the script's own. beyond: a module that takes the command line over, by its function take_over(), if that
-    names a setting that only this module has. A ValueError or OSError that our own code raises, or a package that it misses, is
-    for the user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
+    names a setting that only this module has. A ValueError or OSError that our own code raises, or a package that it
+    misses, is for the user: one line on stderr, exit code 2. Any other error is a bug and keeps its traceback.
     """
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:

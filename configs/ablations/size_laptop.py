@@ -1,7 +1,7 @@
 # The size of the committed studies: configs/laptop.py with four layers (1.9M parameters, over half of them embeddings),
 # as it was when they ran, for 300 steps, 0.3M tokens: 2 minutes of one core a run. Compiled: 4.8 against 2.9 steps/s;
-# an arm's first run waits 50 s for its kernels. `python -m studies.ablate NAME --size=configs/laptop.py` takes the laptop's
-# whole run.
+# an arm's first run waits 50 s for its kernels. `python -m studies.ablate NAME --size=configs/laptop.py` takes the
+# laptop's whole run.
 block_size = 256
 n_layer = 4
 n_head = 2
