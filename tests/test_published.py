@@ -92,7 +92,7 @@ def weights(config):
 
 def tokens(names):
     """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
-    files = convert.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
     for token in files["tokenizer.json"]["added_tokens"]:
         token["special"] = token["content"] not in tokenizer.NAMED[14:18]
     return files
@@ -176,7 +176,7 @@ def hub(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        patch.setitem(convert.TEMPLATES, hashlib.sha256(MINI_TEMPLATE.encode()).hexdigest(), "")
+        patch.setitem(tokenizer.TEMPLATES, hashlib.sha256(MINI_TEMPLATE.encode()).hexdigest(), "")
         yield convert.local
 
 
@@ -260,12 +260,12 @@ def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, 
     assert asked[1] == ["config.json"]
 
 
-@pytest.mark.parametrize("names, system", [(tokenizer.NAMED[61:73], None), (convert.RESERVED, "")])
+@pytest.mark.parametrize("names, system", [(tokenizer.NAMED[61:73], None), (tokenizer.RESERVED, "")])
 def test_an_unknown_chat_template_is_named_and_one_without_all_published_tokens_refused(
         hub, tmp_path, capsys, names, system):
     template = tmp_path / "chat_template.jinja"
     template.write_text("{{ " + " ~ ".join(map(repr, names)) + " }}")
-    assert convert.chat_format(str(tmp_path), {}) == (system, "")
+    assert tokenizer.chat_format(str(tmp_path), None) == (system, "")
     assert "is none that is known here" in capsys.readouterr().err
     shutil.copytree(hub(NAME), tmp_path / "other")
     (tmp_path / "other" / "chat_template.jinja").write_text("{{ " + " ~ ".join(map(repr, names[:-1])) + " }}")

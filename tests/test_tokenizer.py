@@ -16,7 +16,7 @@ import chat
 import convert
 import tokenizer
 from conftest import ROOT
-from convert import hf_files
+from tokenizer import hf_files
 from engine.files import read_json
 from studies.fairness import fairness, gini
 from tokenizer import IN_TEXT, PATTERN, train_bpe
