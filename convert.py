@@ -103,7 +103,7 @@ REQUIRED = dict.fromkeys(OFF, False) | dict(
     pruned_heads={},
     partial_rotary_factor=1.0,
     logit_scale=1.0)
-# What an Apertus 1.5 says beside its text_config: how pictures and sound become ids. Nothing of them is loaded.
+# What an Apertus 1.5 says in addition to its text_config: how pictures and sound become ids. Nothing of them is loaded.
 MEDIA = """
     text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
     image_token_offset audio_token_offset tie_word_embeddings
@@ -216,8 +216,8 @@ def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     if os.path.isdir(name):
         return name
     if name.count("/") != 1 or name.startswith((".", "/", "out/")):
-        raise ValueError(f"{name!r} is neither a folder here nor the name of a hub repository (organisation/model): "
-                         "train a model with `python train.py configs/laptop.py`")
+        raise ValueError(f"no run in {name!r}: it is neither a folder here nor the name of a hub repository "
+                         "(organisation/model); train one with `python train.py configs/laptop.py`")
     import huggingface_hub
 
     try:
@@ -225,6 +225,14 @@ def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     except Exception as e:  # network, name, permission: the library has a dozen kinds
         raise OSError(f"{name} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
+
+
+def opened(name):
+    """local() of a model. ValueError if the folder holds none."""
+    folder = local(name)
+    if not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "adapter_config.json")):
+        raise ValueError(f"{folder} has no config.json: want a run folder or a Hugging Face model folder")
+    return folder
 
 
 def shape_in(folder):
@@ -317,7 +325,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
     tensor. spread(model), if given, shards the model first (FSDP2) and gives the shards memory. ValueError: another
     architecture, unknown config keys, missing, extra or misshapen tensors.
     """
-    folder = local(path_or_repo)
+    folder = opened(path_or_repo)
     settings = settings_of(folder)
     path = weights_in(folder)
     structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
@@ -356,7 +364,7 @@ def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
 
     dtype, spread, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
     """
-    folder = local(name)
+    folder = opened(name)
     if is_adapters(folder):
         return load_adapters(folder, device, dtype, base)
     tok = load_for(folder)  # before the weights, which take minutes: an error comes early
@@ -386,7 +394,7 @@ def load_adapters(folder, device, dtype, base):
     try:
         model, tok = load_any(name, device, dtype, base=base)
     except (OSError, ValueError) as e:
-        raise ValueError(f"{folder} holds adapters of {name!r} (base_model_name_or_path): {e}") from None
+        raise ValueError(f"{folder} is an adapter of {name!r} (base_model_name_or_path): {e}") from None
     start = fingerprint(model)
     if not settings:
         lora.load(model, folder, start)
@@ -407,9 +415,8 @@ def load_ready(name, device, dtype, base="", chat=False):
     chat: as in load_any.
     """
     device = pick_device(device)
-    if dtype == "auto":
-        wanted = torch.bfloat16 if device == "cuda" else None
-    else:
+    wanted = torch.bfloat16 if device == "cuda" else None
+    if dtype != "auto":
         wanted = pick_dtype(dtype, device)
     model, tok = load_any(name, device, wanted, base=base, chat=chat)
     return model.eval(), tok
@@ -427,7 +434,7 @@ def start_of(name):
 
     path: of a checkpoint or of a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
     """
-    folder = local(name)
+    folder = opened(name)
     if is_adapters(folder):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
@@ -464,7 +471,7 @@ LIST = ".export.json"
 
 
 def write_texts(folder, tok):
-    """Write tokenizer.json, tokenizer_config.json, generation_config.json. Returns the ids of bos, eos and pad by key."""
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns the ids of bos, eos and pad."""
     ends = dict(bos_token_id=tok.bos, eos_token_id=tok.eos, pad_token_id=tok.pad)
     # A chat model stops at the end of its turn, and at that of a call of tools.
     stops = sorted(chat.ends(tok)) if tok.eos == tok.special.get("<|assistant_end|>") else tok.eos
@@ -583,7 +590,7 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
         shutil.copymode(f"{folder}/config.json", f"{folder}/{file}.tmp")   # save_file's own is 0600
         flush(f"{folder}/{file}.tmp")
         os.replace(f"{folder}/{file}.tmp", f"{folder}/{file}")
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(shard, file)
     if len(files) > 1:
         total = sum(tensor.nbytes for tensor in sizes.values())
         write_json(f"{folder}/{WEIGHTS}.index.json", dict(metadata=dict(total_size=total), weight_map=weight_map))

@@ -69,9 +69,8 @@ IN_TEXT = NAMED[14:18] + NAMED[36:39]
 
 
 def padded(names, n):
-    """{name: id} of n control tokens; those behind `names` are free for your own use."""
-    names = names + [f"<SPECIAL_{i}>" for i in range(len(names), n)]
-    return dict(zip(names, range(n)))
+    """Fill `names` up to n control tokens; the new ones are free for your own use."""
+    return names + [f"<SPECIAL_{i}>" for i in range(len(names), n)]
 
 
 # `apertus` has the published 1,000 control tokens. All others have 64 with the same names, so that chat and SFT work:
@@ -98,12 +97,14 @@ class Tokenizer:
         system            the default system message of a conversation; None: that of chat.py
         foreign           why the model's conversations are not those of chat.py, or ""
 
-    special: {name: id}. ids: of the pieces, rising; None: directly after the control tokens. ends: the names of bos,
-    eos and pad.
+    special: a list of names from id 0 on, or {name: id}. ids: of the pieces, rising; None: directly after the control
+    tokens. ends: the names of bos, eos and pad.
     """
 
     def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
         n = len(special)
+        if isinstance(special, list):
+            special = dict(zip(special, range(n)))
         usual = [*range(n, n + len(pieces))]
         self.name = name
         self.pieces = pieces
@@ -252,15 +253,15 @@ def load(name):
 
 
 def load_for(folder):
-    """The Tokenizer of a folder of data, a run or a model: its tokenizer.json, or a vocabulary that is named there."""
+    """The Tokenizer of a folder of data, a run or a model: its tokenizer.json, or the vocabulary that it names."""
     if os.path.isfile(f"{folder}/tokenizer.json"):
         return read_bpe(f"{folder}/tokenizer.json")
     for file in "meta.json", "config.json":                # config.json: of runs from before November 2026
         named = os.path.isfile(f"{folder}/{file}") and read_json(f"{folder}/{file}").get("tokenizer")
         if named and not named.endswith(".json"):
             return load(named)
-    raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or train.py, "
-                     "or copy tokenizer.json from the model's repository")
+    raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or "
+                     "train.py, or copy tokenizer.json from the model's repository")
 
 
 @functools.cache
@@ -417,7 +418,7 @@ def read_bpe(path):
     claims = vocab | {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
     moved = [s for s in claims if id_of.get(s) != claims[s]]
     faults = {
-        "it cuts text in another way": model != frame["model"] or saved["pre_tokenizer"] != frame["pre_tokenizer"],
+        "it cuts text in another way": model != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
         "it normalizes text": normalizes,
         "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
         "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
@@ -446,18 +447,26 @@ def read_bpe(path):
     return tok
 
 
+# The published templates that write what chat.py writes: sha256, tokens, and the system message of a conversation that
+# has none; None: that of chat.py.
+FORMATS = (
+    ("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", CHAT, None),     # Apertus-8B-Instruct-2509
+    ("4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19", RESERVED, ""))   # Apertus-v1.1-1.5B-Instruct
+
+
 def chat_format(folder, template):
     """
     (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
-    model's conversations, or ""). A template is a program: it is not rendered, and known by the tokens in its text.
+    model's conversations, or ""). A template is a program: it is not rendered, but known by its hash or its tokens.
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
-    for tokens, system in (CHAT, None), (RESERVED, ""):
-        if not template or all(token in template for token in tokens):
+    sha = hashlib.sha256(str(template).encode()).hexdigest()
+    for known, tokens, system in FORMATS:
+        if not template or sha == known or all(token in template for token in tokens):
             return system, ""
-    return None, (f"{folder} has a chat template that is not Apertus': its conversations may have another form. If you "
-                  "know that they have Apertus', take a copy of the folder without it")
+    return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
+                  "another form. If you know that they have Apertus', take a copy of the folder without it")
 
 
 def main():

@@ -222,8 +222,8 @@ def test_a_folder_that_is_not_such_a_model_raises_one_line(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("line, says", [
-    ("--load=out/no-such-run", "'out/no-such-run' is neither a folder here nor"),
-    ("--load=OUT/mine", "OUT/mine/config.json"),
+    ("--load=out/no-such-run", "no run in 'out/no-such-run'"),
+    ("--load=OUT/mine", "OUT/mine has no config.json"),
     ("--load=OUT/hf --save=OUT/mine", "holds weights.bin, which no export wrote"),
     ("--load=OUT/hf --save=OUT/new --dtype=bf16", "dtype='bf16'"),
     ("--load=OUT/hf --save=OUT/hf/config.json", "is there already")])
