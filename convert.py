@@ -214,6 +214,8 @@ def config_to_hf(config, dtype="float32"):
 def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     """The folder of a model: the path itself, or a download of safetensors, JSON and the chat template from the hub."""
     if os.path.isdir(name):
+        if not {"config.json", "adapter_config.json"} & {*os.listdir(name)}:
+            raise ValueError(f"{name} has no config.json: want a run folder or a Hugging Face model folder")
         return name
     if name.count("/") != 1 or name.startswith((".", "/", "out/")):
         raise ValueError(f"no run in {name!r}: it is neither a folder here nor the name of a hub repository "
@@ -225,14 +227,6 @@ def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
     except Exception as e:  # network, name, permission: the library has a dozen kinds
         raise OSError(f"{name} could not be downloaded ({type(e).__name__}): check the name and the network, "
                       "or give a local folder") from None
-
-
-def opened(name):
-    """local() of a model. ValueError if the folder holds none."""
-    folder = local(name)
-    if not any(os.path.isfile(f"{folder}/{file}") for file in ("config.json", "adapter_config.json")):
-        raise ValueError(f"{folder} has no config.json: want a run folder or a Hugging Face model folder")
-    return folder
 
 
 def shape_in(folder):
@@ -325,7 +319,7 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
     tensor. spread(model), if given, shards the model first (FSDP2) and gives the shards memory. ValueError: another
     architecture, unknown config keys, missing, extra or misshapen tensors.
     """
-    folder = opened(path_or_repo)
+    folder = local(path_or_repo)
     settings = settings_of(folder)
     path = weights_in(folder)
     structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
@@ -364,7 +358,7 @@ def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
 
     dtype, spread, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
     """
-    folder = opened(name)
+    folder = local(name)
     if is_adapters(folder):
         return load_adapters(folder, device, dtype, base)
     tok = load_for(folder)  # before the weights, which take minutes: an error comes early
@@ -434,7 +428,7 @@ def start_of(name):
 
     path: of a checkpoint or of a Hugging Face folder, for fill(). ValueError for adapters, which are no whole model.
     """
-    folder = opened(name)
+    folder = local(name)
     if is_adapters(folder):
         raise ValueError(f"{name} holds adapters: make one model of them first, "
                          f"python convert.py --load={name} --save=FOLDER --merge")
@@ -465,7 +459,6 @@ def fingerprint(model):
 # -----------------------------------------------------------------------------
 # out
 
-WEIGHTS = "model.safetensors"
 # The names of the files that an export wrote. A later export into the same folder replaces these.
 LIST = ".export.json"
 
@@ -557,43 +550,31 @@ def check_replaceable(path):
         raise ValueError(f"{path} holds {foreign[0]}, which no export wrote: choose another folder, or move it away")
 
 
-def in_files(tensors, most):
-    """{name: tensor} -> lists of names, in this order: each for a file of at most so many bytes, or of one tensor."""
-    files, room = [], 0
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room:
-            files.append([])
-            room = most
-        files[-1].append(name)
-        room -= tensor.nbytes
-    return files
-
-
 def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5e9):
     """
-    Write the parameters of an Apertus, (name, tensor) in its order, as safetensors beside config.json: one file, or
-    several with an index. No more than two files' tensors are held.
+    Write the parameters of an Apertus, (name, tensor), as safetensors next to config.json: one file, or several with an
+    index. No more than two files' tensors are held.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
     constants = {                                          # buffers in transformers
         f"model.layers.{i}.mlp.act_fn.{name.lower()}": torch.tensor(getattr(XIELU, name))
         for i in range(config.n_layer)
         for name in ("BETA", "EPS")}
     with torch.device("meta"):
         sizes = dict(Apertus(config, seed=None).to(dtype).named_parameters()) | constants
-    files = in_files(sizes, shard_bytes)
+    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(shard_bytes))
     tensors = itertools.chain(parameters, constants.items())
     weight_map = {}
-    for n, names in enumerate(files, 1):
-        file = WEIGHTS if len(files) == 1 else f"model-{n:05d}-of-{len(files):05d}.safetensors"
+    for file, names in plan.filename_to_tensors.items():
         shard = {name: t.detach().to("cpu", dtype).contiguous() for _, (name, t) in zip(names, tensors)}
         save_file(shard, f"{folder}/{file}.tmp", metadata=dict(format="pt"))
         shutil.copymode(f"{folder}/config.json", f"{folder}/{file}.tmp")   # save_file's own is 0600
         flush(f"{folder}/{file}.tmp")
         os.replace(f"{folder}/{file}.tmp", f"{folder}/{file}")
         weight_map |= dict.fromkeys(shard, file)
-    if len(files) > 1:
-        total = sum(tensor.nbytes for tensor in sizes.values())
-        write_json(f"{folder}/{WEIGHTS}.index.json", dict(metadata=dict(total_size=total), weight_map=weight_map))
+    if plan.is_sharded:
+        write_json(f"{folder}/model.safetensors.index.json", dict(metadata=plan.metadata, weight_map=weight_map))
 
 
 # -----------------------------------------------------------------------------

@@ -127,13 +127,6 @@ def test_in_and_out_again_is_the_published_file(tmp_path):
     assert all(ours.get(key) == value for key, value in wanted.items() if key not in free)
 
 
-def test_a_file_is_no_larger_than_asked():
-    """In order, each as full as it may be; a tensor that is larger has its own."""
-    tensors = {str(n): torch.zeros(n, dtype=torch.uint8) for n in (3, 2, 1, 4)}
-    for most, files in ((3, "3 21 4"), (2, "3 2 1 4"), (9, "321 4"), (10, "3214")):
-        assert convert.in_files(tensors, most) == [*map(list, files.split())]
-
-
 def test_files_in_bf16_load_as_they_are_and_as_fp32(tmp_path):
     convert.save_hf(convert.load_hf(FOLDER), str(tmp_path), dtype="bfloat16")
     assert convert.load_hf(str(tmp_path)).lm_head.weight.dtype == torch.bfloat16
