@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import convert
 import tokenizer
 from chat import user_turn
-from conftest import ROOT, refused, script
+from conftest import ROOT, script
 from model import Apertus, rope_frequencies
 from posttrain import talk
 from tiny import GOLDEN
@@ -249,27 +249,24 @@ def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_are_dropped(hub)
 
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):
     asked, folder = [], hub(NAME)
-
-    def download(name, allow_patterns):
-        asked.append(allow_patterns)
-        return folder
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    code = ["pytorch_model.bin", "modeling_apertus.py", "training_args.bin", "README.md"]
-    files = os.listdir(convert.local("somebody/something")) + code
-    assert {file for file in files if not any(fnmatch.fnmatch(file, wanted) for wanted in asked[0])} == {*code}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.append(how) or folder)
+    code = {"pytorch_model.bin", "modeling_apertus.py", "training_args.bin", "README.md"}
+    files = {*os.listdir(convert.local("somebody/something"))} | code
+    wanted = asked[0]["allow_patterns"]
+    assert {file for file in files if not any(fnmatch.fnmatch(file, like) for like in wanted)} == code
     assert convert.shape_of("somebody/something") == convert.start_of(folder)[0]
-    assert asked[1] == ["config.json"]
+    assert asked[1] == dict(allow_patterns=["config.json"])
 
 
-@pytest.mark.parametrize("names, system", [(tokenizer.NAMED[61:73], None), (tokenizer.RESERVED, "")])
-def test_a_chat_template_without_all_published_tokens_is_refused(
-        hub, tmp_path, names, system):
-    template = tmp_path / "chat_template.jinja"
-    template.write_text("{{ " + " ~ ".join(map(repr, names)) + " }}")
-    assert tokenizer.chat_format(str(tmp_path), None) == (system, "")
+@pytest.mark.parametrize("names, system", [(tokenizer.CHAT, None), (tokenizer.RESERVED, "")])
+def test_a_chat_template_without_all_published_tokens_is_refused(hub, tmp_path, names, system):
     shutil.copytree(hub(NAME), tmp_path / "other")
-    (tmp_path / "other" / "chat_template.jinja").write_text("{{ " + " ~ ".join(map(repr, names[:-1])) + " }}")
-    refused(script("sample.py", f"--init_from={tmp_path / 'other'}", "--chat"), "a chat template that is not Apertus'")
+    template = tmp_path / "other" / "chat_template.jinja"
+    template.write_text(str(names))
+    assert convert.load_any(str(tmp_path / "other"), chat=True)[1].system == system
+    template.write_text(str(names[:-1]))
+    with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
+        convert.load_any(str(tmp_path / "other"), chat=True)
 
 
 @pytest.mark.parametrize("line, says", [

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -223,11 +222,6 @@ def test_a_conversation_that_does_not_fit_raises_one_line(line):
 def test_an_unknown_role_is_named():
     row = json.loads(MISFITS[0])
     assert chat.learnable(load("byte"), row, 99) == "the unknown role 'wizard': want system, user, assistant, tool"
-
-
-def test_jinja_is_imported_only_for_a_chat():
-    program = "import sys, chat, tokenizer, train; sys.exit('jinja2' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
