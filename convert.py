@@ -112,7 +112,7 @@ MEDIA = """
 
 def config_from_hf(hf):
     """
-    config.json (dict) -> ApertusConfig. ValueError, one line, names what model.py does not do.
+    config.json (dict) -> ApertusConfig. ValueError, one line, names the settings that model.py lacks.
 
     transformers 4 wrote rope_theta and rope_scaling, where null means plain RoPE; 5 writes rope_parameters. If a file
     has both they must agree. If it has neither it means Apertus' own: theta 12e6 and llama3. Source: transformers'
@@ -165,16 +165,16 @@ def text_part(hf):
 
 
 def refuse_unusual(given, usual):
-    """ValueError names the settings of `given` that count, and are neither null nor what `usual` has for them."""
+    """ValueError names the settings of `given` that change a logit and are neither null nor as in `usual`."""
     # A long value is cut: a quantization_config fills a screen.
     unusual = [f"{key}={value!r}"[:120] for key, value in given.items()
                if key not in FREE and value not in (None, usual.get(key))]
     if unusual:
-        raise ValueError(f"config.json asks for what model.py does not do: {', '.join(unusual)}")
+        raise ValueError(f"config.json asks for settings that model.py lacks: {', '.join(unusual)}")
 
 
 def scaling_names(kind):
-    """{our name: theirs} of what RoPE of this type says beside theta."""
+    """{our name: theirs} of the settings that RoPE of this type has in addition to theta."""
     said = dict(linear=["rope_scaling"], llama3=ROPE_NAMES).get(kind, ())
     return {ours: ROPE_NAMES[ours] for ours in said}
 
@@ -508,7 +508,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: structured layers
     (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an older one as a whole: killed
     at any moment, the folder holds the old model, the new one, or none. ValueError if transformers' Apertus cannot
-    express the model, or if the folder holds what no export wrote. Source of the layout: transformers 5.
+    express the model, or if the folder holds other files than an export's. Source of the layout: transformers 5.
     """
     parameters = model.named_parameters()
     if any(".lora_" in name for name, _ in model.named_parameters()):
@@ -533,7 +533,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         write_json(f"{new}/{LIST}", dict(files=os.listdir(new)))
     except (OSError, SafetensorError) as e:     # the disk is full
         shutil.rmtree(new, ignore_errors=True)
-        raise OSError(f"{path} could not be written ({e}); what was there before is untouched") from None
+        raise OSError(f"{path} could not be written ({e}); the older export is untouched") from None
     if os.path.exists(path):
         os.rename(path, old)
     os.rename(new, path)
@@ -582,7 +582,7 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
 
 
 def merge_adapters(model):
-    """Adapters, if there are any, become part of the matrices in `dtype`; prints what its rounding has left of them."""
+    """Adapters, if there are any, become part of the matrices in `dtype`; prints the share that its rounding keeps."""
     lora = attached("posttrain.lora")
     if lora.adapted(model):
         kept = lora.merge(model, getattr(torch, dtype))
@@ -591,7 +591,7 @@ def merge_adapters(model):
 
 def main():
     if not load:
-        raise ValueError("say what to read: --load=out/laptop, a Hugging Face folder or a hub name; "
+        raise ValueError("nothing to read: name it, --load=out/laptop, a Hugging Face folder or a hub name; "
                          "and --save=FOLDER to write it")
     if save.endswith(".json"):
         if os.path.exists(save):

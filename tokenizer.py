@@ -286,7 +286,7 @@ def train_bpe(texts, vocab_size, path):
     """
     Learn a vocabulary of `vocab_size` ids, the 64 control tokens included, from an iterable of str; write it to `path`.
 
-    It cuts text as Apertus does and differs only in what it has seen. 4,096 ids trained on the standard library put
+    It cuts text as Apertus does and differs in its training text alone. 4,096 ids trained on the standard library put
     3.78 bytes of unseen files into a token; apertus:4096 puts 3.00 and apertus 4.33. Returns the Tokenizer, with fewer
     ids where the texts have fewer repetitions. ValueError: vocab_size below 320, rustbpe missing.
     """
@@ -335,7 +335,7 @@ RESERVED = [f"<SPECIAL_{i}>" for i in range(61, 73)]    # the same ids in the Mi
 
 def hf_files(tok):
     """
-    {file name: what to write into it as JSON}, from which transformers.AutoTokenizer makes the same ids.
+    {file name: its content, for JSON}, from which transformers.AutoTokenizer makes the same ids.
 
     transformers also turns a control token that is spelled out in a text into that token, unless called with
     split_special_tokens=True. The chat template is there if the model has conversations.
@@ -380,7 +380,7 @@ def merges_of(spelled):
 
 def read_bpe(path):
     """
-    The Tokenizer in a tokenizer.json, with the tokenizer_config.json, config.json and chat template beside it, if any.
+    The Tokenizer in a tokenizer.json, with the tokenizer_config.json, config.json and chat template next to it, if any.
 
     Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, for a file
     from which transformers would make other ids of a text.
@@ -405,7 +405,7 @@ def read_bpe(path):
         raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
                          "prepare the data again") from None
     control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
-    # A text may become what a file does not call special; but never the names that the chat format is made of.
+    # Ordinary text may become a token that a file does not call special, but never one of the chat format.
     in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
 
     frame = json.loads(FRAME)
@@ -433,10 +433,7 @@ def read_bpe(path):
         if found:
             raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
 
-    # The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>. Their conversations have the ids of
-    # Apertus' chat tokens, without the names.
-    minis = [id_of.get(s) for s in RESERVED] == [*range(61, 73)] and not control & {*CHAT}
-    names = dict(zip(RESERVED, CHAT)) if minis else {}
+    names = chat_names(id_of)
     # By name, never by a number of config.json: that of a Mini says pad_token_id 3.
     ends = [settings.get(key) or usual for key, usual in ENDS.items()]
     ends = [end["content"] if isinstance(end, dict) else end for end in ends]
@@ -447,7 +444,16 @@ def read_bpe(path):
     return tok
 
 
-# The published templates that write what chat.py writes: sha256, tokens, and the system message of a conversation that
+def chat_names(id_of):
+    """
+    {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
+    Their conversations have the ids of Apertus' chat tokens, without the names.
+    """
+    minis = [id_of.get(s) for s in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+    return dict(zip(RESERVED, CHAT)) if minis else {}
+
+
+# The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that
 # has none; None: that of chat.py.
 FORMATS = (
     ("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", CHAT, None),     # Apertus-8B-Instruct-2509
