@@ -130,15 +130,15 @@ def ends(tok):
     return {tok.eos} | {tok.special.get(name, tok.eos) for name in ("</s>", "<|assistant_end|>", "<|tools_suffix|>")}
 
 
-def check(tok):
-    """ValueError, one line, if a model with this Tokenizer has conversations of another format."""
+def why_not(tok):
+    """Why a model with this Tokenizer has conversations of another format, in one line; "" if it has those of here."""
     if "<|tool_output_start|>" in tok.special:
-        raise ValueError(f"{tok.name} is of Apertus 1.5, of which this is the text part: its conversations have "
-                         "another format, so text only, without --chat")
-    if tok.foreign:
-        raise ValueError(tok.foreign)
-    for name in MARKS:
-        tok.id_of(name)
+        return (f"{tok.name} is of Apertus 1.5, of which this is the text part: its conversations have another format, "
+                "so text only, without --chat")
+    missing = [name for name in MARKS if name not in tok.special]
+    if missing:
+        return f"{tok.name}: its vocabulary has no {missing[0]}: a conversation needs Apertus' control tokens"
+    return tok.foreign
 
 
 # ----------------------------------------------------------------------------------------------------------------------

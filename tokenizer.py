@@ -10,17 +10,19 @@ expression, start from single bytes, and keep joining the two neighbours whose u
     apertus     Apertus' own: Mistral-Nemo's 130,072 ranks after 1,000 control tokens        vocab_size 131,072
     apertus:K   the first K ranks. Every piece is the union of two earlier ones, so any
                 prefix is a vocabulary too: nothing to train, same order as Apertus' own     vocab_size K + 64
-    bpe:FILE    trained on your own text by train_bpe                                        vocab_size as you say
+    bpe:FILE    a tokenizer.json: trained on your own text by train_bpe, or of a model       vocab_size as you say
 
 Text produces only seven control tokens: the three placeholders for personal data and four LaTeX pieces. `</s>` or
 `<|user_start|>` in a web page is text about tokens. It is spelled out in ordinary pieces, so no document can end
 itself and no user can speak as the assistant. Conversations: chat.py.
 
+There is one format of vocabulary files, Hugging Face's tokenizer.json: in data folders, in run folders, in models.
+
 Source: Apertus report (arXiv 2509.14233) sec. 2.2; ids as in swiss-ai/Apertus-8B-2509's tokenizer.json.
 
 $ python tokenizer.py --name=apertus "Grüezi mitenand </s>"                    # the pieces and their ids
 $ python prepare.py my_texts/ --train_bpe=4096 --out=data/mine                 # a vocabulary of your own
-$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768    # what a language pays: table and plot
+$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768    # cost per language: table and plot
 """
 
 import base64
@@ -30,14 +32,15 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 
 import numpy as np
 import tiktoken
 
-from configurator import attached, run
-from engine.files import read_json, write_flushed
+from configurator import ROOT, attached, run
+from engine.files import read_json, read_text, write_json
 
 name = "apertus"    # the vocabulary: one of the above, or a data or run folder that has one
 paths = []          # texts whose pieces are shown
@@ -99,18 +102,18 @@ class Tokenizer:
     """
 
     def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
-        if isinstance(special, list):
-            special = {s: i for i, s in enumerate(special)}
         n = len(special)
-        usual = list(range(n, n + len(pieces)))
+        if isinstance(special, list):
+            special = dict(zip(special, range(n)))
+        usual = [*range(n, n + len(pieces))]
         self.name = name
         self.pieces = pieces
         self.n_special = n
         self.special = special
-        self.ids = list(ids or usual)
+        self.ids = ids or usual
         self.in_text = special.keys() & in_text
         self.vocab_size = 1 + max(*special.values(), *self.ids)
-        self.bos, self.eos, self.pad = (special[end] for end in ends)
+        self.bos, self.eos, self.pad = map(self.id_of, ends)
         self.system = None
         self.foreign = ""
 
@@ -120,11 +123,8 @@ class Tokenizer:
         self.hash = hashlib.sha256("\n".join(decides).encode()).hexdigest()
 
         # tiktoken joins by rank, but any rising numbers will do. Given our ids, it returns our ids.
-        self._bpe = tiktoken.Encoding(
-            name,
-            pat_str=GROUPED,
-            mergeable_ranks=dict(zip(pieces, self.ids)),
-            special_tokens=special)
+        ranks = dict(zip(pieces, self.ids))
+        self._bpe = tiktoken.Encoding(name, pat_str=GROUPED, mergeable_ranks=ranks, special_tokens=special)
 
     def encode(self, text):
         """The ids of a text as a list, without <s> and </s>."""
@@ -171,15 +171,10 @@ class Tokenizer:
         """{id: bytes of a piece, or name of a control token}."""
         return dict(zip(self.ids, self.pieces)) | {i: s for s, i in self.special.items()}
 
-    def ends(self):
-        """The names of bos, eos and pad."""
-        tokens = self.tokens()
-        return [tokens[i] for i in (self.bos, self.eos, self.pad)]
-
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary does not have it."""
         if name not in self.special:
-            raise ValueError(f"{self.name}: its vocabulary has no {name}: a conversation needs Apertus' control tokens")
+            raise ValueError(f"{self.name}: its vocabulary has no control token {name}")
         return self.special[name]
 
     # chat.py, which builds on this file, is imported on demand: pretraining does not need it.
@@ -206,27 +201,20 @@ class Tokenizer:
                 said.append(speaks == 1)
                 continue
             texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes between any two
-            new = self.encode("".join(texts))
             speakers = b"".join(bytes([(speaks + n) % 2]) * len(words.encode()) for n, words in enumerate(texts))
-            begins = [0] * len(new)
-            if 0 in speakers and 1 in speakers:             # rare, and slow
-                begins = itertools.accumulate((len(self.decode_bytes([i])) for i in new[:-1]), initial=0)
-            ids += new
-            said += [speakers[begin] == 1 for begin in begins]
+            at = 0
+            for i in self.encode("".join(texts)):
+                ids.append(i)
+                said.append(speakers[at] == 1)
+                at += len(self._bpe.decode_single_token_bytes(i))
             speaks = (speaks + len(texts) - 1) % 2
         return ids, said
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
-        chat = attached("chat")
-        chat.check(self)
-
-    def can_chat(self):
-        try:
-            self.check_chat()
-        except ValueError:
-            return False
-        return True
+        why = attached("chat").why_not(self)
+        if why:
+            raise ValueError(why)
 
 
 def first_difference(a, b):
@@ -235,7 +223,6 @@ def first_difference(a, b):
     for i in sorted(ours | theirs):
         if ours.get(i) != theirs.get(i):
             return i, ours.get(i), theirs.get(i)
-    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -244,8 +231,8 @@ def first_difference(a, b):
 
 def load(name):
     """
-    A vocabulary by name: 'byte', 'apertus', 'apertus:K' (256 <= K <= 130,072), 'bpe:FILE' or FILE.json, or a data or
-    run folder that has one.
+    A vocabulary by name: 'byte', 'apertus', 'apertus:K' (256 <= K <= 130,072), 'bpe:FILE' or FILE.json, or a folder of
+    data, of a run or of a model.
 
     Returns a Tokenizer. ValueError: unknown name, K out of range, not a vocabulary, mistral-common missing.
     """
@@ -259,75 +246,35 @@ def load(name):
             raise ValueError(f"tokenizer {name!r}: K must be from 256 (the bytes) to 130072, like apertus:4096")
         return Tokenizer(name, tekken()[:int(rest)], SMALL)
     if kind == "bpe" or name.endswith(".json"):
-        path = name.removeprefix("bpe:")
-        return Tokenizer(f"bpe:{path}", **read_bpe(path))
+        return read_bpe(name.removeprefix("bpe:"))
     if os.path.isdir(name):
         return load_for(name)
     raise ValueError(f"tokenizer {name!r} does not exist: choose byte, apertus, apertus:K or bpe:FILE.json")
 
 
 def load_for(folder):
-    """The Tokenizer of a data folder (meta.json) or a run folder (config.json), where `tokenizer` names it."""
-    for path in (f"{folder}/meta.json", f"{folder}/config.json"):
-        if os.path.exists(path):
-            name = read_json(path).get("tokenizer")
-            if not name:
-                raise ValueError(f"{folder} is a Hugging Face model: `python convert.py --load={folder} "
-                                 "--save=FILE.json` writes its vocabulary, to be named as FILE.json")
-            return load(os.path.join(folder, name) if name.endswith(".json") else name)
-    raise ValueError(f"{folder!r} has no meta.json and no config.json: want a folder that prepare.py or train.py wrote")
-
-
-def keep_for(tokenizer, folder):
-    """The name by which load_for(folder) finds this vocabulary: its own, or tokenizer.json, which is written there."""
-    for name, size in ("byte", 320), ("apertus", 131072):  # size first: loading apertus takes a second
-        if tokenizer.vocab_size == size and tokenizer.hash == load(name).hash:
-            return name
-    write_bpe(tokenizer, f"{folder}/tokenizer.json")
-    return "tokenizer.json"
-
-
-def tekken():
-    """The 130,072 pieces of Apertus' vocabulary, from a data file of mistral-common; the package is not imported."""
-    package = importlib.util.find_spec("mistral_common")
-    file = package and f"{os.path.dirname(package.origin)}/data/tekken_240718.json"
-    if not file or not os.path.exists(file):
-        raise ValueError("Apertus' vocabulary is not installed: pip install --no-deps mistral-common==1.13.1")
-    return read_tekken(file)
+    """The Tokenizer of a folder of data, a run or a model: its tokenizer.json, or the vocabulary that it names."""
+    if os.path.isfile(f"{folder}/tokenizer.json"):
+        return read_bpe(f"{folder}/tokenizer.json")
+    for file in "meta.json", "config.json":                # config.json: of runs from before November 2026
+        named = os.path.isfile(f"{folder}/{file}") and read_json(f"{folder}/{file}").get("tokenizer")
+        if named and not named.endswith(".json"):
+            return load(named)
+    raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or "
+                     "train.py, or copy tokenizer.json from the model's repository")
 
 
 @functools.cache
-def read_tekken(file):
-    """Cached: studies/fairness.py takes several prefixes. Apertus has no ids for the last 19,928 pieces of the file."""
-    vocab = read_json(file)["vocab"]
+def tekken():
+    """
+    The 130,072 pieces of Apertus' vocabulary, from a data file of mistral-common; the package is not imported. The file
+    has 19,928 more, for which Apertus has no ids.
+    """
+    package = importlib.util.find_spec("mistral_common")
+    if not package:
+        raise ValueError("Apertus' vocabulary is not installed: pip install --no-deps mistral-common==1.13.1")
+    vocab = read_json(f"{os.path.dirname(package.origin)}/data/tekken_240718.json")["vocab"]
     return [base64.b64decode(piece["token_bytes"]) for piece in vocab[:130_072]]
-
-
-def read_bpe(path):
-    """The arguments of Tokenizer in a file of write_bpe. ValueError, one line, if it is anything else."""
-    try:
-        saved = read_json(path)
-        pieces = [base64.b64decode(piece, validate=True) for piece in saved["pieces"]]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a vocabulary: want the JSON that prepare.py --train_bpe writes") from None
-    different = {*pieces}
-    if saved.get("pattern") != PATTERN or len(different) < len(pieces) or not different.issuperset(BYTES):
-        raise ValueError(f"{path} is damaged: want Apertus' pattern, all 256 bytes, no piece twice; train it again")
-    unusual = {key: saved[key] for key in ("special", "ids", "in_text", "ends") if key in saved}
-    return dict(special=SMALL, pieces=pieces) | unusual
-
-
-def write_bpe(tokenizer, path):
-    """Write a vocabulary as one file, all or nothing: its pieces, and its control tokens and ids if unusual."""
-    pieces = [base64.b64encode(piece).decode() for piece in tokenizer.pieces]
-    saved = dict(pattern=PATTERN, pieces=pieces)
-    if tokenizer.hash != Tokenizer("", tokenizer.pieces, SMALL).hash:
-        saved |= dict(
-            special=tokenizer.special,
-            ids=tokenizer.ids,
-            in_text=sorted(tokenizer.in_text),
-            ends=tokenizer.ends())
-    write_flushed(path, json.dumps(saved, indent=0))
 
 
 def without_long_runs(text):
@@ -339,7 +286,7 @@ def train_bpe(texts, vocab_size, path):
     """
     Learn a vocabulary of `vocab_size` ids, the 64 control tokens included, from an iterable of str; write it to `path`.
 
-    It cuts text as Apertus does and differs only in what it has seen. 4,096 ids trained on the standard library put
+    It cuts text as Apertus does and differs in its training text alone. 4,096 ids trained on the standard library put
     3.78 bytes of unseen files into a token; apertus:4096 puts 3.00 and apertus 4.33. Returns the Tokenizer, with fewer
     ids where the texts have fewer repetitions. ValueError: vocab_size below 320, rustbpe missing.
     """
@@ -353,9 +300,179 @@ def train_bpe(texts, vocab_size, path):
     parts = (part for text in texts for part in without_long_runs(text))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
     by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
-    pieces = [bytes(piece) for piece, _ in by_rank]
-    write_bpe(Tokenizer(path, pieces, SMALL), path)
-    return load(f"bpe:{path}")
+    tok = Tokenizer(f"bpe:{path}", [bytes(piece) for piece, _ in by_rank], SMALL)
+    write_bpe(tok, path)
+    return tok
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vocabulary files: Hugging Face's
+
+# A tokenizer.json without its vocabulary. ByteLevel spells bytes as characters. The post-processor puts <s> in front of
+# a text, as the published one does; add_special_tokens=False leaves it out.
+FRAME = """{
+    "version": "1.0",
+    "normalizer": null,
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false},
+        {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]},
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                 {"SpecialToken": {"id": "<s>", "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+    "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+    "model": {"type": "BPE", "ignore_merges": true}
+}""".replace("PATTERN", json.dumps(PATTERN))
+EXACT = dict(single_word=False, lstrip=False, rstrip=False)    # an added token as it stands, nothing around it
+SETTINGS = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, padding_side="left")
+ENDS = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+TEMPLATE = "chat_template.jinja"
+CHAT = NAMED[61:73]                                     # <|system_start|> to <|tools_suffix|>
+RESERVED = [f"<SPECIAL_{i}>" for i in range(61, 73)]    # the same ids in the Minis
+
+
+def hf_files(tok):
+    """
+    {file name: its content, for JSON}, from which transformers.AutoTokenizer makes the same ids.
+
+    transformers also turns a control token that is spelled out in a text into that token, unless called with
+    split_special_tokens=True. The chat template is there if the model has conversations.
+    """
+    names = {i: s for s, i in tok.special.items()}
+    bos, eos, pad = (names[i] for i in (tok.bos, tok.eos, tok.pad))
+    letter = letters()
+    spelled = ["".join(letter[b] for b in piece) for piece in tok.pieces]
+    content = json.loads(FRAME.replace('"<s>"', json.dumps(bos)))
+    content["post_processor"]["special_tokens"][bos]["ids"] = [tok.bos]
+    content["model"] |= dict(vocab=tok.special | dict(zip(spelled, tok.ids)), merges=merges_of(spelled))
+    content["added_tokens"] = [
+        dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
+        for s, i in tok.special.items()]
+    settings = SETTINGS | dict(bos_token=bos, eos_token=eos, pad_token=pad)
+    if not attached("chat").why_not(tok):
+        settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
+    return {"tokenizer.json": content, "tokenizer_config.json": settings}
+
+
+def write_bpe(tok, path):
+    """Write a vocabulary as one file, all or nothing. The ends of its texts must have Apertus' names."""
+    write_json(path, hf_files(tok)["tokenizer.json"])
+
+
+def letters():
+    """GPT-2's alphabet, {byte: character}: printable bytes are themselves, the others the characters from 256 on."""
+    free = map(chr, itertools.count(256))
+    return {b: chr(b) if chr(b).isprintable() and chr(b) != " " else next(free) for b in range(256)}
+
+
+def merges_of(spelled):
+    """
+    The list of merges that a byte-level BPE of these pieces (str, by rank) has in Hugging Face's format: all pairs of
+    pieces whose union is a piece, by the union's rank, then by their own (Apertus: 269,443, in the published order).
+    """
+    rank = {s: i for i, s in enumerate(spelled)}
+    cuts = ((s, s[:i], s[i:]) for s in spelled for i in range(1, len(s)))
+    ranks = sorted((rank[s], rank[a], rank[b]) for s, a, b in cuts if a in rank and b in rank)
+    return [[spelled[a], spelled[b]] for _, a, b in ranks]
+
+
+def read_bpe(path):
+    """
+    The Tokenizer in a tokenizer.json, with the tokenizer_config.json, config.json and chat template next to it, if any.
+
+    Every id is the stored one, also of tokens that were added behind the vocabulary. ValueError, one line, for a file
+    from which transformers would make other ids of a text.
+    """
+    folder = os.path.dirname(path) or "."
+    beside = f"{folder}/tokenizer_config.json", f"{folder}/config.json"
+    settings, config = (read_json(file) if os.path.isfile(file) else {} for file in beside)
+    # Apertus 1.5 has the ids of pictures and sound behind those of text, and has given the names of two control tokens
+    # to others, whose ids it keeps.
+    most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
+    renamed = {"<think>", "</think>"}
+    saved = read_json(path)
+    byte = {c: bytes([b]) for b, c in letters().items()}
+    try:
+        vocab = saved["model"].pop("vocab")
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in saved["model"].pop("merges")]
+        added = {token["content"]: token for token in saved["added_tokens"]}
+        id_of = vocab | {s: token["id"] for s, token in added.items()}
+        spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
+        pieces = [b"".join(byte[c] for c in s) for s in spelled]
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} is not a byte-level BPE like Apertus'; if an older version of this program wrote it, "
+                         "prepare the data again") from None
+    control = {s for s in added.keys() | vocab.keys() & renamed if id_of[s] < most}
+    # Ordinary text may become a token that a file does not call special, but never one of the chat format.
+    in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
+
+    frame = json.loads(FRAME)
+    model = {key: value for key, value in saved["model"].items() if value and key not in ("unk_token", "fuse_unk")}
+    # The normalizer of 1.5 makes a control token of a typed <think>, and nothing of <answer>: here both stay text.
+    normalizer = json.dumps(saved.get("normalizer"))
+    normalizes = re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer)
+    # transformers keeps the ids of the vocabulary, and numbers new tokens itself, on from its end.
+    new = [token["id"] for s, token in added.items() if s not in vocab]
+    claims = vocab | {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
+    moved = [s for s in claims if id_of.get(s) != claims[s]]
+    faults = {
+        "it cuts text in another way": model != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
+        "it normalizes text": normalizes,
+        "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
+        "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
+        "two tokens have the same id": len({*id_of.values()}) < len(id_of),
+        f"it numbers {moved or new} by itself": moved or new != [*range(len(vocab), len(vocab) + len(new))],
+    }
+    for s in in_text:
+        alike = [t for t in added if t != s and (t.startswith(s) or s.startswith(t))]
+        odd = alike or any(map(added[s].get, EXACT))
+        faults[f"its added token {s!r} takes white space with it, stands alone or begins like {alike}"] = odd
+    for fault, found in faults.items():
+        if found:
+            raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
+
+    names = chat_names(id_of)
+    # By name, never by a number of config.json: that of a Mini says pad_token_id 3.
+    ends = [settings.get(key) or usual for key, usual in ENDS.items()]
+    ends = [end["content"] if isinstance(end, dict) else end for end in ends]
+    special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
+    ids = [vocab[s] for s in spelled]
+    tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
+    tok.system, tok.foreign = chat_format(folder, settings.get("chat_template"))
+    return tok
+
+
+def chat_names(id_of):
+    """
+    {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
+    Their conversations have the ids of Apertus' chat tokens, without the names.
+    """
+    minis = [id_of.get(s) for s in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+    return dict(zip(RESERVED, CHAT)) if minis else {}
+
+
+# The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that
+# has none; None: that of chat.py.
+FORMATS = (
+    ("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", CHAT, None),     # Apertus-8B-Instruct-2509
+    ("4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19", RESERVED, ""))   # Apertus-v1.1-1.5B-Instruct
+
+
+def chat_format(folder, template):
+    """
+    (the system message of a conversation that has none, or None for that of chat.py; why chat.py cannot write this
+    model's conversations, or ""). A template is a program: it is not rendered, but known by its hash or its tokens.
+    """
+    if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
+        template = read_text(f"{folder}/{TEMPLATE}")
+    sha = hashlib.sha256(str(template).encode()).hexdigest()
+    for known, tokens, system in FORMATS:
+        if not template or sha == known or all(token in template for token in tokens):
+            return system, ""
+    return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
+                  "another form. If you know that they have Apertus', take a copy of the folder without it")
 
 
 def main():

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 import convert
 import tokenizer
 from chat import user_turn
-from conftest import ROOT, refused, script
+from conftest import ROOT, script
 from model import Apertus, rope_frequencies
 from posttrain import talk
 from tiny import GOLDEN
@@ -92,7 +92,7 @@ def weights(config):
 
 def tokens(names):
     """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
-    files = convert.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
     for token in files["tokenizer.json"]["added_tokens"]:
         token["special"] = token["content"] not in tokenizer.NAMED[14:18]
     return files
@@ -122,6 +122,7 @@ NEMO = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TO
 [TOOL_CALLS] <pad> [PREFIX] [MIDDLE] [SUFFIX]""".split()
 # The text of the published template is not at hand, its hash is: this stands for it.
 MINI_TEMPLATE = "{# <SPECIAL_61> #}"
+MINI_HASH = hashlib.sha256(MINI_TEMPLATE.encode()).hexdigest()
 
 
 def as_mini(folder):
@@ -176,7 +177,7 @@ def hub(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        patch.setitem(convert.TEMPLATES, hashlib.sha256(MINI_TEMPLATE.encode()).hexdigest(), "")
+        patch.setattr(tokenizer, "FORMATS", (tokenizer.FORMATS[0], (MINI_HASH, *tokenizer.FORMATS[1][1:])))
         yield convert.local
 
 
@@ -248,28 +249,24 @@ def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_are_dropped(hub)
 
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):
     asked, folder = [], hub(NAME)
-
-    def download(name, allow_patterns):
-        asked.append(allow_patterns)
-        return folder
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    code = ["pytorch_model.bin", "modeling_apertus.py", "training_args.bin", "README.md"]
-    files = os.listdir(convert.local("somebody/something")) + code
-    assert {file for file in files if not any(fnmatch.fnmatch(file, wanted) for wanted in asked[0])} == {*code}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.append(how) or folder)
+    code = {"pytorch_model.bin", "modeling_apertus.py", "training_args.bin", "README.md"}
+    files = {*os.listdir(convert.local("somebody/something"))} | code
+    wanted = asked[0]["allow_patterns"]
+    assert {file for file in files if not any(fnmatch.fnmatch(file, like) for like in wanted)} == code
     assert convert.shape_of("somebody/something") == convert.start_of(folder)[0]
-    assert asked[1] == ["config.json"]
+    assert asked[1] == dict(allow_patterns=["config.json"])
 
 
-@pytest.mark.parametrize("names, system", [(tokenizer.NAMED[61:73], None), (convert.RESERVED, "")])
-def test_an_unknown_chat_template_is_named_and_one_without_all_published_tokens_refused(
-        hub, tmp_path, capsys, names, system):
-    template = tmp_path / "chat_template.jinja"
-    template.write_text("{{ " + " ~ ".join(map(repr, names)) + " }}")
-    assert convert.chat_format(str(tmp_path), {}) == (system, "")
-    assert "is none that is known here" in capsys.readouterr().err
+@pytest.mark.parametrize("names, system", [(tokenizer.CHAT, None), (tokenizer.RESERVED, "")])
+def test_a_chat_template_without_all_published_tokens_is_refused(hub, tmp_path, names, system):
     shutil.copytree(hub(NAME), tmp_path / "other")
-    (tmp_path / "other" / "chat_template.jinja").write_text("{{ " + " ~ ".join(map(repr, names[:-1])) + " }}")
-    refused(script("sample.py", f"--init_from={tmp_path / 'other'}", "--chat"), "a chat template that is not Apertus'")
+    template = tmp_path / "other" / "chat_template.jinja"
+    template.write_text(str(names))
+    assert convert.load_any(str(tmp_path / "other"), chat=True)[1].system == system
+    template.write_text(str(names[:-1]))
+    with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
+        convert.load_any(str(tmp_path / "other"), chat=True)
 
 
 @pytest.mark.parametrize("line, says", [
