@@ -200,10 +200,7 @@ def forward_backward(run, rows, step):
 
 def show_conversations():
     """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
-    if os.path.isdir(os.path.join(init_from, "ckpt")):
-        tok = tokenizer.load_for(init_from)
-    else:
-        tok = convert.tokenizer_from_hf(convert.local(init_from))
+    tok = tokenizer.load_for(convert.local(init_from))
     tok.check_chat()
     rows = itertools.chain(*(first_rows(source, 3) for source in weights_of(data)))
     for place, row in rows:
