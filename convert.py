@@ -385,7 +385,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     Write a model as transformers reads it: safetensors, config.json, generation_config.json, tokenizer files.
 
     dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: structured layers
-    (studies/structured.py) become the dense matrices they equal. An export replaces an older one (see publish).
+    (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an older one (see publish).
     ValueError if transformers' Apertus cannot express the model, or if the folder holds what no export wrote. Source of
     the layout: transformers 5 (ApertusForCausalLM).
     """
@@ -396,7 +396,7 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         if not merge:
             raise ValueError(f"transformers' Apertus has no ffn={model.structured!r}: "
                              "--merge writes the dense model that it equals")
-        parameters = attached("studies.structured").dense_parameters(model)
+        parameters = attached("papers.structured_ffn").dense_parameters(model)
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"dtype={dtype!r}: an export has float32 or bfloat16")
     hf = config_to_hf(model.config, dtype)
@@ -877,7 +877,7 @@ def load_run(folder, device="cpu", dtype=None, spread=None, base=""):
     path, manifest = found
     if config.get("lora_r"):
         return load_adapters_of_run(config, path, device, dtype, base)
-    structured = attached("studies.structured") if config.get("ffn", "dense") != "dense" else None
+    structured = attached("papers.structured_ffn") if config.get("ffn", "dense") != "dense" else None
     with torch.device("meta"):
         model = Apertus(ApertusConfig.of(config), seed=None)
         if structured:

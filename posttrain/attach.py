@@ -6,7 +6,7 @@ What a run of train.py may take from outside. train.py hands its command line ov
     --teacher=MODEL                 a student that learns from it (posttrain/distill.py)
     --fp8                           the matrices of the blocks multiplied in 8 bits (engine/fp8.py)
     --sequence_parallel=8           windows over 8 ranks (engine/sequence.py)
-    --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (studies/structured.py)
+    --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (papers/structured_ffn.py)
     --old=FOLDER                    a second validation text: what the start model forgets (posttrain/forgetting.py)
 
 MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so they are
@@ -38,7 +38,7 @@ from posttrain import distill as distillation
 from posttrain import forgetting, lora
 from posttrain.common import adapters_of, load_start, shapes_of
 
-structured = attached("studies.structured")
+structured = attached("papers.structured_ffn")
 
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name

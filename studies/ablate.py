@@ -44,7 +44,8 @@ from engine import plot
 from engine.intervals import student
 from model import Apertus, ApertusConfig
 from posttrain import attach
-from studies import kit, structured
+from papers import structured_ffn as structured
+from studies import kit
 from tokenizer import read_json
 
 study = ""                                  # its name; a file in configs/ablations/ sets this and the next six
