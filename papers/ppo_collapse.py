@@ -98,7 +98,7 @@ class CartPole:
         return torch.from_numpy(self.cart).float()
 
     def observed(self):
-        """What play() asks for: the observations (n, 1, 4) of the one unit of each game, and that it is alive (n, 1)."""
+        """As play() needs it: the observations (n, 1, 4) of the one unit of each game, and that it is alive (n, 1)."""
         return self.state()[:, None], torch.ones(len(self.age), 1, dtype=torch.bool)
 
     def step(self, actions):

@@ -154,7 +154,7 @@ WALK = np.array([(0, 0), (0, 2), (0, -2), (2, 0), (-2, 0), *[(0, 0)] * UNITS])
 
 class Skirmish:
     """
-    Many fights at once. step(actions (fights, UNITS)) -> rewards, over, won (fights,). A fight that is over begins anew.
+    Many fights at once. step(actions (fights, UNITS)) -> rewards, over, won (fights,). A fight that ends begins anew.
 
     An ally walks 2, or attacks an enemy within its reach. An attack on one that is dead or farther away is a wait: a
     mask of possible actions would tell open-loop policies where enemies are. Enemies have 9/10 of the health. They wait

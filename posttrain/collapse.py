@@ -57,7 +57,7 @@ def fewest(values):
 
 
 def dead_units(h):
-    """(units,) bool: which columns of h (samples, units) are above 0 for no sample. The same before and after a ReLU."""
+    """(units,) bool: the columns of h (samples, units) that are never above 0. The same before and after ReLU."""
     return (h <= 0).all(0)
 
 

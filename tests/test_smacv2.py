@@ -1,5 +1,5 @@
 """
-papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: what the code of oxwhirl/smacv2 gives on stored units), and our
+papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: results of oxwhirl/smacv2's code on stored units), and our
 battle against the code at commit ac03345, which made the committed rows.
 """
 import filecmp

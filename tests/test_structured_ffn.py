@@ -1,4 +1,4 @@
-"""papers/structured_ffn.py against explicit dense matrices, torch's decompositions, the paper's tables and transformers."""
+"""papers/structured_ffn.py against explicit dense matrices, torch's decompositions, the paper and transformers."""
 import shutil
 
 import pytest
