@@ -245,7 +245,7 @@ def diagnose(actor, critic, seen, action, log_prob):
         dead=dead_units(phi).sum().item(),
         norm=phi.norm(dim=-1).mean().item(),
         beyond=((ratio - 1).abs() > CLIP).float().mean().item(),
-        # The mean of the ratios below the clip; the clip itself if there are none.
+        # The mean of the ratios below the clip, or the clip itself if all are above it.
         low_ratio=low.mean().item() if len(low) else 1 - CLIP,
         # The variance over states, a mean over actions: does the policy tell states apart?
         policy_variance=log_probs.exp().var(0).mean().item(),

@@ -348,8 +348,8 @@ policy that sees two thirds of its wins. So does the mistake of the released cod
 anyone who trained on SMACv2 since June 2023 has played a harder game than the paper's.
 
 The order is SMACv2's, the numbers are not: three against three by our own rules, 330,000 steps, and no memory in the
-policy. The plan's few wins in StarCraft, 7 to 11 in a hundred, are none here, because no mask of possible attacks tells
-it that an enemy is near. We compared thirteen arms, and chose the settings with another seed. One changed during the
+policy. In StarCraft the plan wins 7 to 11 fights in a hundred, here none, because no mask of possible attacks tells it
+that an enemy is near. We compared thirteen arms, and chose the settings with another seed. One changed during the
 study: fights had 50 steps, within which the policy that sees won a third.
 """
 

@@ -226,8 +226,8 @@ def drop_guides(model, optimizer=None):
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p is not layer.guide]
         layer.guide = layer.alpha = None
-    # A sharded module has no public way to give up a parameter. Its groups are a list in torch 2.13; in 2.11 there is
-    # one, or None.
+    # FSDP2 has no public function to remove a parameter. Its groups are a list in torch 2.13; in 2.11 there is one, or
+    # None.
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             state = module._get_fsdp_state()

@@ -43,8 +43,8 @@ from configurator import ROOT
 from engine import plot
 from engine.intervals import student
 from model import Apertus, ApertusConfig
-from posttrain import attach
 from papers import structured_ffn as structured
+from posttrain import attach
 from studies import kit
 from tokenizer import read_json
 
