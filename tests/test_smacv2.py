@@ -1,5 +1,5 @@
 """
-papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: what the code of oxwhirl/smacv2 gives on stored units), and our
+papers/smacv2.py against SMACv2 (tests/golden/smacv2.json: results of oxwhirl/smacv2's code on stored units), and our
 battle against the code at commit ac03345, which made the committed rows.
 """
 import filecmp
@@ -16,7 +16,7 @@ from papers import smacv2
 
 with open(os.path.join(ROOT, "tests", "golden", "smacv2.json"), encoding="utf-8") as f:
     WANT = json.load(f)
-RANGES = {unit["unit"]: unit for unit in WANT["ranges"] if unit["min_attack_range"] == 2}
+RANGES = {unit["unit"]: [unit["sight"], unit["attack"]] for unit in WANT["ranges"] if unit["min_attack_range"] == 2}
 RESULTS = os.path.join(ROOT, "results", "micro_combat")
 
 
@@ -36,103 +36,89 @@ def test_teams_are_drawn_as_published(case):
     want, rng = WANT["m2"][case], np.random.default_rng(0)
     teams = [smacv2.team_of(rng, want["unit_types"], want["n"], want["weights"]) for _ in range(4000)]
     assert teams[:len(want["first"])] == [drawn[-1] for drawn in want["first"]]
-    assert Counter(kind for team in teams for kind in team) == want["count"]
-    if case.startswith("protoss"):
-        ours = dict(zip(smacv2.TEAM, smacv2.SHARES))
-        assert ours == dict(zip(want["unit_types"], want["weights"]))
+    assert Counter(sum(teams, [])) == want["count"]
 
 
-def test_sight_and_reach_are_the_published_ones():
-    for kind, (_, *ranges, _) in smacv2.TEAM.items():
-        assert ranges == [RANGES[kind]["sight"], RANGES[kind]["attack"]]
-    assert smacv2.SIGHT_REACH == (WANT["without"]["sight"], WANT["without"]["attack"])
+def test_shares_sight_and_reach_of_our_team_are_the_published_ones():
+    protoss = WANT["m2"]["protoss_5_vs_5"]
+    assert dict(zip(smacv2.TEAM, smacv2.SHARES)) == dict(zip(protoss["unit_types"], protoss["weights"]))
+    assert all(ranges == RANGES[kind] for kind, (_, *ranges, _) in smacv2.TEAM.items())
+    assert smacv2.SIGHT_REACH == tuple(WANT["without"].values())
 
 
 @pytest.mark.parametrize("case", WANT["rewards"], ids=lambda case: case["name"])
 def test_reward_and_end_of_a_fight_are_the_published_ones(case):
+    """Medivacs do not count among those that can fight."""
     sides = dict(ally=case["allies"], enemy=case["enemies"])
-    health = {side: np.array([unit[1:3] for unit in units], float) for side, units in sides.items()}
-    fights = {side: [unit[0] != "medivac" for unit in units] for side, units in sides.items()}
-    most = health["enemy"].sum()
+    units = {side: [dict(zip(("name", "health", "shield"), unit)) for unit in sides[side]] for side in sides}
+    before = health_of(units["enemy"])
+    most = before.sum()
     for step in case["steps"]:
-        before = health["enemy"].sum(1)
         for side, i, new in step["changes"]:
-            health[side][i] = [new.get("health", health[side][i, 0]), new.get("shield", health[side][i, 1])]
-            if new.get("health") == 0:
-                health[side][i] = 0
-        ally, enemy = [health[side].sum(1) for side in ("ally", "enemy")]
-        over, won = smacv2.outcome(ally[fights["ally"]], enemy[fights["enemy"]])
+            units[side][i].update(new)
+        fighting = [health_of([unit for unit in side if unit["name"] != "medivac"]) for side in units.values()]
+        over, won = smacv2.outcome(*fighting)
+        after = health_of(units["enemy"])
         assert (over, won) == (step["done"], step["battle_won"])
-        assert smacv2.reward_of(before, enemy, won, most) == pytest.approx(step["reward"], abs=1e-12)
+        assert smacv2.reward_of(before, after, won, most) == pytest.approx(step["reward"], abs=1e-12)
+        before = after
 
 
-def looks(case):
-    """For each look in a stored script: our rows, and ours as the released code gives them."""
-    kinds = WANT["m4"]["columns"][5:]
-    sides = dict(ally=case["allies"], enemy=case["enemies"])
-    sides = {side: [dict(zip(("name", "x", "y", "health"), unit)) for unit in units] for side, units in sides.items()}
-    enemies = sides["enemy"]
-    revealed = np.zeros((1, len(sides["ally"]), len(enemies)), bool)
-    rng = np.random.default_rng(0)
-    for asked in case["script"]:
-        if isinstance(asked, list):
-            for side, i, new in asked:
-                sides[side][i].update(new)
-            continue
-        ally = sides["ally"][asked]
-        sight, reach = [np.array([RANGES[ally["name"]][key]]) for key in ("sight", "attack")]
-        place, units = np.array([[ally["x"], ally["y"]]]), np.array([[[unit["x"], unit["y"]] for unit in enemies]])
-        share = np.array([[unit.get("health", FULL[unit["name"]]) / FULL[unit["name"]] for unit in enemies]])
-        types = np.array([[[unit["name"] == kind for kind in kinds] for unit in enemies]])
-        within = np.linalg.norm(units - place[:, None], axis=-1) < sight
-        shown = smacv2.shown_to(asked, within, revealed, case["prob_obs_enemy"], rng)
-        kept = smacv2.not_cleared(revealed[:, asked] & (within | (share > 0)))
-        yield [smacv2.rows_of(place, sight, reach, units, share, types, which)[0] for which in (shown, shown & kept)]
+def health_of(units):
+    return np.array([(unit["health"] > 0) * (unit["health"] + unit["shield"]) for unit in units])
 
 
-FULL = dict(marine=45, marauder=125, medivac=150, stalker=160, zealot=150, colossus=350, zergling=35, baneling=30,
-            hydralisk=80)
+FULL = dict(marine=45, marauder=125, medivac=150)
 
 
 @pytest.mark.parametrize("case", WANT["m4"]["cases"], ids=lambda case: case["name"])
 def test_an_unseen_enemy_hides_no_other_and_in_the_released_code_it_does(case):
-    for (ours, released), fixed, published in zip(looks(case), case["one_row_cleared"], case["published"]):
-        np.testing.assert_allclose(ours, fixed["block"], atol=1e-6)
-        np.testing.assert_allclose(released, published["block"], atol=1e-6)
-
-
-# --- our battle ---------------------------------------------------------------------------------------------------
+    """The script of a case changes units, or names the ally that looks."""
+    enemies = [dict(zip(("name", "x", "y", "health"), unit)) for unit in case["enemies"]]
+    kinds = np.array([[[unit["name"] == kind for kind in FULL] for unit in enemies]])
+    revealed = np.zeros((1, len(case["allies"]), len(enemies)), bool)
+    looks = zip(case["one_row_cleared"], case["published"])
+    for asked in case["script"]:
+        if isinstance(asked, list):
+            for _, i, new in asked:
+                enemies[i].update(new)
+            continue
+        name, *place = case["allies"][asked]
+        sight, reach = RANGES[name]
+        away = np.array([[[unit["x"], unit["y"]] for unit in enemies]]) - place
+        health = np.array([[unit.get("health", FULL[unit["name"]]) / FULL[unit["name"]] for unit in enemies]])
+        within = np.hypot(*away.T).T < sight
+        shown = smacv2.shown_to(asked, within, revealed, case["prob_obs_enemy"], np.random.default_rng(0))
+        kept = smacv2.not_cleared(revealed[:, asked] & (within | (health > 0)))
+        for want, which in zip(next(looks), (shown, shown & kept)):
+            rows = smacv2.rows_of(away, sight, reach, health, kinds, which)
+            np.testing.assert_allclose(rows[0], want["block"], atol=1e-6)
 
 
 @pytest.mark.parametrize("game, policy, want", [
     ("all", "released", (34.31518164000352, 29, 0, 76502.5346869166, 47847.648911408796)),
-    ("all", "half", (34.31518164000352, 29, 0, 73236.99042218967, 47847.648911408796)),
     ("fixed", "closed", (99.02912621359225, 59, 0, 88912.33011641496, 47090.87494004467)),
 ])
 def test_the_battle_is_that_of_the_committed_rows(game, policy, want):
     """100 steps of 16 fights: rewards, ends, wins, observations and states of commit ac03345 for the same actions."""
     battle, rng, found = smacv2.Skirmish(16, game, policy, 0), np.random.default_rng(1), np.zeros(5)
     for _ in range(100):
-        numbers = [battle.observed().numpy(), battle.state().numpy()]
+        told, _ = battle.observed()
+        numbers = [told.numpy(), battle.state().numpy()]
         actions = np.where(rng.random((16, 3)) < 0.5, 3, rng.integers(8, size=(16, 3)))
         found[:3] += [part.sum() for part in battle.step(actions)]
         found[3:] += [(part * np.linspace(1, 2, part.size).reshape(part.shape)).sum() for part in numbers]
     assert found == pytest.approx(want, rel=1e-9)
 
 
-def test_an_attack_costs_the_enemy_within_reach_and_no_other():
-    """An enemy at 6 is within reach, one at 6.2 is not."""
-    battle = smacv2.Skirmish(1, "fixed", "open", 0)
-    battle.place[:] = [[[10, 10], [10, 11], [2, 30]], [[16, 10], [16.2, 11], [30, 2]]]
-    before = battle.health.copy()
-    reward, over, _ = battle.step(np.array([[5, 6, 5]]))
-    assert (before - battle.health)[0, 1].tolist() == [14, 0, 0] and not over[0]
-    assert reward[0] == pytest.approx(14 * 20 / (0.9 * (160 + 150 + 350) + 230))
+def test_a_run_learns_to_win(monkeypatch):
+    """A policy that sees, where nothing is random, after a quarter of the training: 54 % of fights, untrained none."""
+    monkeypatch.setattr(smacv2, "ROLLOUTS", 20)
+    assert smacv2.trained("fixed-closed-2")["won"] > 0.1
 
 
 def test_a_command_with_nothing_left_to_run_writes_the_committed_table(tmp_path, monkeypatch):
     shutil.copy(f"{RESULTS}/rows.jsonl", tmp_path)
     monkeypatch.setattr(smacv2, "results", str(tmp_path))
     smacv2.main()
-    for name in ("rows.jsonl", "table.md"):
-        assert filecmp.cmp(tmp_path / name, f"{RESULTS}/{name}", shallow=False)
+    assert filecmp.cmp(tmp_path / "table.md", f"{RESULTS}/table.md", shallow=False)

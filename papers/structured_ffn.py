@@ -1,0 +1,305 @@
+"""
+Structured feed-forward layers: each matrix of the MLP as a product of two smaller ones. Off by default.
+
+    y = W x with W (M, N) becomes                               parameters               63 % of the MLP, M = 4N
+    lowrank         U (V x)          V (R, N),   U (M, R)       R (N + M)                R = N/2
+    blockdense      U (V_b x)        V_b in B blocks            R (N/B + M)              R = 2N/3, B = 2
+    blockshuffle    S' U_b S V_b x   both in B blocks           min(N, M) (N + M) / B    B = 2 (Monarch)
+
+V_b multiplies B slices of x separately. S deals the result out like cards, so that each block of U_b reads a share of
+every slice. Everything is linear, so the product is one dense matrix, merge().
+
+Self-guided training: factors learn slowly at first, because the gradient of U needs a good V, and the reverse. A dense
+guide W starts as their product, does the work at first and fades out:
+
+    o = a W x + (1 - a) U V x,      a = (1 + cos(pi step / last)) / 2,      and at step `last` W is removed.
+
+Another paper, not Apertus: Wei et al., "Building on Efficient Foundations" (arXiv 2406.16450, NeurIPS 2024). Code:
+CLAIRE-Labo/StructuredFFN. Monarch: Dao et al., arXiv 2204.00595.
+
+Claim           With self-guided training and equal FLOPs, a 1.3B model with 32 % of the parameters of its MLPs comes
+                within 0.4 perplexity of the dense model.
+Reproduced      The layers, initial values, guide and its schedule, and the parameter and FLOP counts of Tables 1 and 2
+                (tests/test_structured_ffn.py). The MLP of Apertus has no gate: its two matrices are the paper's.
+Not reproduced  The perplexities, which took 25.5B tokens. In 0.3M tokens low rank beats dense, and self-guided training
+                does not help (results/structured/table.md).
+
+$ python train.py configs/laptop.py --ffn=lowrank --ffn_rank=96 --self_guided=0.5
+$ python convert.py --load=out/run --save=out/hf --merge
+"""
+
+import hashlib
+import math
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from schedule import steps_in
+
+# Letters: N inputs, M outputs, R rank, B blocks.
+
+KINDS = "lowrank", "blockdense", "blockshuffle"
+
+
+def factor_shapes(kind, n_out, n_in, rank, blocks):
+    """
+    The shapes of V and U for a matrix (n_out, n_in). Source: arXiv 2406.16450 sec. 3.1.
+
+    kind: one of KINDS. lowrank ignores blocks, blockshuffle ignores rank. ValueError: they do not fit the matrix.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"ffn={kind!r} is not one of dense, {', '.join(KINDS)}")
+    most = min(n_in, n_out)
+    if kind != "blockshuffle" and not 0 < rank <= most:
+        raise ValueError(f"ffn={kind!r} wants ffn_rank between 1 and {most}, got {rank}: try {most // 2} "
+                         "(about 60 % of the parameters)")
+    if kind == "lowrank":
+        return (rank, n_in), (n_out, rank)
+    # The number of blocks must divide both sides of V, and in blockshuffle also the outputs of U.
+    width = rank if kind == "blockdense" else n_out
+    if blocks < 1 or n_in % blocks or width % blocks:
+        raise ValueError(f"ffn={kind!r}: ffn_blocks={blocks} must divide {n_in} and {width}: "
+                         f"try ffn_blocks={math.gcd(n_in, width, 4)}")
+    if kind == "blockdense":
+        return (blocks, rank // blocks, n_in // blocks), (n_out, rank)
+    # Of the two block-diagonal matrices, the one at the narrow side has square blocks.
+    small = most // blocks
+    return (blocks, small, n_in // blocks), (blocks, n_out // blocks, small)
+
+
+def multiply(x, v, u):
+    """x (..., N) -> (..., M) through both factors, each a matrix or block-diagonal."""
+    if v.ndim == 2:
+        h = F.linear(x, v)                                         # (..., R)
+    else:
+        slices = x.unflatten(-1, (len(v), -1))                     # (..., B, N/B)
+        h = torch.einsum("...bi,boi->...bo", slices, v).flatten(-2)
+    if u.ndim == 2:
+        return F.linear(h, u)                                      # (..., M)
+    # Block b reads h[b], h[b + B], h[b + 2B], ... and writes to y at the same distances.
+    dealt = h.unflatten(-1, (-1, len(u)))                          # (..., min(N, M)/B, B)
+    return torch.einsum("...ib,boi->...ob", dealt, u).flatten(-2)  # (..., M/B, B) -> (..., M)
+
+
+def product(v, u):
+    """The dense matrix (M, N) of a pair of factors, in their dtype: the identity multiplied by both."""
+    n_in = v[..., 0, :].numel()
+    identity = torch.eye(n_in, dtype=v.dtype, device=v.device)
+    return multiply(identity, v, u).T.contiguous()
+
+
+class StructuredLinear(nn.Module):
+    """x (..., N) -> (..., M) by factors of the shapes v and u, without bias. Computes in x's dtype."""
+
+    def __init__(self, v, u):
+        super().__init__()
+        self.v = nn.Parameter(torch.empty(v))
+        self.u = nn.Parameter(torch.empty(u))
+        # While training is guided: the guide (M, N) and its weight, a tensor (), because a number would be compiled in.
+        self.register_parameter("guide", None)
+        self.register_buffer("alpha", None, persistent=False)
+        # Stochastic saving. It is decided outside of forward(), so that a recomputed forward pass decides the same.
+        self.use_guide = True
+
+    def forward(self, x):
+        v = self.v.to(x.dtype)
+        u = self.u.to(x.dtype)
+        # Validation uses the factors alone. The released code guides it too, at random, which adds noise.
+        if self.guide is None or not self.training:
+            return multiply(x, v, u)
+        guide = self.guide.to(x.dtype)
+        if not self.use_guide:
+            # DDP waits for the gradient of every parameter, so the guide's must be zero and not absent.
+            return multiply(x, v + 0 * guide[0, 0], u)
+        a = self.alpha.to(x.dtype)
+        return a * F.linear(x, guide) + (1 - a) * multiply(x, v, u)
+
+    @torch.no_grad()
+    def merge(self):
+        """The dense matrix (M, N) that equals the two factors, in their dtype."""
+        return product(self.v, self.u)
+
+
+# -----------------------------------------------------------------------------
+# in a model
+
+
+def build(model, settings):
+    """
+    Replace the MLP's matrices by structured layers in every block but the first, with initial values of their own.
+
+    settings: the run's, of which ffn, ffn_rank and ffn_blocks count. ValueError: the model's sizes do not allow them.
+    """
+    if model.config.n_layer < 2:
+        raise ValueError("structured layers with n_layer=1 would change nothing: the first layer stays dense, "
+                         "use --n_layer=2 or more")
+    model.structured = settings["ffn"]
+    for block in model.model.layers[1:]:
+        for name, dense in list(block.mlp.named_children()):
+            if isinstance(dense, nn.Linear):
+                size = dense.weight.shape
+                v, u = factor_shapes(model.structured, *size, settings["ffn_rank"], settings["ffn_blocks"])
+                setattr(block.mlp, name, StructuredLinear(v, u))
+    model.initial = partial(initial, model.initial, structured_layers(model))
+
+
+def structured_layers(model):
+    """{name: StructuredLinear} of a model, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, StructuredLinear)}
+
+
+def initial(draw, layers, name, shape, seed):
+    """
+    The initial values of the parameter `name`, fp64 if a structured layer owns it. All others are draw's.
+
+    lowrank: the best approximation of rank R of the matrix that the dense model of this seed starts with, its singular
+    values split evenly between the factors. Blocks: noise made orthogonal, all singular values 1. Guide: the product.
+    draw(name, shape, seed): the noise. layers: {name: StructuredLinear}. Source: post_init of the released code.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if owner not in layers:
+        return draw(name, shape, seed)
+    v = layers[owner].v.shape
+    u = layers[owner].u.shape
+    if len(v) == 2:
+        R, n_in = v
+        dense = draw(owner + ".weight", (u[0], n_in), seed).double()
+        U, S, Vh = torch.linalg.svd(dense, full_matrices=False)
+        root = S[:R].sqrt()
+        v = root[:, None] * Vh[:R]
+        u = U[:, :R] * root
+    else:
+        v = orthogonal(draw(owner + ".v", v, seed))
+        u = orthogonal(draw(owner + ".u", u, seed))
+    if leaf == "guide":
+        return product(v, u)
+    return v if leaf == "v" else u
+
+
+def orthogonal(w):
+    """Each block of w (..., m, n) with its singular values set to 1: the orthogonal factor of its polar form."""
+    U, _, Vh = torch.linalg.svd(w.double(), full_matrices=False)
+    return U @ Vh
+
+
+def restore(model, settings, step):
+    """Give a model the layers of a checkpoint at this step, by the settings of its run: guides too, if it has any."""
+    build(model, settings)
+    guides = Guides(settings)
+    if step < guides.last:
+        guides.join(model)
+
+
+def dense_parameters(model):
+    """Yield (name, tensor) of the equivalent dense model: factors as their product, without guides."""
+    layers = structured_layers(model)
+    for name, p in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        if owner not in layers:
+            yield name, p.detach()
+        elif leaf == "u":
+            yield owner + ".weight", layers[owner].merge()
+
+
+# -----------------------------------------------------------------------------
+# self-guided training
+
+
+def guided_steps(config):
+    """The number of guided steps: the share self_guided of all. config: the run's settings, as in config.json."""
+    share = config.get("self_guided", 0.0)
+    if not share:
+        return 0
+    if not 0 < share <= 1 or config["ffn"] == "dense":
+        raise ValueError(f"self_guided={share} with ffn={config['ffn']!r}: want a share of the run in [0, 1], and a "
+                         "structured --ffn")
+    return int(share * steps_in(config["total_samples"], config["batch_size"], config["batch_ramp_at"] or None))
+
+
+def drop_guides(model, optimizer=None):
+    """Remove the guides and their optimizer states. FSDP2's shards go too. DDP cannot forget them: wrap again."""
+    for layer in structured_layers(model).values():
+        if optimizer:
+            optimizer.state.pop(layer.guide, None)
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p is not layer.guide]
+        layer.guide = layer.alpha = None
+    # FSDP2 has no public function to remove a parameter. Its groups are a list in torch 2.13; in 2.11 there is one, or
+    # None.
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group:
+                    group.fsdp_params = [p for p in group.fsdp_params if p._module_info.param_name != "guide"]
+
+
+class Guides:
+    """
+    The guided steps of a run with structured layers. config: its settings (dict), as in config.json.
+
+    ValueError: self_guided is not a share of the run, or the layers are dense.
+    """
+
+    def __init__(self, config):
+        self.config = config
+        self.last = guided_steps(config)
+
+    def join(self, model):
+        """
+        Give each structured layer a dense guide that starts as its product, so that the first loss stays the same.
+
+        (The released BlockShuffle guide is not the product: it omits the shuffles, and is as far from it as an
+        unrelated matrix.) Call this before the optimizer is built and the model is wrapped or sharded.
+        """
+        self.model = model
+        if self.last:
+            for layer in structured_layers(model).values():
+                layer.guide = nn.Parameter(layer.merge())
+                layer.alpha = torch.ones((), device=layer.guide.device)
+            # Blocks share compiled code, in more variants than torch allows by default: dense or not, training or not,
+            # and each layer guided or not.
+            torch._dynamo.config.recompile_limit = 16
+
+    def set(self, step, micro):
+        """
+        Set the guides before a micro-batch: a pure function of the step, so there is nothing to save.
+
+        guide_saving: each layer uses the mixture with probability a and the factors alone otherwise, which saves half
+        of the guide's FLOPs over a cosine. The coins are hashes of (seed, step, micro, layer), so that a recomputed
+        forward pass meets the same ones. micro: number of the micro-batch within the step, over all ranks.
+        """
+        if step >= self.last:
+            return
+        # CosineTempDecay of the released code.
+        a = (1 + math.cos(math.pi * step / self.last)) / 2
+        for i, layer in enumerate(structured_layers(self.model).values()):
+            key = f"{self.config['seed']}/{step}/{micro}/{i}".encode()
+            digest = hashlib.blake2b(key, digest_size=8).digest()
+            coin = int.from_bytes(digest) / 2**64
+            layer.alpha.fill_(a)
+            layer.use_guide = not self.config["guide_saving"] or coin < a
+
+    def end(self, done, optimizer, config=None):
+        """
+        Remove the guides if all guided steps are among the `done` ones. Returns whether this call removed them.
+
+        Called after each update, and before a checkpoint is loaded, then with the checkpoint's config: its run may have
+        been planned shorter. With DDP, wrap the model again if this returns True.
+        """
+        if not self.last or done < guided_steps(config or self.config):
+            return False
+        drop_guides(self.model, optimizer)
+        self.last = 0
+        return True
+
+
+class Guided:
+    """A mixin of Apertus that sets its `guides`, in a tuple, before each forward pass in training."""
+
+    def forward(self, *args, **how):
+        if self.training:
+            self.guides[0].set(*self.now)
+        return super().forward(*args, **how)

@@ -1,0 +1,156 @@
+"""papers/structured_ffn.py against explicit dense matrices, torch's decompositions, the paper and transformers."""
+import shutil
+
+import pytest
+import torch
+import transformers
+
+import convert
+from ademamix import AdEMAMix, param_groups
+from configurator import literal
+from conftest import refused, same, script, weights
+from model import Apertus, ApertusConfig
+from papers import structured_ffn
+
+SMALL = dict(block_size=16, vocab_size=320, n_layer=3, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.1)
+FORMS = ("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)
+RUN = dict(self_guided=0.5, total_samples=80, batch_size=1, batch_ramp_at=0, seed=28, guide_saving=True)
+form = pytest.mark.parametrize("form", FORMS)
+IDS = torch.arange(64).view(4, 16)
+
+
+def settings(form):
+    return RUN | dict(zip(("ffn", "ffn_rank", "ffn_blocks"), form))
+
+
+def build(form):
+    """(model, guides) of a run with 40 guided steps, as posttrain/attach.py builds them: layers first, values last."""
+    model = Apertus(ApertusConfig(**SMALL), seed=None)
+    guides = structured_ffn.Guides(settings(form))
+    structured_ffn.build(model, guides.config)
+    guides.join(model)
+    model.init_weights(1)
+    return model, guides
+
+
+def layers(model):
+    return list(structured_ffn.structured_layers(model).values())
+
+
+def explicit(m):
+    """The matrix of a structured layer from torch's block-diagonal matrices and its shuffle of channels."""
+    v = m.v if m.v.ndim == 2 else torch.block_diag(*m.v)
+    if m.u.ndim == 2:
+        return m.u @ v
+    B = len(m.u)
+    dealt = torch.channel_shuffle(v[None], len(v) // B)
+    return torch.channel_shuffle(torch.block_diag(*m.u) @ dealt, B)[0]
+
+
+# Form, rank, blocks, parameters of all MLPs in millions: arXiv 2406.16450, Table 1.
+PUBLISHED = """\
+lowrank      1024 0 516
+blockdense   1536 4 486
+blockshuffle    0 2 516
+lowrank       512 0 275
+blockdense    768 4 260
+blockshuffle    0 4 275"""
+
+
+@pytest.mark.parametrize("row", PUBLISHED.splitlines())
+def test_a_model_of_the_published_size_has_the_published_parameters(row):
+    *form, millions = map(literal, row.split())
+    with torch.device("meta"):
+        model = Apertus(ApertusConfig(n_layer=24, n_embd=2048, ffn_dim=8192, n_head=16, n_kv_head=16), seed=None)
+        structured_ffn.build(model, settings(form))
+    ffn = sum(p.numel() for block in model.model.layers for p in block.mlp.parameters())
+    assert round(ffn / 1e6) == millions
+
+
+@pytest.mark.parametrize("form, says", [
+    (("lowrang", 0, 0), "not one of dense, lowrank"),
+    (("lowrank", 0, 0), "wants ffn_rank between 1 and 32, got 0: try 16"),
+    (("blockdense", 18, 4), "ffn_blocks=4 must divide 32 and 18: try ffn_blocks=2"),
+    (("blockshuffle", 0, 7), "ffn_blocks=7 must divide 32 and 64: try ffn_blocks=4"),
+    (("dense", 0, 0), "self_guided=0.5 with ffn='dense': want a share of the run")])
+def test_settings_that_do_not_fit_are_refused(form, says):
+    with pytest.raises(ValueError, match=says):
+        build(form)
+
+
+def test_low_rank_starts_as_the_truncated_svd_of_the_dense_models_draw():
+    """By Eckart and Young nothing of rank 12 is nearer; its singular values are split evenly between the factors."""
+    W = Apertus(ApertusConfig(**SMALL), seed=1).model.layers[2].mlp.down_proj.weight.double()
+    m = layers(build(FORMS[0])[0].double())[3]
+    S = torch.linalg.svdvals(W)
+    assert (W - m.merge()).norm().item() == pytest.approx(S[12:].norm().item(), rel=1e-6)
+    for factor in (m.v, m.u):
+        torch.testing.assert_close(torch.linalg.svdvals(factor), S[:12].sqrt(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+def test_block_forms_start_with_all_singular_values_one(form):
+    for m in layers(build(form)[0]):
+        S = torch.linalg.svdvals(m.merge())
+        rank = form[1] or 32
+        torch.testing.assert_close(S, (torch.arange(32) < rank).float(), rtol=0, atol=1e-5)
+
+
+@form
+def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
+    """So does training where the coin saves the guide, whose gradient is then 0, not absent: DDP waits for it."""
+    for m in layers(build(form)[0].double()):
+        W = explicit(m)
+        torch.testing.assert_close((m.guide, m.merge()), (W, W), rtol=0, atol=1e-6)
+        torch.nn.init.normal_(m.guide)
+        m.alpha.fill_(0.25)
+        x = torch.randn(2, 5, W.shape[1]).double()
+        torch.testing.assert_close(m(x), 0.25 * x @ m.guide.T + 0.75 * x @ W.T)
+        m.use_guide = False
+        torch.testing.assert_close((m(x), m.eval()(x)), (x @ W.T, x @ W.T))
+        m.train()(x).sum().backward()
+        assert m.guide.grad.abs().max() == 0
+
+
+def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says():
+    """At a weight of a half 4,000 coins, one for each layer and micro-batch: within 4 sigma, in all 16 patterns."""
+    model, guides = build(FORMS[0])
+    weights, coins = [], []
+    for step, micro in [*zip(range(40), range(40)), *zip([20] * 1000, range(1000))]:
+        guides.set(step, micro)
+        weights.append(layers(model)[3].alpha.item())
+        coins.append([m.use_guide for m in layers(model)])
+    torch.testing.assert_close(torch.tensor(weights[:40]), torch.hann_window(80)[40:])
+    coins = torch.tensor(coins[40:]).float()
+    assert coins.mean() == pytest.approx(0.5, abs=0.032) and len(coins.unique(dim=0)) == 16
+
+
+def test_at_the_end_the_guides_and_their_states_are_gone():
+    """At half of the run's steps, or of those of a checkpoint, whose run was planned shorter."""
+    model, guides = build(FORMS[1])
+    opt = AdEMAMix(param_groups(model), lr=1e-2, compile=False)
+    guides.set(1, 0)
+    model(IDS, IDS)[1].backward()
+    opt.step()
+    shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of 1 and 20 of 2
+    assert not guides.end(39, opt) and guides.end(30, opt, shorter)
+    grouped = [p for group in opt.param_groups for p in group["params"]]
+    assert set(opt.state) == set(grouped) == set(model.parameters())
+    assert all(m.guide is None for m in layers(model))
+
+
+def test_a_run_that_stopped_in_its_guided_phase_is_exported_as_a_dense_model_and_resumes_bit_exact(data, tmp_path):
+    flags = ("--total_samples=64 --warmup_samples=8 --decay_samples=16 --checkpoint_every=2 --keep_checkpoints=9 "
+             "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving")
+    command = ["train.py", "configs/tiny.py", f"--data={data}", *flags.split()]
+    whole, run, hf = tmp_path / "whole", tmp_path / "run", tmp_path / "hf"
+    script(*command, f"--out={whole}")
+    shutil.copytree(whole, run, ignore=shutil.ignore_patterns("step-*[468]"))
+    refused(script("convert.py", f"--load={run}", f"--save={hf}"), "--merge")
+    script("convert.py", f"--load={run}", f"--save={hf}", "--merge")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(IDS).logits, convert.load_run(str(run))[0](IDS)[0], rtol=0, atol=2e-5)
+    done = script(*command, f"--out={run}", "--resume")
+    assert "step-00000002" in done.stdout, done.stderr
+    assert same(weights(whole), weights(run))
