@@ -8,7 +8,7 @@ follow in the passage, the suffix. Passages that the model has never read are th
 Source: Apertus report (arXiv 2509.14233) sec. 5.4 and app. E; Rouge-L: Lin (2004).
 
 $ python -m studies.memorize speeches.jsonl austen.txt    # train small models with and without Goldfish, and test them
-$ python -m studies.memorize --init_from=out/mine --probes=data/mine/probes.json    # test any model (prepare.py --probes)
+$ python -m studies.memorize --init_from=out/mine --probes=data/mine/probes.json    # any model; prepare.py's probes
 $ python -m studies.memorize --report                     # write table.md and maps.png again, from rows.jsonl
 
 The small models have 1.25M parameters. Their text is cut into passages, and each bucket of passages is read 0 to 128
@@ -108,8 +108,8 @@ def rouge_l(generated, truth):
     row = np.zeros(len(generated) + 1)
     for token in truth:
         # A match extends the best pair before both tokens; the running maximum carries it to the right.
-        matched = row[:-1] + np.equal(generated, token)
-        row[1:] = np.maximum.accumulate(np.maximum(row[1:], matched))
+        longest = np.maximum(row[1:], row[:-1] + np.equal(generated, token))
+        row[1:] = np.maximum.accumulate(longest)
     return 2 * row[-1] / (len(generated) + len(truth))
 
 
@@ -136,7 +136,6 @@ def recite(model, bos, passages, kind, prefix, suffix):
         kind=kind,
         prefix=prefix,
         suffix=suffix,
-        n=len(said),
         rouge=fmean(map(rouge_l, said, truths)),
         said=said[0],
     )
@@ -198,8 +197,8 @@ def make_data(folder, tok, ids, seed, T):
     buckets = BUCKETS * n_passages
     n_train = len(buckets) + background // length
     if len(passages) <= n_train:
-        raise ValueError(f"the texts have {len(ids):,} tokens, want more than {n_train * length:,}: name more files, or "
-                         "lower --background or --n_passages")
+        raise ValueError(f"the texts have {len(ids):,} tokens, want more than {n_train * length:,}: name more files, "
+                         "or lower --background or --n_passages")
     train = [*passages[len(buckets) : n_train]]
     for bucket, passage in zip(buckets, passages):
         share = 0.05 if bucket == "edited" else 0
@@ -286,8 +285,8 @@ def table_md(rows):
     lines = [
         "# Recitation",
         "",
-        "Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and suffix "
-        "are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.",
+        "Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and "
+        "suffix are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.",
         "",
         *kit.table(head, body),
     ]
@@ -304,8 +303,8 @@ def table_md(rows):
     if body:
         lines += [
             "",
-            "Greedy continuations at 128 repetitions and of edited copies, and validation loss (nats per token); below each "
-            "model its differences from `none` or `none-512`, paired by seed.",
+            "Greedy continuations at 128 repetitions and of edited copies, and validation loss (nats per token); below "
+            "each model its differences from `none` or `none-512`, paired by seed.",
             "",
             *kit.table(f"| model | {' | '.join(MEASURES)} |", body),
         ]
