@@ -121,6 +121,12 @@ def open_log(out, start, ranks, validate=False, wandb=""):
     return log
 
 
+def settings_of(folder):
+    """The settings of a run folder, from its config.json."""
+    config = read_json(f"{folder}/config.json")
+    return config.get("nanoapertus", config)
+
+
 def asked_to_stop(out, stop, ranks):
     """Whether a signal has come (`stop` is not empty) or, on the first rank, the run folder contains a file `stop`."""
     return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")

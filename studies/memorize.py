@@ -1,30 +1,27 @@
 """
-What a model recites: passages that it read 0 to 128 times, their beginnings as prompts, how much of the rest it says.
+Verbatim memorisation: how much of a passage does a model recite after it has read the passage 0 to 128 times?
 
     Rouge-L = 2 P R / (P + R),   P = LCS / |generated|,   R = LCS / |truth|      LCS: longest common subsequence of ids
 
-Beside it stand the longest common contiguous span, the type-token ratio (a model that repeats itself does not recite),
-and the teacher-forced accuracy on the labels that Goldfish kept and dropped, because a model that cannot recite a
-passage may still know it. Passages that were never read, 0 repetitions, are the baseline.
-Protocol: Apertus report (arXiv 2509.14233) sec. 5.4, app. E: prefixes of 50 to 5,000 tokens, 500 tokens of suffix, BOS
-before the prompt.
+The prompt is BOS and the first tokens of a passage, the prefix. The continuation is compared with the tokens that
+follow in the passage, the suffix. Passages that the model has never read are the baseline.
+Source: Apertus report (arXiv 2509.14233) sec. 5.4 and app. E; Rouge-L: Lin (2004).
 
-$ python -m studies.memorize speeches.jsonl shakespeare.txt austen.txt   # trains small models on these, and tests them
+$ python -m studies.memorize speeches.jsonl austen.txt    # train small models with and without Goldfish, and test them
 $ python -m studies.memorize --init_from=out/mine --probes=data/mine/probes.json    # any model; prepare.py's probes
-$ python -m studies.memorize --report                                    # table and picture again from rows.jsonl
+$ python -m studies.memorize --report                     # write table.md and maps.png again, from rows.jsonl
 
-The small models have 1.25M parameters and windows of 256. They read passages of 150 tokens out of the last 40 % of the
-last text, each as often as its repetitions say, and everything else once, as background. Two things cannot be as at
-Apertus' scale. A suffix of 100 tokens has only two labels that k = 50 drops, so k is 10 or 4 here. And scope 'window'
-never drops the first h - 1 labels of a window, so a dropped label of a passage that is read r times is trained
-r (h - 1) / T times after all: 12 of 128 at T = 512 and h = 50, but 1.5 at Apertus' 4096. Hence the last three models:
-k = h = 50, windows of 512 and suffixes of 250 tokens, with the mask computed on the stream, which is what long windows
-amount to, and on each window.
+The small models have 1.25M parameters. Their text is cut into passages, and each bucket of passages is read 0 to 128
+times. The bucket "edited" is read 128 times, each time with 5 % of the tokens replaced: a limit of Goldfish, whose mask
+differs between such copies. All other passages are read once.
 
-A seed draws the passages, the documents, their order and the initial weights. The settings above and the learning rate
-were found in trials with seeds below 10; the seeds that are reported, from 11 on, chose nothing. Intervals are
-Student's t over the seeds. What is asked is in the names of the folders under `runs`, and rows.jsonl is written after
-every model, so the same command goes on with a study that was killed.
+Two things differ from Apertus' scale. A suffix of 100 tokens has only two labels that k = 50 drops, so k is 10 or 4 at
+windows of T = 256. And the scope "window" (Apertus) never drops the first h - 1 labels of a window, so r copies train a
+dropped label r (h - 1) / T times: 12 of 128 at h = 50 and T = 512, but 1.5 at Apertus' 4096. So k = h = 50 is tested
+with T = 512 and suffixes of 250 tokens, and also with the scope "stream", which behaves like long windows.
+
+The same command resumes a study that was stopped. results/memorize has five seeds; there the passages read once are
+documents of a book and of speeches, and "map" and "first49" are greedy continuations of other lengths.
 """
 
 import sys
@@ -33,16 +30,12 @@ if __name__ == "__main__" and not __package__:
     print("memorize.py: start it from the project's root, python -m studies.memorize", file=sys.stderr)
     sys.exit(2)
 
-import difflib
-import glob
-import hashlib
 import itertools
 import json
-import operator
 import os
-import random
-import statistics
 import sysconfig
+from operator import itemgetter
+from statistics import fmean
 
 import numpy as np
 import torch
@@ -50,754 +43,295 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
-from corpus.shards import write_shard
-from engine import plot
+from engine import plot, readers
+from engine.files import read_json, read_text, sha256
+from engine.hardware import pick_device
+from engine.runs import settings_of
 from generate import generate
-from goldfish import goldfish_mask
 from studies import kit
-from tokenizer import read_json
 
-paths = []              # texts for the small models (.txt .md .py .jsonl), passages from the last; none = Python's own
-models = "none k10 k4 none-512 k50-stream k50-window"    # which of the small models below
+paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
+models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
 seeds = 5               # of passages, order and weights
-first_seed = 11         # those below have chosen the settings
-n_passages = 8          # of each repetition count, at windows of 256; at 512 three quarters of it
-background = 1_000_000  # tokens read once, at windows of 256; at 512 seven tenths of it
+first_seed = 11         # seeds below 11 chose the settings
+n_passages = 8          # of each bucket
+background = 1_000_000  # tokens that are read once
 tokenizer = "apertus:2048"
-jobs = 0                # models trained at a time; 0 = one for each GPU, or for each CPU core without one
-init_from = ""          # instead: test this model (run folder, Hugging Face folder, hub name) ...
-probes = ""             # ... with these: a JSON list of {"repetitions": n, "text" or "ids": ...}
+jobs = 0                # models trained at a time; 0 = one for each GPU, or for each CPU core without a GPU
+init_from = ""          # test this model instead (run folder, Hugging Face folder, hub name) ...
+probes = ""             # ... with these passages: a JSON list of {"repetitions": n, "text" or "ids": ...}
 prefixes = (50, 100, 250, 500, 1000, 2000, 3000, 4000, 5000)
-offsets = (0,)          # where in the passage the prompt begins
 suffix = 500            # tokens to continue
-min_ttr = 0.4           # passages with a lower type-token ratio are left out, as in the report
-batch = 16              # prompts at once
+min_ttr = 0.4           # suffixes with fewer distinct tokens per token are left out, as in the report
 out = ""                # folder of rows.jsonl, table.md, maps.png; "" = results/memorize, or <init_from>/memorize
 runs = "out/memorize"   # data and run folders of the small models
-report = False          # run nothing: write table and picture from rows.jsonl
+report = False          # run nothing: write table.md and maps.png from rows.jsonl
 
-REPETITIONS = (0, 1, 4, 16, 64, 128)
-EDIT = 0.05     # share of an edited copy's tokens that are replaced, drawn afresh for every copy
-WANT = 'a JSON list of {"repetitions": n, "text" or "ids": ...}'
+BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
+PREFIX = 50                         # tokens of the longest prompt of a small model
+PASSAGE = {256: 150, 512: 300}      # tokens of a passage, by the window
 
-# The small models: tokens of a window T, of a passage and of a suffix; the Goldfish mask (k, h, hash) whose kept and
-# dropped labels are compared; and the scope of that mask in training. A model without a scope is trained without it.
-SHORT = dict(T=256, passage=150, suffix=100)
-LONG = dict(T=512, passage=300, suffix=250)
+# By name: the window and the Goldfish mask.
 MODELS = {
-    "none": dict(SHORT, mask=(10, 13, "product"), scope=""),
-    "k10": dict(SHORT, mask=(10, 13, "product"), scope="window"),
-    "k4": dict(SHORT, mask=(4, 13, "product"), scope="window"),
-    "none-512": dict(LONG, mask=(50, 50, "mix"), scope=""),
-    "k50-stream": dict(LONG, mask=(50, 50, "mix"), scope="stream"),
-    "k50-window": dict(LONG, mask=(50, 50, "mix"), scope="window"),
+    "none": (256, "--goldfish_k=0"),
+    "k10": (256, "--goldfish_k=10 --goldfish_h=13"),
+    "k4": (256, "--goldfish_k=4 --goldfish_h=13"),
+    "none-512": (512, "--goldfish_k=0"),
+    "k50-stream": (512, "--goldfish_k=50 --goldfish_hash=mix --goldfish_scope=stream"),
+    "k50-window": (512, "--goldfish_k=50 --goldfish_hash=mix --goldfish_scope=window"),
 }
+TRAIN = """
+    --n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=128 --ffn_dim=512 --init_std=0.02 --rope_scaling=0.0
+    --optimizer=adamw --betas=(0.9,0.95,0.9999) --grad_clip=1.0 --lr=3e-3 --lr_floor=3e-5
+    --eval_every=0 --last_eval_windows=300 --sample_every=0 --checkpoint_every=0
+"""
 
-# What table.md compares, seed by seed.
-PAIRS = (
-    ("k10", "none"),
-    ("k4", "none"),
-    ("k4", "k10"),
-    ("k50-stream", "none-512"),
-    ("k50-window", "none-512"),
-    ("k50-window", "k50-stream"),
-)
 
-# Tokens of the small models' prompts: at least h - 1, since the mask of earlier labels depends on the text before them.
-PREFIX = 50
-
-# AdamW, with which the settings were found.
-TRAIN = dict(
-    n_layer=4, n_head=4, n_kv_head=2, n_embd=128, ffn_dim=512,
-    init_std=0.02, rope_scaling=0.0,
-    optimizer="adamw", betas=(0.9, 0.95, 0.9999), grad_clip=1.0,
-    lr=3e-3, lr_floor=3e-5,
-    eval_every=10**6, sample_every=0,
-    checkpoint_every=10**6, keep_checkpoints=1,
-)
+# {title of a column: (key, the rows that it is from)}
+MEASURES = {
+    "Rouge-L, 128": ("rouge", dict(kind="greedy", prefix=PREFIX, repetitions=128)),
+    "Rouge-L, edited": ("rouge", dict(kind="greedy", prefix=PREFIX, repetitions="edited")),
+    "validation loss": ("val_loss", dict(kind="validation")),
+}
 
 
 # -----------------------------------------------------------------------------
 # measures, on lists of token ids
 
 
-def lcs(a, b):
-    """Length of the longest common subsequence, by the textbook's table: a row for each token of b."""
-    a = np.array(a)
-    row = np.zeros(len(a) + 1, dtype=int)
-    for y in b:
-        # A match goes on from what was common before both tokens, and the running maximum carries it to the right.
-        matched = row[:-1] + (a == y)
-        row[1:] = np.maximum.accumulate(np.maximum(row[1:], matched))
-    return int(row[-1])
-
-
 def rouge_l(generated, truth):
     """
-    F1 of the longest common subsequence, in [0, 1]; 0 if one of the two is empty.
+    F1 of the longest common subsequence, in [0, 1]: the formula above with P and R put in.
 
-    Precision and recall of the formula above, put into 2 P R / (P + R), leave this.
+    LCS by the textbook's table, one row for each token of the truth.
     """
-    return 2 * lcs(generated, truth) / (len(generated) + len(truth))
-
-
-def longest_span(generated, truth):
-    """Length of the longest run of tokens that both contain."""
-    return difflib.SequenceMatcher(None, generated, truth, autojunk=False).find_longest_match().size
-
-
-def type_token_ratio(ids):
-    """
-    Different tokens per token, in (0, 1].
-
-    Low values are text that repeats itself: easy to recite, and no sign of memory.
-    """
-    return len(set(ids)) / len(ids)
-
-
-def common_start(generated, truth):
-    """Number of tokens that are right before the first that is wrong."""
-    return len(os.path.commonprefix([generated, truth]))     # It takes lists of anything.
+    row = np.zeros(len(generated) + 1)
+    for token in truth:
+        # A match extends the best pair before both tokens; the running maximum carries it to the right.
+        longest = np.maximum(row[1:], row[:-1] + np.equal(generated, token))
+        row[1:] = np.maximum.accumulate(longest)
+    return 2 * row[-1] / (len(generated) + len(truth))
 
 
 # -----------------------------------------------------------------------------
 # the protocol
 
 
-# A probe is a passage with the number of times that the model has read it. Its beginning is the prompt, `prefix` tokens
-# from `offset` on, and the `suffix` tokens after that are what the model would say if it knew the passage by heart.
-
-
-def check_lengths(window, shortest, offset, prefix, suffix):
-    """ValueError if a prompt and its suffix do not fit into the model's window, or into the shortest passage."""
-    if 1 + prefix + suffix > window:
-        raise ValueError(f"prefix {prefix} + suffix {suffix} do not fit into the model's window of {window}: "
-                         "lower --prefixes or --suffix")
-    if shortest < offset + prefix + suffix:
-        raise ValueError(f"a probe has {shortest} tokens; offset {offset} + prefix {prefix} + suffix {suffix} "
-                         f"need {offset + prefix + suffix}: lower one of them")
-
-
-def recall(model, passages, bos, offset, prefix, suffix, nucleus=False, seed=0):
+def recite(model, bos, passages, kind, prefix, suffix):
     """
-    Prompt with BOS + passage[offset : offset + prefix], continue by `suffix` tokens, compare with the passage.
+    Continue BOS and the first `prefix` tokens of passages by `suffix` tokens, and compare them with the passages.
 
-    passages: lists of ids. Greedy, or nucleus sampling (temperature 1, top-p 0.9) by the seed.
-
-    Returns one dict for each passage: rouge, span, start and ttr of the continuation, truth_ttr of what follows in the
-    passage, and the ids that were said. ValueError if a passage or the model's window is too short.
+    passages: lists of ids. kind: greedy, or nucleus (temperature 1, top-p 0.9). Returns a row with the means over
+    passages; `said` is the first continuation, in ids.
     """
-    shortest = min(map(len, passages))
-    check_lengths(model.config.block_size, shortest, offset, prefix, suffix)
-    device = model.lm_head.weight.device
-    how = dict(temperature=0)
-    if nucleus:
-        generator = torch.Generator(device).manual_seed(seed)
-        how = dict(temperature=1.0, top_p=0.9, generator=generator)
-    begin = offset + prefix
-    rows = []
-    for i in range(0, len(passages), batch):
-        some = passages[i : i + batch]
-        prompts = [[bos, *p[offset:begin]] for p in some]
-        ids = generate(model, torch.tensor(prompts, device=device), suffix, **how)
-        new = ids[:, 1 + prefix :].tolist()
-        for passage, generated in zip(some, new):
-            truth = passage[begin : begin + suffix]
-            rows.append(dict(
-                rouge=rouge_l(generated, truth),
-                span=longest_span(generated, truth),
-                start=common_start(generated, truth),
-                ttr=type_token_ratio(generated),
-                truth_ttr=type_token_ratio(truth),
-                said=generated,
-            ))
-    return rows
-
-
-@torch.no_grad()
-def forced(model, passages, bos, prefix, mask):
-    """
-    Teacher-forced top-1 accuracy on the labels after the prefix, apart for those that a Goldfish mask keeps and drops.
-
-    mask: (k, h, hash). It is computed on the passage alone, hence prefix >= h - 1. Returns the numbers of labels
-    [right and kept, kept, right and dropped, dropped], summed over the passages.
-    """
-    device = model.lm_head.weight.device
-    counts = np.zeros(4, dtype=int)
-    for passage in passages:
-        labels = torch.tensor(passage)                         # (T,)
-        inputs = [bos, *passage[:-1]]
-        logits, _ = model(torch.tensor([inputs], device=device))
-        answers = logits[0].argmax(-1).cpu()                   # (T,)
-        right = (answers == labels)[prefix:]
-        keep = goldfish_mask(labels, *mask)[prefix:]
-        kinds = (right & keep, keep, right & ~keep, ~keep)
-        counts += [int(kind.sum()) for kind in kinds]
-    return counts.tolist()
-
-
-def recite(model, bos, passages, asked, names):
-    """
-    What the model says of some passages, as lines of rows.jsonl that begin with `names`: model, seed, repetitions.
-
-    asked: (kind, prefix, suffix, offset) of each line. Kind "nucleus" is sampled by the seed, all others are greedy.
-    """
-    title = f"{names['repetitions']} repetitions"
-    lines = []
-    for kind, prefix, suffix, offset in tqdm(asked, title, unit="cell", leave=False):
-        nucleus = kind == "nucleus"
-        found = recall(model, passages, bos, offset, prefix, suffix, nucleus, names["seed"])
-        lines.append(cell(found, **names, kind=kind, prefix=prefix, suffix=suffix, offset=offset))
-    return lines
-
-
-def cell(rows, **names):
-    """
-    A line of rows.jsonl: means of recall's measures over passages.
-
-    The worst and the best Rouge-L show whether a mean is that of all passages, or of a few that are recited whole; what
-    was said of the first passage can be read.
-    """
-    mean = {key: round(statistics.fmean(r[key] for r in rows), 4) for key in rows[0] if key != "said"}
-    scores = [round(r["rouge"], 4) for r in rows]
+    how = dict(temperature=1.0, top_p=0.9) if kind == "nucleus" else dict(temperature=0)
+    torch.manual_seed(0)
+    said = []
+    # 16 prompts at once.
+    for i in range(0, len(passages), 16):
+        prompts = [[bos, *passage[:prefix]] for passage in passages[i : i + 16]]
+        said += [ids[1 + prefix :] for ids in generate(model, prompts, suffix, **how)]
+    truths = [passage[prefix : prefix + suffix] for passage in passages]
     return dict(
-        names,
-        n=len(rows),
-        **mean,
-        rouge_min=min(scores),
-        rouge_max=max(scores),
-        said=rows[0]["said"],
+        kind=kind,
+        prefix=prefix,
+        suffix=suffix,
+        rouge=fmean(map(rouge_l, said, truths)),
+        said=said[0],
     )
 
 
-def read_probes(path, tok):
+def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     """
-    {repetitions: [ids]} of a probe file, by number of repetitions.
+    Rows of a model: recite() for each number of repetitions, greedy and nucleus, and each prefix.
 
-    prepare.py writes an object around a list, with the hash of its vocabulary; a list alone will do as well. tok
-    encodes what has only text. ValueError if the file is something else.
+    names: what all rows begin with. ValueError if the file holds no probes, or if a probe or the model's window is too
+    short.
     """
-    if not os.path.isfile(path):
-        raise ValueError(f"no probe file {path!r}: make one with prepare.py --probes, or {WANT}")
-    buckets = {}
-    try:
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)
-        if isinstance(found, list):
-            found = dict(probes=found, tokenizer_hash=tok.hash)
-        # The ids of prepare.py's file mean other words in another vocabulary, but its text is still good.
-        same = found["tokenizer_hash"] == tok.hash
-        for probe in found["probes"]:
-            ids = probe["ids"] if same and "ids" in probe else tok.encode(probe["text"])
-            buckets.setdefault(int(probe["repetitions"]), []).append(ids)
-    except (ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"{path}: not probes ({type(e).__name__}: {e}): want {WANT}") from None
-    return dict(sorted(buckets.items()))
-
-
-def test_model():
-    """
-    The report's protocol on one model, with probes that it has read. Returns rows.
-
-    Every repetition count is asked with every prefix and offset, greedily and by nucleus sampling.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tok = convert.load_any(init_from, device)
+    model, tok = convert.load_any(folder, pick_device("auto"))
     model.eval()
-    buckets = read_probes(probes, tok)
-    # The longest of all that is asked, before the first hour rather than after it.
-    offset, prefix = max(offsets), max(prefixes)
-    shortest = min(len(passage) for bucket in buckets.values() for passage in bucket)
-    check_lengths(model.config.block_size, shortest, offset, prefix, suffix)
-    cells = itertools.product(prefixes, offsets, ("greedy", "nucleus"))
-    asked = [
-        (kind, prefix, suffix, offset)
-        for prefix, offset, kind in cells
-    ]
-    name = os.path.basename(os.path.normpath(init_from))
-    dull = 0
+    longest = max(prefixes) + suffix
+    room = model.config.block_size - 1
+    groups = {}
+    try:
+        found = json.loads(read_text(probe_file))
+        # prepare.py writes an object around the list.
+        for probe in found["probes"] if isinstance(found, dict) else found:
+            # Text comes first: the ids may be those of another vocabulary.
+            ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
+            room = min(room, len(ids))
+            if len(set(ids[longest - suffix : longest])) >= min_ttr * suffix:
+                groups.setdefault(probe["repetitions"], []).append(ids)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{probe_file}: no probes ({error!r}): want "
+                         'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
+    # Checked first: the longest prompts come after hours.
+    if room < longest:
+        raise ValueError(f"prefix + suffix = {longest}, but the model's window or a probe of {probe_file} has only "
+                         f"{room} tokens: lower --prefixes or --suffix")
+    if not groups:
+        raise ValueError(f"{probe_file}: no probe has a type-token ratio of {min_ttr}: lower --min_ttr")
     rows = []
-    for repetitions, bucket in buckets.items():
-        varied = [
-            passage for passage in bucket
-            if type_token_ratio(passage[offset + prefix :][:suffix]) >= min_ttr
-        ]
-        dull += len(bucket) - len(varied)
-        if varied:
-            names = dict(model=name, seed=0, repetitions=repetitions)
-            rows += recite(model, tok.bos, varied, asked, names)
-    if dull:
-        print(f"{dull} probes with a type-token ratio below {min_ttr} were left out")
+    for repetitions, group in tqdm(groups.items(), folder, leave=False):
+        for kind, prefix in itertools.product(("greedy", "nucleus"), prefixes):
+            row = recite(model, tok.bos, group, kind, prefix, suffix)
+            rows.append(dict(names, repetitions=repetitions, **row))
     return rows
-
-
-# -----------------------------------------------------------------------------
-# the small models' data
-
-
-def read_texts():
-    """The texts in the order given, each one string; by default the standard library as one text."""
-    library = sysconfig.get_path("stdlib") + "/*.py"
-    texts = []
-    for pattern in paths or [library]:
-        for file in sorted(glob.glob(pattern)):
-            if file.endswith(".jsonl"):
-                texts.append("\n\n".join(row["text"] for row in kit.read_rows(file)))
-            else:
-                with open(file, encoding="utf-8", errors="replace") as f:
-                    texts.append(f.read())
-    if not texts:
-        raise ValueError(f"no text in {paths}: name .txt, .md, .py or .jsonl files")
-    return texts if paths else ["\n\n".join(texts)]
-
-
-def documents(text):
-    """
-    A text as documents of 900 characters or somewhat more, cut between paragraphs.
-
-    A book is one text, and the stream needs documents, among which the copies of passages are shuffled.
-    """
-    found = [""]
-    for paragraph in text.split("\n\n"):
-        if len(found[-1]) >= 900:
-            found.append("")
-        found[-1] += paragraph + "\n\n"
-    return [document.strip() for document in found if document.strip()]
-
-
-def folder_of(name, seed, asked):
-    """The folder of a run or of data. What is asked is in its name, so work of other settings is never taken for it."""
-    return f"{runs}/{name}-s{seed}-{kit.digest(asked)}"
-
-
-def data_of(seed, T, passage):
-    """
-    The data folder of a seed at a window length T, with passages of so many tokens; made if it is not there.
-
-    The texts are in its name by their hashes: a changed file makes other data.
-    """
-    texts = [hashlib.sha256(text.encode()).hexdigest() for text in read_texts()]
-    asked = [seed, passage, n_passages, background, tokenizer, REPETITIONS, EDIT, texts]
-    folder = folder_of(f"data-{T}", seed, asked)
-    make_data(folder, seed, T, passage)
-    return folder
-
-
-def make_data(folder, seed, T, passage):
-    """
-    Write a data folder as train.py reads it, with its probes.json, unless it is there. T, passage: in tokens.
-
-    Passages come from the last 40 % of the last text. All other text is cut into documents: a twelfth of them is for
-    validation, and of the rest as many as `background` allows are read once.
-    """
-    if os.path.exists(f"{folder}/meta.json"):
-        return
-    os.makedirs(folder, exist_ok=True)
-    n, budget = n_passages, background
-    if T != 256:
-        n = max(n * 3 // 4, 1)
-        budget = budget * 7 // 10
-    tok = tokenizers.load(tokenizer)
-    rng = random.Random(seed)
-    *texts, last = read_texts()
-    cut = int(len(last) * 0.6)
-    source = tok.encode(last[cut:])
-    texts.append(last[:cut])
-    docs = [document for text in texts for document in documents(text)]
-    rng.shuffle(docs)
-    n_val = len(docs) // 12
-    probes = choose_passages(source, n, passage, rng)
-    once = read_once(docs[n_val:], budget, tok)
-    train = plant(probes, once, source, tok, rng)
-    val = []
-    for document in docs[:n_val]:
-        ids = [tok.bos, *tok.encode(document), tok.eos]
-        if len(val) + len(ids) > 82_000:
-            break
-        val += ids
-    splits = dict(
-        train=write_split(folder, "train", train, tok),
-        val=write_split(folder, "val", val, tok),
-    )
-    kit.write(f"{folder}/probes.json", json.dumps(probes))
-    meta = dict(
-        tokenizer=tok.name,
-        tokenizer_hash=tok.hash,
-        vocab_size=tok.vocab_size,
-        bos=tok.bos,
-        eos=tok.eos,
-        sources=dict(memorize=splits),
-    )
-    # Last, since it says that the folder is whole.
-    kit.write(f"{folder}/meta.json", json.dumps(meta, indent=1))
-
-
-def choose_passages(source, n, passage, rng):
-    """n passages for each repetition count and for edited copies, which do not overlap: the dicts of probes.json."""
-    buckets = [bucket for bucket in (*REPETITIONS, "edited") for _ in range(n)]
-    slots = range(len(source) // passage)
-    if len(slots) < len(buckets):
-        raise ValueError(f"the last 40 % of the last text have {len(source):,} tokens: want "
-                         f"{len(buckets)} passages of {passage}; give a longer text")
-    probes = []
-    for bucket, slot in zip(buckets, rng.sample(slots, len(buckets))):
-        begin = slot * passage
-        probes.append(dict(repetitions=bucket, ids=source[begin : begin + passage]))
-    return probes
-
-
-def read_once(docs, budget, tok):
-    """The ids of as many documents as it takes to exceed a budget of tokens, BOS and EOS of each included."""
-    found = []
-    for document in docs:
-        ids = tok.encode(document)
-        found.append(ids)
-        budget -= len(ids) + 2
-        if budget < 0:
-            return found
-    raise ValueError(f"the texts lack {budget:,} tokens of background={background:,}: give more text, or lower it")
-
-
-def plant(probes, once, source, tok, rng):
-    """
-    The training stream, a list of ids: BOS document EOS, shuffled; passages as often as their bucket says, others once.
-
-    Every copy of a passage is a document: it has another left context and another place in its window. Each probe gets
-    "begins": where the first tokens of its copies stand in the stream.
-    """
-    stream = [(None, ids) for ids in once]
-    for probe in probes:
-        probe["begins"] = []
-        copies = probe["repetitions"]
-        exact = copies != "edited"
-        if not exact:
-            copies = REPETITIONS[-1]
-        for _ in range(copies):
-            # Drawn for exact copies too: without these draws the same seed would give another stream.
-            edited = [rng.choice(source) if rng.random() < EDIT else x for x in probe["ids"]]
-            stream.append((probe, probe["ids"] if exact else edited))
-    rng.shuffle(stream)
-    train = []
-    for probe, ids in stream:
-        if probe:
-            probe["begins"].append(len(train) + 1)
-        train += [tok.bos, *ids, tok.eos]
-    return train
-
-
-def write_split(folder, name, ids, tok):
-    """
-    Write a split, a list of ids, as one shard. Returns what meta.json says of it.
-
-    Its bytes are those of the text without BOS and EOS, which bits per byte are divided by.
-    """
-    file = f"{name}_00000.npy"
-    shard = write_shard(f"{folder}/{file}", [np.array(ids, np.uint16)], len(ids), np.uint16)
-    text_ids = [x for x in ids if x not in (tok.bos, tok.eos)]
-    return dict(
-        documents=ids.count(tok.bos),
-        tokens=len(ids),
-        bytes=len(tok.decode_bytes(text_ids)),
-        shards=[dict(file=file, **shard)],
-    )
 
 
 # -----------------------------------------------------------------------------
 # the small models
 
 
-def flags_of(name, seed, data):
-    """{setting: value} of train.py for one small model, which reads its data once."""
-    m = MODELS[name]
-    splits = read_json(f"{data}/meta.json")["sources"]["memorize"]
-    windows = (splits["train"]["tokens"] - 1) // m["T"]
-    size = 2048 // m["T"]
-    steps = windows // size
-    k, h, hash = m["mask"]
-    goldfish = dict(goldfish_k=0)
-    if m["scope"]:
-        goldfish = dict(goldfish_k=k, goldfish_h=h, goldfish_scope=m["scope"])
-        if hash != "product":
-            # train.py's default is left out: the flags name the folder, and such runs have been made without it.
-            goldfish["goldfish_hash"] = hash
-    return dict(
-        TRAIN,
-        **goldfish,
-        block_size=m["T"],
-        batch_size=size,
-        micro_batch=size,
-        total_samples=steps * size,
-        warmup_samples=min(40, steps // 10) * size,
-        decay_samples=steps * 3 // 10 * size,
-        eval_windows=0,
-        seed=seed,
-        data=data,
-    )
+def make_data(folder, tok, ids, seed, T):
+    """
+    Write a data folder for windows of T tokens, with its probes.json, from the ids of the texts, an array.
+
+    They are cut into passages of one length: some are read as often as their bucket says, others once, the rest is
+    for validation. Each copy is a document, so copies differ in left context and in their place in the window.
+    ValueError if there are too few ids.
+    """
+    rng = np.random.default_rng(seed)
+    length = PASSAGE[T]
+    passages = rng.permutation(ids[: len(ids) // length * length].reshape(-1, length))
+    buckets = BUCKETS * n_passages
+    n_train = len(buckets) + background // length
+    if len(passages) <= n_train:
+        raise ValueError(f"the texts have {len(ids):,} tokens, want more than {n_train * length:,}: name more files, "
+                         "or lower --background or --n_passages")
+    train = [*passages[len(buckets) : n_train]]
+    for bucket, passage in zip(buckets, passages):
+        share = 0.05 if bucket == "edited" else 0
+        for _ in range(128 if share else bucket):
+            train.append(np.where(rng.random(length) < share, rng.choice(ids, length), passage))
+    rng.shuffle(train)
+
+    probes = [dict(repetitions=bucket, ids=passage.tolist()) for bucket, passage in zip(buckets, passages)]
+    kit.write(f"{folder}/probes.json", json.dumps(probes))
+    splits = {}
+    for split, documents in dict(train=np.array(train), val=passages[n_train:]).items():
+        path = f"{folder}/{split}_00000.npy"
+        stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
+        np.save(path, stream)
+        splits[split] = dict(
+            documents=len(documents),
+            tokens=len(stream),
+            bytes=len(tok.decode_bytes(documents.ravel())),
+            shards=[dict(file=f"{split}_00000.npy", tokens=len(stream), sha256=sha256(path))],
+        )
+    meta = dict(tokenizer=tok.name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
+    # meta.json is written last and marks the folder as complete.
+    kit.write(f"{folder}/meta.json", json.dumps(dict(meta, sources=dict(memorize=splits))))
 
 
-def test_small(name, seed, folder, data):
-    """All that is measured of one small model. Returns rows."""
-    m = MODELS[name]
-    model, tok = convert.load_run(folder)
-    model.eval()
-    with open(f"{data}/probes.json", encoding="utf-8") as f:
-        probes = json.load(f)
-    log = [e for e in plot.read_log(folder) if "val_loss" in e][-1]
-    rows = [dict(
-        model=name,
-        seed=seed,
-        kind="validation",
-        val_loss=round(log["val_loss"], 4),
-        val_bpb=round(log["val_bpb"], 4),
-        seconds=log["seconds"],
-        tokens=log["tokens"],
-    )]
-    # The picture's cells differ in the prefix alone, so their suffixes have one length.
-    asked = [
-        ("greedy", PREFIX, m["suffix"], 0),
-        ("nucleus", PREFIX, m["suffix"], 0),
-        *(("map", prefix, 50, 0) for prefix in (12, 25, 50, 100)),
-        ("first49", 12, 37, 0),
-    ]
-    for bucket in (*REPETITIONS, "edited"):
-        group = [p for p in probes if p["repetitions"] == bucket]
-        passages = [p["ids"] for p in group]
-        names = dict(model=name, seed=seed, repetitions=bucket)
-        rows += recite(model, tok.bos, passages, asked, names)
-        right_kept, kept, right_dropped, dropped = forced(
-            model, passages, tok.bos, PREFIX, m["mask"])
-        rows.append(dict(
-            names,
-            kind="forced",
-            acc_keep=round(right_kept / kept, 4),
-            keep=kept,
-            acc_drop=round(right_dropped / max(dropped, 1), 4),
-            drop=dropped,
-            trained_anyway=trained_anyway(m, group),
-        ))
+def demonstrate():
+    """Train and test the small models, all models of the first seed first. Returns the rows."""
+    unknown = set(models.split()) - set(MODELS)
+    if unknown:
+        raise ValueError(f"--models: there is no {', '.join(unknown)}, only {', '.join(MODELS)}")
+    files, _ = readers.find(paths or [sysconfig.get_path("stdlib") + "/*.py"])
+    text = "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
+                       for document in readers.documents(file, part))
+    tok = tokenizers.load(tokenizer)
+    ids = tok.encode_array(text)
+    asked = {}
+    pairs = itertools.product(range(first_seed, first_seed + seeds), models.split())
+    for seed, name in tqdm(list(pairs), "data", disable=None):
+        T, goldfish = MODELS[name]
+        # Everything that was asked is in the folders' names, so they are never taken for those of other settings.
+        data = f"{runs}/data-{kit.digest([text, tokenizer, seed, T, n_passages, background])}"
+        if not os.path.exists(f"{data}/meta.json"):
+            make_data(data, tok, ids, seed, T)
+        size = 2048 // T
+        tokens = read_json(f"{data}/meta.json")["sources"]["memorize"]["train"]["tokens"]
+        steps = (tokens - 1) // 2048
+        flags = f"""{TRAIN} {goldfish} --block_size={T} --batch_size={size} --micro_batch={size} --seed={seed}
+            --total_samples={steps * size} --warmup_samples={min(40, steps // 10) * size}
+            --decay_samples={steps * 3 // 10 * size}"""
+        args = [*flags.split(), f"--data={data}"]
+        asked[f"{runs}/{name}-s{seed}-{kit.digest(args)}"] = args
+    rows = []
+    trained = kit.in_parallel(jobs, kit.train, asked, asked.values())
+    # A model is tested while the next ones are trained.
+    for folder, _ in zip(tqdm(asked, "models"), trained):
+        settings = settings_of(folder)
+        names = dict(model=os.path.basename(folder).rsplit("-", 2)[0], seed=settings["seed"])
+        rows.append(dict(names, kind="validation", val_loss=read_json(f"{folder}/summary.json")["val_loss"]))
+        length = PASSAGE[settings["block_size"]] - PREFIX
+        rows += test(folder, f"{settings['data']}/probes.json", (12, 25, PREFIX), length, 0, names)
     return rows
 
 
-def trained_anyway(m, group):
-    """
-    How often a label after the prefix was trained although the mask drops it, on average over passages and labels.
-
-    A mask on each window keeps the first h - 1 labels there, and every copy has another place in its window.
-    """
-    if m["scope"] != "window":
-        return 0.0
-    _, h, _ = m["mask"]
-    labels = range(PREFIX, m["passage"])
-    begins = [begin for p in group for begin in p["begins"]]
-    places = [(begin + i - 1) % m["T"] for begin in begins for i in labels]
-    early = sum(place < h - 1 for place in places)
-    return round(early / (len(group) * len(labels)), 2)
-
-
-def demonstrate(names):
-    """
-    Train and test small models. Yields the rows of one model at a time, seed by seed.
-
-    All models of the first seed come first, so that a study that is stopped early can be compared as far as it went.
-    """
-    commands = {}
-    todo = {}
-    for seed in range(first_seed, first_seed + seeds):
-        for name in names:
-            m = MODELS[name]
-            data = data_of(seed, m["T"], m["passage"])
-            flags = flags_of(name, seed, data)
-            folder = folder_of(name, seed, flags)
-            commands[folder] = kit.flags(flags)
-            todo[folder] = (name, seed, data)
-    trained = kit.in_parallel(jobs, kit.train, commands, commands.values())
-    # A model is tested while the next ones are trained.
-    for folder, _ in tqdm(zip(todo, trained), "models", len(todo), unit="model"):
-        name, seed, data = todo[folder]
-        path = f"{folder}/rows.jsonl"
-        if not os.path.isfile(path):
-            kit.write_rows(path, test_small(name, seed, folder, data))
-        yield kit.read_rows(path)
-
-
 # -----------------------------------------------------------------------------
-# what is written
+# tables and picture
 
 
-def pick(rows, **want):
-    """The rows that have these values."""
-    return [r for r in rows if want.items() <= r.items()]
-
-
-def distinct(rows, key):
-    """The values that rows have under a key, in the order of the rows."""
-    return list(dict.fromkeys(r[key] for r in rows if key in r))
-
-
-def spread(rows, key, digits=2):
-    """Mean ± half of its 95 % interval over the rows, one for each seed, as text; nothing of no rows."""
-    return kit.interval([r[key] for r in rows], digits)
+def scores_of(rows):
+    """{(model, kind, prefix, suffix): {repetitions: [Rouge-L of each seed]}}."""
+    found = {}
+    for row in rows:
+        if "rouge" in row:
+            cell = itemgetter("model", "kind", "prefix", "suffix")(row)
+            found.setdefault(cell, {}).setdefault(row["repetitions"], []).append(row["rouge"])
+    return found
 
 
 def table_md(rows):
-    """The rows as Markdown: a pure function, so that a test can write it again from the committed rows and compare."""
-    lines = ["# What is recited", ""]
-    lines += recited_md(rows)
-    lines += forced_md(rows)
-    lines += differences_md(rows)
-    return "\n".join(lines)
-
-
-def section(title, head, body):
-    """A table under a line that says what it holds, as lines of Markdown; nothing if it has no rows."""
-    return [title, "", *kit.table(head, body), ""] if body else []
-
-
-def recited_md(rows):
-    """Rouge-L of every model by repetitions, as lines of Markdown: greedy, nucleus sampling, the first 49 tokens."""
-    first = pick(rows, kind="greedy")[0]
-    prefix = first["prefix"]
-    buckets = distinct(rows, "repetitions")
-    head = f"| model | seeds | suffix | {' | '.join(map(str, buckets))} |"
-    lines = []
-    for kind, given, title in (
-        ("greedy", prefix, f" after a prefix of {prefix} tokens, greedy"),
-        ("nucleus", prefix, f" after a prefix of {prefix} tokens, nucleus sampling, temperature 1, top-p 0.9"),
-        ("first49", 12, ", the first 49 tokens: 12 given, 37 to recite"),
-    ):
-        found = pick(rows, kind=kind, prefix=given, offset=first["offset"])
-        body = []
-        for name in distinct(found, "model"):
-            mine = pick(found, model=name)
-            scores = " | ".join(spread(pick(mine, repetitions=bucket), "rouge") for bucket in buckets)
-            body.append(f"| {name} | {len(distinct(mine, 'seed'))} | {mine[0]['suffix']} | {scores} |")
-        lines += section(
-            f"Rouge-L{title}; mean ± half its 95 % interval by Student's t over seeds; "
-            f"{first['n']} or fewer passages a cell",
-            head, body)
-    return lines
-
-
-def forced_md(rows):
-    """The other measures at 128 repetitions, and what training cost, as lines of Markdown."""
+    """The rows as Markdown. It depends on the rows alone, so a test can compare it with the committed table."""
     body = []
-    for name in distinct(pick(rows, kind="forced"), "model"):
-        mine = pick(rows, model=name)
-        recited = pick(mine, kind="greedy", repetitions=128)
-        told = pick(mine, kind="forced", repetitions=128)
-        unseen = pick(mine, kind="forced", repetitions=0)
-        validation = pick(mine, kind="validation")
-        body.append(
-            f"| {name} "
-            f"| {spread(recited, 'span', 0)} of {recited[0]['suffix']} "
-            f"| {spread(recited, 'ttr')} ({spread(recited, 'truth_ttr')}) "
-            f"| {spread(told, 'acc_keep')} "
-            f"| {spread(told, 'acc_drop')} ({sum(r['drop'] for r in told)}) "
-            f"| {spread(unseen, 'acc_drop')} "
-            f"| {spread(told, 'trained_anyway', 1)} "
-            f"| {spread(validation, 'val_loss', 3)} "
-            f"| {statistics.fmean(r['seconds'] for r in validation) / 60:.1f} |")
-    return section(
-        "At 128 repetitions: longest common span (tokens), type-token ratio (the passage's own beside it), "
-        "teacher-forced accuracy on the labels after the prefix that the mask keeps and drops "
-        "(for `none` a control: the labels a mask would drop), "
-        "times that a dropped label was trained after all (scope 'window'), validation loss in nats, minutes.",
-        "| model | span | ttr | accuracy kept | accuracy dropped (labels) | unseen, dropped | trained anyway "
-        "| validation loss | min |",
-        body)
-
-
-def differences_md(rows):
-    """
-    What a mask changes, pair by pair of models, as lines of Markdown.
-
-    Models of one seed saw the same data in the same order, from the same initial weights.
-    """
+    for cell, scores in sorted(scores_of(rows).items(), key=lambda item: item[0][1:]):
+        body.append(f"| {' | '.join(map(str, cell))} | {' | '.join(map(kit.interval, scores.values()))} |")
+    head = f"| model | continuation | prefix | suffix | {' | '.join(map(str, scores))} |"
+    lines = [
+        "# Recitation",
+        "",
+        "Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and "
+        "suffix are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.",
+        "",
+        *kit.table(head, body),
+    ]
     body = []
-    for one, other in PAIRS:
-        def change(key, **want):
-            ours = pick(rows, model=one, **want)
-            theirs = pick(rows, model=other, **want)
-            return kit.differences(ours, theirs, operator.itemgetter(key))
-
-        recited = change("rouge", kind="greedy", repetitions=128)
-        edited = change("rouge", kind="greedy", repetitions="edited")
-        loss = change("val_loss", kind="validation")
-        if loss:
-            body.append(f"| {one} - {other} | {len(loss)} "
-                        f"| {kit.interval(recited)} | {kit.interval(edited)} | {kit.interval(loss, 3)} |")
-    return section(
-        "Differences, paired by seed; mean ± half its 95 % interval by Student's t: Rouge-L of the greedy "
-        "continuation at 128 repetitions and of edited copies, validation loss in nats.",
-        "| difference | seeds | Rouge-L, 128 | Rouge-L, edited | validation loss |",
-        body)
+    for name, (T, _) in MODELS.items():
+        values, changes = [], []
+        for key, want in MEASURES.values():
+            ours, baseline = ([row for row in rows if dict(want, model=model).items() <= row.items()]
+                              for model in (name, "none" if T == 256 else "none-512"))
+            values.append(kit.interval([row[key] for row in ours], 3))
+            changes.append(kit.interval(kit.differences(ours, baseline, itemgetter(key)), 3))
+        if any(values):
+            body += [f"| {name} | {' | '.join(values)} |", f"| above the baseline | {' | '.join(changes)} |"]
+    if body:
+        lines += [
+            "",
+            "Greedy continuations at 128 repetitions and of edited copies, and validation loss (nats per token); below "
+            "each model its differences from `none` or `none-512`, paired by seed.",
+            "",
+            *kit.table(f"| model | {' | '.join(MEASURES)} |", body),
+        ]
+    return "\n".join([*lines, ""])
 
 
 def draw_maps(rows, picture):
-    """
-    A heat map for each model, repetitions x prefix: Rouge-L of greedy continuations.
-
-    Each cell is a mean over passages, seeds and offsets.
-    """
-    rows = pick(rows, kind="map") or pick(rows, kind="greedy")
-    names = distinct(rows, "model")
-    buckets = distinct(rows, "repetitions")
-    lengths = sorted(distinct(rows, "prefix"))
-    columns = min(3, len(names))
-    lines = -(-len(names) // columns)
-    size = (1.2 + 3.1 * columns, 3.4 * lines)
-    figure, axes = plot.pyplot().subplots(lines, columns, figsize=size, squeeze=False)
-    for axis in axes.flat[len(names) :]:
-        axis.set_visible(False)
-    for axis, name in zip(axes.flat, names):
-        grid = np.empty((len(buckets), len(lengths)))
-        for i, j in np.ndindex(grid.shape):
-            found = pick(rows, model=name, repetitions=buckets[i], prefix=lengths[j])
-            grid[i, j] = statistics.fmean(r["rouge"] for r in found)
-            axis.text(j, i, f"{grid[i, j]:.2f}", ha="center", va="center", fontsize=8,
-                      color="white" if grid[i, j] < 0.6 else "black")
-        image = axis.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axis.set_xticks(range(len(lengths)), lengths)
-        axis.set_yticks(range(len(buckets)), buckets)
-        axis.set(title=name, xlabel="prefix (tokens)", ylabel="repetitions")
-    figure.colorbar(image, ax=axes, shrink=0.6, label="Rouge-L of the greedy continuation")
+    """A heat map, models and prefixes x repetitions: mean Rouge-L of greedy continuations."""
+    scores = scores_of(row for row in rows if row["kind"] in ("greedy", "map"))
+    grid = [list(map(fmean, of_cell.values())) for of_cell in scores.values()]
+    figure, axis = plot.pyplot().subplots(figsize=(6, 1 + 0.25 * len(grid)))
+    image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto")
+    axis.set_xticks(range(len(grid[0])), list(scores.values())[0])
+    axis.set_yticks(range(len(grid)), [f"{name}, {prefix} + {suffix}" for name, _, prefix, suffix in scores])
+    axis.set(xlabel="times that the model has read the passage", ylabel="model, tokens of prefix and suffix")
+    figure.colorbar(image, label="Rouge-L of the greedy continuation")
     plot.finish(figure, picture)
 
 
-def merged(kept, rows):
-    """
-    The rows of a study after a model has been tested: `rows` are new and `kept` were there.
-
-    Of the same model and seed the new ones stay. Models are in the order of MODELS, and then of their seeds.
-    """
-    again = {(r["model"], r["seed"]) for r in rows}
-    others = [r for r in kept if (r["model"], r["seed"]) not in again]
-    order = [*MODELS, *distinct(rows, "model")]
-
-    def place(row):
-        return order.index(row["model"]), row["seed"]
-
-    return sorted(others + rows, key=place)
-
-
 def main():
-    default = f"{init_from}/memorize" if init_from else "results/memorize"
-    folder = out or default
+    folder = out or (f"{init_from}/memorize" if init_from else "results/memorize")
     path = f"{folder}/rows.jsonl"
     if bool(init_from) != bool(probes):
-        raise ValueError("--init_from=MODEL and --probes=FILE go together; "
-                         "without both, small models are trained and tested")
+        raise ValueError("--init_from=MODEL and --probes=FILE go together; without both, small models are trained")
     if not report:
-        names = models.split()
-        unknown = [name for name in names if name not in MODELS]
-        if unknown:
-            raise ValueError(f"no small model {unknown[0]!r}: there is {', '.join(MODELS)}")
-        kept = []
-        if not init_from and os.path.isfile(path):
-            kept = kit.read_rows(path)
-        for rows in [test_model()] if init_from else demonstrate(names):
-            kept = merged(kept, rows)
-            kit.write_rows(path, kept)
+        names = dict(model=init_from, seed=0)
+        kit.write_rows(path, test(init_from, probes, prefixes, suffix, min_ttr, names) if init_from else demonstrate())
     rows = kit.rows_to_report(path, "studies/memorize.py")
     text = table_md(rows)
     kit.write(f"{folder}/table.md", text)
