@@ -17,9 +17,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from engine import plot
 from engine.checkpoint import write_flushed
 from engine.intervals import half_interval
 from tokenizer import read_json
@@ -227,3 +229,43 @@ def interval(values, digits=2):
 def table(head, rows):
     """A Markdown table as lines: its head "| a | b |", a rule, and the rows, which look like the head."""
     return [head, "|---" * (head.count("|") - 1) + "|", *rows]
+
+
+# -----------------------------------------------------------------------------
+# plots
+
+
+def plot_intervals(path, arms, xlabel, zero=None):
+    """
+    Write a PNG with a row for each arm: its values as dots, and their mean with its 95 % interval by Student's t.
+
+    arms: {label: values}, the first on top; one value has no interval. zero: where to draw a vertical line, or None.
+    """
+    figure, axis = plot.pyplot().subplots(figsize=(7, 1 + 0.4 * len(arms)))
+    for y, values in enumerate(arms.values()):
+        axis.plot(values, [y] * len(values), ".", color="0.6")
+        axis.errorbar(statistics.fmean(values), y, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
+    axis.set_yticks(range(len(arms)), arms)
+    axis.set_ylim(len(arms) - 0.5, -0.5)
+    if zero is not None:
+        axis.axvline(zero, color="0.5", linewidth=1)
+    axis.set_xlabel(xlabel)
+    plot.finish(figure, path)
+
+
+def plot_curves(path, curves, xlabel, ylabel, log_x=False):
+    """
+    Write a PNG with a line for each arm, the mean over its seeds, and a band from their least to their largest value.
+
+    curves: {label: (x, rows of y)}, with one row for each seed, as long as x. log_x: a logarithmic x-axis.
+    """
+    figure, axis = plot.pyplot().subplots(figsize=(7, 4))
+    for label, (x, rows) in curves.items():
+        y = np.array(rows)
+        axis.plot(x, y.mean(0), label=label)
+        axis.fill_between(x, y.min(0), y.max(0), alpha=0.2)
+    axis.set_xscale("log" if log_x else "linear")
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    axis.grid(alpha=0.2)
+    axis.legend()
+    plot.finish(figure, path)
