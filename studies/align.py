@@ -173,6 +173,7 @@ def measure():
         means = dict(
             reward=rewards,
             exact=rewards == 0,
+            malformed=rewards == -30,
             quantile=quantile(rewards.T, ref_rewards),
             kl=sequence_logp(model, said) - sequence_logp(reference, said),
             length=torch.tensor([len(completion) for _, completion in said]),

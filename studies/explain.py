@@ -127,7 +127,8 @@ def goldfish():
         title="The same passage, read twice. Dark: labels without loss",
         xticks=range(len(ids)),
         xticklabels=[tok.decode([i]) for i in ids.tolist()],
-        ylabel="reading",
+        yticks=[],
+        ylabel="second reading     first reading",
     )
     return 2 - 2 * keep, labels
 

@@ -1,0 +1,62 @@
+"""studies/align.py: the reward, the teacher, what is measured of two models, and the committed table."""
+import json
+import math
+import statistics
+
+import numpy as np
+import pytest
+import torch
+
+import convert
+from studies import align, kit
+from tiny import small
+from tokenizer import load
+
+CASES = {"4986": 0, "49860": 0, "4": -23, "49869": -9, "9864": -30, "": -30, "4986\n": -30, "4٩86": -30}
+
+
+def test_the_reward_is_the_distance_to_the_sum_and_30_for_what_is_no_answer():
+    assert {answer: align.reward("Sum 27, first 4", answer) for answer in CASES} == CASES
+
+
+def test_the_teacher_answers_all_tasks_well_formed_and_seldom_exactly():
+    """4 to 8 digits, or as many as the sum needs; each is off by 2 or so, and their sum by sqrt(n) times that."""
+    rng = np.random.default_rng(2)
+    rewards = []
+    for total in range(10, 50):
+        for first in range(1, 10):
+            answer = align.teacher(rng, total, first)
+            rewards.append(align.reward(f"Sum {total}, first {first}", answer))
+            assert 4 <= len(answer) <= 8 or len(answer) == 1 + math.ceil((total - first) / 9)
+    assert min(rewards) > -30 and 0.02 < rewards.count(0) / 360 < 0.2 and -6 < np.mean(rewards) < -2
+
+
+def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed_form(tmp_path, monkeypatch):
+    """Untrained models get -30 throughout: all quantiles are 1, and QRPO's target is (1 - beta log Z) / beta."""
+    settings = dict(out=str(tmp_path), tuning=f"{tmp_path}/tuning.json", seeds=1, test_prompts=3, n_refs=4, samples=2)
+    for name, value in settings.items():
+        monkeypatch.setattr(align, name, value)
+    (tmp_path / "tuning.json").write_text(json.dumps(dict(chosen=dict(qrpo=dict(beta=0.3)))))
+    align.write_data()
+    tok = load("byte")
+    theirs, ours = (small(seed, vocab_size=320, block_size=256) for seed in (1, 2))
+    convert.save_hf(theirs, f"{tmp_path}/sft", tok)
+    convert.save_hf(ours, f"{tmp_path}/qrpo-s0", tok)
+    rows = align.measure()
+    error = (1 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
+    want = dict(reward=-30, exact=0, malformed=1, quantile=1, kl=0, agreement=0, error=error)
+    assert rows["sft"] | want == pytest.approx(rows["sft"])
+    kl = 0
+    for prompt, completion in align.complete(ours, tok, 2, 2000)[0]:
+        ids = torch.tensor([*prompt, *completion])
+        p, q = (model(ids[None])[0][0].log_softmax(-1) for model in (ours, theirs))
+        kl += sum((p - q)[t - 1, ids[t]].item() for t in range(len(prompt), len(ids))) / 6
+    assert rows["qrpo-s0"]["kl"] == pytest.approx(kl, rel=1e-4)
+
+
+def test_the_committed_table_has_the_means_and_deviations_of_the_committed_results():
+    rows = kit.read_json("results/align/results.json")["rows"]
+    kl = [row["kl"] for name, row in rows.items() if name.startswith("dpo")]
+    with open("results/align/table.md", encoding="utf-8") as f:
+        cells = f.readlines()[4].split(" | ")
+    assert cells[0] == "| dpo" and cells[5] == f"{statistics.fmean(kl):.3f} ± {statistics.stdev(kl):.3f}"

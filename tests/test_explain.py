@@ -1,0 +1,48 @@
+"""studies/explain.py: what is drawn has the numbers of the specification and of the optimizer."""
+import numpy as np
+import pytest
+import torch
+
+from ademamix import AdEMAMix
+from studies import explain
+
+
+def test_the_xielu_drawn_has_the_published_values():
+    """The specification: f(-3), f(-1), f(1); the slope is beta = 0.5 at 0, and 2 * 0.8 x + 0.5 right of it."""
+    x, curves, *_ = explain.xielu()
+    at = [np.interp([-3, -1, 1], x, curves["xIELU"]), np.interp([0, 1], x, curves["slope of xIELU"])]
+    assert np.concatenate(at) == pytest.approx([0.139830, -0.205696, 1.3, 0.5, 2.1], abs=5e-3)
+    assert np.interp(1, x, curves["GELU"]) == pytest.approx(0.841345, abs=1e-5)
+
+
+def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
+    t, at_step = 30, 12
+    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = AdEMAMix([p], betas=(0.9, 0.999, 0.9999), alpha=8.0, beta3_warmup=100_000, alpha_warmup=100_000,
+                   compile=False, state_dtype=torch.float32)
+    for step in range(1, t + 1):
+        p.grad = torch.full_like(p, float(step == at_step))
+        opt.step()
+    left = opt.state[p]["exp_avg_slow"].item() * 8 * t / 100_000
+    assert explain.slow_weight(t)[t - at_step] == pytest.approx(left, rel=1e-5)
+    assert explain.slow_weight(200_000).sum() == pytest.approx(8, rel=1e-4)
+
+
+def test_the_schedule_drawn_is_the_8bs():
+    """Report Table 1: 1.1e-4, a tenth of it at the end; 4.19, then 8.39 million tokens a step."""
+    x, curves, *_ = explain.wsd()
+    assert np.interp([10, 15], x, curves["learning rate: WSD"]) == pytest.approx([1.1, 0.11])
+    assert {*curves["batch"].round(3)} == {0.419, 0.839}
+
+
+def test_the_goldfish_drawn_has_the_same_holes_after_the_first_labels():
+    pytest.importorskip("mistral_common")
+    (one, other), _ = explain.goldfish()
+    assert (one[12:] == other[12:]).all() and (one != other).any() and 5 <= (one[12:] == 2).sum() <= 9
+
+
+def test_the_document_mask_drawn_counts_its_pairs():
+    """n tokens have n (n + 1) / 2 pairs: 24 tokens across, documents of 9, 5 and 10 inside."""
+    cells, labels = explain.document_mask()
+    assert labels["title"] == "300 pairs across documents, 115 inside (dark)"
+    assert np.bincount(cells.flat).tolist() == [24 * 24 - 300, 300 - 115, 45 + 15 + 55]
