@@ -1,6 +1,8 @@
 """studies/align.py: the reward, the teacher, what is measured of two models, and the committed table."""
+import itertools
 import json
 import math
+import shutil
 import statistics
 
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 import torch
 
 import convert
-from studies import align, kit
+from conftest import script
+from engine.files import read_json
+from studies import align
 from tiny import small
 from tokenizer import load
 
@@ -20,20 +24,22 @@ def test_the_reward_is_the_distance_to_the_sum_and_30_for_what_is_no_answer():
 
 
 def test_the_teacher_answers_all_tasks_well_formed_and_seldom_exactly():
-    """4 to 8 digits, or as many as the sum needs; each is off by 2 or so, and their sum by sqrt(n) times that."""
+    """4 to 8 digits, enough for the sum; each is off by 2 or so, and their sum by sqrt(n) times that."""
     rng = np.random.default_rng(2)
     rewards = []
     for total in range(10, 50):
         for first in range(1, 10):
             answer = align.teacher(rng, total, first)
             rewards.append(align.reward(f"Sum {total}, first {first}", answer))
-            assert 4 <= len(answer) <= 8 or len(answer) == 1 + math.ceil((total - first) / 9)
+            assert 4 <= len(answer) <= 8 and total - first <= 9 * (len(answer) - 1)
     assert min(rewards) > -30 and 0.02 < rewards.count(0) / 360 < 0.2 and -6 < np.mean(rewards) < -2
 
 
 def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed_form(tmp_path, monkeypatch):
-    """Untrained models get -30 throughout: all quantiles are 1, and QRPO's target is (1 - beta log Z) / beta."""
-    settings = dict(out=str(tmp_path), tuning=f"{tmp_path}/tuning.json", seeds=1, test_prompts=3, n_refs=4, samples=2)
+    """Each reward is above those before it, so the quantiles of a prompt's four references are 0, 1/3, 2/3, 1."""
+    count = itertools.count(1)
+    settings = dict(out=str(tmp_path), tuning=f"{tmp_path}/tuning.json", seeds=1, test_prompts=3, n_refs=4, samples=2,
+                    reward=lambda *asked: next(count))
     for name, value in settings.items():
         monkeypatch.setattr(align, name, value)
     (tmp_path / "tuning.json").write_text(json.dumps(dict(chosen=dict(qrpo=dict(beta=0.3)))))
@@ -43,8 +49,8 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     convert.save_hf(theirs, f"{tmp_path}/sft", tok)
     convert.save_hf(ours, f"{tmp_path}/qrpo-s0", tok)
     rows = align.measure()
-    error = (1 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
-    want = dict(reward=-30, exact=0, malformed=1, quantile=1, kl=0, agreement=0, error=error)
+    targets = (np.arange(4) / 3 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
+    want = dict(exact=0, malformed=0, quantile=1, kl=0, agreement=0, error=np.sqrt(np.mean(targets**2)))
     assert rows["sft"] | want == pytest.approx(rows["sft"])
     kl = 0
     for prompt, completion in align.complete(ours, tok, 2, 2000)[0]:
@@ -54,9 +60,11 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     assert rows["qrpo-s0"]["kl"] == pytest.approx(kl, rel=1e-4)
 
 
-def test_the_committed_table_has_the_means_and_deviations_of_the_committed_results():
-    rows = kit.read_json("results/align/results.json")["rows"]
-    kl = [row["kl"] for name, row in rows.items() if name.startswith("dpo")]
+def test_the_committed_table_has_the_means_and_deviations_of_the_committed_results(tmp_path):
+    shutil.copy("results/align/results.json", tmp_path)
+    assert script("studies.align", "--report", f"--results={tmp_path}").returncode == 0
+    table = (tmp_path / "table.md").read_text()
+    kl = [row["kl"] for name, row in read_json(tmp_path / "results.json")["rows"].items() if name.startswith("dpo")]
     with open("results/align/table.md", encoding="utf-8") as f:
-        cells = f.readlines()[4].split(" | ")
-    assert cells[0] == "| dpo" and cells[5] == f"{statistics.fmean(kl):.3f} ± {statistics.stdev(kl):.3f}"
+        assert f.read() == table
+    assert table.splitlines()[4].split(" | ")[5] == f"{statistics.fmean(kl):.3f} ± {statistics.stdev(kl):.3f}"

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ademamix import AdEMAMix
+from goldfish import goldfish_mask
 from studies import explain
+from tokenizer import load
 
 
 def test_the_xielu_drawn_has_the_published_values():
@@ -35,10 +37,16 @@ def test_the_schedule_drawn_is_the_8bs():
     assert {*curves["batch"].round(3)} == {0.419, 0.839}
 
 
-def test_the_goldfish_drawn_has_the_same_holes_after_the_first_labels():
+def test_the_goldfish_drawn_is_that_of_the_whole_text_and_the_same_after_the_first_labels():
     pytest.importorskip("mistral_common")
-    (one, other), _ = explain.goldfish()
-    assert (one[12:] == other[12:]).all() and (one != other).any() and 5 <= (one[12:] == 2).sum() <= 9
+    tok = load("apertus")
+    cells, labels = explain.goldfish()
+    n = len(labels["xticks"])
+    for row, before in zip(cells, explain.BEFORE):
+        ids = torch.tensor(tok.encode(before) + tok.encode(explain.PASSAGE))
+        assert (row == 2 - 2 * goldfish_mask(ids, 10, 13)[-n:].numpy()).all()
+    one, other = cells
+    assert (one[12:] == other[12:]).all() and (one != other).any()
 
 
 def test_the_document_mask_drawn_counts_its_pairs():
