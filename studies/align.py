@@ -47,15 +47,15 @@ seeds = 5                               # of references, pairs and their order; 
 workers = 2                             # runs at a time, one thread each
 n_conversations = 6000                  # of the sloppy teacher
 n_refs = 16                             # samples of the SFT model per prompt
-test_prompts = 60                       # of 360; as many more are for validation, and the others are trained on
+test_prompts = 60                       # of 360; 60 others are for validation, the rest is trained on
 samples = 8                             # per test prompt, to measure with
 report = False                          # run nothing: table and plot again from results.json
 
 SFT = "--epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume"
 # Three passes over the pairs: one moves the log-ratios a third of the way.
-ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 --gamma=0.1 "
-         "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 --beta_max=0 "
-         "--resume")
+ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 "
+         "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 "
+         "--beta_max=0 --gamma=0.1 --resume")
 
 
 # -----------------------------------------------------------------------------
@@ -72,7 +72,8 @@ def reward(prompt, completion):
 
 def question(total, first):
     """The messages that ask for a task."""
-    return [dict(role="system", content="Answer with digits."), dict(role="user", content=f"Sum {total}, first {first}")]
+    asked = f"Sum {total}, first {first}"
+    return [dict(role="system", content="Answer with digits."), dict(role="user", content=asked)]
 
 
 def teacher(rng, total, first):

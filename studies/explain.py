@@ -1,9 +1,9 @@
 """
 Pictures of five ideas, drawn by the code that implements them.
 
-    xielu.png          the activation beside its rivals, and its derivative (model.py)
+    xielu.png          the activation, its derivative and its rivals (model.py)
     goldfish.png       which tokens of a passage have no loss when it is read twice (goldfish.py)
-    wsd.png            learning rate and batch of the 8B run, beside a cosine (schedule.py)
+    wsd.png            learning rate and batch of the 8B run, and a cosine (schedule.py)
     ademamix.png       how old the gradients in an update are (ademamix.py)
     document_mask.png  which tokens a token attends to (data.py)
 
@@ -27,7 +27,7 @@ from tokenizer import load
 
 out = "assets"         # folder of the pictures
 
-# The beginning of Pride and Prejudice (Jane Austen, 1813), and what stands before it the first and the second time.
+# The beginning of Pride and Prejudice (Jane Austen, 1813), and the sentences before it at the two readings.
 PASSAGE = """It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in \
 want of a wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, \
 this truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property \
@@ -44,7 +44,7 @@ BEFORE = (
 
 def xielu():
     """
-    xIELU as initialised, beside its rivals.
+    xIELU as initialised, and its rivals.
 
     Right of 0 it is a parabola, so its slope grows without bound, as ReLU²'s does. Left of 0 it falls and then rises
     again, so a unit there still has a gradient.

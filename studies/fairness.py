@@ -1,5 +1,5 @@
 """
-What a language pays: tokens for the same text, by vocabulary (Apertus report, arXiv 2509.14233, sec. 2.2).
+Tokens that languages need for the same text, by vocabulary (Apertus report, arXiv 2509.14233, sec. 2.2).
 
     cost_i = tokens per document of language i
     gini   = sum_i (2i - n - 1) c_i / (n sum c)      of the costs c_1 <= ... <= c_n of n languages
@@ -8,7 +8,7 @@ A Gini of 0 means that all languages pay alike, 1 - 1/n that one pays everything
 on parallel text only, where every language says the same. Costs per byte need no parallel text, but make a script of
 three bytes per letter look cheap.
 
-$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # the dearest languages first
+$ python -m studies.fairness texts.jsonl --names=byte,apertus,apertus:32768      # the most expensive languages first
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ def gini(costs):
 
 def fairness(tokenizer, documents):
     """
-    What a vocabulary costs on documents, (language, text) each.
+    The cost of a vocabulary on documents, (language, text) each.
 
     Returns {language: tokens per document}, the Gini of these costs, that of tokens per byte, and bytes per token.
     """
@@ -63,7 +63,7 @@ def fairness(tokenizer, documents):
 
 
 def main():
-    """Print what each vocabulary costs about twenty languages, relative to English or else to the first language."""
+    """Print the costs of about twenty languages, relative to English or else to the first language, by vocabulary."""
     documents = read_documents(paths)
     langs = [lang for lang, _ in documents]
     unit = next((lang for lang in langs if lang.startswith("en")), langs[0])

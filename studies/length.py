@@ -1,6 +1,6 @@
 """
-What a longer window gives: Apertus pretrains at 4,096 tokens and ends at 65,536, by four short stages, each with a
-larger RoPE theta (report, arXiv 2509.14233, sec. 2.5). This study does the same on two cores, from 256 to 1,024 tokens:
+A longer window: Apertus pretrains at 4,096 tokens and ends at 65,536, by four short stages, each with a larger RoPE
+theta (report, arXiv 2509.14233, sec. 2.5). This study does the same on two cores, from 256 to 1,024 tokens:
 
     short       trained at 256
     raised      short, continued at 1,024 with a theta four times as large
@@ -11,7 +11,7 @@ Each arm trains two models. One reads Python's standard library: bits per byte b
 more than 256 tokens back. The other reads registers, " kova red baba blue kova red ...", in which 2 to 64 keys have
 colours. Colours differ between registers, so naming the colour of the last key takes a look-up; a guess is right one
 time in ten. A look-up takes two layers: one tells each colour which key stood before it, the other finds the key again.
-Small registers are the more frequent ones, so that each size has as many tokens. Registers of 64 keys alone teach
+Small registers are more frequent, so that all sizes have the same number of tokens. Registers of 64 keys alone teach
 nothing in 10 million tokens: a model that cannot look up yet gains nothing from the rest of a register.
 
 $ python -m studies.length                     # three seeds, half an hour on two cores; writes results/length
@@ -35,26 +35,39 @@ seeds = 3                     # of the weights and of the order, from 2 on: seed
 jobs = 2                      # seeds at a time, a thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
-# {kind of text: (tokens of a step, flags of train.py)}
-KINDS = dict(
-    text=(1024, "--lr=2e-3 --lr_floor=2e-4"),
-    register=(4096, "--lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) "
-                    "--n_layer=2 --n_head=2 --n_kv_head=1 --n_embd=64 --ffn_dim=256"),
+# Flags of train.py for both kinds of text, and for each arm: a warm-up of a tenth, a decay of a third of the windows.
+COMMON = dict(
+    text="--lr=2e-3 --lr_floor=2e-4",
+    register="--lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 --n_kv_head=1 "
+             "--n_embd=64 --ffn_dim=256",
 )
-# {arm: (window, windows of text, windows of registers, flags of train.py)}
+STEPS = dict(
+    text=dict(
+        short="--batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000",
+        raised="--batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133",
+        kept="--batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133",
+        long="--batch_size=1 --micro_batch=1 --total_samples=1900 --warmup_samples=190 --decay_samples=633",
+    ),
+    register=dict(
+        short="--batch_size=16 --micro_batch=16 --total_samples=32000 --warmup_samples=3200 --decay_samples=10656",
+        raised="--batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132",
+        kept="--batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132",
+        long="--batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800",
+    ),
+)
 ARMS = dict(
-    short=(256, 6000, 32000, "--rope_theta=5e5"),
-    raised=(1024, 400, 400, "--rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5"),
-    kept=(1024, 400, 400, "--rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5"),
-    long=(1024, 1900, 8400, "--rope_theta=5e5"),
+    short="--block_size=256 --rope_theta=5e5",
+    raised="--block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={}",
+    kept="--block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={}",
+    long="--block_size=1024 --rope_theta=5e5",
 )
 HEAD = """\
 # A longer window, at the size of a laptop
 
-`python -m studies.length` (`studies/length.py`), {} seeds; ± is half of the 95 % interval by Student's t. Upper rows: bits
-per byte of validation text by position in a window of 1,024. Lower rows: share of the colours looked up (chance: 0.1).
-Arms: *short* is trained at a window of 256; *raised* (theta 2e6) and *kept* (theta 5e5) continue it at 1,024; *long* is
-trained at 1,024 from the start.
+`python -m studies.length` (`studies/length.py`), {} seeds; ± is half of the 95 % interval by Student's t. Upper rows:
+bits per byte of validation text by position in a window of 1,024. Lower rows: share of the colours looked up (chance:
+0.1). Arms: *short* is trained at a window of 256; *raised* (theta 2e6) and *kept* (theta 5e5) continue it at 1,024;
+*long* is trained at 1,024 from the start.
 
 """
 
@@ -117,10 +130,10 @@ def lookup_scores(model, tok, T, n):
 def prepare():
     """Write both data folders. The vocabulary of the registers has one piece for each key and each colour."""
     rng = random.Random(1)
-    sizes = [2, 4, 8, 16, 32, 64]
-    drawn = rng.choices(sizes, [1 / size for size in sizes], k=110_000)
+    # The same number of tokens of each size.
+    sizes = rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)
     file = f"{out}/registers.jsonl"
-    kit.write_rows(file, (dict(text=register(rng, size)) for size in drawn))
+    kit.write_rows(file, (dict(text=register(rng, size)) for size in sizes))
     for kind, args in dict(text=["--train_bpe=4096"], register=["--train_bpe=1000", file]).items():
         folder = f"{out}/data/{kind}"
         kit.call(out, kind, f"{folder}/meta.json", "prepare", f"--out={folder}", *args)
@@ -128,26 +141,9 @@ def prepare():
 
 def flags(kind, arm, seed):
     """The arguments of train.py for an arm that reads one kind of text."""
-    step, model = KINDS[kind]
-    window, text, registers, how = ARMS[arm]
-    total = text if kind == "text" else registers
-    batch = step // window
-    if arm in ("raised", "kept"):
-        how += f" --init_from={out}/{kind}/seed-{seed}/short"
-    return [
-        "configs/recipe.py",
-        "--goldfish_k=0",
-        *model.split(),
-        *how.split(),
-        f"--data={out}/data/{kind}",
-        f"--seed={seed}",
-        f"--block_size={window}",
-        f"--batch_size={batch}",
-        f"--micro_batch={batch}",
-        f"--total_samples={total}",
-        f"--warmup_samples={total // 10}",
-        f"--decay_samples={total // 3 // batch * batch}",
-    ]
+    how = ARMS[arm].format(f"{out}/{kind}/seed-{seed}/short")
+    args = f"--data={out}/data/{kind} --seed={seed} {COMMON[kind]} {STEPS[kind][arm]} {how}"
+    return ["configs/recipe.py", "--goldfish_k=0", *args.split()]
 
 
 def measured(seed, device):
