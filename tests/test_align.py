@@ -17,7 +17,7 @@ from studies import align
 from tiny import small
 from tokenizer import load
 
-CASES = {"4986": 0, "49860": 0, "4": -23, "49869": -9, "9864": -30, "": -30, "4986\n": -30}
+CASES = {"4986": 0, "49860": 0, "4": -23, "9864": -30, "4986\n": -30}
 
 
 def test_the_reward_is_the_distance_to_the_sum_and_30_for_what_is_no_answer():

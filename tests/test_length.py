@@ -15,7 +15,7 @@ def test_in_a_register_each_key_has_one_colour_and_another_in_another_register()
         pairs = set(zip(words[::2], words[1::2]))
         assert len(words) == 64 and len(pairs) == len(dict(pairs)) <= 4
         seen |= pairs
-    assert len(dict(seen)) <= 64 < len(seen)
+    assert len(seen) > 64
 
 
 def looked_up(text):
