@@ -1,22 +1,18 @@
-"""engine/plot.py and studies/explain.py: curves are those of the log, of the specification and of the optimizer."""
+"""engine/plot.py: curves are those of the log."""
 import json
 
 import numpy as np
 import pytest
-import torch
 
-from ademamix import AdEMAMix
 from conftest import refused, script
 from engine import plot
-from studies import explain
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that would have been written, by file name."""
     figures = {}
-    for file in (plot, explain):
-        monkeypatch.setattr(file, "finish", lambda figure, picture: figures.update({picture: figure}))
+    monkeypatch.setattr(plot, "finish", lambda figure, picture: figures.update({picture: figure}))
     yield figures
     for figure in figures.values():
         plot.pyplot().close(figure)
@@ -105,58 +101,3 @@ def test_runs_that_cannot_be_plotted_are_an_error_of_one_line(run, tmp_path):
     refused(script("engine.plot", lost, pictures=True), "has no numbers yet")
     (tmp_path / "a" / "config.json").write_text('{"data_ha')
     refused(script("engine.plot", ours), "config.json is damaged")
-
-
-# -----------------------------------------------------------------------------
-# the explanatory plots
-
-
-def at(line, x):
-    return float(np.interp(x, *line.get_data()))
-
-
-def test_the_xielu_drawn_has_the_published_values(drawn):
-    """The specification: f(-3), f(-1), f(1); the derivative is beta = 0.5 at 0, and 2 * 0.8 x + 0.5 right of it."""
-    explain.explain_activations("x.png")
-    value, slope = drawn["x.png"].axes[:2]
-    xielu, _, gelu, relu2, _ = value.lines
-    assert [at(xielu, x) for x in (-3, -1, 1)] == pytest.approx([0.139830, -0.205696, 1.3], abs=1e-5)
-    assert [at(slope.lines[0], x) for x in (0, 1)] == pytest.approx([0.5, 2.1], abs=1e-5)
-    assert [at(relu2, 2), at(gelu, 1)] == pytest.approx([4, 0.841345], abs=1e-5)
-
-
-def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
-    t, at_step, warm = 30, 12, 20
-    p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    opt = AdEMAMix([p], betas=(0.9, 0.999, 0.99), alpha=8.0, beta3_warmup=warm, alpha_warmup=warm, compile=False,
-                   state_dtype=torch.float32)
-    for step in range(1, t + 1):
-        p.grad = torch.full_like(p, float(step == at_step))
-        opt.step()
-    left = opt.state[p]["exp_avg_slow"].item() * 8.0  # Alpha is fully warm by then.
-    assert explain.slow_weight(t, 0.9, 0.99, 8.0, warm)[t - at_step] == pytest.approx(left, rel=1e-5)
-    assert explain.slow_weight(400_000).sum() == pytest.approx(8.0, rel=1e-4)
-
-
-def test_the_schedule_drawn_is_the_8bs(drawn):
-    explain.explain_schedule("s.png")
-    lr, batch = drawn["s.png"].axes
-    assert [at(lr.lines[0], x) for x in (10, 15)] == pytest.approx([1.1e-4, 1.1e-5], rel=1e-2)
-    assert {round(y, 2) for y in batch.lines[0].get_ydata()} == {4.19, 8.39}
-
-
-def test_the_goldfish_drawn_has_the_same_holes_after_the_first_labels(drawn):
-    """Holes are compared from the second line of text on, which is beyond the first h - 1 = 12 labels."""
-    pytest.importorskip("mistral_common")
-    explain.explain_goldfish("g.png")
-    one, other = ({(t.get_position(), t.get_text()) for t in axis.texts if t.get_color() == "white"}
-                  for axis in drawn["g.png"].axes)
-    late = {hole for hole in one if hole[0][1] < 0}
-    assert late == {hole for hole in other if hole[0][1] < 0} and len(late) >= 5 and one != other
-
-
-def test_the_document_mask_drawn_counts_its_pairs(drawn):
-    """n tokens have n (n + 1) / 2 pairs: 24 tokens across, documents of 9, 5 and 10 inside."""
-    explain.explain_document_mask("d.png")
-    titles = [axis.get_title() for axis in drawn["d.png"].axes]
-    assert titles == ["across: causal only: 300 pairs", f"inside documents: {45 + 15 + 55} pairs"]

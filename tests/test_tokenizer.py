@@ -18,7 +18,6 @@ from conftest import ROOT
 from tokenizer import hf_files
 from engine.files import read_json
 from model import ApertusConfig
-from studies.fairness import fairness, gini
 from tokenizer import IN_TEXT, PATTERN, train_bpe
 
 load = functools.cache(tokenizer.load)
@@ -337,20 +336,3 @@ def test_a_damaged_or_old_file_raises_one_line(tmp_path, content, says):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with one_line(f"tokenizer.json {says}" if "dam" in says else says):
         tokenizer.load_for(str(tmp_path))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# what a language pays
-
-
-def test_gini_closed_forms():
-    """Half the mean difference between any two, relative to the mean."""
-    assert gini([0, 0, 0, 5]) == 3 / 4
-    assert gini([1, 2, 4]) == pytest.approx((1 + 3 + 2) / 9 / (7 / 3))
-
-
-def test_bytes_cost_what_utf8_costs():
-    r = fairness(load("byte"), [("eng_Latn", "abcd"), ("eng_Latn", "ab"), ("ell_Grek", "αβγ")])
-    # a b c d; 0xce 0xb1 0xb2 0xb3
-    assert r["bytes_per_token"] == 1 and r["gini_bytes"] == 0 and r["used"] == 8 / 320
-    assert list(r["cost"].values()) == [3, 6]

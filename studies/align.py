@@ -1,0 +1,219 @@
+"""
+Alignment on a laptop, start to end: a small pretrained model -> SFT -> references -> QRPO, DPO, REBEL, SimPO.
+
+The task has a reward that needs no judge. "Sum 27, first 4" asks for digits that add up to 27, the first of them 4; how
+many digits is free.
+
+    reward = - |sum of the digits - 27|        - 30 if it is not digits, or begins otherwise;     exact match: reward 0
+
+SFT learns from a sloppy teacher, whose digits are of about the right size and seldom hit the sum. The losses get only
+samples of the SFT model and their rewards: the same pairs in the same order, no new samples. Each loss has the learning
+rate and the beta, of twenty pairs, that gave the best reward on validation prompts (tuning.json, by the code at commit
+ac03345). Those runs have a seed and references of their own; the seeds that are reported chose nothing.
+
+Measured on test prompts, which neither trained nor chose anything: reward, exact match, mean quantile among the
+reference's completions, KL to the reference in nats (log pi - log ref over the policy's own samples), and length. And
+for completions of the reference, log pi/ref against the target of QRPO's formula: correlation ("agreement") and root
+mean square difference in nats ("distance"). QRPO predicts where log-ratios land; the others predict only which of two
+is larger. The results and their reading: results/align/notes.md. Losses: posttrain/qrpo.py, arXiv 2507.08068.
+
+$ make align                          # or python -m studies.align: resumes where it was stopped
+$ python -m studies.align --report    # table and plot again, from results.json
+$ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
+"""
+
+import sys
+
+if __name__ == "__main__" and not __package__:
+    print("align.py: start it from the project's root, python -m studies.align", file=sys.stderr)
+    sys.exit(2)
+
+import itertools
+import json
+import re
+import statistics
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import convert
+from configurator import run
+from engine.files import read_json
+from generate import generate
+from posttrain.losses import beta_log_z, correlation, quantile
+from posttrain.references import sequence_logp, words
+from studies import kit
+
+out = "out/align"                       # runs, data
+results = "results/align"               # results.json, table.md, align.png
+tuning = "results/align/tuning.json"    # learning rates and betas, and how each of a grid did on validation prompts
+start = ""                              # a pretrained model: run folder, Hugging Face folder, hub name; "" = train one
+seeds = 5                               # of references, pairs and their order; pretraining and SFT are done once
+workers = 2                             # runs at a time, one thread each
+n_conversations = 6000                  # of the sloppy teacher
+n_refs = 16                             # samples of the SFT model per prompt
+test_prompts = 60                       # of 360; 60 others are for validation, the rest is trained on
+samples = 8                             # per test prompt, to measure with
+report = False                          # run nothing: table and plot again from results.json
+
+SFT = "--epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume"
+# Three passes over the pairs: one moves the log-ratios a third of the way.
+ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 "
+         "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 "
+         "--beta_max=0 --gamma=0.1 --resume")
+
+
+# -----------------------------------------------------------------------------
+# the task
+
+
+def reward(prompt, completion):
+    """The reward of a text for the prompt "Sum 27, first 4": 0 for an exact match, -30 if it is no answer."""
+    total, first = map(int, re.findall(r"\d+", prompt))
+    if not re.fullmatch(f"{first}[0-9]*", completion):
+        return -30.0
+    return -float(abs(sum(map(int, completion)) - total))
+
+
+def question(total, first):
+    """The messages that ask for a task."""
+    asked = f"Sum {total}, first {first}"
+    return [dict(role="system", content="Answer with digits."), dict(role="user", content=asked)]
+
+
+def teacher(rng, total, first):
+    """
+    A sloppy answer: 4 to 8 digits of about the right size, which is (total - first) / (n - 1) each, give or take 2.
+
+    There are more digits where 8 nines would be too few.
+    """
+    rest = total - first
+    n = max(rng.integers(4, 9), 1 - rest // -9)
+    digits = rng.normal(rest / (n - 1), 2, n - 1).round().clip(0, 9)
+    return "".join(map(str, [first, *digits.astype(int)]))
+
+
+def write_data():
+    """The teacher's conversations for SFT, the prompts for the losses, and the test prompts."""
+    every = [*itertools.product(range(10, 50), range(1, 10))]
+    shuffled = np.random.default_rng(0).permutation(every).tolist()
+    train = shuffled[:-2 * test_prompts]
+    rng = np.random.default_rng(1)
+    conversations = []
+    for _ in range(n_conversations):
+        task = train[rng.integers(len(train))]
+        answer = dict(role="assistant", content=teacher(rng, *task))
+        conversations.append(dict(messages=[*question(*task), answer]))
+    kit.write_rows(f"{out}/conversations.jsonl", conversations)
+    kit.write_rows(f"{out}/prompts.jsonl", [dict(messages=question(*task)) for task in train])
+    kit.write_rows(f"{out}/test.jsonl", [dict(messages=question(*task)) for task in shuffled[-test_prompts:]])
+
+
+# -----------------------------------------------------------------------------
+# the runs
+
+
+def pretrain_and_sft():
+    """Train the reference model, out/align/sft."""
+    base = start or f"{out}/pretrained"
+    if not start:
+        kit.call(out, "prepare", "data/align/meta.json", "prepare", "--out=data/align", "--tokenizer=apertus:1024")
+        kit.call(out, "pretrained", f"{base}/summary.json", "train", "configs/align.py", f"--out={base}", "--resume",
+                 threads=workers)
+    kit.call(out, "sft", f"{out}/sft/summary.json", "posttrain.sft", *SFT.split(), f"--init_from={base}",
+             f"--data={out}/conversations.jsonl", f"--out={out}/sft", threads=workers)
+
+
+def align(seed, device):
+    """Train a run for each loss. The first one samples the references, which the others share."""
+    for loss, chosen in read_json(tuning)["chosen"].items():
+        name = f"{loss}-s{seed}"
+        kit.call(
+            out, name, f"{out}/{name}/summary.json", "posttrain.qrpo", *ALIGN.split(),
+            f"--init_from={out}/sft",
+            f"--data={out}/prompts.jsonl",
+            f"--out={out}/{name}",
+            f"--references={out}/references-s{seed}",
+            f"--seed={seed}",
+            f"--n_refs={n_refs}",
+            f"--loss={loss}",
+            f"--length_norm={loss == 'simpo'}",
+            *kit.flags(chosen),
+        )
+
+
+# -----------------------------------------------------------------------------
+# measuring
+
+
+def complete(model, tok, n, seed):
+    """
+    n completions of each test prompt, by the seed.
+
+    Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
+    """
+    asked = [row["messages"] for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
+    prompts = [tok.chat(messages, add_generation_prompt=True)[1] for messages in asked]
+    generator = torch.Generator().manual_seed(seed)
+    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),), generator=generator)
+    said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]
+    rewards = [reward(messages[1]["content"], words(tok, ids)) for messages, (_, ids) in zip(asked, said)]
+    return said, torch.tensor(rewards, dtype=torch.float64).view(-1, n)
+
+
+@torch.no_grad()
+def measure():
+    """{run: its numbers}, of the SFT model too. All are held against the same completions of the SFT model."""
+    chosen = read_json(tuning)["chosen"]
+    beta = chosen["qrpo"]["beta"]
+    reference, tok = convert.load_any(f"{out}/sft")
+    ref_said, ref_rewards = complete(reference, tok, n_refs, 1000)
+    # Each completion's quantile among the other references of its prompt, and where QRPO's formula wants its log-ratio.
+    q = quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten()           # (prompts * n_refs,)
+    target = (q - beta_log_z(beta)) / beta
+    rows = {}
+    for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):
+        model, _ = convert.load_any(f"{out}/{name}")
+        said, rewards = complete(model, tok, samples, 2000)
+        ratio = sequence_logp(model, ref_said).double() - sequence_logp(reference, ref_said)
+        means = dict(
+            reward=rewards,
+            exact=rewards == 0,
+            malformed=rewards == -30,
+            quantile=quantile(rewards.T, ref_rewards),
+            kl=sequence_logp(model, said) - sequence_logp(reference, said),
+            length=torch.tensor([len(completion) for _, completion in said]),
+        )
+        rows[name] = {key: values.double().mean().item() for key, values in means.items()}
+        rows[name] |= dict(agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item())
+    return rows
+
+
+def table(runs):
+    """Markdown of {loss: [its numbers, one dict for each seed]}: means and standard deviations over seeds."""
+    lines = []
+    for loss, rows in runs.items():
+        cells = [kit.plus_minus([row[key] for row in rows], statistics.stdev, ".3f") for key in rows[0]]
+        lines.append(f"| {loss} | {' | '.join(cells)} |")
+    return "\n".join(kit.table(f"| | {' | '.join(runs['sft'][0])} |", lines)) + "\n"
+
+
+def main():
+    path = f"{results}/results.json"
+    if not report:
+        write_data()
+        pretrain_and_sft()
+        list(tqdm(kit.in_parallel(workers, align, range(seeds)), "seeds", seeds))
+        kit.write(path, json.dumps(dict(rows=measure()), indent=1))
+    runs = {}
+    for name, row in read_json(path)["rows"].items():
+        runs.setdefault(name.split("-")[0], []).append(row)
+    rewards = {loss: [row["reward"] for row in rows] for loss, rows in runs.items()}
+    kit.plot_intervals(f"{results}/align.png", rewards, "reward on test prompts (0: exact match)", *rewards["sft"])
+    kit.write(f"{results}/table.md", table(runs))
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    run(main, globals())

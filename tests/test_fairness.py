@@ -1,0 +1,19 @@
+"""studies/fairness.py: closed forms of the Gini coefficient, and what UTF-8 costs."""
+import numpy as np
+import pytest
+
+from studies.fairness import fairness, gini
+from tokenizer import load
+
+
+def test_gini_closed_forms():
+    """Half the mean difference between any two, relative to the mean."""
+    assert gini(np.array([0, 5, 0, 0])) == 3 / 4
+    assert gini(np.array([4, 1, 2])) == pytest.approx((1 + 3 + 2) / 9 / (7 / 3))
+
+
+def test_bytes_cost_what_utf8_costs():
+    documents = [("en", "abcd"), ("en", "ab"), ("el", "αβγ")]
+    cost, by_document, by_byte, bytes_per_token = fairness(load("byte"), documents)
+    assert cost == dict(en=3, el=6) and by_document == pytest.approx(1 / 6)
+    assert by_byte == 0 and bytes_per_token == 1
