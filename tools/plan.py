@@ -166,11 +166,12 @@ def plan_of(model, mode):
 
 
 def flags_that_fit():
-    """The first flags with which the run fits by its own plan: more GPUs, adapters, another GPU."""
+    """The first flags with which the run fits by its own plan: more GPUs, adapters, another GPU, both."""
     before = settings(globals())
     changes = [dict(gpus=gpus * 2**n, parallel="fsdp") for n in range(11)]
-    changes += [dict(lora_r=16, base=base) for base in ("bf16", "int8", "nf4") if init_from]
-    changes += [dict(gpu=gpu) for gpu in GPUS]
+    adapters = [dict(lora_r=16, base=base) for base in ("bf16", "int8", "nf4") if init_from]
+    changes += adapters + [dict(gpu=gpu) for gpu in GPUS]
+    changes += [dict(gpu=gpu) | change for gpu in GPUS for change in adapters]
     for change in changes:
         globals().update(before | change)
         with contextlib.suppress(ValueError):
