@@ -1,4 +1,4 @@
-# What the pretraining runs of 8b.py and 70b.py share: 15T tokens (report Table 1 and sec. 2; swiss-ai/pretrain-code).
+# Common settings of the pretraining runs 8b.py and 70b.py: 15T tokens (report Table 1, sec. 2; swiss-ai/pretrain-code).
 block_size = 4096
 vocab_size = 131072
 n_kv_head = 8

@@ -16,7 +16,8 @@ def planned(mode, command):
     return plan.plan_of(model, mode), model
 
 
-@pytest.mark.parametrize("table, lines", [(plan.table_of_fits, 7), (plan.table_of_cards, 2), (plan.table_of_windows, 3)])
+@pytest.mark.parametrize("table, lines", [
+    (plan.table_of_fits, 7), (plan.table_of_cards, 2), (plan.table_of_windows, 3)])
 def test_the_tables_in_the_readme_are_what_is_planned(table, lines):
     """Of cards and windows the lines of the 8B: 80 layers of the 70B take seconds."""
     with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
@@ -52,7 +53,7 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
 
 @pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])
 def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
-    """q and the result have 32 heads of 128, k and v 8: in bf16, T/P positions, forward and backward, in full once more."""
+    """q and the result have 32 heads of 128, k and v 8: bf16, T/P positions, both ways, in full once more."""
     alone, _ = planned(mode, "--batch_size=8")
     split, _ = planned(mode, "--batch_size=2 --sequence_parallel=4")
     sent = 3 / 4 * passes * 32 * 1024 * 2 * 2 * (32 + 8) * 128 / 360e9

@@ -10,8 +10,8 @@ Speed: ours against transformers' Apertus and torch's fused AdamW, and as a shar
     token sees on average. Recomputed and masked pairs do not count (PaLM, arXiv 2204.02311, appendix B).
 
 Two rules make a ratio believable. All contestants compute the same: they have the same weights, and the race ends with
-an error unless they have the same gradient, or the same tokens. And all meet the same load: they run in turns,
-A B, B A, ..., the probe of the machine too, and the result is the median of the ratios within a round. The range is its
+an error unless they have the same gradient, or the same tokens. And all meet the same load: they alternate, A B, B A,
+..., the probe of the machine too, and the result is the median of the ratios within a round. The range is its
 interval: the smallest and the largest of 7 ratios enclose the true median with 98 % (1 - 2 / 2^7). On a CPU the clock
 is this process's own time on one thread, so other processes hardly matter.
 
@@ -47,7 +47,7 @@ from model import Apertus, ApertusConfig
 
 paths = []                  # train | decode | optim
 preset = "auto"             # a row of SHAPES; auto: cpu on a CPU, 1b5 on CUDA, where a small one measures launches
-impls = ""                  # contestants of `train` beside ours, like "hf" or "hf compile"; "" = both
+impls = "hf compile,hf"     # contestants of `train` next to ours; without a compiler both are eager
 device = "auto"             # cuda | cpu
 dtype = "auto"              # float32 | bfloat16, of activations and products; auto: bfloat16 on CUDA
 rounds = 7                  # that are counted, after one that is not: the first call compiles
@@ -105,31 +105,33 @@ def now():
     return time.process_time() if clock == "cpu" else time.perf_counter()
 
 
-def race(ways, work, probe, unit, per):
+def race(ways, work, probe, per):
     """
-    Time {name: f()} in turns, together with the probe of the machine. Returns {name: row}.
+    Time {name: f()} alternately, together with the probe of the machine. Returns {name: row}.
 
-    work: {name: FLOPs or bytes of a call}; probe: (the same of its call, f()); per: units in one of work.
-    A row has the seconds of each round, their median, the rate under the name of its unit, ratio, the time as a
-    multiple of ours within a round, [median, smallest, largest], and share, the speed as a share of the probe's.
+    work: {name: FLOPs or bytes of a call}; probe: (the same of its call, f()); per: tokens or GB in one of work.
+    A row has the seconds of each round, rate (tokens or GB per second), ratio (the time as a multiple of ours within a
+    round: median, smallest, largest) and share (the speed as a share of the probe's), all of medians.
     """
-    seconds = {name: [] for name in [*ways, "probe"]}
+    work["probe"], ways["probe"] = probe
+    seconds = {name: [] for name in ways}
     for n in tqdm(range(rounds + 1), "rounds", leave=False):
-        for name in list(seconds)[::1 if n % 2 else -1]:
+        for name in list(ways)[::1 if n % 2 else -1]:
             start = now()
-            (ways | dict(probe=probe[1]))[name]()
+            ways[name]()
             seconds[name].append(now() - start)
     # The first round compiles, and does not count.
     times = {name: np.array(found[1:]) for name, found in seconds.items()}
-    fastest = probe[0] / np.median(times["probe"])
+    speeds = {name: work[name] / np.median(times[name]) for name in ways}
     rows = {}
     for name in ways:
-        median = np.median(times[name])
-        speed = work[name] / median
         ratios = times[name] / times["ours"]
-        ratio = [np.median(ratios), ratios.min(), ratios.max()]
-        rows[name] = {"seconds": times[name].tolist(), "median": median, unit: speed * per, "ratio": ratio,
-                      "share": speed / fastest}
+        rows[name] = dict(
+            seconds=times[name].tolist(),
+            rate=speeds[name] * per,
+            ratio=[np.median(ratios), ratios.min(), ratios.max()],
+            share=speeds[name] / speeds["probe"])
+    rows.pop("probe")
     return rows
 
 
@@ -173,20 +175,20 @@ def hugging_face(ours):
 
 def make_batch():
     """
-    idx, targets, keep, ids of documents, each (B, T), and the mask (B, T, T), True where a token sees another.
+    idx, targets, keep by Goldfish, ids of documents, each (B, T), and the mask (B, T, T), True where a token sees
+    another. In plain windows the ids of documents are None.
 
-    In plain windows all are kept, and the ids of documents are None. Ids are uniform from 4 on, because transformers
-    gives the padding id 3 no gradient.
+    Ids are uniform from 4 on, because transformers gives the padding id 3 no gradient.
     """
     B, T, documents = (PRESETS[preset][name] for name in ("batch", "block_size", "documents"))
     stream = torch.randint(4, PRESETS[preset]["vocab_size"], (B, T + 1), device=device)
     idx, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
-    causal = torch.ones(B, T, T, dtype=torch.bool, device=device).tril()
-    if not documents:
-        return idx, targets, torch.ones_like(idx, dtype=torch.bool), None, causal
-    doc = (torch.rand(B, T, device=device) < 1 / documents).cumsum(1)
     keep = goldfish_mask(targets.cpu()).to(device)
-    return idx, targets, keep, doc, causal & (doc[:, :, None] == doc[:, None])
+    mask = torch.ones(B, T, T, dtype=torch.bool, device=device).tril()
+    if not documents:
+        return idx, targets, keep, None, mask
+    doc = (torch.rand(B, T, device=device) < 1 / documents).cumsum(1)
+    return idx, targets, keep, doc, mask & (doc[:, :, None] == doc[:, None])
 
 
 def loss_of(name, model, batch):
@@ -201,7 +203,7 @@ def loss_of(name, model, batch):
         with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(idx, attention_mask=seen, use_cache=False).logits
             return F.cross_entropy(logits.float().flatten(0, 1), labels)
-    return torch.compile(loss) if name == "hf compile" else loss
+    return torch.compile(loss) if name == "hf compile" and can_compile(device) else loss
 
 
 def contestant(name, batch):
@@ -225,17 +227,16 @@ def contestant(name, batch):
 
 
 # -----------------------------------------------------------------------------
-# the races, each returns its unit and the rows of race()
+# the races, each returns the rows of race()
 
 
 def train():
     if device == "cpu":
         keep_freed_memory()                                # as train.py does, for all contestants
     batch = make_batch()
-    names = impls or ("hf compile,hf" if can_compile(device) else "hf")
-    steps = {name: contestant(name, batch) for name in ["ours", *names.split(",")]}
-    agree("norm of the gradient", {name: step().item() for name, step in steps.items()},
-          2e-2 if dtype == "bfloat16" else 1e-4)
+    steps = {name: contestant(name, batch) for name in ["ours", *impls.split(",")]}
+    norms = {name: step().item() for name, step in steps.items()}
+    agree("norm of the gradient", norms, 2e-2 if dtype == "bfloat16" else 1e-4)
     tokens = batch[0].numel()
     # Half of itself left out, as in flops_per_token().
     attended = batch[-1].sum().item() / tokens - 0.5
@@ -244,13 +245,13 @@ def train():
     # Random numbers, because zeros are faster on a GPU.
     a, b = torch.randn(2, rows, inner, device=device, dtype=getattr(torch, dtype))
     probe = 2 * rows**2 * inner, lambda: a @ b.T
-    return "tok/s", race(steps, dict.fromkeys(steps, tokens * flops), probe, "tok/s", 1 / flops)
+    return race(steps, dict.fromkeys(steps, tokens * flops), probe, 1 / flops)
 
 
 def decode():
     # Weights five times as large as in training: no two logits are close, so rounding decides no token.
     ours = built(init_std=0.1).to(getattr(torch, dtype)).eval()
-    theirs = hugging_face(ours).to(ours.lm_head.weight.dtype).eval()
+    theirs = hugging_face(ours).to(getattr(torch, dtype)).eval()
     prompt = make_batch()[0][:1, :32]
     ways = dict(
         ours=lambda: generate(ours, prompt, tokens, temperature=0, compile=can_compile(device)),
@@ -261,48 +262,47 @@ def decode():
     # Each token reads all weights but the embedding, of which it reads one row.
     read = sum(p.nbytes for name, p in ours.named_parameters() if ours.config.tie_embeddings or "embed" not in name)
     x = large()
-    return "tok/s", race(ways, dict.fromkeys(ways, tokens * read), (x.nbytes, x.sum), "tok/s", 1 / read)
+    return race(ways, dict.fromkeys(ways, tokens * read), (x.nbytes, x.sum), 1 / read)
 
 
 def optim():
-    model = built()
     ways, work = {}, {}
     # In fp32: weight, gradient and two or three averages are read, and all but the gradient written.
     for name, moved in {"ours": 36, "AdamW fused": 28}.items():
-        params = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        params = list(built().parameters())
         for p in params:
             p.grad = torch.randn_like(p)
         optimizer = (AdEMAMix(params, compile=can_compile(device)) if name == "ours" else
                      torch.optim.AdamW(params, weight_decay=0.1, fused=True))
-        ways[name], work[name] = optimizer.step, moved * model.num_params()
+        ways[name], work[name] = optimizer.step, moved * sum(p.numel() for p in params)
     x = large()
-    return "GB/s", race(ways, work, (2 * x.nbytes, lambda: x.mul_(1.0)), "GB/s", 1e-9)
+    return race(ways, work, (2 * x.nbytes, lambda: x.mul_(1.0)), 1e-9)
 
 
 def main():
-    if len(paths) != 1 or paths[0] not in ("train", "decode", "optim"):
-        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of train, decode, optim, as in "
+    units = dict(train="tok/s", decode="tok/s", optim="GB/s")
+    if len(paths) != 1 or paths[0] not in units:
+        raise ValueError(f"got {' '.join(paths) or 'nothing'}: want one of {', '.join(units)}, as in "
                          "python -m tools.bench train --preset=cpu")
-    if not {*impls.split(",")} <= {"", "hf", "hf compile"}:
+    if not {*impls.split(",")} <= {"hf", "hf compile"}:
         raise ValueError(f"impls={impls}: there is hf and hf compile")
     resolve_settings()
     if threads:
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
-    unit, rows = globals()[paths[0]]()
-    what = f"{paths[0]}-{preset}-{dtype}"
-    print(f"| {what} | {unit} | of what the machine can do | ours is faster (range) |")
-    print("|---|---:|---:|---|")
+    [mode] = paths
+    rows = globals()[mode]()
+    what = f"{mode}-{preset}-{dtype}"
+    print(f"| {what} | {units[mode]} | of what the machine can do | ours is faster (range) |\n|---|---:|---:|---|")
     for name, row in rows.items():
         middle, low, high = row["ratio"]
-        print(f"| {name} | {row[unit]:,.4g} | {row['share']:.0%} | {middle:.2f}x ({low:.2f}-{high:.2f}) |")
+        print(f"| {name} | {row['rate']:,.4g} | {row['share']:.0%} | {middle:.2f}x ({low:.2f}-{high:.2f}) |")
 
     describe = ["git", "describe", "--always", "--dirty= + changes"]
     record = dict(
         date=time.strftime("%Y-%m-%d"),
         command=f"python -m tools.bench {shlex.join(sys.argv[1:])}",
         machine=torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
-        clock=clock,
         torch=torch.__version__,
         commit=subprocess.run(describe, capture_output=True, text=True).stdout.strip(),
         rows=rows)

@@ -6,11 +6,12 @@ Does it fit, and how long does it take? Pretraining on thousands of GPUs or fine
     links      a micro-batch gathers all weights twice in bf16 and reduces all gradients once in fp32: 8 bytes per
                parameter, whatever its size
     windows    over P GPUs (--sequence_parallel): activations divide by P; four all-to-alls per block and direction add
-               their time to the compute, since nothing runs beside them
+               their time to the compute, since nothing runs meanwhile
 
 So tokens per GPU and micro-batch decide whether compute hides the links, and memory decides how many tokens there may
 be. NCCL's rings let the GPUs of a node share their links: where nccl-tests measures more, --net_gbs of that is closer.
-A run that does not fit ends with exit code 2 and flags with which it does.
+A run that does not fit exits with code 2 and names flags with which it does. The row `fits` is the largest micro-batch,
+0 if none fits; compute_s and links_s are seconds of a micro-batch.
 
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
@@ -206,9 +207,9 @@ def main():
     how = parallel if shards() == 1 else "fsdp" if shards() == gpus else "hsdp"
     print(f"-> --parallel={how} --recompute={mode} --micro_batch={best['fits']}")
     if best["links_s"] > best["compute_s"]:
-        print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp where "
-              "a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; Apertus: "
-              "TP 4, PP 8 at 4,096 GPUs)")
+        print("-> communication-bound: the links take longer than the compute that hides them. Take --parallel=hsdp "
+              "where a node holds the model, else tensor and pipeline parallelism (github.com/pytorch/torchtitan; "
+              "Apertus: TP 4, PP 8 at 4,096 GPUs)")
 
 
 # -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-# Long context, the second of four stages: windows of 16,384 tokens. Values, sources and commands: configs/long/table.py.
+# Long context, the second of four stages: windows of 16,384 tokens. Values and commands: table.py.
 from configs.long.table import settings_of
 
 globals().update(settings_of("16k", _before))

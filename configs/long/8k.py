@@ -1,4 +1,4 @@
-# Long context, the first of four stages: windows of 8,192 tokens. Values, sources and commands: configs/long/table.py.
+# Long context, the first of four stages: windows of 8,192 tokens. Values and commands: table.py.
 from configs.long.table import settings_of
 
 globals().update(settings_of("8k", _before))
