@@ -52,8 +52,8 @@ def test_weights_gradients_and_states_are_those_after_a_step(optimizer, state_dt
     opt.step()
     states = [t for state in opt.state.values() for name, t in state.items() if name != "step"]
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    found = dict(weights=list(model.parameters()), gradients=gradients, states=states)
-    assert memory.held(model, optimizer, state_dtype) == {kind: sum(t.nbytes for t in found[kind]) for kind in found}
+    found = [sum(t.nbytes for t in tensors) for tensors in (model.parameters(), gradients, states)]
+    assert [*memory.held(model, optimizer, state_dtype).values()] == found
 
 
 def takes(model, tokens=4096, shards=1, **settings):
@@ -71,8 +71,7 @@ def test_activations_and_the_larger_of_head_and_block(eight):
     wide = takes(eight, micro_batch=64)["temporary"]
     assert wide == pytest.approx(1.7 * 64 * 4096 * 2 * kept + 8 * block)
     assert takes(eight, micro_batch=64, shards=8)["temporary"] - wide == pytest.approx(2 * HEAD)
-    eight.lm_head.requires_grad_(False)
-    eight.model.layers[0].requires_grad_(False)
+    eight.requires_grad_(False)
     assert takes(eight, 1024)["temporary"] == 8 * 2**26
     eight.requires_grad_(True)
 
@@ -85,19 +84,18 @@ def test_shards_divide_what_is_held_and_ddp_sends_gradients_in_buckets(eight):
 
 
 @pytest.mark.parametrize("rows, allocated, device, shards, how", [
-    (2, 137.0, None, 1, dict(state_dtype="bfloat16", recompute="selective")),
     (1, 128.7, 129.95, 1, dict(state_dtype="bfloat16", recompute="selective")),
     (2, 59.98, 69.67, 8, {}),
     (4, 96.74, 103.65, 8, {})])
 def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, shards, how):
     """
-    GiB at the peak. Without `beyond`, of torch's allocator (on an H200; the others compiled against a stand-in for
-    CUDA): at most 6 % more than the sum. With it, of the device of that stand-in.
+    GiB at the peak, compiled against a stand-in for CUDA: of torch's allocator without `beyond`, at most 6 % more than
+    the sum, and of the device with it.
     """
     found = takes(eight, micro_batch=rows, shards=shards, **how)
     total, beyond = found["total"] / 2**30, found["beyond"] / 2**30
     assert 0.94 * allocated < total - beyond < 1.03 * allocated
-    assert not device or device < 1.01 * total
+    assert device < 1.01 * total
     assert found["total"] == pytest.approx(sum(found.values()) / 2)
 
 

@@ -76,7 +76,7 @@ PRESETS = {name: dict(zip(HEAD[1:], map(json.loads, values))) for name, *values 
 
 
 def resolve_settings():
-    """Replace what "auto" stands for. ValueError, one line, for what cannot be measured."""
+    """Replace "auto" by the values for this device. ValueError, one line, for settings that cannot be measured."""
     global device, preset, dtype, clock
     device = pick_device(device)
     if preset == "auto":

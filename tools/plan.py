@@ -16,9 +16,9 @@ A run that does not fit exits with code 2 and names flags with which it does. Th
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
-$ python -m tools.plan --cards          # README's table of what can be fine-tuned on which card
+$ python -m tools.plan --cards          # README's table of cards for fine-tuning
 $ python -m tools.plan --long           # and of how many GPUs hold windows of 8k to 64k
-$ python -m tools.plan --fits           # and of what fits where: six commands
+$ python -m tools.plan --fits           # and of the memory that six commands take
 """
 
 import sys
@@ -189,7 +189,8 @@ def main():
             return
     check()
     model = build()
-    print(f"{model.num_params() / 1e9:.2f}B parameters in {base}, {trained(model) / 1e6:,.1f}M of them trained; "
+    print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained"
+          f"{f', adapters beside a base in {base}' if lora_r else ''}; "
           f"{batch_size} x {model.config.block_size} tokens per step, on {gpus} x {gpu} of {gb(GPUS[gpu].memory)} GB, "
           f"{shards()} to a copy of the weights, {sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
     plans = {mode: plan_of(model, mode) for mode in MODES}
