@@ -31,7 +31,7 @@ recipe: .venv/ready
 	$(PY) -m studies.recipe --seeds=$(SEEDS)
 
 align: .venv/ready
-	$(PY) -m studies.digits $(ALIGN)
+	$(PY) -m studies.align $(ALIGN)
 
 # What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations.py)
 ablate: | $(DATA)/meta.json

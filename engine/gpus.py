@@ -9,9 +9,9 @@ import torch
 
 
 class GPU(NamedTuple):
-    """A kind of GPU: FLOP/s and bytes as its vendor says; of the vendor's links about 80 and 90 %, as measured."""
+    """A kind of GPU: FLOP/s as its vendor says; of the vendor's links about 80 and 90 %, as measured."""
     flops: float              # bf16 FLOP/s of a dense matrix product
-    memory: float             # bytes
+    memory: float             # bytes that torch reports: 80 GB are sold and 79.1 GiB are there
     node_gbs: float = 0.0     # GB/s of one GPU to the others of its node; 0: it has no such link
     net_gbs: float = 0.0      # GB/s of one GPU to other nodes
     per_node: int = 1
@@ -19,13 +19,13 @@ class GPU(NamedTuple):
 
 # By a part of torch.cuda.get_device_name() in lower case. A GH200 contains H200 as well, so it comes first.
 GPUS = {
-    "a100": GPU(312e12, 80e9, 240, 22, 8),
-    "h100": GPU(989e12, 80e9, 360, 45, 8),
-    "gh200": GPU(989e12, 96e9, 360, 22, 4),
-    "h200": GPU(989e12, 150.7e9, 360, 45, 8),    # sold as 141 GB; the driver says 143,771 MiB
-    "b200": GPU(2250e12, 180e9, 720, 45, 8),
-    "l40s": GPU(362e12, 48e9),
-    "4090": GPU(165e12, 24e9)}
+    "a100": GPU(312e12, 84.9e9, 240, 22, 8),
+    "h100": GPU(989e12, 84.9e9, 360, 45, 8),
+    "gh200": GPU(989e12, 101.4e9, 360, 22, 4),
+    "h200": GPU(989e12, 150.0e9, 360, 45, 8),
+    "b200": GPU(2250e12, 191.4e9, 720, 45, 8),
+    "l40s": GPU(362e12, 47.6e9),
+    "4090": GPU(165e12, 25.2e9)}
 
 
 def usage(flops):

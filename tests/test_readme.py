@@ -154,14 +154,14 @@ def small(command, root):
 def small_align(root):
     """Arguments for `make align`: two of its losses, from a model that seconds of SFT have taught to say digits."""
     import numpy as np
-    from studies import digits
+    from studies import align
 
     rng = np.random.default_rng(0)
     rows = []
     for _ in range(400):
         total, first = int(rng.integers(10, 50)), int(rng.integers(1, 10))
-        answer = message("assistant", digits.teacher(rng, total, first))
-        rows.append(dict(messages=[*digits.question(total, first), answer]))
+        answer = message("assistant", align.teacher(rng, total, first))
+        rows.append(dict(messages=[*align.question(total, first), answer]))
     write_rows(root / "digits.jsonl", rows)
     chosen = dict(qrpo=dict(lr=1e-3, beta=0.3), dpo=dict(lr=3e-4, beta=1.0))
     write_rows(root / "tuning.json", [dict(chosen=chosen)])
@@ -169,7 +169,7 @@ def small_align(root):
     files = [f"--init_from={root}/run", f"--data={root}/digits.jsonl", f"--out={root}/digits"]
     done = script("posttrain.sft", *files, *how)
     assert done.returncode == 0, done.stderr
-    sizes = "--methods=qrpo,dpo --seeds=1 --n_conversations=64 --n_refs=3 --test_prompts=64 --samples=1"
+    sizes = "--seeds=1 --n_conversations=64 --n_refs=3 --test_prompts=64 --samples=1"
     results = f"--out={root}/align --results={root}/results/align --tuning={root}/tuning.json"
     return f"--start={root}/digits {sizes} {results}"
 
