@@ -87,8 +87,9 @@ class Conversation:
 
     def save(self, path):
         """Append the conversation to a .jsonl file."""
+        row = dict(messages=self.messages, tools=self.tools, thinking=self.thinking)
         with open(path, "a", encoding="utf-8") as f:
-            f.write(as_json(dict(messages=self.messages, tools=self.tools)) + "\n")
+            f.write(as_json(row) + "\n")
 
     def answer(self, line, how, max_new_tokens):
         """
