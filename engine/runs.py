@@ -20,6 +20,12 @@ import time
 from engine.files import NO_LOCKS, lock_file, make_folder, read_json, write_flushed
 
 
+def settings_of(folder):
+    """The settings of a run folder, from its config.json."""
+    config = read_json(f"{folder}/config.json")
+    return config.get("nanoapertus", config)
+
+
 def claim(out, resume, ranks):
     """
     The lock of the run folder, as a context; only the first rank takes it. Nothing else is written yet.
