@@ -106,8 +106,8 @@ def render(tok, row, date=None):
     """
     A conversation -> ids, said (two lists): said[i] is True where the assistant must produce ids[i] itself.
 
-    It begins with its only <s>, and has <|assistant_end|> also after the last answer. "Deliberation: enabled" is
-    written if row["thinking"] says so, by default if there are thoughts. ValueError: as marked().
+    It begins with its only <s>, and has <|assistant_end|> also after the last answer. row["thinking"] decides whether
+    "Deliberation: enabled" is written; the default is whether there are thoughts. ValueError: as marked().
     """
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))

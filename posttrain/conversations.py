@@ -5,8 +5,9 @@ The conversations of SFT: from files of any form to ids on disk, and the order i
     --data="{'a.jsonl': 2, 'hf://datasets/OWNER/NAME': 1}"        two of three conversations of the run are of a.jsonl
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
-that exist: a name is a hash of the content and of all settings that decide an id. Each source of a mixture is shuffled and repeated by itself. The number of a conversation in the run alone
-decides its source (chosen), so that the order is the same on any number of ranks and after a restart.
+that exist: a name is a hash of the content and of all settings that decide an id. Each source of a mixture is shuffled
+and repeated by itself. The number of a conversation in the run alone decides its source (chosen), so that the order is
+the same on any number of ranks and after a restart.
 
 Licences and evaluation prompts are judged as those of documents are (corpus/rules.py, corpus/dedup.py).
 
@@ -54,7 +55,8 @@ def weights_of(data):
 
 def files_of(source):
     """[{"name", "path"}] of the files of conversations of a source. ValueError: no such file."""
-    files = [file for file in readers.find([source])[0] if readers.kind_of(file["path"]) in ("lines", "json", "parquet")]
+    found, _ = readers.find([source])
+    files = [file for file in found if readers.kind_of(file["path"]) in ("lines", "json", "parquet")]
     if not files:
         raise ValueError(f"{source}: want .jsonl, .json or .parquet")
     return files
@@ -228,8 +230,8 @@ def tokenize(name, file, part, judge):
 @functools.lru_cache(1)
 def spread(slots):
     """
-    SLOTS samples of sources that have so many slots of them, spread evenly: the source of each, and how many of that
-    source came before it, both (SLOTS,).
+    SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
+    come before it, both (SLOTS,).
 
     Sample k of a source with n slots is at (k + 1/2) / n of the way, like packets in fair queueing. So each source has
     its share not only of all slots but, to a sample or two, of the first few.

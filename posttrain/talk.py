@@ -30,8 +30,8 @@ def reply(model, cache, ids, how, stop, limit):
     """
     Continue ids: yield up to `limit` new ids, until one of `stop`, which is yielded too, and append each to ids.
 
-    cache: a KVCache of the first of these ids; its buffers at least double when they are full. The last id stays unread, until
-    the next call. how: the arguments of sample_token.
+    cache: a KVCache of the first of these ids; its buffers at least double when they are full. The last id stays
+    unread, until the next call. how: the arguments of sample_token.
     """
     for _ in range(limit):
         if len(ids) > cache.size:
