@@ -103,7 +103,8 @@ def draw(model, seed):
     for name, layer in adapted(model).items():
         A = layer.lora_A.weight
         values = torch.rand(A.shape, generator=generator_of(f"{name}.lora_A", seed))
-        place(A, (2 * values - 1) / math.sqrt(layer.in_features))
+        bound = 1 / math.sqrt(layer.in_features)
+        place(A, (2 * values - 1) * bound)
         layer.lora_B.weight.zero_()
 
 
