@@ -3,7 +3,6 @@ train.py --init_from, alone and with --lora_r: a run that begins with the weight
 own loss, against transformers with PEFT, against the run that was never stopped, and on two ranks against one.
 """
 
-import json
 import os
 import shutil
 
@@ -17,6 +16,7 @@ import tokenizer
 from conftest import refused, same, script, weights
 from data import TokenDataset
 from engine import plot
+from engine.runs import settings_of
 from faults.launch import sha_of
 from trained import contents
 
@@ -165,7 +165,7 @@ def test_window_and_rope_may_change(lab, tmp_path):
         assert (
             done.returncode == 0 and ("has seen 64 at once" in done.stdout) == warned
         ), done.stderr
-    config = json.loads((tmp_path / "1" / "config.json").read_text())
+    config = settings_of(tmp_path / "1")
     assert (
         config["block_size"],
         config["rope_theta"],
