@@ -49,7 +49,8 @@ def join_folders(folders, out):
         streams = {new: {} for new in names.values()}
         for (folder, name), new in names.items():
             for split, part in metas[folder]["sources"][name].items():
-                streams[new][split] = [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
+                shards = [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
+                streams[new][split] = shards
         reports = [read_json(f"{folder}/report.json") for folder in folders]
         write_account(data, metas[folders[0]], streams, joined_report(reports, out))
         print(texts_again(data))
