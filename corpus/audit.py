@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from corpus.dedup import LONG, fingerprint, signatures, words
-from corpus.ledger import counted, described, ledger, sums, total
+from corpus.ledger import counted, described, ledger, rows_of, sums, total
 from corpus.robots import host_key
 from corpus.shards import shards_of
 from engine.files import read_json, sha256
@@ -88,11 +88,10 @@ def find_rows(folder):
     if not text.strip():
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a file with one")
     wanted, found = dict(id=find, url=find, text=fingerprint(text)), []
-    for table in ledger(folder):
-        for row in table.to_pylist():
-            same = [key for key in wanted if row[key] == wanted[key]]
-            if same:
-                found.append((f"this {same[0].replace('url', 'URL')}", row))
+    for row in rows_of(folder):
+        same = [key for key in wanted if row[key] == wanted[key]]
+        if same:
+            found.append((f"this {same[0].replace('url', 'URL')}", row))
     named = any(how != "this text" for how, _ in found)
     ids, ends = words([text[:LONG]])
     if not named and "://" not in text[:10] and len(ids) >= 5:
@@ -113,15 +112,16 @@ def nearly(folder, signature):
             begins |= {shard["file"]: (stream, begin) for shard, begin in zip(part["shards"], stream.begins)}
             size += stream.n_tokens
     with tqdm(desc="near-duplicates", total=size, unit="tok", unit_scale=True, disable=None, leave=False) as progress:
-        for table in ledger(folder):
-            for row in table.filter(pc.equal(table["reason"], "")).to_pylist():
-                stream, begin = begins[row["shard"]]
-                ids = stream.read(begin + row["offset"], np.empty(row["tokens"], np.int64))
-                text = tok.decode(ids[1:-1].tolist())
-                like = (signatures(*words([text[:LONG]])) == signature).mean()
-                progress.update(row["tokens"])
-                if like >= similarity:
-                    yield f"nearly this text, similarity {like:.2f}", row
+        for row in rows_of(folder):
+            if row["reason"]:
+                continue
+            stream, begin = begins[row["shard"]]
+            ids = stream.read(begin + row["offset"], np.empty(row["tokens"], np.int64))
+            text = tok.decode(ids[1:-1].tolist())
+            like = (signatures(*words([text[:LONG]])) == signature).mean()
+            progress.update(row["tokens"])
+            if like >= similarity:
+                yield f"nearly this text, similarity {like:.2f}", row
 
 
 def near_names(folder, wanted):

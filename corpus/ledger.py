@@ -28,7 +28,7 @@ import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from corpus.robots import RESERVED, host_key, known
+from corpus.robots import KNOWN, RESERVED, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from engine.files import read_json, sha256, version, write_flushed, write_json
@@ -89,6 +89,12 @@ def ledger(folder, columns=None):
                 yield pyarrow.Table.from_batches([batch])
     except pyarrow.ArrowException as e:
         raise ValueError(f"{path} is damaged ({' '.join(str(e).split())[:120]}): prepare the data again") from None
+
+
+def rows_of(folder, columns=None):
+    """Yield the rows of a data folder as dicts."""
+    for table in ledger(folder, columns):
+        yield from table.to_pylist()
 
 
 def described(folder):
@@ -173,20 +179,18 @@ def total(rows):
 
 def opt_outs(folder, store):
     """How many hosts the store has a file of, and the hosts that lost the most bytes to opt-outs."""
-    hosts, lost = {}, {}
-    for rows in ledger(folder, ["url", "reason", "bytes"]):
-        for row in rows.to_pylist():
-            host = host_key(row["url"])
-            if host and host not in hosts:
-                hosts[host] = known(host, store)
-            if host and row["reason"].partition(":")[0] in OPT_OUTS:
-                n, size = lost.get(host, (0, 0))
-                lost[host] = [n + 1, size + row["bytes"]]
+    hosts, lost = {None: None}, {}
+    for row in rows_of(folder, ["url", "reason", "bytes"]):
+        host = host_key(row["url"])
+        if host not in hosts:
+            hosts[host] = known(host, store)
+        if host and row["reason"].partition(":")[0] in OPT_OUTS:
+            n, size = lost.get(host, (0, 0))
+            lost[host] = [n + 1, size + row["bytes"]]
     count = Counter(hosts.values())
-    most = sorted(lost, key=lambda host: (-lost[host][1], host))[:20]
-    return dict(top_blocked_hosts={host: lost[host] for host in most}, hosts=dict(
-        seen=len(hosts), with_file=count["with"], without=count["without"], unparsable=count["unparsable"],
-        blocked=len(lost)))
+    most = sorted(lost.items(), key=lambda one: (-one[1][1], one[0]))
+    hosts = dict(seen=len(hosts) - 1, **{name: count[name] for name in KNOWN}, blocked=len(lost))
+    return dict(top_blocked_hosts=dict(most[:20]), hosts=hosts)
 
 
 def write_account(folder, meta, streams, about):

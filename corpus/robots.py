@@ -73,6 +73,8 @@ RESERVED = {
     "usage-file": "the same, in the host's robots.txt",
     "ai-txt": "disallowed by the host's ai.txt",
 }
+# What a store has of a host: a robots.txt, nothing, or something else.
+KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
 COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
@@ -152,11 +154,11 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
 
 
 def known(host, store):
-    """"with" if the store has a robots.txt of this host key, "without", or "unparsable" if it has something else."""
+    """What the store has of this host key: one of KNOWN."""
     content = store.get(host) if store else None
     if content is None:
         return "without"
-    return "unparsable" if parse_robots(content) is None else "with"
+    return "unparsable" if parse_robots(content) is None else "with_file"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow
-import pyarrow.compute as pc
 
 from corpus.audit import near_names, verify
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
-from corpus.ledger import FILE, counted, described, grouped, ledger, write_account, write_ledger
+from corpus.ledger import FILE, counted, described, grouped, ledger, rows_of, write_account, write_ledger
 from corpus.robots import AGENTS, host_key, open_robots, verdict
 from corpus.shards import shards_of, write_shard
 from engine.readers import kind_of, records
@@ -108,16 +107,15 @@ def bare(host):
 
 def stays_out(folder):
     """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
-    asked, hosts = dict(id=set(), url=set(), text=set()), set()
-    for table in ledger(folder, ["id", "url", "text", "reason"]):
-        for row in table.filter(pc.starts_with(table["reason"], "withdrawn:")).to_pylist():
-            asked["text"].add(row["text"])
-            asked["url"] |= {row["url"]} - {None}
-            if row["reason"] == "withdrawn:id":
-                asked["id"].add(row["id"])
-            if row["reason"] == "withdrawn:host":
-                hosts.add(bare(host_key(row["url"])))
-    asked["robots"] = hosts and dict(blocked=frozenset(hosts))
+    asked = dict(id=set(), url={None}, text=set(), host=set())
+    for row in rows_of(folder, ["id", "url", "text", "reason"]):
+        kind, _, why = row["reason"].partition(":")
+        if kind == "withdrawn":
+            row["host"] = bare(host_key(row["url"]) or "")
+            for key in {"text", "url", why} & asked.keys():
+                asked[key].add(row[key])
+    asked["url"].remove(None)
+    asked["robots"] = asked["host"] and dict(blocked=frozenset(asked["host"]))
     return asked
 
 
@@ -141,8 +139,7 @@ def choose(final, out, asked):
     An id belongs to one folder, and so may a line of text that is no URL. A list of URLs may cover several folders.
     """
     rows, used, left = {}, set(), Counter()
-    listed = (row for table in ledger(final) for row in table.to_pylist())
-    for number, row in enumerate(listed):
+    for number, row in enumerate(rows_of(final)):
         if row["withdrawn"]:
             # An entry that was withdrawn before is no mistake.
             used |= {row["id"], row["url"], bare(host_key(row["url"]) or "")}

@@ -304,7 +304,7 @@ def test_a_store_in_every_form_gives_the_same_outcomes(store, tmp_path):
         assert why == (strict[5:] if strict.startswith("drop") else None)
     assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
     hosts = [known(host, store) for host in ("example.com", "www.page.net", "null.org")]
-    assert hosts == ["with", "unparsable", "without"]
+    assert hosts == ["with_file", "unparsable", "without"]
 
 
 def test_files_that_are_no_robots_txt_are_unparsable():
