@@ -60,7 +60,7 @@ def verify(folder):
         begins[shard["file"]] = np.concatenate(found)
         tokens += len(ids)
     for table in ledger(folder, ["reason", "shard", "offset", "tokens"]):
-        table = table.filter(pc.equal(table["reason"], ""))
+        table = table.filter(pc.field("reason") == "")
         names, offsets = table["shard"].to_numpy(), table["offset"].to_numpy()
         tokens -= table["tokens"].to_numpy().sum()
         listed += len(table)
@@ -128,7 +128,7 @@ def near_names(folder, wanted):
     """The ids, URLs or hosts that are spelled most like one that is not there, as the end of a sentence."""
     best = []
     for table in ledger(folder, ["id", "url", "reason"]):
-        rows = table.filter(pc.equal(table["reason"], "")).to_pylist()
+        rows = table.filter(pc.field("reason") == "").to_pylist()
         names = {name for row in rows for name in (row["id"], row["url"], host_key(row["url"])) if name}
         best = difflib.get_close_matches(wanted, [*best, *sorted(names)], 3, 0.5)
     return f"the nearest names are {', '.join(map(repr, best))}" if best else "no name is like it"

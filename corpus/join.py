@@ -94,12 +94,12 @@ def rows_of_all(names, final):
 def joined_report(parts, out):
     """The reports of all parts as one, for write_account()."""
     ignored, asked = {}, [part["robots"] for part in parts if part["robots"]]
+    commands = [part["run"]["command"] for part in parts]
     for part in parts:
         for kind, names in part["ignored"].items():
             ignored.setdefault(kind, []).extend(names)
-    run = dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(part["run"]["command"] for part in parts))
     return dict(
-        run=run,
+        run=dict(parts[0]["run"], out=os.path.normpath(out), command="\n".join(commands)),
         inputs=[file for part in parts for file in part["inputs"]],
         ignored=ignored,
         rule=" ".join(sorted({part["rule"] for part in parts})),
@@ -110,22 +110,22 @@ def joined_report(parts, out):
 
 
 def joined_robots(asked, n):
-    """The sums of what the parts say of robots.txt. asked: of the parts that have consulted one, n: of all parts."""
+    """The sums of several folders' opt-outs. asked: of the folders that consulted a store; n: number of all folders."""
     hosts, lost = Counter(), {}
     for robots in asked:
         hosts.update(robots["hosts"])
         for host, sizes in robots["top_blocked_hosts"].items():
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
-    store = " ".join([robots["store"] for robots in asked] + ["none"] * (n - len(asked)))
-    return dict(asked[0], store=store, hosts=dict(hosts), top_blocked_hosts=lost)
+    stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
+    return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
 
 
 def texts_again(folder):
     """A sentence: the documents whose text is there before them, and the texts on both sides of the split."""
     rows = pyarrow.concat_tables(ledger(folder, ["text", "split", "reason", "bytes"]))
-    rows = rows.filter(pc.and_(pc.equal(rows["reason"], ""), pc.greater(rows["bytes"], 0)))
+    rows = rows.filter((pc.field("reason") == "") & (pc.field("bytes") > 0))
     texts = rows.group_by("text").aggregate([("split", "count_distinct")])
-    both = pc.sum(pc.greater(texts["split_count_distinct"], 1)).as_py()
+    both = len(texts.filter(pc.field("split_count_distinct") > 1))
     how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
     return (f"documents with a text that is there before: {len(rows) - len(texts):,}; texts for training and for "
             f"validation: {both:,}{how}")
@@ -139,8 +139,8 @@ def main():
     folder = join or (paths or ["data/stdlib"])[0]
     for name, source in read_meta(folder)["sources"].items():
         for split, part in source.items():
-            size = f"{part['tokens']:14,} tokens {part['bytes'] / 1e6:10.2f} MB"
-            print(f"{name:20} {split:5} {part['documents']:8,} documents {size}")
+            print(f"{name:20} {split:5} {part['documents']:8,} documents {part['tokens']:14,} tokens "
+                  f"{part['bytes'] / 1e6:10.2f} MB")
     if join:
         return
     data = TokenDataset(folder, "train", block_size, seed)

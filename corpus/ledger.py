@@ -193,6 +193,12 @@ def opt_outs(folder, store):
     return dict(top_blocked_hosts=dict(most[:20]), hosts=hosts)
 
 
+def in_shards(rows, entries):
+    """The entry of a source and split in meta.json."""
+    sizes = dict(documents=added(rows, "rows"), tokens=added(rows, "tokens"), bytes=added(rows, "written"))
+    return dict(sizes, shards=entries)
+
+
 def write_account(folder, meta, streams, about):
     """
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
@@ -200,15 +206,10 @@ def write_account(folder, meta, streams, about):
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. streams: {source: {split: entries of its
     shards}}. about: run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
     """
-    folder, rows, sources = Path(folder), sums(folder), {}
-    in_shards, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
-    for source, splits in streams.items():
-        sources[source] = {}
-        for split, entries in splits.items():
-            some = in_shards.get((source, split), [])
-            sizes = dict(documents=added(some, "rows"), tokens=added(some, "tokens"), bytes=added(some, "written"))
-            sources[source][split] = dict(sizes, shards=entries)
-    meta = dict(meta, sources=sources)
+    folder, rows = Path(folder), sums(folder)
+    by_split, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
+    meta = dict(meta, sources={source: {split: in_shards(by_split.get((source, split), []), entries)
+                                        for split, entries in splits.items()} for source, splits in streams.items()})
     meta["version"] = version(meta)
     report = dict(
         about,
@@ -234,60 +235,6 @@ def write_account(folder, meta, streams, about):
 # ----------------------------------------------------------------------------------------------------------------------
 # for people
 
-REPORT = """# The documents of {run[out]}: kept and removed
-
-{came} ({mb_in:,.1f} MB) came in; {total[documents]:,} were kept, {share} of the bytes that could be read: {tokens} of \
-{run[tokenizer]}.
-
-{problems}|  | documents | of all | MB | tokens |
-|---|---|---|---|---|
-| came in | {total[documents_in]:,} |  | {mb_in:,.2f} | {tokens_in} |
-{removed}| **kept** | {total[documents]:,} | {of_all} | {mb:,.2f} | {total[tokens]:,} |
-
-In = kept + removed, in documents and in bytes. ≈ marks an estimate from bytes: removed documents are not tokenized.
-
-## Opt-outs
-
-{opt_outs}
-
-## Personal data
-
-{personal_data}
-
-{memorisation}## By source and language
-
-| source | language | documents in | removed | kept | MB kept | tokens | bytes/token |
-|---|---|---|---|---|---|---|---|
-{languages}
-
-## Licences of the kept documents
-
-| licence | documents | MB | tokens |
-|---|---|---|---|
-{licences}
-
-## Inputs and outputs
-
-| input | bytes | sha256 |
-|---|---|---|
-{files}
-
-| not read | files | names |
-|---|---|---|
-{not_read}
-
-| shard | tokens | sha256 |
-|---|---|---|
-{shards}
-
-{rule} Version {version}.
-
-```
-{run[command]}
-```
-"""
-
-
 def percent(part, whole):
     """One decimal; a share above nothing never reads 0.0 %, and one below all never 100.0 %."""
     if not whole:
@@ -303,54 +250,90 @@ def counted(n, noun):
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
-def lines(pattern, rows, at_most=60):
-    """The rows of a Markdown table. pattern: of one row, a dict."""
+def lines(rows, at_most=60):
+    """The rows of a Markdown table, which are lines."""
     more = [f"\nand {len(rows) - at_most:,} more in report.json"] if len(rows) > at_most else []
-    return "\n".join([*map(pattern.format_map, rows[:at_most]), *more])
+    return "\n".join([*rows[:at_most], *more])
 
 
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
-    t = report["total"]
-    removed, languages, ignored = [], [], []
-    for reason, (n, size) in t["removed"].items():
-        share, tokens = percent(n, t["documents_in"]), t["tokens_removed_about"][reason]
-        removed.append(f"| {reason}: {REASONS[reason]} | {n:,} | {share} | {size / 1e6:,.2f} | ≈ {tokens:,} |\n")
-    for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
-        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items()) or "-"
-        rate = row["written"] / max(row["tokens"], 1)
-        languages.append(dict(row, language=row["language"] or "?", gone=gone, mb=row["bytes"] / 1e6, rate=rate))
-    licences = [dict(one, name=name or "not stated", mb=one["bytes"] / 1e6)
-                for name, one in report["licenses"].items() if one["documents"]]
-    licences.sort(key=lambda one: -one["bytes"])
-    files = [dict(file, note=f" ({file['problem']})" if file["problem"] else "", sha256=file["sha256"] or "?")
-             for file in report["inputs"]]
-    for kind, names in report["ignored"].items():
-        ignored.append(dict(kind=kind, n=len(names), names=", ".join([*names[:5], *["..."] * (len(names) > 5)])))
+    t, run = report["total"], report["run"]
     about = sum(t["tokens_removed_about"].values())
-    return REPORT.format_map(dict(
-        report,
-        came=counted(t["documents_in"], "document"),
-        tokens=counted(t["tokens"], "token"),
-        share=percent(t["bytes"], t["bytes_in"]),
-        of_all=percent(t["documents"], t["documents_in"]),
-        mb_in=t["bytes_in"] / 1e6,
-        mb=t["bytes"] / 1e6,
-        tokens_in=f"{'≈ ' * (about > 0)}{t['tokens'] + about:,}",
-        problems="".join(f"{n:,} could not be read: {problem}, such as {first}.\n\n"
-                         for problem, (n, first) in report["unreadable"].items()),
-        removed="".join(removed),
-        opt_outs="\n\n".join(opt_out_blocks(report["robots"], t)),
-        personal_data=personal_data(report["pii"]),
-        memorisation=planted(report["probes"]),
-        languages=lines("| {source} | {language} | {documents_in:,} | {gone} | {documents:,} | {mb:,.2f} | "
-                        "{tokens:,} | {rate:,.2f} |", languages),
-        licences=lines("| {name} | {documents:,} | {mb:,.2f} | {tokens:,} |", licences),
-        files=lines("| {name}{note} | {bytes:,} | {sha256:.16} |", files, 40),
-        not_read=lines("| {kind} | {n:,} | {names} |", ignored) or "| - | 0 |  |",
-        shards=lines("| {file} | {tokens:,} | {sha256:.16} |", report["outputs"]["shards"])
-        or "| none: this was a dry run |  |  |",
-    ))
+    removed = "".join(f"| {reason}: {REASONS[reason]} | {n:,} | {percent(n, t['documents_in'])} | {size / 1e6:,.2f} | "
+                      f"≈ {t['tokens_removed_about'][reason]:,} |\n" for reason, (n, size) in t["removed"].items())
+    problems = "".join(f"{n:,} could not be read: {problem}, such as {first}.\n\n"
+                       for problem, (n, first) in report["unreadable"].items())
+    languages = []
+    for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
+        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items())
+        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | {gone or '-'} | "
+                         f"{row['documents']:,} | {row['bytes'] / 1e6:,.2f} | {row['tokens']:,} | "
+                         f"{row['written'] / max(row['tokens'], 1):,.2f} |")
+    licences = [f"| {name or 'not stated'} | {one['documents']:,} | {one['bytes'] / 1e6:,.2f} | {one['tokens']:,} |"
+                for name, one in sorted(report["licenses"].items(), key=lambda item: -item[1]["bytes"])
+                if one["documents"]]
+    files = [f"| {file['name']}{' (' + file['problem'] + ')' if file['problem'] else ''} | {file['bytes']:,} | "
+             f"{(file['sha256'] or '?')[:16]} |" for file in report["inputs"]]
+    ignored = [f"| {kind} | {len(names):,} | {', '.join(names[:5] + ['...'] * (len(names) > 5))} |"
+               for kind, names in report["ignored"].items()]
+    shards = [f"| {shard['file']} | {shard['tokens']:,} | {shard['sha256'][:16]} |"
+              for shard in report["outputs"]["shards"]]
+    blocks = "\n\n".join(opt_out_blocks(report["robots"], t))
+    return f"""# The documents of {run['out']}: kept and removed
+
+{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were kept, \
+{percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} of \
+{run['tokenizer']}.
+
+{problems}|  | documents | of all | MB | tokens |
+|---|---|---|---|---|
+| came in | {t['documents_in']:,} |  | {t['bytes_in'] / 1e6:,.2f} | {'≈ ' * (about > 0)}{t['tokens'] + about:,} |
+{removed}| **kept** | {t['documents']:,} | {percent(t['documents'], t['documents_in'])} | {t['bytes'] / 1e6:,.2f} | \
+{t['tokens']:,} |
+
+In = kept + removed, in documents and in bytes. ≈ marks an estimate from bytes: removed documents are not tokenized.
+
+## Opt-outs
+
+{blocks}
+
+## Personal data
+
+{personal_data(report['pii'])}
+
+{planted(report['probes'])}## By source and language
+
+| source | language | documents in | removed | kept | MB kept | tokens | bytes/token |
+|---|---|---|---|---|---|---|---|
+{lines(languages)}
+
+## Licences of the kept documents
+
+| licence | documents | MB | tokens |
+|---|---|---|---|
+{lines(licences)}
+
+## Inputs and outputs
+
+| input | bytes | sha256 |
+|---|---|---|
+{lines(files, 40)}
+
+| not read | files | names |
+|---|---|---|
+{lines(ignored) or '| - | 0 |  |'}
+
+| shard | tokens | sha256 |
+|---|---|---|
+{lines(shards) or '| none: this was a dry run |  |  |'}
+
+{report['rule']} Version {report['version']}.
+
+```
+{run['command']}
+```
+"""
 
 
 def opt_out_blocks(robots, t):

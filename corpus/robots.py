@@ -73,7 +73,7 @@ RESERVED = {
     "usage-file": "the same, in the host's robots.txt",
     "ai-txt": "disallowed by the host's ai.txt",
 }
-# What a store has of a host: a robots.txt, nothing, or something else.
+# A store has a robots.txt of a host, nothing, or something else under that name.
 KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
@@ -154,7 +154,7 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
 
 
 def known(host, store):
-    """What the store has of this host key: one of KNOWN."""
+    """One of KNOWN: does the store have a robots.txt of this host key?"""
     content = store.get(host) if store else None
     if content is None:
         return "without"

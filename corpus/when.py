@@ -65,7 +65,7 @@ def samples_with(data, s, windows, until):
 
 def data_of_run(config, samples):
     """
-    The windows that a run of train.py with these settings (its config.json) has read in so many samples.
+    The windows that a run of train.py with these settings (its config.json) has read in this number of samples.
 
     ValueError: the folder no longer holds the data that it read.
     """
