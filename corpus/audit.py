@@ -164,7 +164,7 @@ def steps_of(rows, folder):
     config = settings_of(when) if os.path.isfile(f"{when}/log.jsonl") else {}
     if not {"data_hash", "block_size", "batch_size"} <= config.keys():
         raise ValueError(f"{when} is not a run of train.py: name its folder, with config.json and log.jsonl")
-    batch = config["batch_size"], config["batch_ramp_at"] or None
+    T, batch = config["block_size"], (config["batch_size"], config["batch_ramp_at"] or None)
     done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
     until = samples_at(done, *batch)
     data = data_of_run(config, until)
@@ -178,17 +178,12 @@ def steps_of(rows, folder):
             raise ValueError(f"{when} has read {config['data']}, not {folder}: ask that folder")
         samples = samples_of(data, path, row["offset"], row["tokens"], until)
         steps = sorted({steps_in(int(sample), *batch) for sample in samples})
-        said = []
-        for step in steps[:10]:
-            # Tokens of the run before the step and after it.
-            begin, end = (samples_at(at, *batch) * config["block_size"] for at in (step, step + 1))
-            said.append(f"{step} (tokens {begin:,} to {end:,})")
+        said = ", ".join(f"{step} (tokens {samples_at(step, *batch) * T:,} to {samples_at(step + 1, *batch) * T:,})"
+                         for step in steps[:10])
         more = f" and {len(steps) - 10:,} more" if len(steps) > 10 else ""
         begins = f"; it started from {config['init_from']}, which is another run" if config.get("init_from") else ""
-        if steps:
-            yield f"read at {len(steps):,} of the {done:,} steps of {when}: {', '.join(said)}{more}{begins}"
-        else:
-            yield f"none of the {done:,} steps of {when} has read it"
+        yield (f"read at {len(steps):,} of the {done:,} steps of {when}: {said}{more}{begins}" if steps else
+               f"none of the {done:,} steps of {when} has read it")
 
 
 def main():

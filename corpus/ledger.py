@@ -81,7 +81,7 @@ def ledger(folder, columns=None):
     """Yield the rows of a data folder as pyarrow tables of at most ROWS. ValueError for a folder without a ledger."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        raise ValueError(f"{folder} has no {FILE}: name a folder of prepare.py. If an older one wrote it, prepare its "
+        raise ValueError(f"{folder} has no {FILE}: it is not a data folder, or an older prepare.py wrote it. Prepare its "
                          f"files again: python prepare.py FILES --out={folder}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

@@ -537,8 +537,7 @@ def main():
         refused = refusals(path, groups, agents, explicit)
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            named = "named" if product_token(agent) in groups else "not named"
-            print(f"{agent:30s} {says:50s} {named}")
+            print(f"{agent:30s} {says:50s} {'named' if product_token(agent) in groups else 'not named'}")
         print(verdict(url, store, agents, missing, explicit=explicit))
 
 

@@ -22,7 +22,7 @@ import pyarrow
 from corpus.audit import near_names, verify
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
-from corpus.ledger import FILE, counted, described, grouped, ledger, rows_of, write_account, write_ledger
+from corpus.ledger import FILE, added, counted, described, grouped, ledger, rows_of, write_account, write_ledger
 from corpus.robots import AGENTS, host_key, open_robots, verdict
 from corpus.shards import shards_of, write_shard
 from engine.readers import kind_of, records
@@ -56,9 +56,8 @@ def withdraw(path, out, final, tmp):
     verify(new)
     publish(final, tmp)
     clear(tmp)
-    tokens = counted(sum(row["tokens"] for row in rows.values()), "token")
-    print(f"{out}: {counted(len(rows), 'document')} ({tokens}) removed, {report['total']['documents']:,} stay; version "
-          f"{meta['version'][:16]} is now {report['version'][:16]}")
+    print(f"{out}: {counted(len(rows), 'document')} ({counted(added(rows.values(), 'tokens'), 'token')}) removed, "
+          f"{report['total']['documents']:,} stay; version {meta['version'][:16]} is now {report['version'][:16]}")
     if absent:
         raise ValueError(f"{path}: {absent}. The documents of all other entries were removed")
 

@@ -346,7 +346,8 @@ HEADERS = {
         noindex, nofollow / demobot: noai, examplebot: noai, GPTBot: all |
         noai / noimageai / other, noai / GPTBot: noai / GPTBot:noai / other, GPTBot: noimageai / all, noai""",
     "content-usage": """train-ai=n, train-ai=y / train-ai;allow=n, train-ai=y /
-        train-ai=y, train-ai, search=n, search="n" / train-ai;has;parameters="?"; / search=n / train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
+        train-ai=y, train-ai, search=n, search="n" / train-ai;has;parameters="?"; / search=n /
+        train-ai / train-ai="n" / train-ai=N / train-ai=no / train-ai=?0 /
         train-ai=n x / train-ai=(n) / Train-AI=n / train-ai = n / x-train-ai=n / n |
         train-ai=n / train-ai=n, search=y / search=y, train-ai=n;x="1;2" / train-ai=n;a=1;b / train-ai=y,train-ai=n""",
     "tdm-reservation": " / 0 / other / 2 | 1",
