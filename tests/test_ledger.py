@@ -14,7 +14,6 @@ from conftest import ROOT, script
 from corpora import BYTE, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus.ledger import percent
 from data import TokenDataset
-from schedule import steps_in
 from stages import StagedDataset
 
 
@@ -69,34 +68,28 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     assert "is not in" in (said := ask(data, "--find=in.jsonl:d7x")) and "'in.jsonl:d7'" in said
 
 
-def test_the_steps_that_have_read_a_document_are_those_of_the_run(data, tmp_path, monkeypatch):
-    """A run of train.py in two stages with a mixture, resumed, whose batches are written down as it reads them."""
-    read, true = {}, StagedDataset.batch
-
-    def batch(self, first, n):
-        idx, targets, *rest = true(self, first, n)
-        # Before the first step it looks at single windows.
-        if n > 1:
-            windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1)
-            read[steps_in(first, 8)] = [window.astype(np.uint16).tobytes() for window in windows]
-        return idx, targets, *rest
-    monkeypatch.setattr(StagedDataset, "batch", batch)
+def test_the_steps_that_have_read_a_document_are_those_of_the_run(data, tmp_path):
+    """A run of train.py in two stages with a mixture, resumed; its windows of 65 tokens are found by their bytes."""
+    stages = ("one", ("deu_Latn",), 40, 28), ("two", {"deu_Latn": 1, "roh_Latn": 3}, 9999, 29)
     table, out = tmp_path / "table.py", tmp_path / "run"
-    table.write_text('stages = (("one", ("deu_Latn",), 40, 28), ("two", {"deu_Latn": 1, "roh_Latn": 3}, 9999, 29))')
+    table.write_text(f"stages = {stages}")
     args = ["configs/tiny.py", table, f"--data={data}", f"--out={out}", "--stage=all", "--n_layer=1", "--eval_every=0",
             "--checkpoint_every=2", "--warmup_samples=8", "--decay_samples=8"]
     assert script("train.py", *args, "--total_samples=40").returncode == 0
     assert script("train.py", *args, "--total_samples=80", "--resume").returncode == 0
-    raw, found = {name: stream.astype(np.uint16).tobytes() for name, stream in streams(data).items()}, set()
+    idx, targets, *_ = StagedDataset(str(data), stages, 64).batch(0, 80)
+    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
+    places = {name: [stream.astype(np.uint16).tobytes().find(window.tobytes()) // 2 for window in windows]
+              for name, stream in streams(data).items()}
+    found = set()
     for row in kept(data)[::3]:
         said = ask(data, f"--find={row['id']}", f"--when={out}")
         if row["split"] == "val":
             assert "for validation" in said
             continue
-        stream, begin = raw[row["source"], "train"], 3000 * int(row["shard"][-9:-4]) + row["offset"]
-        # A window of 65 tokens is where its bytes are in the stream.
-        want = [step for step in range(10) if any(
-            begin - 65 < stream.find(window) // 2 < begin + row["tokens"] for window in read[step] if window in stream)]
+        begin = 3000 * int(row["shard"][-9:-4]) + row["offset"]
+        want = sorted({sample // 8 for sample, at in enumerate(places[row["source"], "train"])
+                       if at >= 0 and begin - 65 < at < begin + row["tokens"]})
         assert [int(part.split()[-1]) for part in said.split(" (tokens")[:-1]] == want, said
         found.add(len(want))
     assert len(found) > 2
@@ -121,11 +114,9 @@ def test_what_is_left_after_a_removal_is_a_run_without_these_documents(data, tmp
     fill(tmp_path / "fresh" / "data", tmp_path / "in.jsonl", "--source_by=lang", "--val_share=0.2")
     for name, stream in streams(tmp_path / "fresh" / "data").items():
         assert stream.tolist() == streams(data)[name].tolist(), name
-    after = ledger(data)
-    assert [row["id"] for row in after] == [row["id"] for row in before]
-    out = [row for row in after if row["withdrawn"]]
-    assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
-    assert all(row["reason"].startswith("withdrawn:") and not row["shard"] for row in out)
+    assert [row["id"] for row in ledger(data)] == [row["id"] for row in before]
+    out = [row["id"] for row in ledger(data) if row["reason"].startswith("withdrawn:") and row["withdrawn"]]
+    assert out == [f"in.jsonl:{row['id']}" for row in gone]
     assert all(np.load(data / row["shard"])[row["offset"]] == BYTE.bos for row in kept(data))
     assert report(data)["total"]["removed"]["withdrawn"][0] == len(gone)
     ask(data)
@@ -206,17 +197,18 @@ def test_tokens_of_removed_documents_are_estimated_at_the_rate_of_their_language
 
 
 def test_a_store_that_knows_none_of_the_hosts_says_so_and_joined_folders_add_up(tmp_path):
-    for name, host in (("a", "other.example"), ("b", "host1.example")):
+    for name, host in (("a", "other.example"), ("b", "host1.example"), ("c", "host1.example")):
         pages = write_lines(tmp_path / f"{name}.jsonl", rows(20, ord(name)))
         store = write_lines(tmp_path / "robots.jsonl", [dict(domain=host, content="User-agent: *\nDisallow: /")])
         fill(tmp_path / name, pages, f"--robots={store}")
         assert ("The store knows none" in (tmp_path / name / "report.md").read_text()) == (name == "a")
-    assert script("data.py", tmp_path / "a", tmp_path / "b", f"--join={tmp_path}/c").returncode == 0
-    a, b, c = (report(tmp_path / name) for name in "abc")
-    assert c["total"]["removed"] == b["total"]["removed"]
-    for key in ("removed_by_agent", "top_blocked_hosts"):
-        assert c["robots"][key] == b["robots"][key] != {}
-    assert c["robots"]["hosts"]["seen"] == a["robots"]["hosts"]["seen"] + b["robots"]["hosts"]["seen"]
+    assert script("data.py", *(tmp_path / name for name in "abc"), f"--join={tmp_path}/all").returncode == 0
+    *parts, joined = (report(tmp_path / name) for name in ("a", "b", "c", "all"))
+    removed = np.sum([part["total"]["removed"]["robots"] for part in parts[1:]], 0).tolist()
+    assert joined["total"]["removed"] == dict(robots=removed)
+    assert joined["robots"]["removed_by_agent"] == {"*": removed}
+    assert joined["robots"]["top_blocked_hosts"] == {"host1.example": removed}
+    assert joined["robots"]["hosts"]["seen"] == sum(part["robots"]["hosts"]["seen"] for part in parts)
 
 
 def test_a_share_never_reads_as_nothing_or_all():
