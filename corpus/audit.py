@@ -36,9 +36,6 @@ find = ""                           # an id, a URL, a text, or a file that holds
 similarity = 0.72                   # from which another text counts as nearly the same (as near_dedup)
 when = ""                           # with find: a run folder of train.py
 
-# Tokens of a shard that are compared at a time.
-STRETCH = 1 << 22
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # verify
@@ -56,8 +53,7 @@ def verify(folder):
         if sha256(path) != shard["sha256"]:
             raise ValueError(f"{path} is not what prepare.py wrote: another sha256")
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
-        found = [at + np.flatnonzero(ids[at:at + STRETCH] == meta["bos"]) for at in range(0, len(ids), STRETCH)]
-        begins[shard["file"]] = np.concatenate(found)
+        begins[shard["file"]] = np.flatnonzero(ids == meta["bos"])
         tokens += len(ids)
     for table in ledger(folder, ["reason", "shard", "offset", "tokens"]):
         table = table.filter(pc.field("reason") == "")

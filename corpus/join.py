@@ -121,7 +121,10 @@ def joined_robots(asked, n):
 
 
 def texts_again(folder):
-    """A sentence: the documents whose text is there before them, and the texts on both sides of the split."""
+    """
+    A sentence: how many documents have a text that an earlier one has, and how many texts are on both sides of the
+    split.
+    """
     rows = pyarrow.concat_tables(ledger(folder, ["text", "split", "reason", "bytes"]))
     rows = rows.filter((pc.field("reason") == "") & (pc.field("bytes") > 0))
     texts = rows.group_by("text").aggregate([("split", "count_distinct")])

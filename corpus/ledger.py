@@ -81,8 +81,8 @@ def ledger(folder, columns=None):
     """Yield the rows of a data folder as pyarrow tables of at most ROWS. ValueError for a folder without a ledger."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        raise ValueError(f"{folder} has no {FILE}: it is not a data folder, or an older prepare.py wrote it. Prepare its "
-                         f"files again: python prepare.py FILES --out={folder}")
+        raise ValueError(f"{folder} has no {FILE}: it is not a data folder, or an older prepare.py wrote it. Prepare "
+                         f"its files again: python prepare.py FILES --out={folder}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS, columns=columns):

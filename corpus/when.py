@@ -75,6 +75,6 @@ def data_of_run(config, samples):
     else:
         data = TokenDataset(folder, "train", T, config["seed"])
     if begun(data.fingerprint, samples) != begun(config["data_hash"], samples):
-        raise ValueError(f"{folder} is no longer what the run has read: it is version {data.fingerprint:.16}, the run "
-                         f"began with {config['data_hash']:.16}")
+        raise ValueError(f"{folder} has changed since the run began: it is version {data.fingerprint:.16}, the run has "
+                         f"read {config['data_hash']:.16}")
     return data

@@ -4,6 +4,8 @@ Take documents out of a data folder: prepare.py --remove=FILE --out=FOLDER.
     asked for    ids, URLs or hosts, one a line; rows with an id, url, host or text; or a newer store of robots.txt
     shards       lose the tokens of these documents; a shard that held none of them is the same file as before
     ledger       the rows stay, with "withdrawn:..." as the reason and the time
+    unknown      an entry of the list that never was in the folder is named at the end, with exit code 2; all others
+                 are removed
 
 The new folder is made as OUT.tmp, checked, and takes the place of the old one: after a kill at any moment one of the
 two is there, whole. Windows are numbered anew, so train.py does not resume a run that has read the old data. Later

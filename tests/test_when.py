@@ -59,5 +59,5 @@ def test_the_data_of_a_run_are_those_that_it_has_read(counted):
     one = dict(config, stage="", data_hash=DATA["natural"](counted).fingerprint)
     assert data_of_run(one, 10).seed == 3
     for stage in ("", "all"):
-        with pytest.raises(ValueError, match="no longer what the run has read"):
+        with pytest.raises(ValueError, match="has changed since the run began"):
             data_of_run(dict(config, stage=stage, data_hash="another"), 10)
