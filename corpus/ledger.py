@@ -21,12 +21,14 @@ was kept of the same source and language, because they are never tokenized.
 
 import os
 from collections import Counter
+from operator import itemgetter
+from pathlib import Path
 
 import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from corpus.robots import RESERVED, host_key, known
+from corpus.robots import KNOWN, RESERVED, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from engine.files import read_json, sha256, version, write_flushed, write_json
@@ -34,10 +36,10 @@ from engine.files import read_json, sha256, version, write_flushed, write_json
 FILE = "documents.parquet"
 # Rows that are in memory at a time, some megabytes.
 ROWS = 5_000
-# In front of an estimate.
-ABOUT = "\u2248 "
+PII = ("email", "ip", "iban")
 TEXTS = ("id", "source", "url", "language", "license", "reason", "split", "shard", "withdrawn")
-NUMBERS = ("bytes", "written", "email", "ip", "iban", "tokens", "offset")
+NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
+OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Reasons in the order of the rules. Two of them have particulars behind a colon.
 REASONS = {
     "unreadable": "no text: not UTF-8, no JSON, binary, torn file",
@@ -79,9 +81,8 @@ def ledger(folder, columns=None):
     """Yield the rows of a data folder as pyarrow tables of at most ROWS. ValueError for a folder without a ledger."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):
-        older = os.path.isfile(os.path.join(folder, "meta.json"))
-        what = "an older prepare.py wrote it. Prepare its files again" if older else "not a data folder. Make one"
-        raise ValueError(f"{folder} has no {FILE}: {what}: python prepare.py FILES --out={folder}")
+        raise ValueError(f"{folder} has no {FILE}: it is not a data folder, or an older prepare.py wrote it. Prepare "
+                         f"its files again: python prepare.py FILES --out={folder}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(ROWS, columns=columns):
@@ -90,15 +91,21 @@ def ledger(folder, columns=None):
         raise ValueError(f"{path} is damaged ({' '.join(str(e).split())[:120]}): prepare the data again") from None
 
 
-def read_meta(folder):
-    """meta.json of a data folder."""
-    path = os.path.join(folder, "meta.json")
-    if not os.path.isfile(path):
-        raise ValueError(f"{folder} has no meta.json: name a folder that prepare.py wrote")
-    meta = read_json(path)
-    if not {"sources", "version", "bos"} <= meta.keys():
-        raise ValueError(f"{path} is damaged, or not of prepare.py: prepare the data again")
-    return meta
+def rows_of(folder, columns=None):
+    """Yield the rows of a data folder as dicts."""
+    for table in ledger(folder, columns):
+        yield from table.to_pylist()
+
+
+def described(folder):
+    """(meta.json, report.json) of a data folder. ValueError or OSError: one is missing, or of another ledger."""
+    next(ledger(folder, ["id"]), None)
+    meta, report = (read_json(os.path.join(folder, name)) for name in ("meta.json", "report.json"))
+    if "sources" not in meta or not version(meta) == meta.get("version") == report.get("version"):
+        raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data: prepare them again")
+    if sha256(os.path.join(folder, FILE)) != report["outputs"]["ledger"]:
+        raise ValueError(f"{folder}/{FILE} is not what prepare.py wrote: another sha256")
+    return meta, report
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,141 +114,126 @@ def read_meta(folder):
 
 def sums(folder):
     """
-    A dict for each source, language, license, split and reason (with its first particular, as in robots:GPTBot): the
-    sums of NUMBERS; documents, the rows that came in; rows, all of them; id, the first in the alphabet.
+    A dict for each source, language, license, split and reason: the sums of NUMBERS; documents, the rows that came in;
+    rows, all of them; id, the first in the alphabet; the reason as kind and its first particular (robots, GPTBot);
+    about, its tokens, estimated where it was not tokenized.
     """
-    keys = ["source", "language", "license", "split", "reason"]
-    how = [*((name, "sum") for name in ("documents", "rows", *NUMBERS)), ("id", "min")]
+    keys = ["source", "language", "license", "split", "kind", "particular"]
+    how = dict.fromkeys(("documents", "rows", *NUMBERS), "sum") | dict(id="min")
 
     def summed(rows):
-        return rows.group_by(keys).aggregate(how).rename_columns([*keys, *(name for name, _ in how)])
+        return rows.group_by(keys).aggregate(list(how.items())).rename_columns([*keys, *how])
 
     parts = []
     for rows in ledger(folder):
-        reason = pc.replace_substring_regex(rows["reason"], "^([^:]*:[^:]*):(?s:.*)", r"\1")
-        came = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(reason, ""))
-        rows = rows.set_column(rows.column_names.index("reason"), "reason", reason)
-        for name, column in dict(documents=came, rows=pc.is_valid(came)).items():
-            rows = rows.append_column(name, pc.cast(column, "int64"))
+        reason = pc.extract_regex(rows["reason"], "(?s)^(?P<kind>[^:]*):?(?P<particular>[^:]*)").combine_chunks()
+        came = pc.or_(pc.greater(rows["bytes"], 0), pc.not_equal(rows["reason"], ""))
+        columns = [*reason.flatten(), came.cast("int64"), came.is_valid().cast("int64")]
+        for name, column in zip(["kind", "particular", "documents", "rows"], columns):
+            rows = rows.append_column(name, column)
         parts.append(summed(rows))
-    return summed(pyarrow.concat_tables(parts)).to_pylist()
+    rows = summed(pyarrow.concat_tables(parts)).to_pylist()
+    # Tokens at the rate of the kept documents of the same source and language, or of all.
+    kept = [row for row in rows if not row["kind"]]
+    rates = {key: (added(some, "tokens"), max(added(some, "bytes"), 1))
+             for key, some in [("all", kept), *grouped(kept, "source", "language").items()]}
+    for row in rows:
+        tokens, size = rates.get((row["source"], row["language"]), rates["all"])
+        # A withdrawn document has been tokenized.
+        row["about"] = row["tokens"] or round(row["bytes"] * tokens / size)
+    return rows
 
 
-def add(counts, key, row, *names):
-    """Add numbers of a row: counts[key] = [sum of each name]."""
-    counts[key] = [n + row[name] for n, name in zip(counts.get(key, [0] * len(names)), names)]
+def grouped(rows, *keys):
+    """{value of the key, or a tuple of several: the rows that have it}."""
+    found = {}
+    for row in rows:
+        found.setdefault(itemgetter(*keys)(row), []).append(row)
+    return found
+
+
+def added(rows, name):
+    """The sum of a column of rows."""
+    return sum(row[name] for row in rows)
+
+
+def size_of(rows):
+    """[documents, bytes] that came in."""
+    return [added(rows, "documents"), added(rows, "bytes")]
 
 
 def total(rows):
-    """
-    The sums of rows as one: documents_in, bytes_in, documents, bytes, written, tokens, pii, and of each reason
-    removed: [documents, bytes] and tokens_removed_about.
-    """
-    counts, reasons, about = {}, {}, {}
-    for row in rows:
-        reason = row["reason"].partition(":")[0]
-        add(counts, "in", row, "documents", "bytes")
-        add(reasons, reason, row, "documents", "bytes")
-        add(about, reason, row, "about")
-        if not reason:
-            add(counts, "kept", row, "documents", "bytes", "written", "tokens", "email", "ip", "iban")
-    documents, size, written, tokens, *pii = counts.get("kept", [0] * 7)
+    """The sums of rows as one, and of each reason: removed, [documents, bytes], and tokens_removed_about."""
+    kinds = grouped(rows, "kind")
+    kept = kinds.get("", [])
+    gone = {reason: kinds[reason] for reason in REASONS if reason in kinds}
     return dict(
-        documents_in=counts["in"][0],
-        bytes_in=counts["in"][1],
-        documents=documents,
-        bytes=size,
-        written=written,
-        tokens=tokens,
-        pii=dict(zip(("email", "ip", "iban"), pii)),
-        removed={reason: reasons[reason] for reason in REASONS if reason in reasons},
-        tokens_removed_about={reason: about[reason][0] for reason in REASONS if reason in reasons},
+        documents_in=added(rows, "documents"),
+        bytes_in=added(rows, "bytes"),
+        **{name: added(kept, name) for name in ("documents", "bytes", "written", "tokens")},
+        pii={kind: added(kept, kind) for kind in PII},
+        removed={reason: size_of(some) for reason, some in gone.items()},
+        tokens_removed_about={reason: added(some, "about") for reason, some in gone.items()},
     )
 
 
-def by(rows, *keys):
-    """[{key: value, ..., **total}] of the rows with equal values."""
-    members = {}
-    for row in rows:
-        members.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return [dict(zip(keys, values), **total(members[values])) for values in sorted(members)]
-
-
-def estimate(rows):
-    """Set "about" of each row: its tokens, or those at the rate of the kept rows of its language, or of all."""
-    kept = {}
-    for row in rows:
-        for key in (row["source"], row["language"]), None:
-            if not row["reason"]:
-                add(kept, key, row, "tokens", "bytes")
-    for row in rows:
-        tokens, size = kept.get((row["source"], row["language"])) or kept.get(None, (0, 1))
-        # A withdrawn document has been tokenized.
-        row["about"] = row["tokens"] or round(row["bytes"] * tokens / max(size, 1))
-
-
 def opt_outs(folder, store):
-    """The hosts by what the store has for them, and those that lost the most bytes to opt-outs."""
-    hosts, lost = {}, {}
-    for rows in ledger(folder, ["url", "reason", "bytes"]):
-        for row in rows.to_pylist():
-            host = host_key(row["url"]) if row["url"] else None
-            if host and host not in hosts:
-                hosts[host] = known(host, store)
-            if host and row["reason"].partition(":")[0] in ("robots", "blocked-domain", *RESERVED):
-                add(lost, host, dict(row, documents=1), "documents", "bytes")
+    """How many hosts the store has a file of, and the hosts that lost the most bytes to opt-outs."""
+    hosts, lost = {None: None}, {}
+    for row in rows_of(folder, ["url", "reason", "bytes"]):
+        host = host_key(row["url"])
+        if host not in hosts:
+            hosts[host] = known(host, store)
+        if host and row["reason"].partition(":")[0] in OPT_OUTS:
+            n, size = lost.get(host, (0, 0))
+            lost[host] = [n + 1, size + row["bytes"]]
     count = Counter(hosts.values())
     most = sorted(lost.items(), key=lambda one: (-one[1][1], one[0]))
-    return dict(top_blocked_hosts=dict(most[:20]), hosts=dict(
-        seen=len(hosts), with_file=count["with"], without=count["without"], unparsable=count["unparsable"],
-        blocked=len(lost)))
+    hosts = dict(seen=len(hosts) - 1, **{name: count[name] for name in KNOWN}, blocked=len(lost))
+    return dict(top_blocked_hosts=dict(most[:20]), hosts=hosts)
+
+
+def in_shards(rows, entries):
+    """The entry of a source and split in meta.json."""
+    sizes = dict(documents=added(rows, "rows"), tokens=added(rows, "tokens"), bytes=added(rows, "written"))
+    return dict(sizes, shards=entries)
 
 
 def write_account(folder, meta, streams, about):
     """
     Write meta.json, report.json and report.md next to a ledger. Returns the report.
 
-    meta: tokenizer, tokenizer_hash, vocab_size, bos and eos. streams: {source: {split: entries of its shards}}. about:
-    run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
+    meta: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. streams: {source: {split: entries of its
+    shards}}. about: run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
     """
-    rows = sums(folder)
-    estimate(rows)
-    meta = {key: meta[key] for key in ("tokenizer", "tokenizer_hash", "vocab_size", "bos", "eos")}
-    in_shards, unreadable, agents = {}, {}, {}
-    for row in rows:
-        reason, _, what = row["reason"].partition(":")
-        if not reason:
-            add(in_shards, (row["source"], row["split"]), row, "rows", "tokens", "written")
-        if reason == "unreadable":
-            unreadable[what] = [unreadable.get(what, [0])[0] + row["documents"], row["id"]]
-        if reason == "robots":
-            add(agents, what, row, "documents", "bytes")
-    meta["sources"] = {source: {} for source in streams}
-    for source, splits in streams.items():
-        for split, entries in splits.items():
-            sizes = zip(("documents", "tokens", "bytes"), in_shards.get((source, split), (0, 0, 0)))
-            meta["sources"][source][split] = dict(sizes, shards=entries)
+    folder, rows = Path(folder), sums(folder)
+    by_split, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
+    meta = dict(meta, sources={source: {split: in_shards(by_split.get((source, split), []), entries)
+                                        for split, entries in splits.items()} for source, splits in streams.items()})
     meta["version"] = version(meta)
     report = dict(
         about,
         version=meta["version"],
         total=total(rows),
-        table=by(rows, "source", "language"),
-        licenses={one.pop("license"): one for one in by(rows, "license")},
-        unreadable=unreadable,
-        outputs=dict(shards=shards_of(meta), ledger=sha256(os.path.join(folder, FILE))),
+        table=[dict(source=source, language=language, **total(some))
+               for (source, language), some in sorted(grouped(rows, "source", "language").items())],
+        licenses={name: total(some) for name, some in sorted(grouped(rows, "license").items())},
+        unreadable={problem: [added(some, "documents"), min(row["id"] for row in some)]
+                    for (kind, problem), some in particular.items() if kind == "unreadable"},
+        outputs=dict(shards=shards_of(meta), ledger=sha256(folder / FILE)),
     )
     report["pii"] = dict(about["pii"], **report["total"]["pii"])
-    report["robots"] = about["robots"] and dict(about["robots"], removed_by_agent=agents)
-    write_json(os.path.join(folder, "meta.json"), meta)
-    write_json(os.path.join(folder, "report.json"), report)
-    write_flushed(os.path.join(folder, "report.md"), markdown(report))
+    if about["robots"]:
+        removed = {agent: size_of(some) for (kind, agent), some in particular.items() if kind == "robots"}
+        report["robots"] = dict(about["robots"], removed_by_agent=removed)
+    write_json(folder / "meta.json", meta)
+    write_json(folder / "report.json", report)
+    write_flushed(folder / "report.md", markdown(report))
     return report
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # for people
-
 
 def percent(part, whole):
     """One decimal; a share above nothing never reads 0.0 %, and one below all never 100.0 %."""
@@ -253,94 +245,124 @@ def percent(part, whole):
     return "> 99.9 %" if 99.95 <= share < 100 else f"{share:.1f} %"
 
 
-def table(names, rows, at_most=60):
-    """A Markdown table: whole numbers with commas, floats (MB) with two decimals."""
-    def line(values):
-        cells = [f"{v:,}" if isinstance(v, int) else f"{v:,.2f}" if isinstance(v, float) else str(v) for v in values]
-        return f"| {' | '.join(cells)} |"
-
-    more = [f"\nand {len(rows) - at_most:,} more in report.json"] if len(rows) > at_most else []
-    return "\n".join([line(names), "|" + "---|" * len(names), *map(line, rows[:at_most]), *more])
-
-
 def counted(n, noun):
     """1 document, 2 documents."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
+def lines(rows, at_most=60):
+    """The rows of a Markdown table, which are lines."""
+    more = [f"\nand {len(rows) - at_most:,} more in report.json"] if len(rows) > at_most else []
+    return "\n".join([*rows[:at_most], *more])
+
+
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     t, run = report["total"], report["run"]
-    vocabulary = run["tokenizer"]
     about = sum(t["tokens_removed_about"].values())
-    came = ("came in", t["documents_in"], "", t["bytes_in"] / 1e6, ABOUT * (about > 0) + f"{t['tokens'] + about:,}")
-    kept = ("**kept**", t["documents"], percent(t["documents"], t["documents_in"]), t["bytes"] / 1e6, t["tokens"])
-    removed = [(f"{reason}: {REASONS[reason]}", n, percent(n, t["documents_in"]), size / 1e6,
-                f"{ABOUT}{t['tokens_removed_about'][reason]:,}") for reason, (n, size) in t["removed"].items()]
-    unreadable = [f"{n:,} could not be read: {problem}, such as {first}."
-                  for problem, (n, first) in report["unreadable"].items()]
+    removed = "".join(f"| {reason}: {REASONS[reason]} | {n:,} | {percent(n, t['documents_in'])} | {size / 1e6:,.2f} | "
+                      f"≈ {t['tokens_removed_about'][reason]:,} |\n" for reason, (n, size) in t["removed"].items())
+    problems = "".join(f"{n:,} could not be read: {problem}, such as {first}.\n\n"
+                       for problem, (n, first) in report["unreadable"].items())
     languages = []
     for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
         gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items())
-        rate = row["written"] / row["tokens"] if row["tokens"] else 0.0
-        languages.append((row["source"], row["language"] or "?", row["documents_in"], gone or "-", row["documents"],
-                          row["bytes"] / 1e6, row["tokens"], rate))
-    licenses = [(name or "not stated", one["documents"], one["bytes"] / 1e6, one["tokens"])
-                for name, one in report["licenses"].items() if one["documents"]]
-    files = [(file["name"] + (f" ({file['problem']})" if file["problem"] else ""), file["bytes"],
-              (file["sha256"] or "?")[:16]) for file in report["inputs"]]
-    ignored = [(kind, len(names), ", ".join([*names[:5], *["..."] * (len(names) > 5)]))
+        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | {gone or '-'} | "
+                         f"{row['documents']:,} | {row['bytes'] / 1e6:,.2f} | {row['tokens']:,} | "
+                         f"{row['written'] / max(row['tokens'], 1):,.2f} |")
+    licences = [f"| {name or 'not stated'} | {one['documents']:,} | {one['bytes'] / 1e6:,.2f} | {one['tokens']:,} |"
+                for name, one in sorted(report["licenses"].items(), key=lambda item: -item[1]["bytes"])
+                if one["documents"]]
+    files = [f"| {file['name']}{' (' + file['problem'] + ')' if file['problem'] else ''} | {file['bytes']:,} | "
+             f"{(file['sha256'] or '?')[:16]} |" for file in report["inputs"]]
+    ignored = [f"| {kind} | {len(names):,} | {', '.join(names[:5] + ['...'] * (len(names) > 5))} |"
                for kind, names in report["ignored"].items()]
-    shards = [(shard["file"], shard["tokens"], shard["sha256"][:16]) for shard in report["outputs"]["shards"]]
-    return "\n\n".join([
-        f"# The documents of {run['out']}: kept and removed",
-        f"{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were "
-        f"kept, {percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} "
-        f"of {vocabulary}.",
-        *unreadable,
-        table(("", "documents", "of all", "MB", "tokens"), [came, *removed, kept]),
-        f"In = kept + removed, in documents and in bytes. {ABOUT}marks an estimate from bytes: removed documents are "
-        "not tokenized.",
-        "## Opt-outs",
-        *opt_out_blocks(report["robots"], t),
-        "## Personal data",
-        personal_data(report["pii"]),
-        *probe_blocks(report["probes"]),
-        "## By source and language",
-        table(("source", "language", "documents in", "removed", "kept", "MB kept", "tokens", "bytes/token"), languages),
-        "## Licences of the kept documents",
-        table(("licence", "documents", "MB", "tokens"), sorted(licenses, key=lambda row: -row[2])),
-        "## Inputs and outputs",
-        table(("input", "bytes", "sha256"), files, 40),
-        table(("not read", "files", "names"), ignored or [("-", 0, "")]),
-        table(("shard", "tokens", "sha256"), shards or [("none: this was a dry run", "", "")]),
-        f"{report['rule']} Version {report['version']}.",
-        f"```\n{run['command']}\n```",
-    ]) + "\n"
+    shards = [f"| {shard['file']} | {shard['tokens']:,} | {shard['sha256'][:16]} |"
+              for shard in report["outputs"]["shards"]]
+    blocks = "\n\n".join(opt_out_blocks(report["robots"], t))
+    return f"""# The documents of {run['out']}: kept and removed
+
+{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were kept, \
+{percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} of \
+{run['tokenizer']}.
+
+{problems}|  | documents | of all | MB | tokens |
+|---|---|---|---|---|
+| came in | {t['documents_in']:,} |  | {t['bytes_in'] / 1e6:,.2f} | {'≈ ' * (about > 0)}{t['tokens'] + about:,} |
+{removed}| **kept** | {t['documents']:,} | {percent(t['documents'], t['documents_in'])} | {t['bytes'] / 1e6:,.2f} | \
+{t['tokens']:,} |
+
+In = kept + removed, in documents and in bytes. ≈ marks an estimate from bytes: removed documents are not tokenized.
+
+## Opt-outs
+
+{blocks}
+
+## Personal data
+
+{personal_data(report['pii'])}
+
+{planted(report['probes'])}## By source and language
+
+| source | language | documents in | removed | kept | MB kept | tokens | bytes/token |
+|---|---|---|---|---|---|---|---|
+{lines(languages)}
+
+## Licences of the kept documents
+
+| licence | documents | MB | tokens |
+|---|---|---|---|
+{lines(licences)}
+
+## Inputs and outputs
+
+| input | bytes | sha256 |
+|---|---|---|
+{lines(files, 40)}
+
+| not read | files | names |
+|---|---|---|
+{lines(ignored) or '| - | 0 |  |'}
+
+| shard | tokens | sha256 |
+|---|---|---|
+{lines(shards) or '| none: this was a dry run |  |  |'}
+
+{report['rule']} Version {report['version']}.
+
+```
+{run['command']}
+```
+"""
 
 
 def opt_out_blocks(robots, t):
     """The hosts in the store of robots.txt, and the documents that it and other reservations removed."""
     removed = t["removed"]
-    gone = [f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed]
-    said = ["Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "
-            f"{', '.join(gone)}."] if gone else []
-    if not robots:
-        return ["No robots.txt was consulted (`--robots`): whether the authors have opted out is not known.", *said]
-    hosts = robots["hosts"]
-    silent = "no consent" if robots["missing"] == "deny" else "no opt-out"
-    size = sum(removed[reason][1] for reason in ("robots", "blocked-domain", *RESERVED) if reason in removed)
-    blocks = [f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, "
-              f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
-              f"{counted(hosts['blocked'], 'host')} lost documents, {percent(size, t['bytes_in'])} of the bytes; "
-              "Apertus lost about 8 % of its English and 4 % of its other tokens."]
-    if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
-        blocks.append("**The store knows none of these hosts**: whether their authors have opted out is not known.")
-    agents = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
-    if agents:
-        blocks.append(f"Documents by the agent that is disallowed (`*`: every agent that is not named): {agents}.")
-    rows = [(host, n, size / 1e6) for host, (n, size) in robots["top_blocked_hosts"].items()]
-    return [*blocks, *([table(("host", "documents", "MB"), rows)] if rows else []), *said]
+    blocks = ["No robots.txt was consulted (`--robots`): whether the authors have opted out is not known."]
+    if robots:
+        hosts = robots["hosts"]
+        silent = "no consent" if robots["missing"] == "deny" else "no opt-out"
+        size = sum(removed[reason][1] for reason in OPT_OUTS if reason in removed)
+        blocks = [
+            f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, "
+            f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
+            f"{counted(hosts['blocked'], 'host')} lost documents, {percent(size, t['bytes_in'])} of the bytes; "
+            "Apertus lost about 8 % of its English and 4 % of its other tokens."
+        ]
+        if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
+            blocks.append("**The store knows none of these hosts**: whether their authors have opted out is not known.")
+        agents = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
+        if agents:
+            blocks.append(f"Documents by the agent that is disallowed (`*`: every agent that is not named): {agents}.")
+        lost = [f"\n| {host} | {n:,} | {size / 1e6:,.2f} |" for host, (n, size) in robots["top_blocked_hosts"].items()]
+        if lost:
+            blocks.append("| host | documents | MB |\n|---|---|---|" + "".join(lost))
+    reserved = ", ".join(f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed)
+    if reserved:
+        blocks.append("Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "
+                      f"{reserved}.")
+    return blocks
 
 
 def personal_data(pii):
@@ -352,11 +374,11 @@ def personal_data(pii):
             f"{pii['iban']:,} IBANs.{code}")
 
 
-def probe_blocks(probes):
+def planted(probes):
     """The passages that --probes planted, which no other number of the report counts."""
     if not probes:
-        return []
+        return ""
     times = ", ".join(map(str, probes["repetitions"]))
-    return ["## Memorisation probes",
+    return ("## Memorisation probes\n\n"
             f"{probes['passages']:,} passages of {probes['file']} are planted {times} times in the training split, as "
-            f"{counted(probes['documents'], 'document')} that are not counted above."]
+            f"{counted(probes['documents'], 'document')} that are not counted above.\n\n")

@@ -73,6 +73,8 @@ RESERVED = {
     "usage-file": "the same, in the host's robots.txt",
     "ai-txt": "disallowed by the host's ai.txt",
 }
+# A store has a robots.txt of a host, nothing, or something else under that name.
+KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
 COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
@@ -120,8 +122,7 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset()
         entry = entry.partition(".")[2]
     if entry:
         return f"drop:blocked-domain:{entry}"
-    robots_txt = store.get(host) if store and host else None
-    kept, reason = may_train_on(url, robots_txt, agents, explicit)
+    kept, reason = may_train_on(url, store.get(host) if store and host else None, agents, explicit)
     if missing == "deny":
         kept = reason in ("allowed", "no-url")
     return f"{'kept' if kept else 'drop'}:{reason}"
@@ -138,8 +139,8 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     """
     if not url:
         return True, "no-url"
-    parts = split_url(url)
-    if not parts:
+    host, path = split_url(url)
+    if not host:
         return True, "bad-url"
     if robots_txt is None:
         return True, "no-robots"
@@ -147,17 +148,17 @@ def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
     if groups is None:
         return True, "unparsable"
     # A preference about training addresses AI even in a group of `*`, so explicit does not apply.
-    reason = (first_refusal("robots", parts[1], groups, agents, explicit)
-              or first_refusal("usage-file", parts[1], parse_robots(robots_txt, True), agents))
+    reason = (first_refusal("robots", path, groups, agents, explicit)
+              or first_refusal("usage-file", path, parse_robots(robots_txt, True), agents))
     return not reason, reason or "allowed"
 
 
 def known(host, store):
-    """"with" if the store has a robots.txt of this host key, "without", or "unparsable" if it has something else."""
+    """One of KNOWN: does the store have a robots.txt of this host key?"""
     content = store.get(host) if store else None
     if content is None:
         return "without"
-    return "unparsable" if parse_robots(content) is None else "with"
+    return "unparsable" if parse_robots(content) is None else "with_file"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -174,10 +175,8 @@ def first_refusal(kind, path, groups, agents, explicit=False):
     Agents that the file names come first, `*` after them, the others last.
     """
     refused = refusals(path, groups, agents, explicit)
-    if not refused:
-        return None
-    agent = min(refused, key=lambda agent: (product_token(agent) not in groups, agent == "*"))
-    return f"{kind}:{agent}:{refused[agent]}"
+    agent = min(refused, key=lambda agent: (product_token(agent) not in groups, agent == "*"), default=None)
+    return agent and f"{kind}:{agent}:{refused[agent]}"
 
 
 def refusals(path, groups, agents, explicit):
@@ -240,13 +239,12 @@ _NOT_PLAIN = re.compile(r"(?:%[0-9A-Fa-f]{2}|[^!-~])+")
 
 def host_key(url):
     """The host of a URL, the key of a store: lower case, no user, no port, IDN in punycode. None if it has no host."""
-    parts = split_url(url)
-    return parts and parts[0]
+    return split_url(url)[0]
 
 
 def split_url(url):
-    """(host, path with query) of a URL, normalised so that equal means same; no fragment. None if it is no URL."""
-    return _split_url(url) if isinstance(url, str) else None
+    """(host, path with query) of a URL, normalised so that equal means same; no fragment. None, None: it is no URL."""
+    return isinstance(url, str) and _split_url(url) or (None, None)
 
 
 # Cached because a document's URL is split several times in a row.
@@ -380,18 +378,16 @@ def reservation(doc, store=None, agents=AGENTS):
     # No preference withdraws another one's opt-out (draft-ietf-aipref-vocab-07 sec. 5.1).
     if any(map(forbids_training, _USAGE.findall(said))):
         return "usage-header"
-    reserved = None
-    parts = store and split_url(doc.get("url"))
-    if parts:
-        host, path = parts
-        location = disallowing(parse_tdmrep(store["tdmrep.json"].get(host) or ""), path)
-        reserved = location and f"tdm-file:{location}"
+    host, path = split_url(doc.get("url"))
+    tdmrep, ai_txt = (store[file].get(host) or "" if store and host else "" for file in FILES)
+    location = tdmrep and disallowing(parse_tdmrep(tdmrep), path)
+    reserved = location and f"tdm-file:{location}"
     # Each overrides the ones before it; values other than 0 and 1 change nothing.
     for where, value in _MINING.findall(said):
         reserved = f"tdm-{where or 'header'}" if value == "1" else None
-    if reserved or not parts:
+    if reserved or not ai_txt:
         return reserved or None
-    groups = parse_robots(store["ai.txt"].get(host) or "")
+    groups = parse_robots(ai_txt)
     # /a/page is a page of HTML.
     html = re.sub(r"^([^?]*/[^?/.]*)(\?.*)?$", r"\1.html", path)
     return first_refusal("ai-txt", path, groups, agents) or first_refusal("ai-txt", html, groups, agents)
@@ -403,17 +399,15 @@ def statements(doc):
 
     doc["headers"]: lines of text, JSON, pairs, or a dict.
     """
-    headers = doc.get("headers")
+    headers, metas = doc.get("headers"), doc.get("metas")
     if isinstance(headers, str):
         try:
             headers = json.loads(headers)
         except (ValueError, RecursionError):
-            headers = "\n".join(headers.splitlines())
+            headers = headers.replace("\r", "\n")
     columns = [(name.replace("_", "-"), doc[name]) for name in COLUMNS[1:] if name in doc]
     # A column of the user's may be called so and mean something else.
-    metas = doc["metas"] if isinstance(doc.get("metas"), list) else ()
-    pairs = [pair for pair in metas if isinstance(pair, (list, tuple)) and len(pair) == 2]
-    metas = [(f"meta-{str(name).strip()}", content) for name, content in pairs]
+    metas = [f"meta-{as_text(pair, ': ')}" for pair in metas] if isinstance(metas, list) else []
     return as_text([headers, columns, metas], "\n", "\n", ": ")
 
 
@@ -432,12 +426,11 @@ def as_text(value, separator=", ", *others):
 def parse_tdmrep(content):
     """[rule of compiled()] of a tdmrep.json, in the file's order; [] if it is something else."""
     try:
-        rows = list(json.loads(content))
+        rows = [row for row in json.loads(content) if isinstance(row, dict)]
     except (TypeError, ValueError, RecursionError):
         return []
     rules = []
     for row in rows:
-        row = row if isinstance(row, dict) else {}
         value = str(row.get("tdm-reservation")).strip()
         if value in ("0", "1"):
             rules.append(compiled(value == "1", str(row.get("location")) or "/"))
@@ -500,9 +493,7 @@ def hosts_files(path, patterns, *columns):
     of the patterns and the rows of its STORES. Nothing from any other path.
     """
     path = Path(path)
-    files = [path]
-    if not path.is_file():
-        files = sorted(file for pattern in [*patterns, *STORES] for file in path.glob(pattern))
+    files = [path] if path.is_file() else sorted(file for name in [*patterns, *STORES] for file in path.glob(name))
     for file in files:
         if any(map(file.match, STORES)):
             yield from rows_of(str(file), ("domain", "host"), *columns, errors="replace")
@@ -516,11 +507,11 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
-    hosts = {domain: host_key(f"//{domain}") or "" for domain, in rows_of(str(path), ("domain",), comments=True)}
-    wrong = [domain for domain, host in hosts.items() if "." not in host or "/" in domain]
+    hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
+    wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:
         raise ValueError(f"{path}: want a domain in each line, or a column 'domain', not {wrong or 'an empty file'}")
-    return frozenset(host.removeprefix("www.") for host in hosts.values())
+    return frozenset(host.removeprefix("www.") for host, _ in hosts)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -533,9 +524,9 @@ def main():
         raise ValueError("name one or more URLs: python -m corpus.robots https://example.com/a --robots=robots.txt")
     agents = AGENTS[:-1] if explicit else AGENTS
     for url in paths:
-        if not host_key(url):
-            raise ValueError(f"{url!r} is not a URL; want https://host/path")
         host, path = split_url(url)
+        if not host:
+            raise ValueError(f"{url!r} is not a URL; want https://host/path")
         store = {}
         if robots.endswith(".txt"):
             with open(robots, "rb") as f:
@@ -546,8 +537,7 @@ def main():
         refused = refusals(path, groups, agents, explicit)
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
-            named = "named" if product_token(agent) in groups else "not named"
-            print(f"{agent:30s} {says:50s} {named}")
+            print(f"{agent:30s} {says:50s} {'named' if product_token(agent) in groups else 'not named'}")
         print(verdict(url, store, agents, missing, explicit=explicit))
 
 

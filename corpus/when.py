@@ -30,21 +30,18 @@ def samples_of(data, path, offset, n, until):
 
     A window is T + 1 tokens, so a token between two windows is in both.
     """
-    path = os.path.realpath(path)
     found = [np.zeros(0, np.int64)]
     if isinstance(data, StagedDataset):
         for begin, end, part in zip(data.begins, data.ends, data.parts):
-            if begin < until:
-                found.append(begin + samples_of(part, path, offset, n, min(until, end) - begin))
+            found.append(begin + samples_of(part, path, offset, n, min(until, end) - begin))
         return np.concatenate(found)
     for s, stream in enumerate(data.streams):
         for (file, _), start in zip(stream.files, stream.begins):
-            if os.path.realpath(file) != path:
-                continue
-            begin = start + offset
-            first = max(0, -(-(begin - data.T) // data.T))
-            last = min((begin + n - 1) // data.T, stream.n_windows - 1)
-            found += samples_with(data, s, np.arange(first, last + 1), until)
+            if os.path.realpath(file) == os.path.realpath(path):
+                # Window w has the tokens w * T to w * T + T.
+                first = max(0, (start + offset - 1) // data.T)
+                end = min((start + offset + n - 1) // data.T + 1, stream.n_windows)
+                found += samples_with(data, s, np.arange(first, end), until)
     return np.unique(np.concatenate(found))
 
 
@@ -58,18 +55,17 @@ def samples_with(data, s, windows, until):
         # The least sample that the next epoch can have.
         least = epoch * N
         if data.slots is not None:
-            slots = data.slots[s + 1] - data.slots[s]
-            block, slot = np.divmod(sample, slots)
-            slot += data.slots[s]
-            sample = block * SLOTS + by_epoch(block, slot, SLOTS, ~data.seed, inverse)
-            # With weights it is the first of its block.
-            least = least // slots * SLOTS
+            # With weights the stream has some slots of each block of SLOTS samples, in an order of its own.
+            first, end = data.slots[s:s + 2]
+            block, slot = np.divmod(sample, end - first)
+            sample = block * SLOTS + by_epoch(block, first + slot, SLOTS, ~data.seed, inverse)
+            least = least // (end - first) * SLOTS
         yield sample[sample < until]
 
 
 def data_of_run(config, samples):
     """
-    The windows that a run of train.py with these settings (its config.json) has read in so many samples.
+    The windows that a run of train.py with these settings (its config.json) has read in this number of samples.
 
     ValueError: the folder no longer holds the data that it read.
     """
@@ -79,8 +75,6 @@ def data_of_run(config, samples):
     else:
         data = TokenDataset(folder, "train", T, config["seed"])
     if begun(data.fingerprint, samples) != begun(config["data_hash"], samples):
-        raise ValueError(
-            f"{folder} is no longer what the run has read: it is version {data.meta.get('version', '?')[:16]}, "
-            f"the run began with {config.get('data_version') or config['data_hash']:.16}"
-        )
+        raise ValueError(f"{folder} has changed since the run began: it is version {data.fingerprint:.16}, the run has "
+                         f"read {config['data_hash']:.16}")
     return data

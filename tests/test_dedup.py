@@ -2,6 +2,7 @@
 Duplicates against Python's re and set, Jaccard similarity and the formula of LSH, contamination against difflib, hashes
 against those of the first corpora.
 """
+
 import random
 import re
 import unicodedata
@@ -24,8 +25,8 @@ def test_hashes_do_not_change_between_versions():
     signatures = dedup.signatures(ids, ends)
     assert dedup.fingerprint(english) == 11080551895044264074
     assert ids[0] == 17883861470632752357 and ends.tolist() == [12, 18, 22, 25, 27, 28, 28]
-    assert signatures[:, 0].tolist() == [
-        1910524470, 2184832521, 4126655661, 3861305381, 3891752666, 3863047082, 2**32 - 1]
+    assert " ".join(map(str, signatures[:, 0])) == (
+        "1910524470 2184832521 4126655661 3861305381 3891752666 3863047082 4294967295")
     assert dedup.band_keys(signatures, 14, 8)[:2, 0].tolist() == [17867989160535214360, 6370679387961258329]
 
 
@@ -44,8 +45,7 @@ def test_seen_is_a_set_that_remembers_in_order():
         keys = rng.integers(0, 3000, (30, 3), dtype=np.uint64) << 52
         for row, new in zip(keys.tolist(), seen.first(keys)):
             assert new == reference.isdisjoint(row)
-            if new:
-                reference.update(row)
+            reference.update(row if new else [])
     assert len(seen.sorted) + len(seen.newest) == len(reference) > 16 * len(seen.newest)
 
 
@@ -70,30 +70,25 @@ def test_near_duplicates_are_found_as_often_as_the_formula_says(shift):
     pytest.importorskip("rensa")
     s = (200 - shift) / (200 + shift)
     ids = np.random.default_rng(0).integers(0, 2**63, (400, 204 + shift), dtype=np.uint64)
-    ends = np.arange(1, 401) * 204
-    first, second = (dedup.signatures(part.ravel(), ends) for part in (ids[:, :204], ids[:, shift:]))
-    assert abs(np.mean(first == second) - s) < 4 * (s * (1 - s) / (112 * 400)) ** 0.5
+    pair = [dedup.signatures(part.ravel(), np.arange(1, 401) * 204) for part in (ids[:, :204], ids[:, shift:])]
     assert dedup.bands_of(0.72) == (14, 8)
-    found = (dedup.band_keys(first, 14, 8) == dedup.band_keys(second, 14, 8)).any(1).mean()
-    p = 1 - (1 - s**8) ** 14
-    assert abs(found - p) < 4 * (p * (1 - p) / 400) ** 0.5
+    one, two = (dedup.band_keys(signatures, 14, 8) for signatures in pair)
+    for found, p, n in ((np.equal(*pair), s, 112 * 400), ((one == two).any(1), 1 - (1 - s**8) ** 14, 400)):
+        assert abs(found.mean() - p) < 4 * (p * (1 - p) / n) ** 0.5
 
 
 @pytest.mark.parametrize("size", [8, 20, 33])
 def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
     """difflib's matching blocks of the whole text: one of at least 8, and those of at least 5 half of the prompt."""
-    rng = random.Random(0)
+    rng, want, texts = random.Random(0), {}, []
     prompt = [f"p{i}" for i in range(size)]
-    texts, want = [], {}
     for i in range(200):
-        doc = [f"d{i}" for i in range(40)]
         begin, end = sorted(rng.choices([0, *range(size), size], k=2))
-        doc[20:20] = prompt[begin:end]
-        for _ in range(3):
-            doc[rng.randrange(len(doc))] = "changed"
-        blocks = SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()
-        sizes = [block.size for block in blocks]
-        if max(sizes) >= 8 and 2 * sum(size for size in sizes if size >= 5) >= size:
+        doc = [f"d{i}" for i in range(20)] + prompt[begin:end] + [f"d{i}" for i in range(20)]
+        for at in rng.sample(range(len(doc)), 3):
+            doc[at] = "changed"
+        sizes = [block.size for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()]
+        if max(sizes) >= 8 and 2 * sum(n for n in sizes if n >= 5) >= size:
             want[i] = 0
         texts.append(" ".join(doc))
     check = dedup.Contamination([" ".join(prompt)])
