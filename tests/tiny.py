@@ -13,7 +13,7 @@ SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_e
 
 
 def small(seed=1, **changes):
-    return Apertus(ApertusConfig(**{**SMALL, **changes}), seed)
+    return Apertus(ApertusConfig(**SMALL | changes), seed)
 
 
 def ids(*shape, seed=0, high=97):
