@@ -1,4 +1,4 @@
-"""configurator.py: what a user may type, and what the answer is. The authority is the user's intention."""
+"""configurator.py: the flags and files of a user, and the answers. The authority is the user's intention."""
 import glob
 import importlib
 import os
@@ -44,14 +44,26 @@ def after(*argv, **more):
     return namespace
 
 
-@pytest.mark.parametrize("args, key, want", [
-    ("--lr=1", "lr", 1.0), ("--lr 3e-4", "lr", 3e-4), ("--steps=1_000", "steps", 1000), ("--name=a=b", "name", "a=b"),
-    ("--name=5", "name", "5"), ("--name=", "name", ""), ("--top_k -1", "top_k", -1), ("--top_k=None", "top_k", None),
-    ("--fast --name b", "fast", True), ("--fast=False", "fast", False), ("--betas=0.8,0.9", "betas", (0.8, 0.9)),
-    ("--betas=[0.8,0.9]", "betas", (0.8, 0.9))])
-def test_a_flag_sets_its_value_in_the_type_of_the_default(args, key, want):
-    got = after(*args.split())[key]
-    assert got == want and type(got) is type(want)
+SET = """
+    --lr=1             | lr    | 1.0
+    --lr 3e-4          | lr    | 0.0003
+    --steps=1_000      | steps | 1000
+    --name=a=b         | name  | 'a=b'
+    --name=5           | name  | '5'
+    --name=            | name  | ''
+    --top_k -1         | top_k | -1
+    --top_k=None       | top_k | None
+    --fast --name b    | fast  | True
+    --fast=False       | fast  | False
+    --betas=0.8,0.9    | betas | (0.8, 0.9)
+    --betas=[0.8,0.9]  | betas | (0.8, 0.9)
+"""
+
+
+@pytest.mark.parametrize("row", SET.strip().splitlines())
+def test_a_flag_sets_its_value_in_the_type_of_the_default(row):
+    args, key, want = map(str.strip, row.split("|"))
+    assert repr(after(*args.split())[key]) == want
 
 
 WRONG = """
@@ -138,8 +150,12 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
 
+    def forget():
+        for name in ("script", "beyond"):
+            sys.modules.pop(name, None)
+
     def call(*args, main=None):
-        sys.modules.pop("script", None), sys.modules.pop("beyond", None)
+        forget()
         monkeypatch.setattr(sys, "argv", ["script.py", *args])
         namespace = vars(importlib.import_module("script"))
         code = 0
@@ -149,7 +165,7 @@ def call(tmp_path, monkeypatch, capsys):
             code = e.code
         return code, *capsys.readouterr()
     yield call
-    sys.modules.pop("script", None), sys.modules.pop("beyond", None)
+    forget()
 
 
 def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_2(call):

@@ -70,7 +70,6 @@ def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     context = stream.unfold(0, h - 1 + 64, 64)[:, :h - 1]
     want = goldfish_mask(stream, 4, h, hash)[h - 1:].view(8, 64)
     assert torch.equal(goldfish_mask(windows, 4, h, hash, context), want)
-    assert torch.equal(goldfish_mask(windows[3], 4, h, hash, context[3]), want[3])
     # Without it, the scope 'window', the first h-1 labels are kept.
     alone = goldfish_mask(windows, 4, h, hash)
     assert alone[:, :h - 1].all() and torch.equal(alone[:, h - 1:], want[:, h - 1:])
@@ -117,11 +116,10 @@ def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp
     text = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 20
     (tmp_path / "austen.txt").write_text(text)
     done = script("goldfish.py", tmp_path / "austen.txt", "--tokenizer=byte", "--k=3", "--h=13", "--show=100")
-    first, passage, _, second, *_ = done.stdout.split("\n")
     labels = torch.tensor([1, *(64 + b for b in text.encode()), 2])
-    for line, hash in ((first, "product"), (second, "mix")):
+    for hash in ("product", "mix"):
         keep = goldfish_mask(labels, 3, 13, hash)[12:].tolist()
         rate = keep.count(False) / len(keep)
-        assert line == f"{hash}, k = 3, h = 13: forgets {rate:.2%} of {len(keep):,} labels"
+        assert f"{hash}, k = 3, h = 13: forgets {rate:.2%} of {len(keep):,} labels\n" in done.stdout
     kept = published(labels, 3, 13)[12:112]
-    assert passage == "".join(letter if keep else f"[{letter}]" for letter, keep in zip(text[11:], kept))
+    assert done.stdout.split("\n")[1] == "".join(c if keep else f"[{c}]" for c, keep in zip(text[11:], kept))

@@ -1,6 +1,5 @@
 """
-What speed rests on: nothing recompiles once it is warm (counted by torch._dynamo), and what is compiled computes what
-runs eagerly. The front end of the compiler decides what is recompiled, so a quick back end is enough. The optimizer:
+Speed: nothing recompiles once it is warm (counted by torch._dynamo), and compiled code computes the same as eager code. The front end of the compiler decides what is recompiled, so a quick back end is enough. The optimizer:
 test_averages.py.
 """
 import pytest

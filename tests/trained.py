@@ -72,7 +72,7 @@ def steps(out):
 
 
 def equal(one, other):
-    """Whether two runs have logged the same steps and ended in the same bits."""
+    """Whether two runs have logged the same steps and ended bit-exact."""
     return log(one, "loss") == log(other, "loss") and same(weights(one), weights(other))
 
 
