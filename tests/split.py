@@ -13,7 +13,7 @@ from tiny import small
 
 def model_of(dtype, ranks=None):
     """A model; with ranks, one whose windows they share."""
-    model = small(n_head=8, n_kv_head=4, n_embd=64).to(dtype)
+    model = small(n_head=8, n_kv_head=4, n_embd=32).to(dtype)
     if ranks:
         model.__class__ = type("Split", (SplitForward, type(model)), {})
         model.ranks = ranks

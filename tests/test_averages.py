@@ -47,19 +47,11 @@ def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_st
     torch.testing.assert_close(fused, eager, **bound)
     torch.testing.assert_close(two, one, **bound)
     assert counter.frame_count == 1
+    # Autograd counts the changes, so that a backward pass through older weights fails.
+    assert min(p._version for p in fused) >= 4
     # A tensor that is its own row has the same noise: few averages lie so close to it that they are rounded otherwise.
     differs = one[3]["exp_avg_slow"] != two[3]["exp_avg_slow"]
     assert backend != "inductor" or differs.float().mean() < 1e-3
-
-
-def test_a_step_between_forward_and_backward_is_noticed_by_autograd(monkeypatch):
-    monkeypatch.setattr(averages, "can_compile", lambda device: True)
-    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    p = torch.nn.Parameter(torch.ones(3, 3))
-    p.grad, loss = torch.ones(3, 3), (p * p).sum()
-    AdEMAMix([p], 0.1, compile=True).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_without_a_compiler_it_says_so_and_runs(monkeypatch, capsys):

@@ -188,7 +188,7 @@ def test_only_errors_of_our_own_code_are_for_the_user(call, tmp_path):
 
 
 def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call):
-    """On the command line or in a file; a setting that both have stays with the script; a typo is nobody's."""
+    """On the command line or in a file; a setting that both have stays with the script; a typo is an error."""
     assert call("--rank=8", "--lr=1") == (0, "beyond 1.0 10 8 1.0 rank\n", "")
     assert call("config.py") == (0, "beyond 0.1 3 4 0.2 rank\n", "")
     assert call("--ranks=8")[0] == 2
@@ -213,7 +213,7 @@ def test_help_of_an_object_has_the_comments_of_its_class(capsys):
 
 
 def test_help_whose_reader_has_left_ends_quietly(call):
-    """As in `--help | head -1`: its stdout is a pipe that nobody reads."""
+    """As in `--help | head -1`: its stdout is a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "script.py", "--help"]

@@ -1,9 +1,9 @@
 """
-On a GPU everything is as on a CPU: `make gpu`. Skipped where there is none.
+On a GPU everything is as on a CPU: `make gpu`. Skipped without a GPU.
 
 The authority is the CPU in fp64, which the other tests hold against outside ones. Bounds are shares of the norm:
 
-    the same bits   documents that do not see each other, and a resumed run: no rounding lies between the two
+    bit-exact       documents that do not see each other, and a resumed run: no rounding lies between the two
     fp32            1e-5; a CPU in fp32 has 1.5e-6. Products are in fp32, not TF32, and sums come in another order
     bf16, fp8       three times as far from fp64 as the CPU in the same format, and at most a tenth or a half
 
@@ -73,7 +73,7 @@ def distances(found, batch):
 
 
 def assert_near(off, bounds):
-    """Both: {name: share}. A distance of nan is none. Sums for the slopes of xIELU cancel: they have a digit less."""
+    """Both: {name: share}. A distance of nan fails. Sums for the slopes of xIELU cancel: they have a digit less."""
     assert {name: o for name, o in off.items() if not o <= bounds[name] * (10 if "act_fn" in name else 1)} == {}
 
 

@@ -35,9 +35,9 @@ def test_identical_to_the_published_mask(case):
     assert torch.equal(goldfish_mask(labels.expand(3, -1), k, h), kept.expand(3, -1))
 
 
-@pytest.mark.parametrize("k, h", [(50, 50), (2, 1), (7.5, 13), (2, 64)])
+@pytest.mark.parametrize("k, h", [(50, 50), (2, 1), (7.5, 13), (2, 64), (4.279285256079162, 50)])
 def test_identical_to_the_published_expression_for_any_int64(k, h):
-    """Ids that make the product 0, that wrap around, and negative ones."""
+    """Ids that make the product 0, that wrap around, and negative ones. The last 1/k is the table's first number."""
     for labels in (ids(5000), ids(5000, high=40), ids(5000, high=2**62) * 4 + 1, -ids(5000)):
         assert torch.equal(goldfish_mask(labels, k, h), published(labels, k, h))
     assert torch.equal(goldfish_mask(labels), published(labels, 50, 50))    # by default Apertus' (report sec. 2.3)

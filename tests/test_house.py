@@ -15,7 +15,7 @@ from test_safety import FILES, read
 
 PRODUCT = [file for file in FILES if not file.startswith("configs")]
 LIMITS = "tests/limits.json"
-# What the files of each room may import besides those of their own: "" is the root.
+# The rooms, or modules, from which files of another room may be imported: "" is the root.
 ALL = {"", "engine", "corpus", "posttrain", "studies", "papers", "tools"}
 MAY = {
     "": {"engine"}, "engine": {"model"}, "corpus": {"", "engine"}, "posttrain": {"", "engine"}, "studies": ALL,
@@ -57,7 +57,7 @@ GRAPH = {module(file): imports(file) for file in PRODUCT}
 
 
 def words(file):
-    """Names, operators, numbers and strings of a file: what a reader reads. A docstring counts one."""
+    """Names, operators, numbers and strings of a file; a docstring counts one."""
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
     return [t.string for t in tokenize.generate_tokens(io.StringIO(read(file)).readline) if t.type in kinds]
 

@@ -1,6 +1,6 @@
 """
-Speed: nothing recompiles once it is warm (counted by torch._dynamo), and compiled code computes the same as eager code. The front end of the compiler decides what is recompiled, so a quick back end is enough. The optimizer:
-test_averages.py.
+Nothing recompiles after the first call (counted by torch._dynamo), and compiled code computes the same as eager code.
+The front end of the compiler decides about compilations, so a quick back end is enough. The optimizer: test_averages.py.
 """
 import pytest
 import torch

@@ -53,7 +53,7 @@ def learning_rate(s):
     return 1e-2 * s / 16 if s < 16 else 1e-2 - 9e-3 * math.sqrt(max(0, s - 32) / 16)
 
 
-# The ranks (0: without a launcher) and flags of each run, and what they mean to the plain steps. The norms lie between
+# The ranks (0: without a launcher) and flags of each run, and their meaning for the plain steps. The norms lie between
 # 0.5 and 3: 0.1 clips each step, 100 none.
 RUNS = [
     (0, "--micro_batch=8 --grad_clip=100.0 --alpha_warmup=3 --beta3_warmup=9", dict(clip=100, warmups=(3, 9))),
@@ -70,7 +70,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     """
     Loss, norm, share kept, learning rate and tokens of every step, and where the weights went: fp32 against fp64.
 
-    Validation is over 7 windows on the way and 11 at the end, each once, every predictable token, without Goldfish.
+    Validation is over 7 windows, and over 11 at the end: each once, every predictable token, without Goldfish.
     """
     out = tmp_path / "run"
     args = *RUN, *SIX_STEPS, *VALIDATED, f"--seed={SEED}", *flags.split(), f"--data={data}", f"--out={out}"

@@ -27,7 +27,7 @@ FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """runs("--flag"): the folder of a run that was planned so and that nothing happened to, each made once."""
+    """runs("--flag"): the folder of an undisturbed run with these flags, each trained once."""
     made = {}
 
     def run(*args):
@@ -45,7 +45,7 @@ def whole(runs):
 
 @pytest.fixture
 def each_step(monkeypatch):
-    """each_step(does): does(0), does(1), ... in the steps of later runs; what it returns multiplies the square norm."""
+    """each_step(does): calls does(0), does(1), ... in the steps of later runs, and multiplies the square norm by it."""
     true = parallel.square_norm
 
     def install(does):
@@ -55,7 +55,7 @@ def each_step(monkeypatch):
 
 
 def says(done, *words):
-    """A run has ended well and has said these words."""
+    """The run has exited with code 0 and printed these words."""
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in words), done.stdout
 
@@ -83,7 +83,7 @@ PINNED = """
 @pytest.mark.parametrize("row", PINNED.strip("\n").splitlines())
 def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
     """
-    Loss, gradient norm, kept tokens, and the loss over 11 windows after it: of commit ac03345, whose steps are those of
+    Loss, gradient norm, kept tokens, and the loss over 11 windows after it: of commit ac03345, whose steps match
     the formulas in fp64.
     """
     *flags, loss, norm, kept, val = row.split()
@@ -405,7 +405,7 @@ def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_ste
 
 
 def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_too(data, runs, tmp_path):
-    """And what was stopped resumes to the same bits."""
+    """The stopped run resumes bit-exact."""
     new = tmp_path / "new"
     new.mkdir()
     (new / "cooldown").touch()
@@ -420,7 +420,7 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
 
 @pytest.fixture
 def clocked(monkeypatch, each_step):
-    """A clock by which the first step of a run takes so many seconds, each later one so many, and nothing else any."""
+    """clocked(first, each): the seconds of the first step and of each later one; nothing else takes time."""
     def install(first, each):
         now = [0.0]
 

@@ -27,5 +27,5 @@ def tensors(*path):
 
 
 def golden(name):
-    """A model that transformers 5.23 saved, and what it computed with it."""
+    """A model that transformers 5.23 saved, and its inputs and results."""
     return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")

@@ -3,7 +3,7 @@ Start train.py, or another script, on n ranks in half a second instead of five: 
 each rank, with the environment that torchrun would give it.
 
 fault="module.function:a,b" calls that function of a module in tests/, with these texts, in each rank before the script
-begins. So a run can meet what a user's does not. Nothing in the product knows of it.
+begins, which injects a fault. The product has no code for it.
 """
 import contextlib
 import hashlib
@@ -34,11 +34,11 @@ class Launcher:
         pass
 
     def start(self, ranks, *args, script="train.py", fault="", logs):
-        """The Trial of so many processes of the script (0: one, without a launcher's environment)."""
+        """The Trial of one process for each rank (0 ranks: one process without a launcher's environment)."""
         return Trial(ranks, [str(script), *map(str, args)], fault, str(logs))
 
     def __call__(self, ranks, *args, limit=300, **how):
-        """Run to the end: (exit code of each rank, all that they said)."""
+        """Run to the end: (exit code of each rank, output of all)."""
         trial = self.start(ranks, *args, **how)
         return trial.wait(limit), trial.text()
 
@@ -66,7 +66,7 @@ class Trial:
         self.pids = [process.pid for process in self.processes]
 
     def text(self):
-        """All that the ranks have said so far."""
+        """The output of all ranks so far."""
         said = []
         for log in filter(os.path.exists, self.logs):
             with open(log, encoding="utf-8") as f:
@@ -111,7 +111,7 @@ def child(command, fault, log, env):
     if hasattr(os, "SCHED_BATCH"):
         # Where ranks outnumber cores, the thread of gloo that is woken would interrupt the one that woke it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    plot.curves = lambda *args, **how: None                # nobody looks at it
+    plot.curves = lambda *args, **how: None                # not needed, and it takes time
     if fault:
         name, _, args = fault.partition(":")
         module, function = name.rsplit(".", 1)

@@ -1,6 +1,5 @@
 """
-What can go wrong with a run, done to it on purpose. After each fault the final weights must be those of a run that
-nothing happened to.
+Faults injected into runs. After each one the final weights must be those of an undisturbed run.
 
 $ make faults                                          # all of it, and 500 kills more than the record has
 $ python tests/faults/suite.py --kills=20              # fewer, and nothing is recorded
@@ -35,7 +34,7 @@ LONGER = "--total_samples=400", "--decay_samples=100"
 
 
 class Lab:
-    """A folder, a corpus, a launcher, and the run that nothing happens to."""
+    """A folder, a corpus, a launcher, and an undisturbed run."""
 
     def __init__(self, launch, folder):
         self.launch = launch
@@ -43,25 +42,25 @@ class Lab:
         self.data = trained.corpus(self.fresh("text"))
 
     def fresh(self, name):
-        """A path in the laboratory's folder where nothing is."""
+        """A free path in the laboratory's folder."""
         path = os.path.join(self.folder, name)
         shutil.rmtree(path, ignore_errors=True)
         return path
 
     def start(self, run, ranks, *more, fault=""):
-        """A Trial on so many ranks that resumes a run; ranks = 0: plain `python train.py`."""
+        """A Trial that resumes a run on these ranks; ranks = 0: plain `python train.py`."""
         args = [*trained.RUN, "--exact", "--micro_batch=2", f"--data={self.data}", f"--out={run}", "--resume", *more]
         if ranks:
             args.append("--parallel=fsdp")
         return self.launch.start(ranks, *args, fault=fault and f"faults.suite.{fault}", logs=run + ".log")
 
     def ends(self, code, *how, **fault):
-        """What a run says that ends with this code on all ranks."""
+        """Run to the end, with this exit code on all ranks: the output."""
         return said(self.start(*how, **fault), code)
 
     @functools.cached_property
     def whole(self):
-        """(sha256 and step, {step: loss}) of the run that nothing happens to, on one process."""
+        """(sha256 and step, {step: loss}) of the undisturbed run, on one process."""
         run = self.fresh("whole")
         self.ends(0, run, 0)
         return sha_of(run), losses(run)
@@ -82,7 +81,7 @@ class Lab:
 
 
 def said(trial, code=0):
-    """What a run has said that ends with this code on all ranks."""
+    """The output of a run, which ends with this exit code on all ranks."""
     codes, text = trial.wait(), trial.text()
     assert set(codes) == {code} and "Traceback" not in text, (codes, text[-3000:])
     return text
@@ -106,7 +105,7 @@ def kill(lab, times, worlds=(1, 2, 4)):
             killed += -9 in codes
             for step, loss in losses(run).items():
                 assert seen.setdefault(step, loss) == loss, "a step had two losses"
-            # After a kill in a run's last moments nothing is left to do.
+            # A run that was killed in its last moments is finished already.
             ended = not any(codes) or "is finished" in trial.text()
             assert ended or -9 in codes, (codes, trial.text()[-3000:])
         assert (sha_of(run), seen) == lab.whole
@@ -139,7 +138,7 @@ def flip_bits(lab, times):
 
 
 def small_disk():
-    """In a save no file may grow beyond 20 kB: the kernel refuses the write, as on a full disk (EFBIG for ENOSPC)."""
+    """In a save no file may grow beyond 20 kB: the write fails, as on a full disk (EFBIG for ENOSPC)."""
     import resource
 
     from engine import checkpoint
@@ -240,7 +239,7 @@ def hang(lab, times):
     return "a rank hangs (--timeout=3)", 1, 0, "the other says so and ends; resumes to identical weights"
 
 
-HEAD = """# What can go wrong, done on purpose
+HEAD = """# Faults injected into runs
 
 `make faults`, all runs on the CPU with gloo in exact mode; "identical" is one sha256 of all weights.
 
