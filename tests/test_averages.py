@@ -25,7 +25,7 @@ def trained(compile, **options):
         for p, part in zip(params, torch.randn(sum(sizes)).split(sizes)):
             p.grad = part.view(p.shape) if t % 2 else part.view(p.shape).clone()
         if t == 0:
-            params[2].grad = None
+            params[4].grad = None
         opt.param_groups[0]["lr"] = 0.01 / (t + 1)
         opt.step(grad_scale=1 / (t + 1))
     return params, [dict(opt.state[p]) for p in params]
