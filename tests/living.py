@@ -6,11 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-def leaves(values):
-    """The tensors in nested lists and dicts."""
-    return [value for value in torch.utils._pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
 class Living(TorchDispatchMode):
     """now: the bytes that are alive; most: the most that there were."""
 
@@ -19,12 +14,12 @@ class Living(TorchDispatchMode):
         self.now = self.most = 0
         self.known = WeakIdKeyDictionary()
 
-    def add(self, tensors):
-        """Count the memory of tensors, once where they share it, until the last of them is gone."""
-        for tensor in leaves(tensors):
-            storage = tensor.untyped_storage()
-            if storage in self.known:
+    def add(self, values):
+        """Count the memory of the tensors in nested lists and dicts, once where they share it, until it is freed."""
+        for tensor in torch.utils._pytree.tree_leaves(values):
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta or tensor.untyped_storage() in self.known:
                 continue
+            storage = tensor.untyped_storage()
             size = self.known[storage] = storage.nbytes()
             self.now += size
             weakref.finalize(storage, self.free, size)
@@ -35,5 +30,5 @@ class Living(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.add([t for t in leaves(made) if not t.is_meta])
+        self.add(made)
         return made

@@ -2,48 +2,34 @@
 Windows over ranks (engine/sequence.py): each of four ranks holds its part of a window, for P = 2 and 4, against the
 whole window, which it computes by itself. Started by test_parallel.py; an AssertionError is a failure there.
 """
-
 import torch
 import torch.distributed as dist
 
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
 from engine.sequence import SplitForward, SplitRanks, by_heads, by_positions, split_attention
-from model import Apertus, ApertusConfig
-
-SHAPE = dict(
-    block_size=32,
-    vocab_size=61,
-    n_layer=2,
-    n_head=8,
-    n_kv_head=4,
-    n_embd=32,
-    ffn_dim=48,
-    init_std=0.3,
-)
+from tiny import small
 
 
-def model_of(dtype):
-    return Apertus(ApertusConfig(**SHAPE)).to(dtype)
-
-
-def split(model, ranks):
-    model.__class__ = type("Split", (SplitForward, Apertus), {})
-    model.ranks = ranks
-    split_attention(model, ranks)
+def model_of(dtype, ranks=None):
+    """A model; with ranks, one whose windows they share."""
+    model = small(n_head=8, n_kv_head=4, n_embd=32).to(dtype)
+    if ranks:
+        model.__class__ = type("Split", (SplitForward, type(model)), {})
+        model.ranks = ranks
+        split_attention(model, ranks)
     return model
 
 
 def batch():
     """Two windows: documents end at 5, 13, 21 and 30, across the cuts; the last quarter has no loss at all."""
     draw = torch.Generator().manual_seed(1)
-    idx = torch.randint(61, (2, 32), generator=draw)
-    doc = torch.zeros(2, 32, dtype=torch.long)
-    for row, end in ((0, 5), (0, 21), (0, 30), (1, 13)):
-        doc[row, end:] += 1
+    idx = torch.randint(97, (2, 32), generator=draw)
+    ends = torch.tensor([[5, 21, 30], [13, 32, 32]])
+    doc = (torch.arange(32) >= ends[..., None]).sum(1)
     keep = torch.rand(2, 32, generator=draw) < 0.5
     keep[:, 24:] = False
-    return idx, (idx + 7) % 61, keep, doc
+    return idx, (idx + 7) % 97, keep, doc
 
 
 def step(model, tensors, P=1):
@@ -66,20 +52,16 @@ def check(ranks):
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
         wanted = step(model_of(dtype), tensors)
         for mode in ("none", "full", "selective"):
-            part = split(model_of(dtype), ranks)
+            part = model_of(dtype, ranks)
             recompute_activations(part, mode)
             close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
-    compiled = split(model_of(dtype), ranks)
-    for block in compiled.model.layers:
-        block.compile(backend="eager", fullgraph=True)  # a graph break would be an error
-    close(step(compiled, tensors, ranks.P), wanted, ranks.groups, tolerance)
-    # Losses come back P times as large, for the same reason.
-    nll = [
-        model(*tensors, per_token=True)[1]
-        for model in (split(model_of(dtype), ranks), model_of(dtype))
-    ]
-    close(nll[:1], nll[1:], ranks.size, tolerance)
-    # Heads for positions and back.
+    part = model_of(dtype, ranks)
+    # Losses come back P times as large, since each rank has counted all tokens.
+    nll, whole = (model(*tensors, per_token=True)[1] for model in (part, model_of(dtype)))
+    close([nll], [whole], ranks.size, tolerance)
+    for block in part.model.layers:
+        block.compile(backend="eager", fullgraph=True)     # a graph break would be an error
+    close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
     x = torch.randn(2, 4, 8, 4).bfloat16()
     there = by_heads(x, ranks)
     assert there.shape == (2, 4 // ranks.P, 8 * ranks.P, 4)
@@ -93,7 +75,6 @@ if __name__ == "__main__":
         halves.join("cpu", 60)
         check(halves)
         quarters = SplitRanks(4, "ddp")
-        group, _ = dist.new_subgroups(4)
-        quarters.window = group.group_name
+        quarters.window = dist.new_subgroups(4)[0].group_name
         check(quarters)
         halves.leave()

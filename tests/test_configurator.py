@@ -1,5 +1,4 @@
-"""configurator.py: what a user may type, and what the answer is. The authority is the user's intention."""
-
+"""configurator.py: the flags and files of a user, and the answers. The authority is the user's intention."""
 import glob
 import importlib
 import os
@@ -10,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
-from engine.help import print_help
 from configurator import configure, lengths, run, settings
 from conftest import ROOT
+from engine.help import print_help
+from model import ApertusConfig
 
 SCRIPT = '''"""A script."""
 from configurator import run
@@ -44,38 +44,55 @@ def after(*argv, **more):
     return namespace
 
 
-@pytest.mark.parametrize("arg, key, want", [
-    ("--lr=1", "lr", 1.0), ("--lr=3e-4", "lr", 3e-4), ("--steps=1_000", "steps", 1000),
-    ("--name=a=b", "name", "a=b"), ("--name=5", "name", "5"), ("--name=", "name", ""),
-    ("--top_k=5", "top_k", 5), ("--top_k=None", "top_k", None),
-    ("--fast", "fast", True), ("--fast=False", "fast", False),
-    ("--betas=[0.8,0.9]", "betas", (0.8, 0.9)), ("--betas=0.8,0.9", "betas", (0.8, 0.9))])
-def test_a_flag_sets_its_value_in_the_type_of_the_default(arg, key, want):
-    got = after(arg)[key]
-    assert got == want and type(got) is type(want)
+SET = """
+    --lr=1             | lr    | 1.0
+    --lr 3e-4          | lr    | 0.0003
+    --steps=1_000      | steps | 1000
+    --name=a=b         | name  | 'a=b'
+    --name=5           | name  | '5'
+    --name=            | name  | ''
+    --top_k -1         | top_k | -1
+    --top_k=None       | top_k | None
+    --fast --name b    | fast  | True
+    --fast=False       | fast  | False
+    --betas=0.8,0.9    | betas | (0.8, 0.9)
+    --betas=[0.8,0.9]  | betas | (0.8, 0.9)
+"""
 
 
-@pytest.mark.parametrize("arg, says", [
-    ("--learning=1", "--learning: there is no setting 'learning'; --help lists them"),
-    ("--step=1", "--step: there is no setting 'step', did you mean 'steps'?"),
-    ("--learning_rate=1", "--learning_rate: there is no setting 'learning_rate', did you mean 'lr'?"),
-    ("--lr=fast", "--lr=fast: want a number, such as 0.1"),
-    ("--lr", "--lr=True: want a number, such as 0.1"),
-    ("--steps=1.5", "--steps=1.5: want a whole number, such as 10"),
-    ("--steps=True", "--steps=True: want a whole number, such as 10"),
-    ("--steps=__import__('os').getcwd()", "--steps=__import__('os').getcwd(): want a whole number, such as 10"),
-    ("--fast=1", "--fast=1: want True or False, such as False"),
-    ("--betas=1", "--betas=1: want a list, such as (0.9, 0.99)"),
-    ("nonsense", "no config file 'nonsense' here or in configs/")])
-def test_what_cannot_be_used_is_an_error_of_one_line(arg, says):
+@pytest.mark.parametrize("row", SET.strip().splitlines())
+def test_a_flag_sets_its_value_in_the_type_of_the_default(row):
+    args, key, want = map(str.strip, row.split("|"))
+    assert repr(after(*args.split())[key]) == want
+
+
+WRONG = """
+    --learning=1         | --learning: there is no setting 'learning'; --help lists them
+    --step=1             | --step: there is no setting 'step', did you mean 'steps'?
+    --learning_rate=1    | --learning_rate: there is no setting 'learning_rate', did you mean 'lr'?
+    --lr=fast            | --lr=fast: want a number, such as 0.1
+    --lr                 | --lr=True: want a number, such as 0.1
+    --steps=1.5          | --steps=1.5: want a whole number, such as 10
+    --steps=True         | --steps=True: want a whole number, such as 10
+    --steps=open('.')    | --steps=open('.'): want a whole number, such as 10
+    --fast=1             | --fast=1: want True or False, such as False
+    --betas=1            | --betas=1: want a list, such as (0.9, 0.99)
+    nonsense             | no config file 'nonsense' here or in configs/
+    typo.py              | typo.py: there is no setting 'stepps', did you mean 'steps'?
+    type.py              | type.py: steps=many: want a whole number, such as 10
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_what_cannot_be_used_is_an_error_of_one_line(tmp_path, monkeypatch, row):
+    """On the command line, and in a file, which it names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "typo.py").write_text("stepps = 3")
+    (tmp_path / "type.py").write_text("steps = 'many'")
+    arg, says = map(str.strip, row.split(" | "))
     with pytest.raises(ValueError) as error:
         after(arg)
     assert str(error.value) == says
-
-
-def test_a_value_may_follow_its_flag_after_a_space():
-    got = after("--lr", "3e-4", "--fast", "--name", "b", "--top_k", "-1")
-    assert (got["lr"], got["fast"], got["name"], got["top_k"]) == (3e-4, True, "b", -1)
 
 
 def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_path):
@@ -86,36 +103,22 @@ def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_pat
     assert list(got["_asked"]) == ["lr", "top_k", "name", "steps"]
 
 
-@pytest.mark.parametrize("text, says", [
-    ("stepps = 3", "there is no setting 'stepps', did you mean 'steps'?"),
-    ("steps = 'many'", "steps=many: want a whole number, such as 10")])
-def test_a_mistake_in_a_file_is_an_error_that_names_the_file(tmp_path, text, says):
-    file = tmp_path / "wrong.py"
-    file.write_text(text)
-    with pytest.raises(ValueError) as error:
-        after(str(file))
-    assert str(error.value) == f"{file}: {says}"
-
-
-@pytest.mark.parametrize("arg", ["8b", "config/8b.py", "configs/8b.py", "configs/8b"])
-def test_a_config_has_several_spellings(arg):
-    assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
-    assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
-
-
-def test_every_config_file_fits_its_script():
-    paths = glob.glob(os.path.join(ROOT, "configs", "**", "*.py"), recursive=True)
+def test_every_config_file_fits_its_script_and_has_several_spellings():
+    paths = glob.glob(f"{ROOT}/configs/**/*.py", recursive=True)
     assert len(paths) > 10
     for path in paths:
         begin = os.path.basename(path).partition("_")[0]
-        name = dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train")
-        spaces = [dict(vars(importlib.import_module(name)))]
-        if hasattr(importlib.import_module(name), "shape"):
-            spaces += [spaces[0]["shape"], dict(vars(importlib.import_module("posttrain.attach")))]
-        configure(spaces[0], [path], *spaces[1:])
+        script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
+        more = []
+        if script.__name__ == "train":
+            more = [dict(vars(space)) for space in (script.shape, importlib.import_module("posttrain.attach"))]
+        configure(dict(vars(script)), [path], *more)
+    for arg in ("8b", "config/8b.py", "configs/8b.py", "configs/8b"):
+        assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
+    assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
 
 
-def test_where_a_script_takes_paths_all_but_configs_are_paths(tmp_path):
+def test_where_a_script_takes_paths_all_but_configs_are_paths():
     assert after("mine.py", "*.md", "--lr=1", paths=["a"])["paths"] == ["a", "mine.py", "*.md"]
     with pytest.raises(ValueError, match="configs/tiny.py: there is no setting 'out'"):
         after("configs/tiny.py", paths=[])
@@ -129,12 +132,13 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     assert list(script["_asked"]) == list(other["_asked"]) == ["lr", "n_layer", "rank"]
 
 
-def test_settings_are_plain_lower_case_names():
+def test_settings_are_plain_lower_case_names_and_the_proposed_lengths_five_and_thirty_percent():
     assert settings(dict(a=1, _b=2, C=3, d=print, e=sys, f=None)) == dict(a=1, f=None)
-
-
-def test_the_proposed_lengths_are_five_and_thirty_percent():
     assert lengths(200) == "--total_samples=200 --warmup_samples=10 --decay_samples=60"
+
+
+# -----------------------------------------------------------------------------
+# run
 
 
 @pytest.fixture
@@ -142,20 +146,26 @@ def call(tmp_path, monkeypatch, capsys):
     """call(ARGS): what `python script.py ARGS` does, in this process: its exit code, stdout and stderr."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beyond.py").write_text(BEYOND)
+    (tmp_path / "config.py").write_text("rank = 4\nsteps = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def forget():
+        for name in ("script", "beyond"):
+            sys.modules.pop(name, None)
 
     def call(*args, main=None):
-        sys.modules.pop("script", None), sys.modules.pop("beyond", None)
+        forget()
         monkeypatch.setattr(sys, "argv", ["script.py", *args])
         namespace = vars(importlib.import_module("script"))
         code = 0
         try:
             run(main or namespace["main"], namespace, beyond="beyond")
-        except SystemExit as end:
-            code = end.code
+        except SystemExit as e:
+            code = e.code
         return code, *capsys.readouterr()
     yield call
-    sys.modules.pop("script", None), sys.modules.pop("beyond", None)
+    forget()
 
 
 def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_2(call):
@@ -166,25 +176,21 @@ def test_a_script_runs_with_its_flags_and_says_its_errors_in_one_line_with_code_
 
 def test_only_errors_of_our_own_code_are_for_the_user(call, tmp_path):
     """This file is in the project, a library is not."""
-    def own():
-        open("/nowhere/at/all")
-
     def stopped():
         raise KeyboardInterrupt
 
     (tmp_path / "library.py").write_text("def main():\n    int('x')\n")
     with pytest.raises(ValueError, match="invalid literal"):
         call(main=importlib.import_module("library").main)
+    own = lambda: open("/nowhere/at/all")
     assert call(main=own) == (2, "", "script.py: [Errno 2] No such file or directory: '/nowhere/at/all'\n")
     assert call(main=stopped)[0] == 130
 
 
-def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call, tmp_path):
-    """On the command line or in a file; a setting that both have stays with the script; a typo is nobody's."""
-    (tmp_path / "config.py").write_text("rank = 4\nsteps = 3\n")
+def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call):
+    """On the command line or in a file; a setting that both have stays with the script; a typo is an error."""
     assert call("--rank=8", "--lr=1") == (0, "beyond 1.0 10 8 1.0 rank\n", "")
-    assert call(str(tmp_path / "config.py")) == (0, "beyond 0.1 3 4 0.2 rank\n", "")
-    assert call("--lr=1") == (0, "1.0 10\n", "")
+    assert call("config.py") == (0, "beyond 0.1 3 4 0.2 rank\n", "")
     assert call("--ranks=8")[0] == 2
     # Other mistakes do not wait for its imports.
     sys.modules.pop("beyond")
@@ -193,27 +199,24 @@ def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call, 
 
 def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_beyond(call):
     code, shown, _ = call("--steps=3", "--help")
-    lines = shown.splitlines()
-    assert code == 0 and lines[:3] == ["A script.", "", "settings:"]
-    assert [line.split() for line in lines[3:5]] == [["--lr=0.1", "how", "fast"], ["--steps=10", "how", "long"]]
-    assert lines[6:7] == ["settings of beyond, which takes over if one of them is set:"]
-    assert [line.split() for line in lines[7:]] == [["--rank=0", "of", "adapters"]]
-    assert shown == call("-h")[1]
+    assert code == 0 and shown == call("-h")[1]
+    assert [line.split() for line in shown.splitlines()] == [
+        ["A", "script."], [], ["settings:"], ["--lr=0.1", "how", "fast"], ["--steps=10", "how", "long"], [],
+        "settings of beyond, which takes over if one of them is set:".split(), ["--rank=0", "of", "adapters"]]
 
 
 def test_help_of_an_object_has_the_comments_of_its_class(capsys):
-    from model import ApertusConfig
     script = dict(__doc__="A script.", __file__=__file__)
-    print_help(script, [script, ApertusConfig()], configurator.settings)
+    print_help(script, [script, ApertusConfig()], settings)
     lines = [line for line in capsys.readouterr().out.splitlines() if "--activation=" in line]
     assert lines[0].startswith("  --activation='xielu'") and "swiglu" in lines[0]
 
 
-def test_help_whose_reader_has_left_ends_quietly(call, tmp_path):
-    """As in `--help | head -1`: its stdout is a pipe that nobody reads."""
+def test_help_whose_reader_has_left_ends_quietly(call):
+    """As in `--help | head -1`: its stdout is a pipe without a reader."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, tmp_path / "script.py", "--help"]
+    command = [sys.executable, "script.py", "--help"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | dict(PYTHONPATH=ROOT))
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")

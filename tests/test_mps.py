@@ -4,7 +4,6 @@ MPS does not have. The authority is torch's own table of kernels, native_functio
 
 The model runs on the meta device: nothing is computed, by the code of every device that is neither CPU nor CUDA.
 """
-import functools
 import os
 
 import pytest
@@ -16,12 +15,10 @@ from torchgen.model import DispatchKey
 
 from ademamix import build_optimizer
 from generate import KVCache, next_logits, sample_token
-from model import Apertus, ApertusConfig
-
-SHAPE = dict(block_size=32, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64)
+from tiny import small
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def on_mps():
     """The names of all operations with a kernel on MPS, of its own or made of others."""
     folder = os.path.join(os.path.dirname(torchgen.__file__), "packaged", "ATen", "native")
@@ -43,45 +40,37 @@ class Mac(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         found = op(*args, **(kwargs or {}))
         leaves = torch.utils._pytree.tree_leaves((args, kwargs, found))
-        there = [t for t in leaves if isinstance(t, torch.Tensor) and t.is_meta]
-        if there:
+        dtypes = [t.dtype for t in leaves if isinstance(t, torch.Tensor) and t.is_meta]
+        if dtypes:
             # aten.add.Tensor is add.Tensor in the table, and aten.mm.default is mm.
             self.seen.add(str(op).removeprefix("aten.").removesuffix(".default"))
-        if any(t.dtype == torch.float64 for t in there):
+        if torch.float64 in dtypes:
             raise TypeError(f"{op}: MPS has no float64")
         return found
 
 
-@pytest.fixture
-def model():
+@pytest.mark.parametrize("dtype, documents", [(None, True), (torch.bfloat16, False)])
+def test_a_step_of_training_and_of_sampling_has_a_kernel_for_everything(on_mps, dtype, documents):
     with torch.device("meta"):
-        return Apertus(ApertusConfig(**SHAPE))
-
-
-@pytest.mark.parametrize("dtype, documents", [(None, True), (torch.bfloat16, True), (torch.bfloat16, False)])
-def test_a_step_of_training_has_a_kernel_for_everything(model, dtype, documents):
+        model = small()
+        idx, targets = torch.zeros(2, 2, 32, dtype=torch.long)
     model.dtype = dtype
     opt = build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.9999), 8.0, 1e-8, 0.1, 10, 10, compile=False)
-    idx, targets = torch.zeros(2, 2, 32, dtype=torch.long, device="meta")
-    doc = torch.zeros_like(idx) if documents else None
     with Mac() as mac:
-        _, loss = model(idx, targets, keep=targets > 0, doc=doc, n_tokens=40)
-        loss.backward()
+        model(idx, targets, targets > 0, idx if documents else None, n_tokens=40)[1].backward()
         opt.step()
-    assert len(mac.seen) > 40 and mac.seen <= on_mps()
+        trained = set(mac.seen)
+        mac.seen.clear()
+        with torch.no_grad():
+            cache = KVCache(model, 2, 33, idx[:, 0])
+            sample_token(next_logits(model, idx, cache), temperature=0)
+            sample_token(next_logits(model, idx[:, :1], cache), temperature=0.8, top_k=5, top_p=0.9)
+    assert len(trained) > 40 and len(mac.seen) > 20
+    assert trained | mac.seen <= on_mps
 
 
-def test_a_prompt_and_a_token_have_a_kernel_for_everything(model):
-    idx = torch.zeros(2, 7, dtype=torch.long, device="meta")
-    with torch.no_grad(), Mac() as mac:
-        cache = KVCache(model, 2, 16, torch.zeros(2, dtype=torch.long, device="meta"))
-        sample_token(next_logits(model, idx, cache), temperature=0)
-        sample_token(next_logits(model, idx[:, :1], cache), temperature=0.8, top_k=5, top_p=0.9)
-    assert len(mac.seen) > 20 and mac.seen <= on_mps()
-
-
-def test_missing_kernels_and_fp64_would_be_seen():
-    assert {"mm", "add.Tensor", "_fused_adamw_"} <= on_mps()
-    assert not {"_linalg_eigh", "_scaled_dot_product_flash_attention_for_cpu"} & on_mps()
+def test_missing_kernels_and_fp64_would_be_seen(on_mps):
+    assert {"mm", "add.Tensor", "_fused_adamw_"} <= on_mps
+    assert not {"_linalg_eigh", "_scaled_dot_product_flash_attention_for_cpu"} & on_mps
     with Mac(), pytest.raises(TypeError, match="MPS has no float64"):
         torch.zeros(3, device="meta").double()

@@ -1,5 +1,4 @@
 """schedule.py against the published scheduler's values, torch's cosine, published milestones, a loop that counts."""
-
 import json
 import os
 
@@ -11,17 +10,16 @@ from schedule import NEVER, batch_size, begun_at, cosine, samples_at, steps_in, 
 
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=3_662_109_375, decay=403_905_806)
 TOTAL = APERTUS_8B["total"]
-DECAY_BEGINS = TOTAL - APERTUS_8B["decay"]
-RAMP_8B = dict(start=1024, ramp_at=1_718_272_000)
-RAMP_70B = dict(start=2048, ramp_at=1_072_164_864)
 
 
 def test_the_8b_run_has_the_published_learning_rates_also_if_its_decay_was_asked_for_as_planned():
     with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
-        for point in json.load(f):
-            rate = wsd(point["samples"], **APERTUS_8B)
-            assert rate == pytest.approx(point["lr"], rel=1e-12, abs=0)
-            assert rate == wsd(point["samples"], **APERTUS_8B, decay_at=DECAY_BEGINS)
+        points = json.load(f)
+    for point in points:
+        rate = wsd(point["samples"], **APERTUS_8B)
+        assert rate == pytest.approx(point["lr"], rel=1e-12, abs=0)
+        assert rate == wsd(point["samples"], **APERTUS_8B, decay_at=TOTAL - APERTUS_8B["decay"])
+    assert wsd(1000 * TOTAL, **APERTUS_8B, decay_at=NEVER) == 1.1e-4
 
 
 @pytest.mark.parametrize("decay_at", [350, 2100])
@@ -37,26 +35,20 @@ def test_a_decay_that_begins_at_another_time_keeps_its_share_and_its_shape(decay
     assert wsd(total, **plan) == wsd(10 * total, **plan) == 0.1
 
 
-def test_a_run_without_a_planned_decay_stays_at_the_peak():
-    rates = {wsd(s, **APERTUS_8B, decay_at=NEVER) for s in (4_096_000, TOTAL, 1000 * TOTAL)}
-    assert rates == {1.1e-4}
+# The lengths of warm-up and decay of 100 samples at a peak of 1, where the decay begins, and the rates at some samples.
+# A decay that begins in the warm-up falls from the rate reached so far, or stays there, below the floor of 0.1.
+CURVES = [
+    (50, 50, 10, {5: 0.1, 10: 0.2, 15: 0.1 + 0.1 * (1 - 0.5**0.5), 20: 0.1}),
+    (50, 50, 2, {1: 0.02, 2: 0.04, 3: 0.04, 4: 0.1}),
+    (0, 50, None, {0: 1.0}),
+    (10, 0, None, {0: 0, 5: 0.5, 10: 1, 99: 1, 100: 0.1, 1000: 0.1}),
+]
 
 
-def test_a_decay_that_begins_in_the_warmup_falls_from_the_rate_reached_so_far():
-    """After a fifth of the warm-up from a fifth of the peak; after a twentieth it stays there, below the floor."""
-    plan = dict(peak=1.0, floor=0.1, warmup=100, total=1000, decay=500)
-    assert [wsd(s, **plan, decay_at=20) for s in (10, 20, 40)] == pytest.approx([0.1, 0.2, 0.1])
-    assert wsd(30, **plan, decay_at=20) == pytest.approx(0.1 + 0.1 * (1 - 0.5**0.5))
-    assert [wsd(s, **plan, decay_at=5) for s in (4, 5, 7, 9)] == pytest.approx([0.04, 0.05, 0.05, 0.05])
-
-
-def test_wsd_without_warmup_or_without_decay():
-    assert wsd(0, 1.0, 0.1, warmup=0, total=100, decay=50) == 1.0
-    constant = [wsd(s, 1.0, 0.1, warmup=10, total=100, decay=0) for s in (0, 5, 10, 99, 100, 1000)]
-    assert constant == [0, 0.5, 1, 1, 0.1, 0.1]
-    assert wsd(60, 1.0, 0.0, warmup=40, total=100, decay=60) == pytest.approx(1 - (20 / 60) ** 0.5)
-    # All of the run may be the decay.
-    assert begun_at(0, 100, 100) == (100, 100)
+@pytest.mark.parametrize("warmup, decay, decay_at, rates", CURVES)
+def test_wsd_without_a_phase_and_with_one_inside_another(warmup, decay, decay_at, rates):
+    assert {s: wsd(s, 1.0, 0.1, warmup, 100, decay, decay_at) for s in rates} == pytest.approx(rates)
+    assert begun_at(0, 100, 100) == (100, 100)             # all of the run may be the decay
 
 
 def test_cosine_is_torchs():
@@ -66,45 +58,36 @@ def test_cosine_is_torchs():
         assert cosine(s, 3e-4, 3e-5, warmup=10, total=100) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         theirs.step()
-    assert cosine(100, 3e-4, 3e-5, warmup=10, total=100) == cosine(500, 3e-4, 3e-5, warmup=10, total=100) == 3e-5
-    assert cosine(5, 3e-4, 3e-5, warmup=10, total=100) == pytest.approx(1.5e-4)
+    assert [cosine(s, 1.0, 0.1, warmup=10, total=100) for s in (5, 100, 500)] == [0.5, 0.1, 0.1]
     assert cosine(0, 1.0, 0.1, warmup=0, total=9) == 1.0
 
 
-@pytest.mark.parametrize("bad", [dict(warmup=60, decay=50), dict(warmup=-1), dict(decay=-1), dict(warmup=101)])
-def test_phases_that_do_not_fit_into_the_run_are_an_error(bad):
+@pytest.mark.parametrize("schedule, lengths", [
+    (wsd, (60, 100, 50)), (wsd, (-1, 100, 0)), (wsd, (0, 100, -1)), (cosine, (-1, 100)), (cosine, (101, 100))])
+def test_phases_that_do_not_fit_into_the_run_are_an_error(schedule, lengths):
     with pytest.raises(ValueError, match="do not fit into total=100"):
-        wsd(0, 1.0, 0.1, **dict(warmup=0, total=100, decay=0) | bad)
-    if "decay" not in bad:
-        with pytest.raises(ValueError, match="do not fit into total=100"):
-            cosine(0, 1.0, 0.1, total=100, **bad)
-
-
-def test_published_milestones():
-    """Report Table F.7, which counts iterations from 1; here from 0."""
-    assert samples_at(1_678_000, **RAMP_8B) == 1_718_272_000
-    assert samples_at(523_518, **RAMP_70B) == 1_072_164_864
-    for ramp, last, warm in ((RAMP_8B, 2_627_139, 4000), (RAMP_70B, 1_155_828, 2000)):
-        assert steps_in(TOTAL, **ramp) == last and steps_in(APERTUS_8B["warmup"], **ramp) == warm
-    assert steps_in(DECAY_BEGINS, **RAMP_8B) + 1 == 2_429_920
-    batches = [batch_size(s, **RAMP_8B) for s in (0, 1_718_271_999, 1_718_272_000, TOTAL)]
-    assert batches == [1024, 1024, 2048, 2048]
+        schedule(0, 1.0, 0.1, *lengths)
 
 
 def test_the_command_prints_the_published_milestones():
-    """Steps and batches as above; the decay begins at 13.35T of 15T tokens; halfway 1 - sqrt(1/2) is left."""
+    """
+    Report Table F.7, which counts iterations from 1; here from 0. The decay begins at 13.35T of 15T tokens; halfway
+    1 - sqrt(1/2) is left.
+    """
     eight, seventy = script("schedule.py").stdout.strip().split("\n\n")
-    rows = {row.split()[0]: row.split()[1:] for row in eight.splitlines()[1:]}
-    columns = zip(*rows.values())
-    steps, _, tokens, batches, rates = columns
-    assert list(rows) == ["begin", "warm", "ramp", "decay", "half", "end"]
-    assert steps == ("0", "4,000", "1,678,000", "2,429,919", "2,528,529", "2,627,139")
-    assert tokens == ("0.000T", "0.017T", "7.038T", "13.346T", "14.173T", "15.000T")
-    assert batches == ("1024", "1024", "2048", "2048", "2048", "2048")
-    half = 1.1e-5 + 9.9e-5 * (1 - 0.5**0.5)
-    assert list(map(float, rates)) == pytest.approx([0, 1.1e-4, 1.1e-4, 1.1e-4, half, 1.1e-5], rel=1e-4)
-    last = seventy.splitlines()[-1].split()
-    assert last == ["end", "1,155,828", "3,662,109,375", "15.000T", "4096", "1.0000e-06"]
+    begin, *_, half, _ = [line.split() for line in eight.splitlines()[1:]]
+    assert float(begin[-1]) == 0 and float(half[-1]) == pytest.approx(1.1e-5 + 9.9e-5 * (1 - 0.5**0.5), rel=1e-4)
+    for line in """
+        begin 0 0 0.000T 1024 0.0000e+00
+        warm 4,000 4,096,000 0.017T 1024 1.1000e-04
+        ramp 1,678,000 1,718,272,000 7.038T 2048 1.1000e-04
+        decay 2,429,919 3,258,203,569 13.346T 2048 1.1000e-04
+        end 2,627,139 3,662,109,375 15.000T 2048 1.1000e-05
+    """.strip().splitlines():
+        assert line.split() in [row.split() for row in eight.splitlines()]
+    rows = [row.split() for row in seventy.splitlines()]
+    assert rows[-1] == ["end", "1,155,828", "3,662,109,375", "15.000T", "4096", "1.0000e-06"]
+    assert rows[2][:2] == ["warm", "2,000"] and rows[3][:3] == ["ramp", "523,518", "1,072,164,864"]
 
 
 @pytest.mark.parametrize("start, ramp_at", [(8, None), (8, 0), (8, 64), (8, 67), (1, 5)])

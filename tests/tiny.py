@@ -13,7 +13,7 @@ SMALL = dict(block_size=64, vocab_size=97, n_layer=2, n_head=6, n_kv_head=2, n_e
 
 
 def small(seed=1, **changes):
-    return Apertus(ApertusConfig(**{**SMALL, **changes}), seed)
+    return Apertus(ApertusConfig(**SMALL | changes), seed)
 
 
 def ids(*shape, seed=0, high=97):
@@ -27,5 +27,5 @@ def tensors(*path):
 
 
 def golden(name):
-    """A model that transformers 5.23 saved, and what it computed with it."""
+    """A model that transformers 5.23 saved, and its inputs and results."""
     return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")

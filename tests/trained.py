@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,10 @@ RUN = """
     --goldfish_k=3 --goldfish_h=5 --eval_every=0 --last_eval_windows=4 --checkpoint_every=5 --keep_checkpoints=0
     --alpha_warmup=20 --beta3_warmup=20
 """.split()
+SIX_STEPS = """
+    --alpha_warmup=0 --beta3_warmup=0 --total_samples=48 --warmup_samples=16 --decay_samples=16 --lr=1e-2
+    --lr_floor=1e-3 --betas=(0.8,0.95,0.99) --alpha=3.0 --eps=1e-4 --weight_decay=0.5 --last_eval_windows=11
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +33,14 @@ def data(tmp_path_factory):
 def corpus(root):
     """A data folder: 400 documents of 5 to 60 bytes in two sources. Most windows of 32 hold several of them."""
     os.makedirs(root, exist_ok=True)
-    rows = {"a": [], "b": []}
-    for i in range(400):
-        text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
-        rows["ab"[i % 2]].append(json.dumps(dict(text=text[:5 + i * 13 % 56])))
-    for name, lines in rows.items():
-        with open(f"{root}/{name}.jsonl", "w", encoding="utf-8") as f:
-            f.write("\n".join(lines))
+    files = [f"{root}/{name}.jsonl" for name in "ab"]
+    for first, path in enumerate(files):
+        with open(path, "w", encoding="utf-8") as f:
+            for i in range(first, 400, 2):
+                text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
+                print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
     args = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
-    done = script("prepare.py", f"{root}/a.jsonl", f"{root}/b.jsonl", *args)
+    done = script("prepare.py", *files, *args)
     assert done.returncode == 0, done.stderr
     return f"{root}/data"
 
@@ -54,9 +58,12 @@ def trained(data, out, *args):
 
 def log(out, key="step"):
     """The entries of log.jsonl that have this key, without the times, which no two runs share."""
-    with open(f"{out}/log.jsonl", encoding="utf-8") as f:
-        entries = [json.loads(line) for line in f]
-    return [{k: v for k, v in e.items() if k not in ("tok_s", "seconds")} for e in entries if key in e]
+    lines = Path(out, "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [timeless(entry) for entry in map(json.loads, lines) if key in entry]
+
+
+def timeless(entry):
+    return {k: v for k, v in entry.items() if k not in ("tok_s", "seconds")}
 
 
 def steps(out):
@@ -65,7 +72,7 @@ def steps(out):
 
 
 def equal(one, other):
-    """Whether two runs have logged the same steps and ended in the same bits."""
+    """Whether two runs have logged the same steps and ended bit-exact."""
     return log(one, "loss") == log(other, "loss") and same(weights(one), weights(other))
 
 
@@ -81,9 +88,5 @@ def killed_after(run, new, step):
 
 def contents(folder):
     """The sha256 of all files of a folder, by name."""
-    found = {}
-    for root, _, files in os.walk(folder):
-        for name in files:
-            with open(os.path.join(root, name), "rb") as f:
-                found[os.path.join(root, name)] = hashlib.sha256(f.read()).hexdigest()
-    return found
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

@@ -3,7 +3,7 @@ Start train.py, or another script, on n ranks in half a second instead of five: 
 each rank, with the environment that torchrun would give it.
 
 fault="module.function:a,b" calls that function of a module in tests/, with these texts, in each rank before the script
-begins. So a run can meet what a user's does not. Nothing in the product knows of it.
+begins, which injects a fault. The product has no code for it.
 """
 import contextlib
 import hashlib
@@ -34,11 +34,11 @@ class Launcher:
         pass
 
     def start(self, ranks, *args, script="train.py", fault="", logs):
-        """The Trial of so many processes of the script (0: one, without a launcher's environment)."""
+        """The Trial of one process for each rank (0 ranks: one process without a launcher's environment)."""
         return Trial(ranks, [str(script), *map(str, args)], fault, str(logs))
 
     def __call__(self, ranks, *args, limit=300, **how):
-        """Run to the end: (exit code of each rank, all that they said)."""
+        """Run to the end: (exit code of each rank, output of all)."""
         trial = self.start(ranks, *args, **how)
         return trial.wait(limit), trial.text()
 
@@ -50,6 +50,7 @@ class Trial:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
+        env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
         self.logs = [f"{logs}.{rank}" for rank in range(max(1, ranks))]
         self.processes = []
         # A child imports the main module of its parent anew: this one, instead of pytest's.
@@ -57,16 +58,15 @@ class Trial:
         for rank, log in enumerate(self.logs):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(log)
-            env = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks,
-                       LOCAL_WORLD_SIZE=ranks)
-            process = server.Process(target=child, args=(command, fault, log, env if ranks else {}), daemon=True)
+            here = env | dict(RANK=rank, LOCAL_RANK=rank) if ranks else {}
+            process = server.Process(target=child, args=(command, fault, log, here), daemon=True)
             process.start()
             self.processes.append(process)
         sys.modules["__main__"] = main
         self.pids = [process.pid for process in self.processes]
 
     def text(self):
-        """All that the ranks have said so far."""
+        """The output of all ranks so far."""
         said = []
         for log in filter(os.path.exists, self.logs):
             with open(log, encoding="utf-8") as f:
@@ -79,9 +79,9 @@ class Trial:
 
     def kill(self, victims=None, number=signal.SIGKILL):
         """Send a signal to these processes, or all, if they still run."""
-        for pid, code in zip(self.pids, self.codes()):
-            if code is None and pid in (victims or self.pids):
-                os.kill(pid, number)
+        for process in self.processes:
+            if process.exitcode is None and process.pid in (victims or self.pids):
+                os.kill(process.pid, number)
 
     def wait(self, limit=300, grace=10):
         """The exit codes. As under torchrun, a rank that fails takes the others down, `grace` seconds later."""
@@ -111,27 +111,24 @@ def child(command, fault, log, env):
     if hasattr(os, "SCHED_BATCH"):
         # Where ranks outnumber cores, the thread of gloo that is woken would interrupt the one that woke it.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    plot.curves = lambda *args, **how: None                       # nobody looks at it
+    plot.curves = lambda *args, **how: None                # not needed, and it takes time
     if fault:
         name, _, args = fault.partition(":")
         module, function = name.rsplit(".", 1)
         getattr(importlib.import_module(module), function)(*filter(None, args.split(",")))
     sys.argv = command
-    folder, script = ROOT, command[0]
-    if os.path.isabs(script):
-        folder, script = os.path.split(script)
-    script = script.removesuffix(".py").replace("/", ".")
+    folder, script = os.path.split(os.path.join(ROOT, command[0]))
     sys.path.insert(0, folder)
-    code = 1
+    code = 0
     try:
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        code = 0
+        runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
     except SystemExit as e:
         code = e.code or 0
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
     os._exit(code)
 
 

@@ -20,5 +20,5 @@ def lab(launch, tmp_path_factory):
     (suite.hang, 1, {}),
 ])
 def test_a_run_survives(lab, fault, times, how):
-    """Held by the run that nothing happens to: the fault's own assertions compare with its weights and losses."""
+    """The fault's own assertions compare with the weights and losses of an undisturbed run."""
     assert fault(lab, times, **how)[1] > 0
