@@ -102,7 +102,7 @@ def open_log(out, start, ranks, validate=False, wandb=""):
             import wandb as service
         except ImportError:
             raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
-        service.init(project=wandb, name=os.path.basename(out), config=read_json(f"{out}/config.json"))
+        service.init(project=wandb, name=os.path.basename(out), config=settings_of(out))
 
     def stays(line):
         entry = entry_of(line)
@@ -119,12 +119,6 @@ def open_log(out, start, ranks, validate=False, wandb=""):
         if wandb:
             service.log(entry, step=entry["step"])
     return log
-
-
-def settings_of(folder):
-    """The settings of a run folder, from its config.json."""
-    config = read_json(f"{folder}/config.json")
-    return config.get("nanoapertus", config)
 
 
 def asked_to_stop(out, stop, ranks):

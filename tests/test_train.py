@@ -349,7 +349,7 @@ def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data
     """The service cannot be reached from a test: its two functions are noted."""
     sent = []
     fake = types.SimpleNamespace(
-        init=lambda **how: sent.append((how["project"], how["name"], how["config"]["nanoapertus"]["n_layer"])),
+        init=lambda **how: sent.append((how["project"], how["name"], how["config"]["n_layer"])),
         log=lambda entry, step: sent.append(timeless(entry)))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("CXX", "no-such-compiler")
