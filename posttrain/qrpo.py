@@ -43,10 +43,9 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import functools
-import hashlib
 import itertools
-import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,16 +56,17 @@ from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine import checkpoint
+from engine.files import sha256_of
 from engine.parallel import drop_gathered, orderly_exit, reduce_after
 from generate import generate
 from posttrain import collapse, common, lora, start
 from posttrain.judge import Charter
 from posttrain.losses import (
-    BETA, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
+    BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, column, load_reward, on_disk, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
+    cached, file_of, load_reward, numbers, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -133,8 +133,7 @@ keep_checkpoints = 2            # of the newest; 0 = all
 
 
 # -----------------------------------------------------------------------------
-# data: prompts -> references -> rewards -> quantiles -> log-probs. What is on disk is not done again
-# (posttrain/references.py)
+# data: prompts -> references -> rewards -> quantiles -> log-probs, each cached on disk (posttrain/references.py)
 
 
 def prompts_of(tok, path):
@@ -155,26 +154,62 @@ def prompts_of(tok, path):
 
 
 def prepare(run):
-    """The pairs of a run: run.couples, [(prompt's number, better, worse)], completions as candidates_of has them."""
+    """The pairs of a run: run.texts, their ids, ((prompt, better), (prompt, worse)); run.known, what the loss knows."""
     asked, bad = prompts_of(run.tok, data)
     _, rows, prompts = zip(*asked)
-    score = load_reward(rewards, run.device) if rewards else None
+    refs = [[] for _ in rows]
+    given = [[[*run.tok.encode(text), end_of(run.tok)] for text in row.get("completions", [])] for row in rows]
     version = checkpoint.everyone(reward_hash(rewards) if run.ranks.first else "", run.ranks.files)[0]
-    lacking = [line for line, row, _ in asked if "ref_rewards" not in row]
-    if lacking and not score:
-        raise ValueError(f"{data}, line {lacking[0]}: no ref_rewards there, "
-                         "and no --rewards=FILE.py to score sampled references with")
-    folder = references or f"{out}/references"
-    # A judge says what it cannot read before anything is sampled for it; one that has judged already is not loaded.
-    if isinstance(score, Charter) and not on_disk(folder, f"rewards-{version}", 0):
-        score.check(rows, min(max_new_tokens, run.longest - min(map(len, prompts))))
+    run.folder = references or f"{out}/references"
+    run.cache = functools.partial(cached, run.folder, run.ranks)
+    if rewards:
+        score = load_reward(rewards, run.device)
+        # A judge says what it cannot read before anything is sampled. One that has judged already is not loaded.
+        if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
+            score.check(rows, min(max_new_tokens, run.longest - min(map(len, prompts))))
+    else:
+        rated = rewards_given(asked, given)
+    data_hash = load_policy(run, rows, prompts)
+    if rewards:
+        scores = functools.partial(scores_of, run.tok, score)
+        refs = sample(run, asked, scores)
+        inputs = list(zip(asked, refs, given))
+        rated = run.cache(f"rewards-{version}", inputs, 64, lambda k, some: [scores(*prompt) for prompt in some])
+        del score, scores           # a reward model leaves the device
+    groups = [torch.tensor(of_refs, dtype=torch.float64) for of_refs, _ in rated]
+    pools = [candidates(run, *prompt) for prompt in zip(prompts, refs, given, rated, groups)]
+    # Log-probs do not depend on the rewards, so runs with other rewards share them. Adapters store none: log_ref().
+    if not lora_r:
+        store_logp(run, list(itertools.chain(*pools)))
+    run.policy.train()
 
+    couples = [couple for i, pool in enumerate(pools) for couple in pairs_of(i, pool)]
+    alike = sum(len({c.reward for c in pool}) < 2 for pool in pools)
+    dropped = len(asked) * n_refs * bool(use_references and rewards) + sum(map(len, given)) - sum(map(len, pools))
+    left = f"{alike} whose rewards are all alike, and {dropped} completions unfinished or over {run.longest} tokens"
+    if not couples:
+        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
+                         f"{left}): nothing to learn from")
+    run.texts = [(better.text, worse.text) for better, worse in couples]
+    run.known = known_of(couples)
+    run.items = len(couples)
+    mean_length = run.known.tokens.mean().item()
+    run.notes = [left_out(bad, len(asked), "prompts")] if bad else []
+    run.notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
+    run.notes += warn_of_ties(groups, mean_length)
+    if rewards.split(",")[0] == f"charter:{init_from}":
+        run.notes.append("the judge is the policy itself: it rewards its own taste")
+    run.hashes = dict(data_hash=data_hash[:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
+
+
+def load_policy(run, rows, prompts):
+    """Load run.policy, the start model, and check that the folder's references are its own. Returns the data's hash."""
     run.policy = start.ready(run)
     made_from = dict(
         start=getattr(run, "start_hash", None) or fingerprint(run.policy),
         tokenizer=run.tok.hash,
-        data=digest(rows),
-        prompts=digest(prompts),
+        data=sha256_of(rows),
+        prompts=sha256_of(prompts),
         date=date,
         seed=seed,
         n_refs=n_refs,
@@ -183,72 +218,16 @@ def prepare(run):
         max_length=run.longest,
         use_references=use_references,
     )
-    same_or_refuse(folder, made_from, run.ranks)
-    pools, run.q_refs, groups = candidates_of(run, asked, score, version, functools.partial(cached, folder, run.ranks))
-    del score           # a reward model leaves the device
-    run.policy.train()
-
-    dropped = len(asked) * n_refs * bool(use_references and rewards)
-    dropped += sum(len(row.get("completions", [])) for row in rows) - sum(map(len, pools))
-    alike = [len({c["reward"] for c in pool}) < 2 for pool in pools]
-    pools = [[] if same else pool for same, pool in zip(alike, pools)]
-    run.couples = [(i, pools[i][better], pools[i][worse]) for i, better, worse in make_pairs(pools, n_refs)]
-    left = (f"{sum(alike)} whose rewards are all alike, and {dropped} completions unfinished or over "
-            f"{run.longest} tokens")
-    if not run.couples:
-        raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
-                         f"{left}): nothing to learn from")
-    mean_length = each("length", run.couples).mean().item()
-    run.items = len(run.couples)
-    run.notes = [left_out(bad, len(asked), "prompts")] if bad else []
-    run.notes.append(f"{len(asked)} prompts; left out: {left}; {mean_length:.1f} tokens each")
-    run.notes += warn_of_ties(groups, mean_length)
-    if rewards.split(",")[0] == f"charter:{init_from}":
-        run.notes.append("the judge is the policy itself: it rewards its own taste")
-    run.hashes = dict(data_hash=made_from["data"][:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
+    same_or_refuse(run.folder, made_from, run.ranks)
+    return made_from["data"]
 
 
-def digest(content):
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def end_of(tok):
+    """The token that ends a completion."""
+    return tok.special["<|assistant_end|>"]
 
 
-def candidates_of(run, asked, score, version, cache):
-    """
-    What can be trained on: (pools, q_refs, groups).
-
-    score: load_reward's function, or None; version: its reward_hash. pools: for each prompt its finished completions,
-    dict(text, reward, q, length, ref_logp), where text is the pair of ids (prompt, completion); q_refs, groups:
-    quantiles and rewards of each prompt's references, (n_refs,).
-    """
-    tok = run.tok
-    end = tok.special["<|assistant_end|>"]
-    given = [[[*tok.encode(text), end] for text in row.get("completions", [])] for _, row, _ in asked]
-    refs = sample(run, asked, score, cache) if score else [[] for _ in asked]
-    rated = rate(tok, asked, refs, given, score, version, cache)
-    pools, q_refs, groups = [], [], []
-    for (_, _, prompt), of_refs, of_given, (ref_rewards, rewards_given) in zip(asked, refs, given, rated):
-        group = torch.tensor(ref_rewards, dtype=torch.float64)
-        # A reference that is trained on is compared with the other references (loo), a given completion with all.
-        q = quantile(group, group, loo and use_references and of_refs)
-        trained = list(zip(of_given, rewards_given, quantile(rewards_given, group).tolist()))
-        if use_references:
-            trained = [*zip(of_refs, ref_rewards, q.tolist()), *trained]
-        pools.append([dict(text=(prompt, ids), reward=reward, q=its_q, length=float(len(ids)))
-                      for ids, reward, its_q in trained
-                      if ids[-1] == end and len(prompt) + len(ids) <= run.longest])
-        q_refs.append(q.float())
-        groups.append(group)
-    # log-probs of what may be trained on. They do not depend on the rewards, so that runs with others can share them.
-    # Beside adapters nothing is stored, see reference_of.
-    if not lora_r:
-        kept = list(itertools.chain(*pools))
-        for c, value in zip(kept, reference_logp(run, [c["text"] for c in kept], cache)):
-            c["ref_logp"] = value
-    return pools, q_refs, groups
-
-
-def sample(run, asked, score, cache):
+def sample(run, asked, scores):
     """
     n_refs completions of each prompt, as ids, from the model that training starts from: [[ids, ...] of each prompt].
 
@@ -257,6 +236,8 @@ def sample(run, asked, score, cache):
     "ref_rewards" that an inference engine has made, and no rank ever holds the model.
     """
     tok = run.tok
+    # At a call of tools too, where the model would make up the output. What has not ended is left out.
+    stop = [tok.special[name] for name in ("<|assistant_end|>", "<|tools_suffix|>") if name in tok.special]
 
     @functools.cache
     def whole():
@@ -270,8 +251,6 @@ def sample(run, asked, score, cache):
         prompts = [prompt for prompt in some for _ in range(n_refs)]
         # What is longer than the room would be dropped.
         room = min(max_new_tokens, run.longest - min(map(len, prompts)))
-        # At a call of tools too, where the model would make up the output. What has not ended is left out.
-        stop = [tok.special[name] for name in ("<|assistant_end|>", "<|tools_suffix|>") if name in tok.special]
         # Temperature 1 and no cut: this is pi_ref itself.
         done = generate(whole(), prompts, max(1, room), stop, generator=generator)
         new = [full[len(prompt):] for full, prompt in zip(done, prompts)]
@@ -280,45 +259,56 @@ def sample(run, asked, score, cache):
     prompts = [ids for _, _, ids in asked]
     per_file = max(1, sample_batch // n_refs)
     stage = f"samples-{per_file}"
-    # The first batch is scored at once: an error in the reward function is told before hours of sampling.
-    first, *_ = cache(stage, prompts[:per_file], per_file, draw)
-    if not on_disk(references or f"{out}/references", stage, (len(prompts) - 1) // per_file * per_file):
-        scores(tok, asked[0], first, score)
-    return cache(stage, prompts, per_file, draw)
+    # The first prompt is scored at once, so that an error in the reward function comes before hours of sampling.
+    first, *_ = run.cache(stage, prompts[:per_file], per_file, draw)
+    last = (len(prompts) - 1) // per_file * per_file
+    if not os.path.exists(file_of(run.folder, stage, last)):
+        scores(asked[0], first, [])
+    return run.cache(stage, prompts, per_file, draw)
 
 
-def rate(tok, asked, refs, given, score, version, cache):
+def scores_of(tok, score, prompt, refs, given):
     """
-    [rewards of the references, rewards of the given completions] for each prompt: by score, or from the data.
+    The rewards of a prompt, (line, row, ids): [those of its references, those of the given completions].
 
-    Another or a repaired reward function has another version, and its rewards files of their own.
+    They are scored together, because a reward may compare all completions of a prompt.
     """
-    def by_score(k, some):
-        found = []
-        for prompt, of_refs, of_given in some:
-            # Together: a reward may compare all completions of a prompt.
-            values = scores(tok, prompt, of_refs + of_given, score)
-            found.append([values[:len(of_refs)], values[len(of_refs):]])
-        return found
-
-    if score:
-        return cache(f"rewards-{version}", list(zip(asked, refs, given)), 64, by_score)
-    found = []
-    for (line, row, _), completions in zip(asked, given):
-        where = f"{data}, line {line}"
-        found.append([column(row, "ref_rewards", n_refs, where), column(row, "rewards", len(completions), where)])
-    return found
-
-
-def scores(tok, prompt, completions, score):
     line, row, _ = prompt
-    texts = [words(tok, ids) for ids in completions]
-    return scored(row, texts, score, f"{data}, line {line}: --rewards={rewards}")
+    texts = [words(tok, ids) for ids in refs + given]
+    values = scored(row, texts, score, f"{data}, line {line}: --rewards={rewards}")
+    return [values[:len(refs)], values[len(refs):]]
+
+
+def rewards_given(asked, given):
+    """The same for each prompt, from the data's own numbers."""
+    rated = []
+    for (line, row, _), completions in zip(asked, given):
+        want = dict(ref_rewards=n_refs, rewards=len(completions))
+        where = f"{data}, line {line}: without --rewards,"
+        rated.append([numbers(row.get(name, []), n, f"{where} {name} is") for name, n in want.items()])
+    return rated
+
+
+def candidates(run, prompt, refs, given, rated, group):
+    """
+    A prompt's finished completions: text, the pair of ids (prompt, completion), reward, q, length, and `own`, the
+    quantiles of the prompt's references (n_refs,).
+
+    rated: as scores_of returns it; group: rewards of the references (n_refs,).
+    """
+    # A reference that is trained on is compared with the other references (loo), a given completion with all.
+    own = quantile(group, group, loo and use_references and refs)
+    found = list(zip(given, rated[1], quantile(rated[1], group).tolist()))
+    if use_references:
+        found = [*zip(refs, rated[0], own.tolist()), *found]
+    return [SimpleNamespace(text=(prompt, ids), reward=reward, q=q, length=float(len(ids)), own=own, ref=0.0)
+            for ids, reward, q in found
+            if ids[-1] == end_of(run.tok) and len(prompt) + len(ids) <= run.longest]
 
 
 @torch.no_grad()
-def reference_logp(run, texts, cache):
-    """log-probs of (prompt, completion) pairs of ids under the start model, in batches as large as in training."""
+def store_logp(run, pool):
+    """Set .ref of candidates, their log-probs under the start model, in batches as large as in training."""
     size = 2 * micro_batch
     per_file = 64 * size
 
@@ -330,158 +320,54 @@ def reference_logp(run, texts, cache):
 
     run.policy.eval()
     stage = f"logp-{str(run.dtype).removeprefix('torch.')}-{per_file}"
-    found = cache(stage, texts, per_file, logp, together=run.ranks.sharded)
+    found = run.cache(stage, [c.text for c in pool], per_file, logp, together=run.ranks.sharded)
     drop_gathered(run.policy)
-    return found
+    for c, value in zip(pool, found):
+        c.ref = value
 
 
-def make_pairs(candidates, n):
+def pairs_of(i, pool):
     """
-    (prompt, better, worse) with different rewards, as indices into candidates; at most pairs_per_prompt of each prompt.
+    [(better, worse)] of the candidates of prompt i, with different rewards; at most pairs_per_prompt.
 
     random: disjoint, in an order drawn per prompt from the seed. best: the largest reward against one whose quantile is
     at most max(.2, 1/n), n references, drawn at random.
     """
-    found = []
-    for i, pool in enumerate(candidates):
-        reward = [c["reward"] for c in pool]
-        order = np.random.default_rng((seed, i)).permutation(len(pool)).tolist()
-        if pairs == "best":
-            top = max(order, key=reward.__getitem__, default=None)
-            couples = [(top, k) for k in order if pool[k]["q"] <= max(0.2, 1 / n)]
-        else:
-            couples = [sorted(couple, key=lambda k: -reward[k]) for couple in zip(order[::2], order[1::2])]
-        mine = [(i, a, b) for a, b in couples if reward[a] > reward[b]]
-        found += mine[:pairs_per_prompt or None]
-    return found
+    order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
+    couples = zip(order[::2], order[1::2])
+    if pairs == "best":
+        top = max(order, key=lambda c: c.reward, default=None)
+        couples = [(top, c) for c in order if c.q <= max(0.2, 1 / n_refs)]
+    couples = [sorted(couple, key=lambda c: -c.reward) for couple in couples]
+    found = [(better, worse) for better, worse in couples if better.reward > worse.reward]
+    return found[:pairs_per_prompt or None]
 
 
-# -----------------------------------------------------------------------------
-# the run: what train.py's loop is given (posttrain/common.py)
+def known_of(couples):
+    """
+    What the loss knows of all pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
 
+    ref, reward, q, length, beta and log_z as posttrain/losses.py wants them; tokens: the completions' lengths.
+    """
+    def column(name):
+        return torch.tensor([[getattr(c, name) for c in couple] for couple in couples])
 
-def main():
-    for name, choices in dict(loss=losses, ties=("le", "discrete"), pairs=("random", "best")).items():
-        if globals()[name] not in choices:
-            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
-    if ties == "discrete" and transform != "identity":
-        raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
-    if n_refs < 1 + bool(loo and use_references):
-        raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
-    beta_log_z(1.0, transform)      # ValueError for another transform
-    next(numbered_rows(data), None)
-    common.tune(globals(), "pairs", prepare, batches, forward_backward, build)
-
-
-def build(run):
-    """The policy, which prepare() has loaded; before that, for its shapes, the start model."""
-    return run.policy if hasattr(run, "policy") else start.build(run)
-
-
-def batches(run, step):
-    """The pairs of this step and all later ones. Every rank has all of them."""
-    for step in itertools.count(step):
-        yield [run.couples[k] for k in common.items(step, batch_size, run.items, epochs, seed)]
+    tokens = column("length")
+    length = tokens if length_norm else torch.ones_like(tokens)
+    b = effective_beta(tokens, length, *strength())
+    log_z = beta_log_z(b, transform)
+    if ties == "discrete":
+        own = torch.stack([better.own for better, _ in couples]).float()    # (pairs, n_refs)
+        log_z = discrete_beta_log_z(own[:, None], b)
+    q = TRANSFORMS[transform](column("q"), n_refs - bool(loo))
+    return SimpleNamespace(ref=column("ref"), reward=column("reward"), q=q, tokens=tokens, length=length, beta=b,
+                           log_z=log_z)
 
 
 def strength():
     """beta, and the limit of beta / |y|, 0 for none. A beta of 0 in the settings: what the loss is used with."""
     usual = 5.0 if length_norm else BETA[loss]
     return beta or usual, beta_max if length_norm else 0.0
-
-
-def completions_of(couples):
-    """The completions of (prompt, better, worse), one after the other."""
-    return [c for _, *pair in couples for c in pair]
-
-
-def each(name, couples):
-    """A number of every completion of pairs, (pairs, 2), the better one first."""
-    return torch.tensor([c[name] for c in completions_of(couples)]).view(-1, 2)
-
-
-def added(ranks, values):
-    """The sum over ranks of a tensor on the CPU."""
-    return torch.tensor(ranks.add(*values.flatten())).view_as(values)
-
-
-@torch.no_grad()
-def reference_of(run, batch):
-    """log pi_ref of a step's pairs, (pairs, 2): as stored, or from a model with adapters, while they are off."""
-    if not lora_r:
-        return each("ref_logp", batch)
-    ref = torch.zeros(len(batch), 2)
-    with lora.off(run.model):
-        for part, _ in common.slices(len(batch), micro_batch, run.ranks):
-            mine = batch[part]
-            found = sequence_logp(run.model, [c["text"] for c in completions_of(mine or batch[:1])])
-            if mine:
-                ref[part] = found.view(-1, 2).cpu()
-    drop_gathered(run.model)
-    return added(run.ranks, ref)
-
-
-def known_of(batch, q_refs, ref):
-    """
-    What the loss knows of a step's pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
-
-    ref, reward, q, length, beta and log_z as posttrain/losses.py wants them; tokens: the completions' lengths.
-    """
-    tokens = each("length", batch)
-    length = tokens if length_norm else torch.ones_like(tokens)
-    b = effective_beta(ref, length, *strength())
-    log_z = beta_log_z(b, transform)
-    if ties == "discrete":
-        own = torch.stack([q_refs[i] for i, *_ in batch])                   # (pairs, n_refs)
-        log_z = discrete_beta_log_z(own[:, None], b)
-    q = TRANSFORMS[transform](each("q", batch), n_refs - bool(loo))
-    reward = each("reward", batch)
-    return SimpleNamespace(ref=ref, reward=reward, q=q, tokens=tokens, length=length, beta=b, log_z=log_z)
-
-
-def pair_losses(logp, known, part=slice(None)):
-    """The loss of each pair of a part of the step, from log pi (pairs of the part, 2)."""
-    of_part = {name: values[part] for name, values in vars(known).items()}
-    beta0, _ = strength()
-    return losses[loss](logp, SimpleNamespace(**of_part), beta0, gamma)
-
-
-def forward_backward(run, batch, step):
-    """The gradients of a step, as in train.py."""
-    facts = {}
-    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
-        idx, keep = padded([better["text"] for _, better, _ in batch[:4 * micro_batch]])
-        facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
-    known = known_of(batch, run.q_refs, reference_of(run, batch))
-    logp = torch.zeros_like(known.ref)
-    for part, last in common.slices(len(batch), micro_batch, run.ranks):
-        mine = batch[part]
-        # An empty micro-batch runs along with a pair of another rank, and adds nothing.
-        texts = [c["text"] for c in completions_of(mine or batch[:1])]
-        reduce_after(run.model, run.ranks, last)
-        pi = sequence_logp(run.model, texts).view(-1, 2).cpu()
-        part_loss = pair_losses(pi, known, part).sum() / len(batch) if mine else pi.sum() * 0
-        part_loss.backward()
-        if mine:
-            logp[part] = pi.detach()
-    common.add_gradients(run)
-    # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-    logp = added(run.ranks, logp)
-    ratio = logp - known.ref
-    if step == 0:
-        refuse_another_reference(ratio / known.tokens)
-    value = pair_losses(logp, known).mean().item()
-    facts |= watched(ratio, known)
-    return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
-
-
-def refuse_another_reference(ratio):
-    """ValueError if the model is not the reference whose log-probs were stored. ratio: log pi / pi_ref a token."""
-    off = ratio.abs().mean()
-    if off > 0.02:
-        raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
-                         "they were made with another dtype or model; delete "
-                         f"{references or out + '/references'}/logp-*")
 
 
 def warn_of_ties(groups, mean_length):
@@ -495,6 +381,106 @@ def warn_of_ties(groups, mean_length):
             f"for {mass:.2f} times the probability there is: grade the reward more finely, or use --ties=discrete"]
 
 
+# -----------------------------------------------------------------------------
+# the run: what train.py's loop is given (posttrain/common.py)
+
+
+def main():
+    for name, choices in dict(loss=losses, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
+        if globals()[name] not in choices:
+            raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
+    if ties == "discrete" and transform != "identity":
+        raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
+    if n_refs < 1 + bool(loo and use_references):
+        raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
+    next(numbered_rows(data), None)
+    common.tune(globals(), "pairs", prepare, batches, forward_backward, build)
+
+
+def build(run):
+    """The policy, which prepare() has loaded; before that, for its shapes, the start model."""
+    return run.policy if hasattr(run, "policy") else start.build(run)
+
+
+def batches(run, step):
+    """The numbers of the pairs of this step and all later ones. Every rank has all of them."""
+    for step in itertools.count(step):
+        yield common.items(step, batch_size, run.items, epochs, seed)
+
+
+def part_of(known, part):
+    """Some pairs of what the loss knows."""
+    return SimpleNamespace(**{name: values[part] for name, values in vars(known).items()})
+
+
+def pair_losses(logp, known):
+    """The loss of each pair, from log pi (pairs, 2)."""
+    beta0, _ = strength()
+    return losses[loss](logp, known, beta0, gamma)
+
+
+def logp_of(run, texts):
+    """
+    Log-probs of pairs under the model, a micro-batch of this rank at a time: yields (slice, (pairs of the slice, 2)).
+
+    An empty micro-batch runs along with the first pair of the step, of which nothing is left.
+    """
+    for part, last in common.slices(len(texts), micro_batch, run.ranks):
+        mine = texts[part]
+        reduce_after(run.model, run.ranks, last)
+        logp = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
+        yield part, logp.view(-1, 2)[:len(mine)].cpu()
+
+
+def added(ranks, values):
+    """The sum over ranks of a tensor on the CPU."""
+    return torch.tensor(ranks.add(*values.flatten())).view_as(values)
+
+
+def log_ref(run, texts):
+    """log pi_ref of a step's pairs, (pairs, 2), from a model with adapters, while they are off."""
+    ref = torch.zeros(len(texts), 2)
+    with torch.no_grad(), lora.off(run.model):
+        for part, logp in logp_of(run, texts):
+            ref[part] = logp
+    drop_gathered(run.model)
+    return added(run.ranks, ref)
+
+
+def forward_backward(run, batch, step):
+    """The gradients of a step, as in train.py. batch: the numbers of its pairs."""
+    texts = [run.texts[k] for k in batch]
+    facts = {}
+    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
+        idx, keep = padded([better for better, _ in texts[:4 * micro_batch]])
+        facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
+    known = part_of(run.known, batch)
+    if lora_r:
+        known.ref = log_ref(run, texts)
+    logp = torch.zeros_like(known.ref)
+    for part, pi in logp_of(run, texts):
+        part_loss = pair_losses(pi, part_of(known, part)).sum() / len(batch)
+        part_loss.backward()
+        logp[part] = pi.detach()
+    common.add_gradients(run)
+    # Each rank knows the log-probs of its own pairs, and has zeros for the others.
+    logp = added(run.ranks, logp)
+    ratio = logp - known.ref
+    if step == 0:
+        refuse_another_reference(run, ratio / known.tokens)
+    value = pair_losses(logp, known).mean().item()
+    facts |= watched(ratio, known)
+    return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
+
+
+def refuse_another_reference(run, ratio):
+    """ValueError if the model is not the reference whose log-probs were stored. ratio: log pi / pi_ref a token."""
+    off = ratio.abs().mean()
+    if off > 0.02:
+        raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
+                         f"they were made with another dtype or model; delete {run.folder}/logp-*")
+
+
 def watched(ratio, known):
     """
     What the log says of a step's log-ratios log pi / pi_ref (pairs, 2), their targets, rewards and lengths.
@@ -502,23 +488,21 @@ def watched(ratio, known):
     The samples are the reference's, so the policy's own values (kl, reward_policy) are estimated by weighting them with
     pi / pi_ref. The weights are normalised: bounded, but kl cannot exceed the log of the number of samples.
     """
-    margin = better_minus_worse(ratio).mean().item()
+    margin = better_minus_worse(ratio).mean()
     target = (known.q - known.log_z) / known.beta
     ratio, target, reward = (x.flatten() for x in (ratio, target, known.reward))
     weight = ratio.softmax(0)
-    kl = (weight * ratio).sum() - ratio.logsumexp(0)
-    kl += math.log(len(ratio))
-    return dict(
-        target=target.mean().item(),
-        log_ratio=ratio.mean().item(),
+    means = dict(
+        target=target.mean(),
+        log_ratio=ratio.mean(),
         correlation=correlation(target, ratio),
-        kl=kl.item(),
-        reward=reward.mean().item(),
-        reward_policy=(weight * reward).sum().item(),
+        kl=(weight * ratio).sum() - ratio.logsumexp(0) + math.log(len(ratio)),
+        reward=reward.mean(),
+        reward_policy=(weight * reward).sum(),
         margin=margin,
-        length=known.tokens.mean().item(),
-        tokens=int(known.tokens.sum()),
+        length=known.tokens.mean(),
     )
+    return {name: float(value) for name, value in means.items()} | dict(tokens=int(known.tokens.sum()))
 
 
 if __name__ == "__main__":
