@@ -78,10 +78,14 @@ def check_settings():
                          "sequence_parallel out")
 
 
+def chosen(names):
+    """{name: value} of some of the settings."""
+    return {name: globals()[name] for name in names}
+
+
 def same_vocabulary(ours, theirs, name):
     """ValueError, naming the first id, if two tokenizers differ: of the data and of the model `name`."""
-    difference = tokenizer.first_difference(ours, theirs)
-    if difference:
+    if difference := tokenizer.first_difference(ours, theirs):
         i, mine, other = difference
         raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: id {i} is {mine!r} there "
                          f"and {other!r} in the model (None: no such id); prepare the data with the model's tokenizer")
@@ -114,15 +118,14 @@ def main():
         same_vocabulary(tok, theirs, init_from)
         more = dict(init_from=init_from, vocab_size=max(found.vocab_size, read_meta(train.data)["vocab_size"]))
     if lora_r:
-        more |= dict(lora_r=lora_r, lora_alpha=lora_alpha, lora_on=lora_on, lora_rs=lora_rs, base=base)
+        more |= chosen(start.ADAPTERS)
     if teacher and distill:
         professor, theirs = convert.load_any(teacher)
         same_vocabulary(tok, theirs, teacher)
         check_teacher(professor.config)
         more |= dict(teacher_hash=convert.fingerprint(professor)[:16], distill=distill)
     if ffn != "dense" or self_guided:
-        more |= dict(ffn=ffn, ffn_rank=ffn_rank, ffn_blocks=ffn_blocks, self_guided=self_guided,
-                     guide_saving=guide_saving)
+        more |= chosen(["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"])
     if sequence_parallel != 1:
         train.Ranks = functools.partial(sequence.SplitRanks, sequence_parallel)
         sequence.check_split(sequence_parallel, block_size=train.shape.block_size, n_kv_head=train.shape.n_kv_head)
@@ -143,21 +146,26 @@ def build(run, path, professor):
         run.guides = structured.Guides(run.config)
         structured.build(model, run.config)
         run.guides.join(model)
-        model.__class__ = type("Guided", (structured.Guided, type(model)), {})
+        extend(model, structured.Guided)
         model.guides = (run.guides,)
     if fp8:
         eight_bits.check_fp8(run.shape, run.rows * run.shape.block_size // sequence_parallel, run.device)
         eight_bits.multiply_in_fp8(model)
     if professor:
-        model.__class__ = type("Student", (distillation.Student, type(model)), {})
+        extend(model, distillation.Student)
         if run.ranks.sharded or not torch.empty(0).is_meta:
             professor.config.doc_mask = run.shape.doc_mask
             distillation.learn_from(model, professor.to(run.device, run.dtype), distill, run.compiled)
             attend_on(professor, run.device)
     if sequence_parallel > 1:
-        model.__class__ = type("Split", (sequence.SplitForward, type(model)), {})
+        extend(model, sequence.SplitForward)
         model.ranks = run.ranks
     return model
+
+
+def extend(model, mixin):
+    """Put the methods of a class before those that the model has."""
+    model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
 
 
 def check_teacher(its):

@@ -35,21 +35,15 @@ from tokenizer import IN_TEXT
 
 
 def same_or_refuse(folder, made_from, ranks):
-    """
-    Write settings.json, or compare it. ValueError, on all ranks: the references are of other settings, which it names.
-
-    Only the first rank reads or writes the file, because another rank could read it half written.
-    """
+    """Write settings.json, or compare it. ValueError: the references are of other settings, which it names."""
     path = f"{folder}/settings.json"
-    changed = []
-    if ranks.first and os.path.exists(path):
-        have = read_json(path)
-        changed = [f"another {name}" if len(str(value)) == 64 else f"{name} {have.get(name)!r} -> {value!r}"
-                   for name, value in made_from.items() if have.get(name) != value]
-    elif ranks.first:
+    if ranks.first and not os.path.exists(path):
         os.makedirs(folder, exist_ok=True)
         write_flushed(path, json.dumps(made_from), shared=True)
-    changed = checkpoint.everyone(changed, ranks.files)[0]
+    ranks.add(0)        # Barrier: no rank reads before the first has written.
+    have = read_json(path)
+    changed = [f"another {name}" if len(str(value)) == 64 else f"{name} {have.get(name)!r} -> {value!r}"
+               for name, value in made_from.items() if have.get(name) != value]
     if changed:
         raise ValueError(f"{folder} holds references of other settings: {', '.join(changed)}. "
                          "Name another --references or --out")
@@ -145,28 +139,26 @@ def scored(row, texts, score, where):
 
     ValueError begins with `where` if the function raises, or returns something else than finite numbers, one for each.
     """
-    values = []
     try:
-        for value in score(row, texts):
-            values.append(float(value))
+        values = [float(value) for value in score(row, texts)]
     except Exception as e:      # anything may come from the user's code
-        at = "".join(texts[len(values):][:1])
-        raise ValueError(f"{where} failed on completion {at[:60]!r} ({in_one_line(e)}). "
-                         "What was sampled is kept: repair it and --resume") from None
+        raise ValueError(f"{where} failed ({in_one_line(e)}). What was sampled is kept: repair it and "
+                         "--resume") from None
     if len(values) != len(texts):
         raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
-    return numbers(values, len(texts), f"{where} gave")
+    return numbers(dict(rewards=values), "rewards", len(texts), where)
 
 
 def in_one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def numbers(values, n, where):
-    """The first n of a list of numbers, as floats. ValueError if there are fewer, or one is not finite."""
+def numbers(row, name, n, where):
+    """The first n of the numbers row[name], as floats. ValueError if there are fewer, or one is not finite."""
+    values = row.get(name, [])
     enough = isinstance(values, list) and len(values) >= n
     if not enough or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
-        raise ValueError(f"{where} {str(values)[:60]}: want {n} finite numbers")
+        raise ValueError(f"{where} {name}={str(values)[:60]}: want {n} finite numbers")
     return [float(v) for v in values[:n]]
 
 
@@ -182,13 +174,11 @@ def load_reward(spec, device):
     if kind == "charter":
         return Charter(*of_spec(rest), device)
     path, _, name = spec.partition(":")
-    if not os.path.isfile(path):
-        raise ValueError(f"--rewards={spec}: there is no file {path}; want FILE.py with reward(prompt, completion), or "
-                         "charter:MODEL,FILE")
     try:
         found = runpy.run_path(path)
     except Exception as e:          # anything may come from the user's code
-        raise ValueError(f"--rewards={spec}: {path} cannot be read ({in_one_line(e)})") from None
+        raise ValueError(f"--rewards={spec}: {path} cannot be read ({in_one_line(e)}); want FILE.py with "
+                         "reward(prompt, completion), or charter:MODEL,FILE") from None
     wanted = [name] if name else ["reward", "rewards"]
     functions = [found[name] for name in wanted if callable(found.get(name))]
     if len(functions) != 1:

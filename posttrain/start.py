@@ -17,6 +17,8 @@ from model import Apertus
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
+# The settings of adapters.
+ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base"}
 # The dtypes that a base model is loaded in; None: the file's, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
@@ -61,9 +63,6 @@ def load_adapted(config, device, dtype, adapters, seed):
     """The start model of a run, whole, with the adapters that it asks for; and the hash of its frozen weights."""
     base = config["base"]
     model, _ = convert.load_any(config["init_from"], device, DTYPES[base], base="" if DTYPES[base] else base)
-    if lora.adapted(model):
-        raise ValueError(f"{config['init_from']} holds adapters: make one model of them first, "
-                         f"python convert.py --load={config['init_from']} --save=FOLDER --merge")
     model.dtype = dtype
     start_hash = convert.fingerprint(model)
     if adapters:
@@ -75,8 +74,11 @@ def build(run):
     """
     The start model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
 
-    run.path: of its weights, as convert.start_of returns it. Sets run.start_hash, of frozen weights.
+    run.path: of its weights, as convert.start_of returns it, needed by then. Sets run.start_hash, of frozen weights. A
+    run that was made ready() has its model already.
     """
+    if hasattr(run, "policy"):
+        return run.policy
     adapters = adapters_of(run.config)
     base = run.config.get("base", "fp32")
     check_base(base, adapters, run.ranks.sharded)
@@ -99,15 +101,15 @@ def build(run):
 
 
 def ready(run):
-    """The start model of a run with its weights, before train.py builds its optimizer."""
+    """Load the start model of a run before train.py builds its optimizer, as run.policy."""
     with torch.device("meta" if run.ranks.sharded else run.device):
         model = build(run)
     model.dtype = run.dtype
     spread(model, run.ranks, run.device)
     model.init_weights(train.seed, torch.Tensor.copy_)
-    attend_on(model, run.device)
     model.init_weights = lambda seed, fill: None
-    return model
+    attend_on(model, run.device)
+    run.policy = model
 
 
 # -----------------------------------------------------------------------------
@@ -127,8 +129,8 @@ def wrap(old="", windows=0, tok=None):
         build_all(run, builder, found)
         if hasattr(run, "start_hash"):
             run.config["start_hash"] = run.start_hash[:16]
-        if old and found:
-            text.remember(found[1]["step"], run.ranks.first)
+        if text and found:
+            text.recall()
 
     def load_same_start(run, found):
         path, manifest = found
@@ -138,20 +140,12 @@ def wrap(old="", windows=0, tok=None):
 
     def validate_old(run, windows):
         entry = validate(run, windows)
-        if old:
-            run.model.eval()
-            entry |= text.measure(run.model, run.ranks)
-            run.model.train()
-            if not hasattr(text, "before"):
-                text.remember(0, run.ranks.first)
-        return entry
+        return entry | text.measure(run.model, run.ranks) if text else entry
 
     def finish_adapters(run, last):
         finish(run, last)
-        if old:
-            run.summary |= text.summary()
-        if old and run.ranks.first:
-            print(text.line(train.out))
+        if text:
+            run.summary |= text.summary(run.ranks.first)
         if adapters := adapters_of(run.config):
             lora.save(run.model, adapters, f"{train.out}/adapter", run.config["init_from"], run.start_hash,
                       run.ranks.first)
