@@ -99,8 +99,8 @@ def tune(script, what, prepare, batches, forward_backward):
     train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
     start.wrap(script["old"], script["old_windows"], tok)
     # The settings of adapters decide nothing where all weights are trained.
-    decides = mine.keys() - FREE.split() - (set() if script["lora_r"] else start.ADAPTERS)
-    train.main(start.build, mine | dict(vocab_size=shape.vocab_size), decides, prepare_items)
+    free = FREE.split() + ([] if script["lora_r"] else start.ADAPTERS)
+    train.main(start.build, mine | dict(vocab_size=shape.vocab_size), mine.keys() - free, prepare_items)
 
 
 # -----------------------------------------------------------------------------

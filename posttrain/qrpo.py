@@ -252,7 +252,7 @@ def sample(run, asked, score):
 
     model = run.policy
     if run.ranks.sharded and missing():
-        model, _ = start.load_adapted(run.config, run.device, run.dtype, start.adapters_of(run.config), seed)
+        model, _ = start.load_adapted(run)
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.

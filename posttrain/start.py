@@ -18,7 +18,7 @@ from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
 # The settings of adapters.
-ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base"}
+ADAPTERS = ["lora_r", "lora_alpha", "lora_on", "lora_rs", "base"]
 # The dtypes that a base model is loaded in; None: the file's, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
@@ -59,14 +59,14 @@ def shapes_of(shape, adapters=None, base="fp32"):
     return model
 
 
-def load_adapted(config, device, dtype, adapters, seed):
+def load_adapted(run):
     """The start model of a run, whole, with the adapters that it asks for; and the hash of its frozen weights."""
-    base = config["base"]
-    model, _ = convert.load_any(config["init_from"], device, DTYPES[base], base="" if DTYPES[base] else base)
-    model.dtype = dtype
+    base = run.config["base"]
+    model, _ = convert.load_any(run.config["init_from"], run.device, DTYPES[base], base="" if DTYPES[base] else base)
+    model.dtype = run.dtype
     start_hash = convert.fingerprint(model)
-    if adapters:
-        lora.adapt(model, adapters, seed)
+    if adapters := adapters_of(run.config):
+        lora.adapt(model, adapters, train.seed)
     return model, start_hash
 
 
@@ -82,21 +82,19 @@ def build(run):
     adapters = adapters_of(run.config)
     base = run.config.get("base", "fp32")
     check_base(base, adapters, run.ranks.sharded)
-    if not adapters:
-        model = Apertus(run.shape, seed=None)
-        model.init_weights = lambda seed, fill: convert.fill(model, run.path)
-    elif torch.empty(0).is_meta:
-        model = shapes_of(run.shape, adapters, base)
-
-        def fill_adapted(seed, fill):
-            convert.fill(model, run.path)
-            run.start_hash = convert.fingerprint(model)
-            lora.draw(model, seed)
-        model.init_weights = fill_adapted
-    else:
-        model, run.start_hash = load_adapted(run.config, run.device, run.dtype, adapters, train.seed)
+    if adapters and not torch.empty(0).is_meta:
+        model, run.start_hash = load_adapted(run)
         model.config = run.shape                           # the same, but train.py may change its window and RoPE
         model.init_weights = lambda seed, fill: None
+        return model
+    model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
+
+    def init_weights(seed, fill):
+        convert.fill(model, run.path)
+        if adapters:
+            run.start_hash = convert.fingerprint(model)
+            lora.draw(model, seed)
+    model.init_weights = init_weights
     return model
 
 
@@ -122,21 +120,18 @@ def wrap(old="", windows=0, tok=None):
 
     old, windows: as forgetting.Old has them, "" for none; tok: the tokenizer of the model.
     """
-    build_all, load, validate, finish = train.build_all, train.load, train.validate, train.finish
+    build_all, validate, finish = train.build_all, train.validate, train.finish
     text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None
 
-    def build_and_hash(run, builder, found):
+    def build_and_compare(run, builder, found):
         build_all(run, builder, found)
         if hasattr(run, "start_hash"):
-            run.config["start_hash"] = run.start_hash[:16]
+            own = dict(start_hash=run.start_hash[:16])
+            if found:
+                refuse_another(found[0], found[1]["config"], own)
+            run.config |= own
         if text and found:
             text.recall()
-
-    def load_same_start(run, found):
-        path, manifest = found
-        if hasattr(run, "start_hash"):
-            refuse_another(path, manifest["config"], dict(start_hash=run.start_hash[:16]))
-        load(run, found)
 
     def validate_old(run, windows):
         entry = validate(run, windows)
@@ -150,5 +145,4 @@ def wrap(old="", windows=0, tok=None):
             lora.save(run.model, adapters, f"{train.out}/adapter", run.config["init_from"], run.start_hash,
                       run.ranks.first)
 
-    train.build_all, train.load = build_and_hash, load_same_start
-    train.validate, train.finish = validate_old, finish_adapters
+    train.build_all, train.validate, train.finish = build_and_compare, validate_old, finish_adapters
