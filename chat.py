@@ -14,8 +14,8 @@ here with a mark, a single character, instead of each control token, and no text
 posttrain/sft.py trains on. No other template is ever rendered, since a template is a program.
 
 Post-training reads rows of {"messages": [{"role", "content"}, ...]}. SFT also reads the other forms that
-posttrain/sft.py lists. A line that is no JSON object ends the run with its number. A conversation that nothing can be
-learnt from is left out and counted.
+posttrain/sft.py lists. A line that is no JSON object is an error with its number. A conversation without anything to
+learn is left out and counted.
 
 $ python sample.py --init_from=out/sft --chat             # a conversation in this format
 """
@@ -106,8 +106,8 @@ def render(tok, row, date=None):
     """
     A conversation -> ids, said (two lists): said[i] is True where the assistant must produce ids[i] itself.
 
-    It begins with its only <s>, and has <|assistant_end|> also after the last answer. "Deliberation: enabled" is
-    written if row["thinking"] says so, by default if there are thoughts. ValueError: as marked().
+    It begins with its only <s>, and has <|assistant_end|> also after the last answer. row["thinking"] decides whether
+    "Deliberation: enabled" is written; the default is whether there are thoughts. ValueError: as marked().
     """
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
@@ -199,22 +199,21 @@ def has_form(row):
 
 
 def conversation(row):
-    """A row of one of FORMS as {"messages", "tools", …}. Content of another type than expected: one of ODD_CONTENT."""
+    """A row of one of FORMS as {"messages", "tools", …}. One of ODD_CONTENT: a value of another type."""
     if "messages" in row:
         messages = row["messages"]
     elif "conversations" in row:
         messages = list(map(of_sharegpt, row["conversations"]))
     elif FORMS[2] <= row.keys():
         messages = question_and_answer(alpaca_prompt(row), row["output"])
+    elif isinstance(row["prompt"], list):
+        messages = [*row["prompt"], *row["completion"]]
     else:
-        prompt, answer = row["prompt"], row["completion"]
-        messages = [*prompt, *answer] if isinstance(prompt, list) else question_and_answer(prompt, answer)
+        messages = question_and_answer(row["prompt"], row["completion"])
     if row.get("system") and (messages or [{}])[0].get("role") != "system":
         messages = [dict(role="system", content=row["system"]), *messages]
     tools = row.get("tools")
-    if isinstance(tools, str):
-        tools = json.loads(tools or "null")
-    return row | dict(messages=messages, tools=tools)
+    return row | dict(messages=messages, tools=json.loads(tools or "null") if isinstance(tools, str) else tools)
 
 
 def question_and_answer(prompt, answer):
@@ -244,13 +243,8 @@ def alpaca_prompt(row):
 # ----------------------------------------------------------------------------------------------------------------------
 # checks: which conversations a model can learn from, and why not from the others
 
-# The roles, and after whom each may speak; "" is the beginning.
-FOLLOWS = {
-    "system": {""},
-    "user": {"", "system", "assistant"},
-    "assistant": {"user", "tool"},
-    "tool": {"assistant", "tool"},
-}
+# The roles, and after which each may speak; "" is the beginning.
+FOLLOWS = dict(system=[""], user=["", "system", "assistant"], assistant=["user", "tool"], tool=["assistant", "tool"])
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
 # a surrogate pair. ODD is the reason that is counted for it.
@@ -263,18 +257,18 @@ def fault(messages):
     before = ""
     for message in messages:
         role = message.get("role")
-        if role not in [*FOLLOWS]:
+        if role not in list(FOLLOWS):
             return f"the unknown role {role!r:.40}: want {', '.join(FOLLOWS)}"
         if before not in FOLLOWS[role]:
             return "roles out of order"
-        says = "".join(text for _, text in parts_of(message)).strip() or message.get("tool_calls")
+        says = any(text.strip() for _, text in parts_of(message)) or message.get("tool_calls")
         if not says and role != "system":
             return "an empty turn"
         before = role
-    if "assistant" not in [message["role"] for message in messages]:
-        return "no assistant turn"
     if before == "tool":
         return "ends with a tool's output"
+    if not any(message["role"] == "assistant" for message in messages):
+        return "no assistant turn"
 
 
 def learnable(tok, row, max_length, date=None):

@@ -35,8 +35,9 @@ import tokenizer as tokenizers
 from chat import read_rows
 from configurator import attached
 from data import TokenDataset
-from engine.files import read_json, read_text, write_json
+from engine.files import read_text, write_json
 from engine.intervals import half_interval, t_quantile, wilson
+from engine.runs import settings_of
 from generate import generate
 
 paths = []                # texts (.txt; .jsonl with "text"), tasks (.jsonl with "question", "answer"), data folders;
@@ -72,8 +73,7 @@ def token_nats(model, windows):
 
     windows: list of (ids, first), of which ids[first:] are scored, first > 0.
     """
-    longest = max(len(ids) for ids, _ in windows)
-    size = max(1, batch_tokens // longest)
+    size = max(1, batch_tokens // max(len(ids) for ids, _ in windows))
     found = []
     for i in tqdm(range(0, len(windows), size), "scoring", disable=None):
         idx, targets = laid_out(windows[i:i + size], model.lm_head.weight.device)
@@ -97,7 +97,7 @@ def windows_of(ids, T):
     """
     A document's ids, BOS first -> windows (ids, first) of at most T + 1 ids, for token_nats.
 
-    Each window begins half a window before its first scored token.
+    Each window starts half a window before its first scored token.
     """
     done = 1
     while done < len(ids):
@@ -116,10 +116,9 @@ def pair(tok, context, continuation, T):
     """
     first = 1 + len(tok.encode(context))
     ids = [tok.bos, *tok.encode(context + continuation)]
-    added = len(ids) - first
-    if not 0 < added <= T:
-        raise ValueError(f"the choice {continuation[:40]!r} adds {added} tokens to its question: want 1 to {T}, the "
-                         "model's window")
+    if not 0 < len(ids) - first <= T:
+        raise ValueError(f"the choice {continuation[:40]!r} adds {len(ids) - first} tokens to its question: want 1 to "
+                         f"{T}, the model's window")
     cut = max(0, len(ids) - (T + 1))
     return ids[cut:], first - cut
 
@@ -133,14 +132,12 @@ def validation_documents(folder, tok):
     validation = TokenDataset(folder, "val", 1)
     meta = validation.meta
     if meta["tokenizer_hash"] != tok.hash:
-        print(f"{folder} was made with another vocabulary than the model's: its text is decoded and encoded again")
         tok = tokenizers.load_for(folder)
     # The sources follow one another in the stream. A document is BOS, its text, and the end of text.
-    counts = [splits["val"]["documents"] for splits in meta["sources"].values()]
+    sources = [source for source, splits in meta["sources"].items() for _ in range(splits["val"]["documents"])]
     ids = validation.tokens(0, validation.n_tokens)
     documents = np.split(ids, np.flatnonzero(ids == meta["bos"]))[1:]
-    for source, document in zip(np.repeat([*meta["sources"]], counts), documents):
-        yield source, tok.decode(document[1:-1])
+    return [(source, tok.decode(document[1:-1])) for source, document in zip(sources, documents)]
 
 
 def text_ids(tok, text):
@@ -165,28 +162,24 @@ def ratio(bits, sizes):
     return r, half_interval(bits - r * sizes) / sizes.mean()
 
 
-def bits_row(name, metric, bits, sizes, **more):
-    """A row of the results: bits per byte of documents or windows, where `bytes` are the bytes of all of them."""
-    r, half = ratio(bits, sizes)
-    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum(), **more)
-
-
 def result(name, metric, n, score, interval, **more):
     """A row of the results, with the 95 % interval of the score. more: bytes, begin, end, shots, chance."""
     low, high = interval
     return dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
 
 
+def bits_row(name, metric, bits, sizes, **more):
+    """A row of the results: bits per byte of documents or windows, where `bytes` are the bytes of all of them."""
+    r, half = ratio(bits, sizes)
+    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum(), **more)
+
+
 def document_bits(model, tok, documents):
     """The bits of each of the documents, (group, text) each: an array (n,)."""
-    windows = []
-    owner = []
-    for n, (_, text) in enumerate(documents):
-        own = [*windows_of(text_ids(tok, text), model.config.block_size)]
-        windows += own
-        owner += [n] * len(own)
-    nats = [nll.sum() for nll in token_nats(model, windows)]
-    return np.bincount(owner, nats) / math.log(2)
+    T = model.config.block_size
+    windows = [(n, part) for n, (_, text) in enumerate(documents) for part in windows_of(text_ids(tok, text), T)]
+    owner, windows = zip(*windows)
+    return np.bincount(owner, [nll.sum() for nll in token_nats(model, windows)]) / math.log(2)
 
 
 def text_scores(model, tok, documents, other=None):
@@ -199,10 +192,10 @@ def text_scores(model, tok, documents, other=None):
     if other:
         measures[f"bits/byte above {against}"] = measures["bits/byte"] - document_bits(*other, documents)
     sizes = np.array([len(text.encode()) for _, text in documents])
-    groups = [group for group, _ in documents]
+    groups = np.array([group for group, _ in documents])
     rows = []
-    for name in ["all", *sorted(set(groups))]:
-        here = [name in ("all", group) for group in groups]
+    for name in ["all", *np.unique(groups).tolist()]:
+        here = (groups == name) | (name == "all")
         rows += [bits_row(name, metric, bits[here], sizes[here]) for metric, bits in measures.items()]
     return rows
 
@@ -223,10 +216,9 @@ def position_scores(model, tok, documents, T, step):
     for begin in range(0, T, step):
         end = min(begin + step, T)
         sizes = np.array([text_bytes(tok, ids[begin + 1:end + 1]) for ids, _ in windows])
-        name = f"{begin:,} to {end - 1:,}"
-        row = bits_row(name, "bits/byte by position", bits[:, begin:end].sum(1), sizes, begin=begin, end=end)
-        # The studies keep these rows under this name.
-        rows.append(dict(row, bits_per_byte=row["score"]))
+        rows.append(bits_row(f"{begin:,} to {end - 1:,}", "bits/byte by position", bits[:, begin:end].sum(1), sizes,
+                             begin=begin, end=end))
+        rows[-1]["bits_per_byte"] = rows[-1]["score"]      # the name of the score in the studies' rows
     return rows
 
 
@@ -241,12 +233,10 @@ def accepted_answers(row):
     With choices, "answer" is the right choice, a letter from A, or an index from 0. Without, it is a text, a number, or
     a list of them.
     """
-    answer = row.get("answer")
-    choices = row.get("choices")
+    answer, choices = row.get("answer"), row.get("choices")
     if not choices:
         answers = answer if isinstance(answer, list) else [answer]
-        texts = [str(one).strip() for one in answers if one is not None]
-        return list(filter(None, texts))
+        return [str(one).strip() for one in answers if one is not None and str(one).strip()]
     if answer in choices:
         return [answer]
     return [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
@@ -254,14 +244,13 @@ def accepted_answers(row):
 
 def asked(rows, name):
     """
-    (prompt, accepted answers, choices) of each question, behind the first `shots` rows of the task as solved examples.
+    (prompt, accepted answers, choices) of each question, after the first `shots` rows of the task as solved examples.
 
     ValueError if no question is left, or if one has no valid answer.
     """
     if shots >= len(rows):
         raise ValueError(f"--shots={shots} leaves no question of {len(rows)}: lower it")
-    examples = ""
-    questions = []
+    examples, questions = "", []
     for n, row in enumerate(rows, 1):
         accepted = accepted_answers(row)
         if not accepted:
@@ -277,8 +266,7 @@ def asked(rows, name):
 
 def share(name, metric, hits, chance):
     """A row of the results: the share of right answers. hits: True or False for each question."""
-    n = len(hits)
-    right = sum(hits)
+    right, n = sum(hits), len(hits)
     return result(name, metric, n, right / n, wilson(right, n), shots=shots, chance=chance)
 
 
@@ -288,18 +276,17 @@ def choice_scores(model, tok, rows, name):
 
     A sum favours short choices. Chance is the mean over questions of 1 / their number of choices.
     """
-    T = model.config.block_size
     questions = asked(rows, name)
-    windows = [pair(tok, prompt, " " + choice, T) for prompt, _, choices in questions for choice in choices]
+    T = model.config.block_size
+    windows = [pair(tok, prompt, f" {choice}", T) for prompt, _, choices in questions for choice in choices]
     nats = iter(token_nats(model, windows))
-    hits = []
+    by_sum, by_mean = [], []
     for _, accepted, choices in questions:
         costs = np.array([next(nats).sum() for _ in choices])
         sizes = [len(choice.encode()) for choice in choices]
-        best = costs.argmin(), (costs / sizes).argmin()
-        hits.append([choices[i] in accepted for i in best])
+        by_sum.append(choices[costs.argmin()] in accepted)
+        by_mean.append(choices[(costs / sizes).argmin()] in accepted)
     chance = np.mean([1 / len(choices) for _, _, choices in questions])
-    by_sum, by_mean = zip(*hits)
     return [share(name, "choice", by_sum, chance), share(name, "choice per byte", by_mean, chance)]
 
 
@@ -314,18 +301,17 @@ def answer_scores(model, tok, rows, name):
     room = T - max_new_tokens
     if room < 2:
         raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a question in a window of {T}: lower it")
-    # Control tokens are no words of an answer.
+    # Control tokens are not part of an answer.
     silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
-    contexts, answers, _ = zip(*asked(rows, name))
-    prompts = [[tok.bos, *tok.encode(context)][-room:] for context in contexts]
+    questions = asked(rows, name)
     size = max(1, batch_tokens // T)
-    whole = []
-    for i in tqdm(range(0, len(prompts), size), "answering", disable=None):
-        whole += generate(model, prompts[i:i + size], max_new_tokens, temperature=0, stop=(tok.eos,))
     hits = []
-    for prompt, ids, accepted in zip(prompts, whole, answers):
-        text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
-        hits.append(text.split("\n")[0].strip() in accepted)
+    for i in tqdm(range(0, len(questions), size), "answering", disable=None):
+        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in questions[i:i + size]]
+        whole = generate(model, prompts, max_new_tokens, temperature=0, stop=(tok.eos,))
+        for prompt, ids, (_, accepted, _) in zip(prompts, whole, questions[i:i + size]):
+            text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
+            hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
 
 
@@ -347,10 +333,9 @@ def harness_scores(model, tok):
         raise ValueError(f"--harness reads an export of the model, which cannot have --base={base}: leave it out")
     manager = TaskManager(include_path=harness_path or None, include_defaults=not harness_path)
     tasks = harness.split(",")
-    for task in tasks:
-        if task not in manager.all_tasks:
-            raise ValueError(f"lm-evaluation-harness has no task {task!r}: `lm_eval --tasks list` shows them, "
-                             "--harness_path=FOLDER takes your own")
+    for task in set(tasks) - set(manager.all_tasks):
+        raise ValueError(f"lm-evaluation-harness has no task {task!r}: `lm_eval --tasks list` shows them, "
+                         "--harness_path=FOLDER takes your own")
     weight = model.lm_head.weight
     convert.merge_adapters(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -396,17 +381,12 @@ def harness_interval(score, stderr, n):
 COLUMNS = "name", "metric", "shots", "n", "bytes", "score", "low", "high", "chance"
 
 
-def shown(value):
-    """A value of the results as text; nothing for None."""
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    return "" if value is None else str(value)
-
-
 def table_md(rows):
-    """The rows of the results as a Markdown table."""
+    """The rows of the results as a Markdown table; a cell without a value is empty."""
     table = [COLUMNS, ["---"] * len(COLUMNS)]
-    table += [[shown(row.get(key)) for key in COLUMNS] for row in rows]
+    for row in rows:
+        values = ["" if row.get(key) is None else row[key] for key in COLUMNS]
+        table.append([f"{value:.3f}" if isinstance(value, float) else str(value) for value in values])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
@@ -427,45 +407,40 @@ def contents(path):
     if path.endswith(".jsonl"):
         want = '"text", or with "question" and "answer"'
         rows = read_rows(path, lambda row: isinstance(row.get("text", row.get("question")), str), want)
-    documents, choices, answers = [], [], []
+    found = [], [], []
     for row in rows[:limit or None]:
-        if "text" not in row:
-            questions = choices if row.get("choices") else answers
-            questions.append(row)
-        elif row["text"].strip():
-            documents.append((str(row.get(by, os.path.basename(path))), row["text"]))
-    return documents, choices, answers
+        if row.get("text", "").strip():
+            found[0].append((str(row.get(by, os.path.basename(path))), row["text"]))
+        elif "text" not in row:
+            found[1 if row.get("choices") else 2].append(row)
+    return found
 
 
 def main():
     model, tok = convert.load_ready(init_from, device, dtype, base)
+    T = window or model.config.block_size
     is_run = os.path.isdir(f"{init_from}/ckpt")
     sources = paths
     if is_run and not paths and not harness:
-        sources = [read_json(f"{init_from}/config.json")["data"]]
+        sources = [settings_of(init_from)["data"]]
     documents, rows = [], []
     for path in sources:
         if os.path.isdir(path):
-            documents += list(validation_documents(path, tok))[:limit or None]
+            documents += validation_documents(path, tok)[:limit or None]
             continue
-        name = os.path.basename(path)
-        texts, choices, answers = contents(path)
+        texts, *tasks = contents(path)
         documents += texts
-        if choices:
-            rows += choice_scores(model, tok, choices, name)
-        if answers:
-            rows += answer_scores(model, tok, answers, name)
+        for task, scores in zip(tasks, (choice_scores, answer_scores)):
+            rows += scores(model, tok, task, os.path.basename(path)) if task else []
     if documents:
         other = against and convert.load_ready(against, device, dtype)
         rows = text_scores(model, tok, documents, other) + rows
-    T = window or model.config.block_size
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
         for found in attached("studies.length").lookup_scores(model, tok, T, lookup):
-            name = f"{found['distance']:,} tokens back"
-            score = found["right"] / found["n"]
-            rows.append(dict(found, name=name, metric="colours looked up", score=score, chance=0.1))
+            found |= dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1)
+            rows.append(found | dict(score=found["right"] / found["n"]))
     if harness:
         rows += harness_scores(model, tok)
     if not rows:

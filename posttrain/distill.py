@@ -1,17 +1,17 @@
 """
-Distillation: a student learns what a larger model thinks of the next token, and not only which token came.
+Distillation: a student learns the next-token distribution of a larger model, not only the token that came.
 
     loss = (1 - a) CE + a KL(p || q)                                 means over the kept tokens; a: --distill
     d loss / d logits = (1 - a) (q - onehot(label)) + a (q - p)      p: the teacher's distribution, q: the student's
 
-A label is one of 131,072 ids; p also says what else could have stood there, and how likely it was. So Apertus' Minis
-learnt from the 8B: 0.5B to 4B parameters, 1.7T tokens, a = 0.9 (arXiv 2605.29128). Their p was stored beforehand.
-Here the teacher runs beside its student, which costs a forward pass of the teacher in each step, and no disk.
+A label is one of 131,072 ids; p also has the alternatives and their probabilities. Apertus' Minis were distilled from
+the 8B: 0.5B to 4B parameters, 1.7T tokens, a = 0.9 (arXiv 2605.29128), with p stored beforehand. Here the teacher runs
+next to its student. That costs a forward pass of the teacher in each step, and no disk.
 
-Two tensors of logits, 2.1 GB each for one window of 4,096, never exist. Only the teacher's hidden states are whole: its
-logits are formed for one chunk of rows at a time, beside the student's, in the loop of loss.py.
-Three tensors of a chunk's size live at once, where the plain loss has one. On several ranks each holds the teacher
-whole, in the dtype of the activations (16 GB for the 8B in bf16), whether the student is sharded or not.
+The two tensors of logits of a window of 4,096 take 2.1 GB each, and never exist. The teacher's hidden states are kept
+for the whole window; its logits are formed for one chunk of rows at a time, together with the student's, in the loop of
+loss.py. Three tensors of a chunk's size exist at once; the plain loss has one. Each rank holds the whole teacher in the
+dtype of the activations (16 GB for the 8B in bf16), even if the student is sharded.
 
 $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --distill=0.9 --out=out/student
 """
@@ -31,9 +31,9 @@ def log_probabilities(h, w):
 
 def chunk_loss(h, w, targets, weights, train):
     """
-    One chunk of rows, as model.chunk_loss has it, of two terms: -log q(label) and KL(p || q), both in nats.
+    loss.chunk_loss with two terms, -log q(label) and KL(p || q), both in nats.
 
-    h (rows, C), w (V, C). targets: rows of Labels. weights (rows, 2), of each term. Returns the terms (rows, 2), and if
+    h (rows, C), w (V, C). targets: rows of Labels. weights (rows, 2), of each term. Returns the terms (rows, 2) and, if
     train, the gradient of their weighted sum by the logits (rows, V).
     """
     labels, known, head = targets
@@ -41,41 +41,36 @@ def chunk_loss(h, w, targets, weights, train):
     log_q = log_probabilities(h, w)
     log_p = log_probabilities(known, head)
     p = log_p.exp()
-    ce = -log_q.gather(1, labels)[:, 0]                    # (rows,)
-    log_ratio = log_p.sub_(log_q)
-    kl = log_ratio.mul_(p).sum(-1)                         # (rows,)
-    terms = torch.stack((ce, kl), dim=1)
+    kl = log_p.sub_(log_q).mul_(p).sum(-1)                 # (rows,)
+    terms = torch.stack((-log_q.gather(1, labels)[:, 0], kl), dim=1)
     if not train:
         return terms, None
     of_ce, of_kl = weights.split(1, dim=1)                 # (rows, 1) each
     q = log_q.exp_()
-    # The difference comes first: where the student knows what the teacher knows it is exactly 0.
+    # The difference comes first: where student and teacher agree it is exactly 0.
     p_minus_q = p.sub_(q)
-    dz = q.mul_(of_ce)
-    dz = dz.scatter_add_(1, labels, -of_ce)
-    dz = dz.addcmul_(p_minus_q, of_kl, value=-1)
-    return terms, dz.to(h.dtype)
+    dz = q.mul_(of_ce).scatter_add_(1, labels, -of_ce)
+    return terms, dz.addcmul_(p_minus_q, of_kl, value=-1).to(h.dtype)
 
 
 class Labels:
     """
-    The labels (N,), and beside them the teacher's hidden states (N, D) and its head (V, D). Rows of it are taken as
-    rows of a tensor are, so that the loop over chunks in model.py need not know of teachers.
+    The labels (N,), the teacher's hidden states (N, D) and its head (V, D). Indexed by rows like a tensor, so that the
+    loop over chunks in loss.py need not know of teachers.
     """
 
-    def __init__(self, labels, known, head):
-        self.labels = labels
-        self.known = known
-        self.head = head
+    def __init__(self, *parts):
+        self.parts = parts
 
     def __getitem__(self, rows):
-        return self.labels[rows], self.known[rows], self.head
+        labels, known, head = self.parts
+        return labels[rows], known[rows], head
 
 
 class Student:
     """
-    A mixin of Apertus: in training it learns from `teacher` as well, a model in a tuple, so that it is no part of this
-    one. share: of KL in the loss, 0 to 1.
+    A mixin of Apertus: in training it also learns from `teacher`, a model in a tuple, so that it is not a submodule.
+    share: of KL in the loss, 0 to 1.
 
     The teacher reads the same windows, documents and positions. It is frozen, in the dtype of the run.
     """
@@ -88,12 +83,12 @@ class Student:
         with torch.no_grad():
             known = teacher.hidden(idx, doc, positions)    # (B, T, D)
         h = self.hidden(idx, doc, positions)               # (B, T, C)
-        # Rows of the teacher's head behind the student's ids only pad it to a round number.
+        # Further rows of the teacher's head only pad it to a round number.
         labels = Labels(targets.flatten(), known.flatten(0, 1), teacher.lm_head.weight[:self.config.vocab_size])
-        weights = at_least_fp32(keep.flatten().to(h.dtype))[:, None] / n_tokens          # (N, 1)
+        weights = at_least_fp32(keep.flatten().to(h.dtype))[:, None] / n_tokens                    # (N, 1)
         shares = weights.new_tensor([1 - self.share, self.share])
-        loss, terms = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.lm_head.weight, labels, weights * shares,
-                                                self.chunk_both)
+        rows = h.flatten(0, 1), self.lm_head.weight, labels, weights * shares
+        loss, terms = ChunkedCrossEntropy.apply(*rows, self.chunk_both)
         ce, kl = (weights * terms).sum(0)
         return dict(loss=ce, kl=kl), loss
 
@@ -102,10 +97,8 @@ def learn_from(model, teacher, share, compiled):
     """Set a Student's attributes. compiled: compile the teacher's blocks and the loss of a chunk too."""
     model.teacher = (teacher.eval().requires_grad_(False),)
     model.share = share
-    model.chunk_both = chunk_loss
-    if compiled:
-        # The blocks of both models are the same code. When it meets a second width, torch.compile would make a slower
-        # graph for all widths of it.
-        for block in teacher.model.layers:
-            block.compile(dynamic=False)
-        model.chunk_both = torch.compile(chunk_loss)
+    model.chunk_both = torch.compile(chunk_loss) if compiled else chunk_loss
+    # Static shapes: the blocks of both models are the same code, and torch.compile would make one slower graph for
+    # both widths.
+    for block in teacher.model.layers if compiled else ():
+        block.compile(dynamic=False)

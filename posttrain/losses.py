@@ -1,12 +1,12 @@
 """
 The preference losses: QRPO's regression onto the quantile of a reward (arXiv 2507.08068), and DPO, REBEL and SimPO on
-the same pairs. posttrain/qrpo.py has the formulas and says what they are for.
+the same pairs. The formulas, and when to use which: posttrain/qrpo.py.
 
 All losses take tensors (..., 2), the better completion of a prompt first, and return one number per pair (...):
 
     pi         log-probs of the whole completion under the policy, in nats
 
-and in `known`, what does not depend on the policy:
+and `known`, an object with the values that do not depend on the policy:
 
     ref        log-probs under the reference model
     reward     the raw reward
@@ -30,25 +30,19 @@ BETA = dict(qrpo=0.003, dpo=0.03, rebel=1e-4, simpo=2.5)    # the middle of the 
 # the quantile of a reward, and the partition function that it makes known
 
 # f of R_q, from n references. A quantile of 0 would be minus infinity after log and normal, so it becomes 1 / n.
-TRANSFORMS = {
-    "identity": lambda q, n: q,
-    "log": lambda q, n: q.clamp(1 / n, 1).log(),
-    "normal": lambda q, n: torch.special.ndtri(
-        q.clamp(1 / n, (n - 1) / n),
-    ),
-}
+TRANSFORMS = dict(
+    identity=lambda q, n: q,
+    log=lambda q, n: q.clamp(1 / n, 1).log(),
+    normal=lambda q, n: torch.special.ndtri(q.clamp(1 / n, (n - 1) / n)),
+)
 
-# beta log Z of each transform (arXiv 2507.08068, table 4). identity is beta log(beta (e^(1/beta) - 1)), written so that
-# nothing overflows. Both official codes drop its last term: no difference below beta = .05, wrong by .46 at beta = 1.
-LOG_Z = {
-    "identity": lambda beta: (
-        beta * beta.log()
-        + 1
-        + beta * torch.log(-torch.expm1(-1 / beta))
-    ),
-    "log": lambda beta: beta * torch.log(beta / (1 + beta)),
-    "normal": lambda beta: 1 / (2 * beta),
-}
+# beta log Z of each transform (arXiv 2507.08068, table 4). identity is beta log(beta (e^(1/beta) - 1)), written without
+# overflow. Both official codes drop its last term: no difference below beta = .05, wrong by .46 at beta = 1.
+LOG_Z = dict(
+    identity=lambda beta: beta * beta.log() + 1 + beta * torch.log(-torch.expm1(-1 / beta)),
+    log=lambda beta: beta * torch.log(beta / (1 + beta)),
+    normal=lambda beta: 1 / (2 * beta),
+)
 
 
 def quantile(reward, ref_rewards, loo=False):
@@ -65,10 +59,8 @@ def quantile(reward, ref_rewards, loo=False):
     n = ref_rewards.shape[-1] - itself
     if n < 1:
         raise ValueError("a quantile needs at least one reference reward, and one more with loo")
-    no_better = ref_rewards <= reward[..., None]    # (..., n), itself among them
-    count = no_better.sum(-1) - itself
-    precise = torch.promote_types(reward.dtype, torch.float32)
-    return count.to(precise) / n
+    count = (ref_rewards <= reward[..., None]).sum(-1) - itself
+    return count.to(torch.promote_types(reward.dtype, torch.float32)) / n
 
 
 def beta_log_z(beta, transform="identity"):
@@ -79,11 +71,9 @@ def beta_log_z(beta, transform="identity"):
     """
     if transform not in LOG_Z:
         raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")
-    log_z = LOG_Z[transform]
     if isinstance(beta, torch.Tensor):
-        return log_z(beta)
-    precise = torch.tensor(beta, dtype=torch.float64)
-    return log_z(precise).item()
+        return LOG_Z[transform](beta)
+    return LOG_Z[transform](torch.tensor(beta, dtype=torch.float64)).item()
 
 
 def discrete_beta_log_z(ref_quantiles, beta):
@@ -91,28 +81,23 @@ def discrete_beta_log_z(ref_quantiles, beta):
     beta log Z with Z = mean_j exp(R_j / beta) over a prompt's own references. ref_quantiles (..., n), beta (...).
 
     For rewards that tie: pass or fail has two quantiles, not a uniform one. At 25 % passing and beta .1 the uniform Z
-    asks for 3.1 times the probability there is, and every completion is told to rise. The price is what the uniform Z
-    gives: for few references the minimiser is biased. Not in the paper.
+    asks for 3.1 times the probability there is, and every completion must rise. The price: for few references the
+    minimiser is biased, which it is not with the uniform Z. Not in the paper.
     """
-    n = ref_quantiles.shape[-1]
     log_sum = torch.logsumexp(ref_quantiles / beta[..., None], -1)
-    return beta * (log_sum - math.log(n))
+    return beta * (log_sum - math.log(ref_quantiles.shape[-1]))
 
 
 def optimum(beta):
     """
-    What perfect QRPO reaches with the identity transform.
+    The numbers that perfect QRPO reaches with the identity transform.
 
     quantile: its mean quantile; kl: KL(pi* || pi_ref) in nats; falling: the share of the reference's completions whose
     log-prob must fall (R_q below beta log Z). It answers why the chosen ones fall too: at beta .003, 98 % do.
     """
     mean = -1 / math.expm1(-1 / beta) - beta
-    log_z = beta_log_z(beta)
-    return dict(
-        quantile=mean,
-        kl=(mean - log_z) / beta,
-        falling=log_z,
-    )
+    falling = beta_log_z(beta)
+    return dict(quantile=mean, kl=(mean - falling) / beta, falling=falling)
 
 
 # -----------------------------------------------------------------------------
@@ -141,13 +126,8 @@ def simpo_loss(pi, known, beta, gamma):
     return -F.logsigmoid(beta * (margin - gamma))
 
 
-# Read-only, which also keeps it from being taken for a setting of the script that imports it.
-losses = MappingProxyType(dict(
-    qrpo=qrpo_loss,
-    dpo=dpo_loss,
-    rebel=rebel_loss,
-    simpo=simpo_loss,
-))
+# Read-only: a plain dict would become a setting of the script that imports it.
+losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))
 
 
 def better_minus_worse(x):
@@ -156,14 +136,11 @@ def better_minus_worse(x):
 
 def effective_beta(like, length, beta, beta_max):
     """beta / |y|, at most beta_max (0 = no limit), as a tensor like `like`: at 20 tokens Apertus' 5 / 20 becomes .1."""
-    b = torch.full_like(like, beta) / length
-    if not beta_max:
-        return b
-    return b.clamp(max=beta_max)
+    return (torch.full_like(like, beta) / length).clamp(max=beta_max or math.inf)
 
 
 # -----------------------------------------------------------------------------
-# what is watched
+# numbers for the log
 
 
 def tie_report(groups, beta):
@@ -173,24 +150,15 @@ def tie_report(groups, beta):
     mass: the mean of sum_y pi_ref exp(target / beta), which is 1 if the target can be reached at all. Distinct rewards
     give about 1 + 1/(2 n beta), since their quantiles are multiples of 1/n.
     """
-    tied, mass = [], []
-    for r in groups:
-        n = len(r)
-        if n < 2:
-            continue
-        equal = (r[:, None] == r).sum().item()      # each with itself among them
-        pairs = n * (n - 1)
-        tied.append((equal - n) / pairs)
-        target = quantile(r, r) - beta_log_z(beta)
-        mass.append(torch.exp(target / beta).mean().item())
-    if not tied:
-        return 0.0, 1.0
+    tied, mass = [0.0], [1.0]
+    groups = [r for r in groups if len(r) > 1]
+    if groups:
+        # Each reward equals itself, which is no pair.
+        tied = [((r[:, None] == r).sum().item() / len(r) - 1) / (len(r) - 1) for r in groups]
+        mass = [torch.exp((quantile(r, r) - beta_log_z(beta)) / beta).mean().item() for r in groups]
     return np.mean(tied), np.mean(mass)
 
 
 def correlation(x, y):
     """Pearson's r of x and y, each (n,); 0 if either does not vary, as every log-ratio at step 0."""
-    x = x - x.mean()
-    y = y - y.mean()
-    r = F.cosine_similarity(x, y, dim=0, eps=1e-12)
-    return r.item()
+    return F.cosine_similarity(x - x.mean(), y - y.mean(), dim=0, eps=1e-12).item()

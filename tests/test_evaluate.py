@@ -150,10 +150,11 @@ def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_ch
 
 
 @pytest.fixture
-def say(tok, monkeypatch):
-    """say(ids): every model says these ids after any prompt, up to a stop, which is included."""
+def say(monkeypatch):
+    """say(ids): every model says these ids after any prompt, up to a stop, which is included; say.prompts: those."""
     def say(ids):
         def generate(model, prompts, n, temperature, stop):
+            say.prompts = prompts
             assert all(len(prompt) + n <= model.config.block_size for prompt in prompts)
             return [[*prompt, *cut(ids[:n], stop)] for prompt in prompts]
         monkeypatch.setattr(evaluate, "generate", generate)
@@ -162,7 +163,7 @@ def say(tok, monkeypatch):
 
 def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok, monkeypatch):
     answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
-    rows = [dict(question="?" * 99, answer=answer) for answer in answers]
+    rows = [dict(question="?", answer=answer) for answer in answers]
     # Control tokens are no part of the answer.
     say([tok.id_of("<|user_start|>"), *tok.encode(" 42 \n43"), tok.eos, *tok.encode("no")])
     found, = evaluate.answer_scores(model, tok, rows, "sums")
@@ -173,9 +174,18 @@ def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok
     assert evaluate.answer_scores(model, tok, rows, "sums")[0]["score"] == 0.5
 
 
-def test_a_long_question_loses_its_beginning_and_a_text_of_a_chat_model_ends_as_any_other(tok, monkeypatch):
-    ids, first = evaluate.pair(tok, "x" * 200, " ab", 96)
-    assert len(ids) == 97 and ids[first:] == tok.encode(" ab")
+def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, say, tok):
+    """Bytes are tokens: the last ones before the choice, and before the room for the answer, are known."""
+    context = "".join(map(chr, range(40, 120))) * 2
+    ids, first = evaluate.pair(tok, context, " ab", 96)
+    assert ids == tok.encode(context[-94:] + " ab") and first == 94
+    say(tok.encode("1"))
+    evaluate.answer_scores(model, tok, [dict(question=context, answer=1)], "sums")
+    room = 96 - evaluate.max_new_tokens
+    assert say.prompts == [tok.encode(f"{context}\nAnswer:")[-room:]]
+
+
+def test_a_text_of_a_chat_model_ends_as_any_other(tok, monkeypatch):
     ids = evaluate.text_ids(tok, "Würde")
     monkeypatch.setattr(tok, "eos", tok.id_of("<|assistant_end|>"))
     assert evaluate.text_ids(tok, "Würde") == ids and evaluate.text_bytes(tok, ids[1:]) == 6
@@ -278,5 +288,7 @@ def test_the_harness_runs_a_local_task_file(model, tok, exported, tmp_path, monk
         assert [theirs[metric][key] for key in ("n", "score", "low", "high")] == pytest.approx(
             [own[key] for key in ("n", "score", "low", "high")])
     assert ours[0]["score"] != ours[1]["score"]
+    table, found = evaluated(tmp_path, *flags, "--harness=own_quiz", "--shots=2", "--limit=5")
+    assert {(row["n"], row["shots"]) for row in found} == {(5, 2)}
     refused(script("evaluate.py", *flags, "--harness=own_quiz,nosuch"), "has no task 'nosuch'")
     refused(script("evaluate.py", *flags, "--harness=own_quiz", "--base=int8"), "leave it out")
