@@ -44,7 +44,7 @@ def tune(script, what, prepare, batches, forward_backward):
     start.check_base(script["base"], start.adapters_of(script))
     if script["max_length"] > shape.block_size:
         raise ValueError(f"max_length={script['max_length']} is beyond the window of the start model, "
-                         f"{shape.block_size} tokens: take --max_length={shape.block_size}, and what is longer is "
+                         f"{shape.block_size} tokens: take --max_length={shape.block_size}; longer {what} are "
                          "left out")
     longest = script["max_length"] or shape.block_size
     mine = settings(script) | dict(max_length=longest)

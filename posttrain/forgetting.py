@@ -1,14 +1,14 @@
 """
-What fine-tuning forgets: a second validation set, text of the kind that the start model was made from.
+Forgetting: a second validation set during fine-tuning, of text like that which the start model was trained on.
 
     lost = sum over documents of their bits, after - before  /  bytes      paired by document, with its 95 % interval
 
 The loss of the new data says nothing of this. Of 46 LoRA runs on Apertus-8B, those with the lowest loss, at a rate of
 1e-3, gave hardly a readable answer on another test (github.com/davmels/peft_apertus); at 1e-5 they kept it.
 
-The old text is fixed: the first windows of as many documents as there are windows, evenly spaced, then their second
-windows, and so on. What the start model knew of it is in old.json of the run folder, so that a resumed run compares
-with the same. Measuring draws no random number and needs no gradient: the run ends in the same bits without it.
+The old text is fixed: the first windows of documents, which are evenly spaced, then their second windows, and so on.
+old.json in the run folder keeps the bits of the start model, so that a resumed run compares with the same start.
+Measuring draws no random number and needs no gradient: it changes no bit of the run.
 
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl --old=data/stdlib --old_every=50
 $ python train.py --init_from=out/laptop --data=data/mine --out=out/mine --old=data/stdlib      # at every validation
@@ -53,7 +53,7 @@ class Old:
     @torch.no_grad()
     def measure(self, model, ranks):
         """
-        What the log says: old_bpb. Each rank measures all windows, since shards gather each other's weights.
+        Bits per byte for the log, old_bpb. Each rank measures all windows, since shards gather each other's weights.
 
         The first measurement of a run is that of the start model, and the first rank writes it down.
         """
@@ -83,7 +83,7 @@ class Old:
         self.before = np.array(found["bits"])
 
     def summary(self, first):
-        """What summary.json says: before, after, and the loss with half of its 95 % interval; the first rank prints it."""
+        """For summary.json: before, after, and the loss with half of its 95 % interval. The first rank prints it."""
         lost, half = evaluate.ratio(self.bits - self.before, self.sizes)
         before, after = (bits.sum() / self.sizes.sum() for bits in (self.before, self.bits))
         n = len(self.sizes)
@@ -96,7 +96,7 @@ class Old:
 
 
 def texts(path, tok, most):
-    """The texts at `path`, or `most` of them, evenly spaced. ValueError if there are none."""
+    """The texts at `path`, or `most` of them, evenly spaced. ValueError: no text there."""
     folder = os.path.isdir(path)
     documents = list(evaluate.validation_documents(path, tok)) if folder else evaluate.contents(path)[0]
     every = -(-len(documents) // most) if most else 1

@@ -23,10 +23,11 @@ g = log pi / pi_ref and l = log pi:
 
 With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Apertus: beta 5, clamped to at most 0.1).
 
-First n completions per prompt are sampled from the start model and scored once, and their log-probs under it are
-stored, so that no second model is held; beside adapters (--lora_r) it is the same model with the adapters off. Then
-comes a plain loop. All is cached in out/<run>/references: kill it anywhere, --resume goes on. After SIGTERM, SIGUSR2,
-or a file named `stop` in the run folder, all ranks save at the end of the step and leave.
+First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
+that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
+Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
+continues it. After SIGTERM, SIGUSR2, or a file named `stop` in the run folder, all ranks save at the end of the step
+and exit.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
@@ -75,14 +76,14 @@ init_from = "out/sft"           # the start model, and the reference: run folder
 data = "prompts.jsonl"          # per line {"messages": [..., user]}, and if any "completions", "rewards", "ref_rewards"
 rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "": those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
-resume = False                  # go on from the newest intact checkpoint of this folder
+resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights, states and sums of log-probs are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; to sample, each rank loads the whole model
 compile = False                 # torch.compile, block by block, of the steps; references are made eagerly
 seed = 28
 date = "2025-09-02"             # "Current date" without a system message, as in SFT; fixed: samples are of one prompt
-# what is trained (posttrain/lora.py)
+# adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # their update counts alpha / r
 lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
@@ -95,7 +96,7 @@ use_references = True           # train on the references too (off-policy data),
 loo = 1                         # a reference is not among its own references; 0 = as released: bias (1 - R_q) / n
 pairs = "random"                # random | best: the best against one of quantile <= max(.2, 1/n), as Apertus
 pairs_per_prompt = 1            # 0 = as many as there are
-max_length = 0                  # tokens; 0 = the model's window. What is longer is dropped and counted, never cut
+max_length = 0                  # tokens; 0 = the model's window. Longer completions are dropped and counted, never cut
 max_new_tokens = 2048           # of a reference
 sample_batch = 64               # completions sampled at once
 # the loss
@@ -121,11 +122,11 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 20.0                # practically none, as published; the norm before clipping is in the log
 rank_every = 50                 # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
-# what is forgotten (posttrain/forgetting.py)
+# forgetting (posttrain/forgetting.py)
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
-old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
-# what is saved
+old_windows = 64                # at most, of the model's window, spread over the documents; 0 = all
+# checkpoints
 checkpoint_every = 200          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
@@ -165,19 +166,20 @@ def prompts_of(tok, path):
 
 
 def prepare(run):
-    """The pairs of a run: run.texts, their ids, ((prompt, better), (prompt, worse)); run.known, what the loss knows."""
+    """The pairs of a run: run.texts, their ids, ((prompt, better), (prompt, worse)); run.known, see known_of()."""
     asked, bad = prompts_of(run.tok, data)
     score = load_reward(rewards, run.device) if rewards else None
     version = reward_hash(rewards)
     run.folder = references or f"{out}/references"
     run.cache = functools.partial(cached, run.folder, run.ranks)
-    # A judge says what it cannot read before anything is sampled. One that has judged already is not loaded.
+    # A judge that cannot read these prompts is an error before sampling. With rewards on disk it is not loaded.
     if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
         score.check([p.row for p in asked], room_for(run, [p.ids for p in asked]))
     data_hash = load_policy(run, asked)
     if rewards:
         sample(run, asked, score)
-        rated = run.cache(f"rewards-{version}", asked, 64, lambda k, some: [rewards_of(run.tok, p, score) for p in some])
+        stage = f"rewards-{version}"
+        rated = run.cache(stage, asked, 64, lambda k, some: [rewards_of(run.tok, p, score) for p in some])
         for p, values in zip(asked, rated):
             p.rated = values
             p.refs = p.refs if use_references else []
@@ -203,8 +205,8 @@ def prepare(run):
     run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
     tied, mass = tie_report([p.group for p in asked], known.beta.mean().item())
     if loss == "qrpo" and ties == "le" and tied > 0.1:
-        run.notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets ask "
-                         f"for {mass:.2f} times the probability there is: grade the reward more finely, or use "
+        run.notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets "
+                         f"ask for {mass:.2f} times the probability there is: grade the reward more finely, or use "
                          "--ties=discrete")
     run.hashes = dict(data_hash=data_hash[:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
 
@@ -217,14 +219,9 @@ def load_policy(run, asked):
         tokenizer=run.tok.hash,
         data=sha256_of([p.row for p in asked]),
         prompts=sha256_of([p.ids for p in asked]),
-        date=date,
-        seed=seed,
-        n_refs=n_refs,
-        sample_batch=sample_batch,
-        max_new_tokens=max_new_tokens,
-        max_length=run.longest,
-        use_references=use_references,
     )
+    for name in "date seed n_refs sample_batch max_new_tokens max_length use_references".split():
+        made_from[name] = run.config[name]
     same_or_refuse(run.folder, made_from, run.ranks)
     return made_from["data"]
 
@@ -258,7 +255,7 @@ def sample(run, asked, score):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
         generator = torch.Generator(run.device).manual_seed(seed * 1_000_003 + k)
         each = [ids for ids in some for _ in range(n_refs)]
-        # Stop at a call of tools too, where the model would make up the output. What has not ended is left out.
+        # Stop at a call of tools too, where the model would make up the output. Unfinished completions are left out.
         stop = {tok.special[END], tok.special.get("<|tools_suffix|>", tok.special[END])}
         # Temperature 1 and no cut: this is pi_ref itself.
         done = generate(model, each, room_for(run, some), stop, generator=generator)
@@ -301,7 +298,7 @@ def store_logp(run, pool):
     per_file = 64 * size
 
     def logp(k, some):
-        # Sharded ranks gather each other's weights, so each runs as many forward passes as a full file needs.
+        # Sharded ranks gather each other's weights, so each of them runs the forward passes of a full file.
         end = per_file if run.ranks.sharded else len(some)
         parts = [sequence_logp(run.policy, some[k:k + size] or some[:1]) for k in range(0, end, size)]
         return torch.cat(parts).tolist()[:len(some)]
@@ -333,9 +330,9 @@ def pairs_of(i, pool):
 
 def known_of(couples, beta):
     """
-    What the loss knows of all pairs before the policy is asked: each a tensor (pairs, 2), the better one first.
+    The numbers of all pairs that do not depend on the policy: each a tensor (pairs, 2), the better completion first.
 
-    ref, reward, q, length, beta and log_z as posttrain/losses.py wants them; tokens: the completions' lengths.
+    ref, reward, q, length, beta and log_z are those of posttrain/losses.py; tokens: the completions' lengths.
     """
     ref, reward, q, tokens = torch.tensor(
         [[(c.ref, c.reward, c.q, c.length) for c in couple] for couple in couples]).unbind(-1)
@@ -372,7 +369,7 @@ def batches(run, step):
 
 
 def part_of(known, part):
-    """Some pairs of what the loss knows."""
+    """The same numbers of some of the pairs."""
     return SimpleNamespace(**{name: values[part] for name, values in vars(known).items()})
 
 
@@ -434,7 +431,7 @@ def forward_backward(run, batch, step):
 
 def watched(ratio, known):
     """
-    What the log says of a step's log-ratios log pi / pi_ref (pairs, 2), their targets, rewards and lengths.
+    Means of a step for the log, from its log-ratios log pi / pi_ref (pairs, 2), their targets, rewards and lengths.
 
     The samples are the reference's, so the policy's own values (kl, reward_policy) are estimated by weighting them with
     pi / pi_ref. The weights are normalised: bounded, but kl cannot exceed the log of the number of samples.

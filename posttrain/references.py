@@ -142,7 +142,7 @@ def scored(row, texts, score, where):
     try:
         values = [float(value) for value in score(row, texts)]
     except Exception as e:      # anything may come from the user's code
-        raise ValueError(f"{where} failed ({in_one_line(e)}). What was sampled is kept: repair it and "
+        raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
                          "--resume") from None
     if len(values) != len(texts):
         raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
@@ -157,9 +157,9 @@ def numbers(row, name, n, where):
     """The first n of the numbers row[name], as floats. ValueError if there are fewer, or one is not finite."""
     values = row.get(name, [])
     enough = isinstance(values, list) and len(values) >= n
-    if not enough or not all(isinstance(v, (int, float)) and math.isfinite(v) for v in values):
+    if not enough or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         raise ValueError(f"{where} {name}={str(values)[:60]}: want {n} finite numbers")
-    return [float(v) for v in values[:n]]
+    return list(map(float, values[:n]))
 
 
 def load_reward(spec, device):
@@ -167,8 +167,8 @@ def load_reward(spec, device):
     --rewards -> a function (row, completions) -> a number for each of the completions of one prompt.
 
     FILE.py[:name]: its function reward(prompt, completion), where prompt is the text of the last user message; a third
-    argument gets the whole row of the data (a gold answer may stand there). Or its function rewards(row, completions),
-    known by the name of that argument. charter:MODEL[,FILE]: posttrain/judge.py. ValueError says what is wrong with it.
+    argument gets the whole row of the data, which may hold a gold answer. Or its function rewards(row, completions),
+    known by the name of that argument. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: there is no such function.
     """
     kind, _, rest = spec.partition(":")
     if kind == "charter":
@@ -183,7 +183,7 @@ def load_reward(spec, device):
     functions = [found[name] for name in wanted if callable(found.get(name))]
     if len(functions) != 1:
         raise ValueError(f"--rewards={spec}: {path} has {len(functions)} functions named {' or '.join(wanted)}: want "
-                         f"one, reward(prompt, completion) or rewards(row, completions); --rewards={path}:NAME picks it")
+                         "one, reward(prompt, completion) or rewards(row, completions); FILE.py:NAME picks it")
     [function] = functions
     signature = inspect.signature(function)
     if "completions" in signature.parameters:

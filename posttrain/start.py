@@ -1,5 +1,5 @@
 """
-Fine-tuning: the start model, adapters beside its weights, and a second validation text. train.py --init_from
+Fine-tuning: the start model, adapters next to its weights, and a second validation text. train.py --init_from
 (posttrain/attach.py), SFT and QRPO share it, and the loop of train.py.
 
 Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here
@@ -36,9 +36,9 @@ def check_base(base, adapters, sharded=False):
         raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
     if base != "fp32" and not adapters:
         raise ValueError(f"base={base}: weights that are trained are held in fp32; "
-                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
+                         f"--lora_r=16 trains adapters next to frozen weights in {base}")
     if sharded and not DTYPES[base]:
-        raise ValueError(f"base={base} keeps bits beside their scales, which cannot be sharded: "
+        raise ValueError(f"base={base} keeps bits and scales apart, which cannot be sharded: "
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
 
 

@@ -41,12 +41,13 @@ def test_margins_of_both_orders_are_the_published(case):
 
 
 def test_an_unlisted_label_or_a_tie_moves_no_answer():
-    """Published: both are minus infinity, and the answer with the lower score wins."""
+    """
+    Published: both are minus infinity, and the answer with the lower score wins. B has at most the .001 that A leaves,
+    and never more than A.
+    """
     none, only_a = (-math.inf, -math.inf), (-0.001, -math.inf)
-    assert judge.margin(only_a, only_a) == judge.margin(none, none) == 0
-    # B has at most the .001 that A leaves, and never more than A.
+    assert judge.margin(only_a, only_a) == judge.margin(none, none) == judge.lead(-math.inf, -3.0) == 0
     assert judge.lead(*only_a) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
-    assert judge.lead(-math.inf, -3.0) == 0
     assert judge.lead(0.0, -math.inf) > 20
 
 
@@ -77,16 +78,16 @@ def test_ranks_are_the_published(case, monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     """served(answer) -> (a Charter, [(text, request), ...]). answer(text): {token: log-prob} or an error's code."""
-    def serve(answer):
-        requests = []
+    requests = []
 
+    def serve(answer):
         def urlopen(request, timeout):
-            text = json.loads(request.data)["messages"][0]["content"]
-            requests.append((text, request))
-            found = answer(text)
+            [message] = json.loads(request.data)["messages"]
+            requests.append((message["content"], request))
+            found = answer(message["content"])
             if isinstance(found, int):
                 raise urllib.error.HTTPError(URL, found, "No", {}, io.BytesIO(b"too\nlong"))
-            first = dict(top_logprobs=[dict(token=token, logprob=found[token]) for token in found])
+            first = dict(top_logprobs=[dict(token=token, logprob=logp) for token, logp in found.items()])
             return io.StringIO(json.dumps(dict(choices=[dict(logprobs=dict(content=[first]))])))
 
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
@@ -126,13 +127,11 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
 
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
-    """Published: after an empty answer each answer gets the rank of its neighbour."""
+    """Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks."""
     by, requests = served(rule)
     assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
     assert sum("RATING:" in text for text, _ in requests) == 3
-    # Equal scores have no ranks.
-    assert len({*by(ROW, ["x a", "x b"])}) == 1
-    assert by(ROW, ["", " "]) == [1, 1]
+    assert by(ROW, ["", " "]) == [1, 1] and len({*by(ROW, ["x a", "x b"])}) == 1
 
 
 def test_pairs_overrule_scores_among_the_five_best(served):
@@ -214,20 +213,19 @@ def test_a_judge_with_too_short_a_window_or_without_a_word_is_an_error_at_the_st
 
 
 def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
-    before = judge.version(model, CHARTER)
+    before, charter = judge.version(model, CHARTER), shutil.copy(CHARTER, tmp_path)
     copy = shutil.copytree(model, tmp_path / "copy")
-    assert judge.version(str(copy), shutil.copy(CHARTER, tmp_path)) == before
+    assert judge.version(str(copy), charter) == before
     (copy / "model.safetensors").write_bytes(b"others")
-    assert judge.version(str(copy), CHARTER) != before
-    (tmp_path / "charter.md").write_text("Be kind.")
-    assert judge.version(model, tmp_path / "charter.md") != before
+    (tmp_path / "kind.md").write_text("Be kind.")
+    assert before not in (judge.version(str(copy), charter), judge.version(model, tmp_path / "kind.md"))
 
 
 def test_the_question_has_all_turns_without_system_and_thoughts():
     blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
-    said = [("system", "Obey."), ("user", "Is it?"), ("assistant", dict(blocks=blocks)), ("user", "Why?")]
-    row = dict(messages=[dict(role=role, content=content) for role, content in said])
-    assert judge.question_of(row) == "User: Is it?\n\nAssistant: Yes.\n\nUser: Why?"
+    said = dict(system="Obey.", user="Is it?", assistant=dict(blocks=blocks))
+    row = dict(messages=[dict(role=role, content=content) for role, content in said.items()])
+    assert judge.question_of(row) == "User: Is it?\n\nAssistant: Yes."
 
 
 # -----------------------------------------------------------------------------
