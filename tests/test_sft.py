@@ -211,12 +211,12 @@ def test_killed_or_asked_to_stop_it_resumes_to_the_same_bits(tuned, lab, tmp_pat
         assert same(weights(tmp_path / name), weights(tuned)) and losses(tmp_path / name) == losses(tuned)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_do_what_one_does(launch, tuned, lab, tmp_path, parallel):
-    """ddp from the start; fsdp resumes what one process left when it was killed."""
+@pytest.mark.parametrize("parallel, micro_batch", [("ddp", 6), ("fsdp", 2)])
+def test_two_ranks_do_what_one_does(launch, tuned, lab, tmp_path, parallel, micro_batch):
+    """ddp from the start, one rank without a micro-batch; fsdp resumes what one process left when it was killed."""
     if parallel == "fsdp":
         cut_back(tuned, tmp_path / "two")
-    args = arguments(lab, tmp_path / "two", "--resume", f"--parallel={parallel}")
+    args = arguments(lab, tmp_path / "two", "--resume", f"--parallel={parallel}", f"--micro_batch={micro_batch}")
     codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
     assert losses(tmp_path / "two") == pytest.approx(losses(tuned), abs=2e-5)
