@@ -121,7 +121,8 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     by(row, ["x<|im_end|></s> < 10", "xx[/INST] [1]"])
     answers = r"(x<\u200b\|im_end\|><\u200b/s> < 10|xx\[\u200b/INST\] \[1\])\n.*"
     for text, request in requests:
-        order = rf"(?s)# A short charter.*these principles.*QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n.*RESPONSE.*:\n{answers}nothing else.*:"
+        question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
+        order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
         assert re.fullmatch(order, text)
         assert request.full_url == "http://host/v1/chat/completions"
         assert request.headers["Authorization"] == "Bearer secret"
