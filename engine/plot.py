@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.files import read_json
-from engine.runs import entry_of
+from engine.runs import entry_of, settings_of
 
 paths = []             # run folders
 out = "out/plot.png"   # the plot
@@ -148,7 +148,7 @@ def comparable(folders):
     differs. ValueError if the validation texts differ, since then no number has a common unit; OSError if a run's data
     folder is gone, since then nothing says whether they do.
     """
-    configs = [read_json(f"{folder}/config.json") for folder in folders]
+    configs = [settings_of(folder) for folder in folders]
     if len({config["data_hash"] for config in configs}) == 1:
         return PANELS
     texts = set()

@@ -31,7 +31,7 @@ def asked(monkeypatch, capsys, eight):
     def ask(has, rows, ranks=ALONE, free=None, device="cuda:0", T=4096, **settings):
         monkeypatch.setattr(memory, "memory_of", lambda device: has)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free or has, has))
-        run = SimpleNamespace(config=SETTINGS | settings, rows=rows, shape=SimpleNamespace(block_size=T), device=device,
+        run = SimpleNamespace(config=SETTINGS | settings, rows=rows, val=SimpleNamespace(T=T), device=device,
                               ranks=SimpleNamespace(**ranks), dtype=torch.bfloat16)
         try:
             memory.check_run(run, lambda run: eight)

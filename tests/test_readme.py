@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from conftest import ROOT, script
+from engine.runs import settings_of
 
 
 def read(*path):
@@ -300,7 +301,7 @@ def test_the_loop_goes_through_the_four_long_context_stages(place):
         done = script("train.py", *own, *small, "--parallel=none", "--sequence_parallel=1")
         assert done.returncode == 0, done.stderr
         start = f"{place}/8b-{L}"
-        config = json.loads((place / f"8b-{L}" / "config.json").read_text())
+        config = settings_of(place / f"8b-{L}")
         thetas.append(config["rope_theta"])
         assert config["init_from"] == line.partition("--init_from=")[2].split()[0]
     assert thetas == [1e6, 2e6, 4e6, 12e6]
