@@ -1,13 +1,13 @@
 """
-What a run of train.py may take from outside. train.py hands its command line over if it names one of these settings.
+The extras of train.py. train.py hands its command line over if it names one of these settings.
 
     --init_from=MODEL               start with its weights and a fresh optimizer: continued pretraining
-    --init_from=MODEL --lora_r=64   its weights, frozen, with trained adapters beside them (posttrain/lora.py)
+    --init_from=MODEL --lora_r=64   its weights, frozen, and adapters that are trained (posttrain/lora.py)
     --teacher=MODEL                 a student that learns from it (posttrain/distill.py)
     --fp8                           the matrices of the blocks multiplied in 8 bits (engine/fp8.py)
     --sequence_parallel=8           windows over 8 ranks (engine/sequence.py)
     --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (papers/structured_ffn.py)
-    --old=FOLDER                    a second validation text: what the start model forgets (posttrain/forgetting.py)
+    --old=FOLDER                    a second validation text, to see forgetting (posttrain/forgetting.py)
 
 MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so they are
 compared id by id before anything is built.
@@ -39,7 +39,7 @@ structured = attached("papers.structured_ffn")
 # the start
 init_from = ""                  # start with the weights of a run folder, a Hugging Face folder or a hub name
 old = ""                        # with init_from: a second text to validate on, like the start's own
-lora_r = 0                      # rank of adapters beside the frozen weights of init_from; 0 = train all weights
+lora_r = 0                      # rank of adapters next to the frozen weights of init_from; 0 = train all weights
 lora_alpha = 32.0               # their update counts alpha / r
 lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
 lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
@@ -60,7 +60,7 @@ guide_saving = False            # compute each guide only as often as its weight
 
 def check_settings():
     if (lora_r or base != "fp32") and not (lora_r and init_from):
-        raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained beside the frozen weights of a model: "
+        raise ValueError(f"lora_r={lora_r}, base={base}: adapters are trained next to the frozen weights of a model: "
                          "name it with --init_from, and their rank, --lora_r=16")
     if lora_r and (self_guided or fp8):
         raise ValueError(f"lora_r={lora_r} freezes the matrices that self_guided={self_guided} and fp8={fp8} train: "
@@ -74,14 +74,18 @@ def check_settings():
     if "distill" in train._asked and not teacher:
         raise ValueError(f"distill={distill} wants a model to learn from: --teacher=RUN or a Hugging Face model")
     if old and (not init_from or sequence_parallel > 1):
-        raise ValueError(f"old={old} is what a start model may forget: name one with --init_from, and leave "
+        raise ValueError(f"old={old} measures what the start model forgets: name one with --init_from, and leave "
                          "sequence_parallel out")
+
+
+def chosen(names):
+    """{name: value} of some of the settings."""
+    return {name: globals()[name] for name in names}
 
 
 def same_vocabulary(ours, theirs, name):
     """ValueError, naming the first id, if two tokenizers differ: of the data and of the model `name`."""
-    difference = tokenizer.first_difference(ours, theirs)
-    if difference:
+    if difference := tokenizer.first_difference(ours, theirs):
         i, mine, other = difference
         raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: id {i} is {mine!r} there "
                          f"and {other!r} in the model (None: no such id); prepare the data with the model's tokenizer")
@@ -114,15 +118,14 @@ def main():
         same_vocabulary(tok, theirs, init_from)
         more = dict(init_from=init_from, vocab_size=max(found.vocab_size, read_meta(train.data)["vocab_size"]))
     if lora_r:
-        more |= dict(lora_r=lora_r, lora_alpha=lora_alpha, lora_on=lora_on, lora_rs=lora_rs, base=base)
+        more |= chosen(start.ADAPTERS)
     if teacher and distill:
         professor, theirs = convert.load_any(teacher)
         same_vocabulary(tok, theirs, teacher)
         check_teacher(professor.config)
         more |= dict(teacher_hash=convert.fingerprint(professor)[:16], distill=distill)
     if ffn != "dense" or self_guided:
-        more |= dict(ffn=ffn, ffn_rank=ffn_rank, ffn_blocks=ffn_blocks, self_guided=self_guided,
-                     guide_saving=guide_saving)
+        more |= chosen(["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"])
     if sequence_parallel != 1:
         train.Ranks = functools.partial(sequence.SplitRanks, sequence_parallel)
         sequence.check_split(sequence_parallel, block_size=train.shape.block_size, n_kv_head=train.shape.n_kv_head)
@@ -143,21 +146,26 @@ def build(run, path, professor):
         run.guides = structured.Guides(run.config)
         structured.build(model, run.config)
         run.guides.join(model)
-        model.__class__ = type("Guided", (structured.Guided, type(model)), {})
+        extend(model, structured.Guided)
         model.guides = (run.guides,)
     if fp8:
         eight_bits.check_fp8(run.shape, run.rows * run.shape.block_size // sequence_parallel, run.device)
         eight_bits.multiply_in_fp8(model)
     if professor:
-        model.__class__ = type("Student", (distillation.Student, type(model)), {})
+        extend(model, distillation.Student)
         if run.ranks.sharded or not torch.empty(0).is_meta:
             professor.config.doc_mask = run.shape.doc_mask
             distillation.learn_from(model, professor.to(run.device, run.dtype), distill, run.compiled)
             attend_on(professor, run.device)
     if sequence_parallel > 1:
-        model.__class__ = type("Split", (sequence.SplitForward, type(model)), {})
+        extend(model, sequence.SplitForward)
         model.ranks = run.ranks
     return model
+
+
+def extend(model, mixin):
+    """Put the methods of a class before those that the model has."""
+    model.__class__ = type(mixin.__name__, (mixin, type(model)), {})
 
 
 def check_teacher(its):
@@ -165,13 +173,13 @@ def check_teacher(its):
     ids = read_meta(train.data)["vocab_size"]
     if its.block_size < train.shape.block_size or its.vocab_size < ids:
         raise ValueError(f"{teacher} has windows of {its.block_size} tokens and {its.vocab_size} ids, and the run "
-                         f"{train.shape.block_size} and {ids}: a teacher wants at least as many")
+                         f"{train.shape.block_size} and {ids}: a teacher needs at least those")
     if sequence_parallel > 1:
         sequence.check_split(sequence_parallel, n_kv_head_of_the_teacher=its.n_kv_head)
 
 
 # -----------------------------------------------------------------------------
-# what is added to functions of train.py
+# additions to functions of train.py
 
 
 def wrap_loop(tok):

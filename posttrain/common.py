@@ -22,32 +22,31 @@ from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
 # some of it is left out by, and rewards are compared by hashes of their content, references by their own settings.json.
-FREE = {
-    "out", "data", "keep_licenses", "decontaminate", "rewards", "references", "show", "resume", "device", "parallel",
-    "compile", "micro_batch", "pack", "rank_every", "checkpoint_every", "keep_checkpoints", "recompute",
-    "old", "old_every", "old_windows",
-}
-# Settings of adapters, which decide nothing where all weights are trained.
-OF_ADAPTERS = {"lora_r", "lora_alpha", "lora_on", "lora_rs", "base"}
+FREE = """out data keep_licenses decontaminate rewards references show resume device parallel compile micro_batch pack
+rank_every checkpoint_every keep_checkpoints recompute old old_every old_windows"""
 
 
 # -----------------------------------------------------------------------------
 # the run
 
 
-def tune(script, what, prepare, batches, forward_backward, build=start.build):
+def tune(script, what, prepare, batches, forward_backward):
     """
     A run of SFT or QRPO, by the loop of train.py.
 
     script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
     prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for
     the user, and run.hashes, {name: hash of what else decides the numbers}.
-    batches(run, step), forward_backward(run, batch, step): as in train.py. build(run): the model.
+    batches(run, step), forward_backward(run, batch, step): as in train.py.
     """
     shape, tok, path = convert.start_of(script["init_from"])
     tok.check_chat()
     start.check_base(script["base"], start.adapters_of(script))
-    longest = window(script["max_length"], shape.block_size)
+    if script["max_length"] > shape.block_size:
+        raise ValueError(f"max_length={script['max_length']} is beyond the window of the start model, "
+                         f"{shape.block_size} tokens: take --max_length={shape.block_size}; longer {what} are "
+                         "left out")
+    longest = script["max_length"] or shape.block_size
     mine = settings(script) | dict(max_length=longest)
     for name in mine.keys() & settings(vars(train)).keys():
         setattr(train, name, mine[name])
@@ -64,16 +63,12 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
 
     def open_data(ranks):
         # Of unknown length, as far as the memory check is concerned.
-        items = SimpleNamespace(meta=dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16]), fingerprint="",
-                                stop=None, T=0)
+        meta = dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16])
+        items = SimpleNamespace(meta=meta, fingerprint="", stop=None, T=0)
         return items, items, script["micro_batch"]
 
-    def build_model(run):
-        run.path = path
-        return build(run)
-
     def prepare_items(run):
-        run.tok, run.longest = tok, longest
+        run.tok, run.longest, run.path = tok, longest, path
         prepare(run)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
@@ -85,9 +80,8 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
         names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
         kept = {name: value for name, value in run.config.items() if name in names}
         convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
-        print(*run.notes, f"{run.items} {what}, {end} steps", sep="\n")
-        if warning := too_short(what, run.items, script["epochs"], script["batch_size"]):
-            print(warning)
+        warning = too_short(what, run.items, script["epochs"], script["batch_size"])
+        print(*run.notes, f"{run.items} {what}, {end} steps", *warning, sep="\n")
 
     def finish(run, last):
         if entry := train.validate(run, 0):
@@ -104,16 +98,9 @@ def tune(script, what, prepare, batches, forward_backward, build=start.build):
     # Large optimizers are compiled also where the model is not.
     train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
     start.wrap(script["old"], script["old_windows"], tok)
-    decides = mine.keys() - FREE - (set() if script["lora_r"] else OF_ADAPTERS)
-    train.main(build_model, mine | dict(vocab_size=shape.vocab_size), decides, prepare_items)
-
-
-def window(max_length, limit):
-    """max_length, or the model's window `limit` for 0. ValueError for more than the model has ever seen at once."""
-    if max_length > limit:
-        raise ValueError(f"max_length={max_length} is beyond the window of the start model, {limit} tokens: "
-                         f"take --max_length={limit}, and what is longer is left out")
-    return max_length or limit
+    # The settings of adapters decide nothing where all weights are trained.
+    free = FREE.split() + ([] if script["lora_r"] else start.ADAPTERS)
+    train.main(start.build, mine | dict(vocab_size=shape.vocab_size), mine.keys() - free, prepare_items)
 
 
 # -----------------------------------------------------------------------------
@@ -127,8 +114,7 @@ def items(step, batch_size, n, epochs, seed):
     A pure function of the step, so that a resumed run and any number of ranks see the same batches.
     """
     position = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
-    epoch, i = np.divmod(position, n)
-    return by_epoch(epoch, i, n, seed)
+    return by_epoch(*np.divmod(position, n), n, seed)
 
 
 def linear(step, steps, warmup):
@@ -143,14 +129,14 @@ def linear(step, steps, warmup):
 
 
 def too_short(what, n, epochs, batch_size):
-    """A warning if the run has fewer than ten steps, with values that give it ten; otherwise an empty string."""
+    """[a warning] if the run has fewer than ten steps, with values that give it ten; otherwise []."""
     total = epochs * n
     steps = -(-total // batch_size)
     if steps >= 10:
-        return ""
+        return []
     fits = f"--batch_size={total // 10}" if total >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
-    return (f"warning: {total} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
-            f"too short for a warm-up and a decay: try {fits}")
+    return [f"warning: {total} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
+            f"too short for a warm-up and a decay: try {fits}"]
 
 
 def slices(n, micro_batch, ranks):
@@ -165,8 +151,7 @@ def slices(n, micro_batch, ranks):
         count = -(-count // ranks.size) * ranks.size
     mine = range(ranks.rank, count, ranks.size)
     for k in mine:
-        begin = k * micro_batch
-        yield slice(begin, begin + micro_batch), k == mine[-1]
+        yield slice(k * micro_batch, (k + 1) * micro_batch), k == mine[-1]
 
 
 def add_gradients(run):

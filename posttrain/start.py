@@ -1,5 +1,5 @@
 """
-Fine-tuning: the start model, adapters beside its weights, and a second validation text. train.py --init_from
+Fine-tuning: the start model, adapters next to its weights, and a second validation text. train.py --init_from
 (posttrain/attach.py), SFT and QRPO share it, and the loop of train.py.
 
 Each of these scripts has the settings init_from, lora_r, lora_alpha, lora_on, lora_rs, base and old; functions here
@@ -17,6 +17,8 @@ from model import Apertus
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise
 
+# The settings of adapters.
+ADAPTERS = ["lora_r", "lora_alpha", "lora_on", "lora_rs", "base"]
 # The dtypes that a base model is loaded in; None: the file's, before its matrices are quantised.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": None, "nf4": None}
 
@@ -34,9 +36,9 @@ def check_base(base, adapters, sharded=False):
         raise ValueError(f"base={base!r}: there is {', '.join(DTYPES)}")
     if base != "fp32" and not adapters:
         raise ValueError(f"base={base}: weights that are trained are held in fp32; "
-                         f"--lora_r=16 trains adapters beside frozen weights in {base}")
+                         f"--lora_r=16 trains adapters next to frozen weights in {base}")
     if sharded and not DTYPES[base]:
-        raise ValueError(f"base={base} keeps bits beside their scales, which cannot be sharded: "
+        raise ValueError(f"base={base} keeps bits and scales apart, which cannot be sharded: "
                          "--parallel=ddp holds them whole on each rank, or take --base=bf16")
 
 
@@ -57,17 +59,14 @@ def shapes_of(shape, adapters=None, base="fp32"):
     return model
 
 
-def load_adapted(config, device, dtype, adapters, seed):
+def load_adapted(run):
     """The start model of a run, whole, with the adapters that it asks for; and the hash of its frozen weights."""
-    base = config["base"]
-    model, _ = convert.load_any(config["init_from"], device, DTYPES[base], base="" if DTYPES[base] else base)
-    if lora.adapted(model):
-        raise ValueError(f"{config['init_from']} holds adapters: make one model of them first, "
-                         f"python convert.py --load={config['init_from']} --save=FOLDER --merge")
-    model.dtype = dtype
+    base = run.config["base"]
+    model, _ = convert.load_any(run.config["init_from"], run.device, DTYPES[base], base="" if DTYPES[base] else base)
+    model.dtype = run.dtype
     start_hash = convert.fingerprint(model)
-    if adapters:
-        lora.adapt(model, adapters, seed)
+    if adapters := adapters_of(run.config):
+        lora.adapt(model, adapters, train.seed)
     return model, start_hash
 
 
@@ -75,39 +74,40 @@ def build(run):
     """
     The start model of a run on the current device. On meta it has no values yet: init_weights() reads or draws them.
 
-    run.path: of its weights, as convert.start_of returns it. Sets run.start_hash, of frozen weights.
+    run.path: of its weights, as convert.start_of returns it, needed by then. Sets run.start_hash, of frozen weights. A
+    run that was made ready() has its model already.
     """
+    if hasattr(run, "policy"):
+        return run.policy
     adapters = adapters_of(run.config)
     base = run.config.get("base", "fp32")
     check_base(base, adapters, run.ranks.sharded)
-    if not adapters:
-        model = Apertus(run.shape, seed=None)
-        model.init_weights = lambda seed, fill: convert.fill(model, run.path)
-    elif torch.empty(0).is_meta:
-        model = shapes_of(run.shape, adapters, base)
-
-        def fill_adapted(seed, fill):
-            convert.fill(model, run.path)
-            run.start_hash = convert.fingerprint(model)
-            lora.draw(model, seed)
-        model.init_weights = fill_adapted
-    else:
-        model, run.start_hash = load_adapted(run.config, run.device, run.dtype, adapters, train.seed)
+    if adapters and not torch.empty(0).is_meta:
+        model, run.start_hash = load_adapted(run)
         model.config = run.shape                           # the same, but train.py may change its window and RoPE
         model.init_weights = lambda seed, fill: None
+        return model
+    model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
+
+    def init_weights(seed, fill):
+        convert.fill(model, run.path)
+        if adapters:
+            run.start_hash = convert.fingerprint(model)
+            lora.draw(model, seed)
+    model.init_weights = init_weights
     return model
 
 
 def ready(run):
-    """The start model of a run with its weights, before train.py builds its optimizer."""
+    """Load the start model of a run before train.py builds its optimizer, as run.policy."""
     with torch.device("meta" if run.ranks.sharded else run.device):
         model = build(run)
     model.dtype = run.dtype
     spread(model, run.ranks, run.device)
     model.init_weights(train.seed, torch.Tensor.copy_)
-    attend_on(model, run.device)
     model.init_weights = lambda seed, fill: None
-    return model
+    attend_on(model, run.device)
+    run.policy = model
 
 
 # -----------------------------------------------------------------------------
@@ -120,41 +120,29 @@ def wrap(old="", windows=0, tok=None):
 
     old, windows: as forgetting.Old has them, "" for none; tok: the tokenizer of the model.
     """
-    build_all, load, validate, finish = train.build_all, train.load, train.validate, train.finish
+    build_all, validate, finish = train.build_all, train.validate, train.finish
     text = forgetting.Old(old, tok, train.shape.block_size, windows, train.out) if old else None
 
-    def build_and_hash(run, builder, found):
+    def build_and_compare(run, builder, found):
         build_all(run, builder, found)
         if hasattr(run, "start_hash"):
-            run.config["start_hash"] = run.start_hash[:16]
-        if old and found:
-            text.remember(found[1]["step"], run.ranks.first)
-
-    def load_same_start(run, found):
-        path, manifest = found
-        if hasattr(run, "start_hash"):
-            refuse_another(path, manifest["config"], dict(start_hash=run.start_hash[:16]))
-        load(run, found)
+            own = dict(start_hash=run.start_hash[:16])
+            if found:
+                refuse_another(found[0], found[1]["config"], own)
+            run.config |= own
+        if text and found:
+            text.recall()
 
     def validate_old(run, windows):
         entry = validate(run, windows)
-        if old:
-            run.model.eval()
-            entry |= text.measure(run.model, run.ranks)
-            run.model.train()
-            if not hasattr(text, "before"):
-                text.remember(0, run.ranks.first)
-        return entry
+        return entry | text.measure(run.model, run.ranks) if text else entry
 
     def finish_adapters(run, last):
         finish(run, last)
-        if old:
-            run.summary |= text.summary()
-        if old and run.ranks.first:
-            print(text.line(train.out))
+        if text:
+            run.summary |= text.summary(run.ranks.first)
         if adapters := adapters_of(run.config):
             lora.save(run.model, adapters, f"{train.out}/adapter", run.config["init_from"], run.start_hash,
                       run.ranks.first)
 
-    train.build_all, train.load = build_and_hash, load_same_start
-    train.validate, train.finish = validate_old, finish_adapters
+    train.build_all, train.validate, train.finish = build_and_compare, validate_old, finish_adapters
