@@ -76,9 +76,8 @@ def points(folder, panels, x_axis):
 
 def pyplot():
     """matplotlib.pyplot without a display, in our style. Imported here, since most users of this file draw nothing."""
-    import matplotlib
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    plt.switch_backend("Agg")
     plt.rcParams.update({
         "font.size": 9,
         "figure.constrained_layout.use": True,
@@ -110,11 +109,10 @@ def curves(folders, picture, panels=PANELS, x_axis="tokens"):
                 continue
             # At most 100 groups of neighbouring points.
             groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
-            x, mean = np.transpose([group.mean(1) for group in groups])
-            low, high = [group[1].min() for group in groups], [group[1].max() for group in groups]
-            axis.fill_between(x / unit, low, high, color=f"C{n}", alpha=0.2)
+            x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
+            axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
             name = f"{Path(folders[n]).name} {found[key][1, -1]:.3f}"
-            axis.plot(x / unit, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
+            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
         axis.legend()
     finish(figure, picture)
 
@@ -128,11 +126,9 @@ def comparable(folders):
     configs = [read_json(f"{folder}/config.json") for folder in folders]
     if len({config["data_hash"] for config in configs}) == 1:
         return PANELS
-    texts = set()
-    for config in configs:
-        sources = read_json(f"{config['data']}/meta.json")["sources"].values()
-        texts.add(str(sorted((source["val"]["documents"], source["val"]["bytes"]) for source in sources)))
-    if len(texts) > 1:
+    metas = [read_json(f"{config['data']}/meta.json") for config in configs]
+    splits = [[source["val"] for source in meta["sources"].values()] for meta in metas]
+    if len({str(sorted((val["documents"], val["bytes"]) for val in split)) for split in splits}) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return dict(val_bpb=PANELS["val_bpb"])

@@ -121,7 +121,7 @@ def files_of(path):
     A file that links lead to as well is listed once, by its own name if it has one in the folder. OSError if a folder
     cannot be read.
     """
-    # (links on the way, path): the heap yields the fewest links first. A loop of links leads to what was seen before.
+    # (number of links in the path, path): fewest links come first. A loop of links leads to a folder seen before.
     heap, seen = [(0, path)], {}
     while heap:
         links, inner = heapq.heappop(heap)
@@ -182,13 +182,10 @@ def remote(url):
     folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
     if revision:
         folder = "datasets"
-        for kind in KINDS.values():
-            of_kind = [file for file in read if kind_of(file) == kind]
-            if of_kind:
-                read = of_kind
-                break
-        train = [file for file in read if "train" in file.partition(revision)[2]]
-        read = not inside and train or read
+        best = min(read, key=lambda file: list(KINDS).index(ending(file)), default="")
+        read = [file for file in read if kind_of(file) == kind_of(best)]
+        if not inside:
+            read = [file for file in read if "train" in file.partition(revision)[2]] or read
     for file in found:
         name = file[len(folder):].lstrip("/").replace(revision, "", 1)
         yield name, fs.unstrip_protocol(file), None if file in read else ending(file) or "no ending"
@@ -210,13 +207,11 @@ def find(paths):
         if not named:
             raise ValueError(f"no such file, folder or pattern: {path!r}, or an empty folder")
         found += named
-    files, ignored, seen = {}, {}, set()
     # Files to read first: what one path ignores, another may name.
-    for name, file, why in sorted(found, key=lambda one: one[2] is not None):
-        key = os.path.realpath(file)
-        if key in seen:
-            continue
-        seen.add(key)
+    unique, files, ignored = {}, {}, {}
+    for one in sorted(found, key=lambda one: one[2] is not None):
+        unique.setdefault(os.path.realpath(one[1]), one)
+    for name, file, why in unique.values():
         if why:
             ignored.setdefault(why, []).append(writable(name))
             continue
@@ -372,10 +367,9 @@ def parsed(line):
         row = json.loads(line.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
         row = None
-    problem = problem_of(line)
-    if not problem and not isinstance(row, dict):
-        problem = NO_ROW if row == NO_ROW else "a line that is no JSON object"
-    return problem or row
+    if not isinstance(row, dict) and row != NO_ROW:
+        row = "a line that is no JSON object"
+    return problem_of(line) or row
 
 
 def file_row(path, raw):
@@ -413,17 +407,17 @@ def rows(file, part, columns=(), errors="surrogateescape"):
                 yield from enumerate(batch.to_pylist(), number)
                 number += len(batch)
             return
-        f = open_bytes(file)
-        if kind in WHOLE:
-            yield 0, file_row(path, f.read())
-            return
-        if begin:
-            f.seek(begin)
-        text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
-        values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
-        for number, value in enumerate(itertools.islice(values[kind], lines), number):
-            if value.strip():
-                yield number, parsed(value)
+        with open_bytes(file) as f:
+            if kind in WHOLE:
+                yield 0, file_row(path, f.read())
+                return
+            if begin:
+                f.seek(begin)
+            text = io.TextIOWrapper(f, "utf-8-sig", errors, newline="\n" if kind == "lines" else "")
+            values = dict(lines=text, json=json_values(text), table=table_rows(text, ending(path) == ".tsv"))
+            for number, value in enumerate(itertools.islice(values[kind], lines), number):
+                if value.strip():
+                    yield number, parsed(value)
 
 
 def records(path, columns=(), **how):
@@ -462,7 +456,9 @@ def rows_of(path, *columns, comments=False, **how):
 
 
 def document(own, row, text_field):
-    """The document of a row; own: its "file" and "id". Language and script are joined: deu_Latn."""
+    """The document of a row or a problem; own: its "file" and "id". Language and script are joined: deu_Latn."""
+    if isinstance(row, str):
+        return dict(own, text=None, problem=row)
     text = row.get(text_field)
     if not isinstance(text, str):
         return dict(own, text=None, problem=f"a row without text in its column {text_field!r}")
@@ -491,14 +487,12 @@ def documents(file, part, text_field="text", columns=()):
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """
     name, kind = file["name"], kind_of(file["path"])
+    whole = kind in WHOLE
     wanted = {text_field, "id", "url", *NAMED, *columns}
     try:
         for number, row in rows(file, part, wanted):
-            own = dict(file=name, id=name if kind in WHOLE else f"{name}:{number}")
-            if isinstance(row, str):
-                yield dict(own, text=None, problem=row)
-            else:
-                yield document(own, row, "text" if kind in WHOLE else text_field)
+            own = dict(file=name, id=name if whole else f"{name}:{number}")
+            yield document(own, row, "text" if whole else text_field)
     except ValueError:
         # check() reads only the footer of a parquet file. Damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:

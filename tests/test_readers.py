@@ -74,43 +74,45 @@ def written(rows, name):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "A.NDJSON", "list.json", "b.json", "a.csv", "b.csv", "a.tsv", "a.parquet"])
 @pytest.mark.parametrize("size", [97, 1000, 16 << 20])
+@pytest.mark.parametrize("packing, pack", [("", bytes), (".gz", gzip.compress), (".ZST", zstd)])
 def test_each_format_gives_the_rows_that_were_written_whatever_the_packing_and_the_parts(
-    tmp_path, monkeypatch, name, size
+    tmp_path, monkeypatch, name, size, packing, pack
 ):
     monkeypatch.setattr(readers, "PART", size)
     rows = random_rows(size)
     raw = written(rows, name)
-    packings = {"": bytes, ".gz": gzip.compress, ".ZST": zstd}
-    for packing in [""] if name == "a.parquet" else packings:
-        path = tmp_path / (name + packing)
-        path.write_bytes(packings[packing](raw))
-        docs = read(path)
-        assert [{key: doc[key] for key in row} | {"id": row["id"]} for doc, row in zip(docs, rows)] == rows
-        assert [doc["id"] for doc in docs] == [f"{name}{packing}:{row['id']}" for row in rows]
-        assert list(readers.records(str(path))) == rows
-        assert list(readers.rows_of(str(path), ("none", "score"), ("id",))) == [[r["score"], r["id"]] for r in rows]
-        parts = check(dict(name="a", path=str(path)))["parts"]
-        cut = name == "a.parquet" or not packing and name in ("a.jsonl", "A.NDJSON") and size < 5000
-        assert len(parts) > 2 if cut else [part[-1] for part in parts] == [len(raw)]
+    packing = "" if name == "a.parquet" else packing
+    path = tmp_path / (name + packing)
+    path.write_bytes(pack(raw) if packing else raw)
+    ids = [f"{path.name}:{row['id']}" for row in rows]
+    assert read(path) == [dict(row, id=name, file=path.name) for row, name in zip(rows, ids)]
+    assert list(readers.records(str(path))) == rows
+    assert list(readers.rows_of(str(path), ("no", "id"), ("score",))) == [[row["id"], row["score"]] for row in rows]
+    sizes = [part[-1] for part in check(dict(name="a", path=str(path)))["parts"]]
+    cut = name == "a.parquet" or not packing and name in ("a.jsonl", "A.NDJSON") and size < 5000
+    assert len(sizes) > 2 if cut else sizes == [len(raw)]
 
 
-# RFC 8259, RFC 4180, and what the first reader gave for these bytes: (row, text), None = a problem.
+# {name: (bytes, [(row, text)])} by RFC 8259, RFC 4180 and the first reader; None: a problem in place of the text.
 GOLDEN = {
-    "a.jsonl": (b'{"text": "a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7}\n{"text": 1}\n"\0"',
+    "a.jsonl": (b'{"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7}\n{"text": 1}\n"\0"',
                 [("0", "a"), ("2", None), ("3", None), ("4", None), ("7", "b"), ("6", None), ("7", None)]),
     "torn.json": (b' [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex',
                   [("0", "a"), ("1", None), ("2", "?b"), ("3", None)]),
-    "bytes.json": (b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', [("0", "a"), ("1", None), ("2", "b")]),
+    "bytes.json": (b'\xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', [("0", "a"), ("1", None), ("2", "b")]),
     "names.jsonl": (b'{"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}\n'
                     b'{"text": "c", "lang": []}', [("0", "a"), ("5", None), ("2", None)]),
     "deep.json": (b'[{"text": "a"},' + b"[" * 100_000, [("0", "a"), ("1", None)]),
-    "comma.csv": (b"id, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n",
+    "mac.csv": (b"id,text\r1,a\r2,b", [("1", "a"), ("2", "b")]),
+    "comma.csv": (b"\xef\xbb\xbfid, text\n1,a\n2,well, well\n\n3\n4,\xff\n5,b\n",
                   [("1", "a"), ("1", None), ("2", None), ("3", None), ("5", "b")]),
     "quote.csv": (b'id,text\n1,a\n3,b\n4,"c\n', [("1", "a"), ("3", "b"), ("2", None)]),
     # From one quote to the next is one row.
     "open.tsv": (b'id\ttext\n1\ta\n2\t"Yes\n2\tgone\n2\t"No" she said\n3\tb\n', [("1", "a"), ("1", None), ("3", "b")]),
     "empty.csv": (b"", []),
     "empty.jsonl": (b"", []),
+    "empty.txt": (b"", [("empty.txt", "")]),
+    "windows.txt": (b"\xef\xbb\xbfhi\r\n", [("windows.txt", "hi\r\n")]),
 }
 
 
@@ -121,6 +123,7 @@ def test_a_row_that_cannot_be_read_is_counted_and_the_others_keep_their_ids(tmp_
     docs = read(tmp_path / name)
     assert [(doc["id"].removeprefix(name + ":"), doc["text"]) for doc in docs] == want
     assert all(doc["text"] is not None or doc["problem"] for doc in docs)
+    # A file without a part would be in no report.
     assert len(check(dict(name=name, path=f"{tmp_path}/{name}"))["parts"]) == 1
 
 
@@ -136,14 +139,10 @@ def test_another_encoding_is_read_by_its_name_and_asked_for_otherwise(tmp_path, 
     assert problem(tmp_path / "a.txt", "utf-16") == "unreadable as utf-16"
 
 
-def test_files_of_one_document_and_the_language_of_code_and_of_fineweb(tmp_path):
-    (tmp_path / "a.py").write_text("print()")
-    (tmp_path / "b.txt").write_bytes("\ufeffhi\r\n".encode())
-    (tmp_path / "c.txt").touch()
+def test_the_language_of_code_and_of_fineweb(tmp_path):
+    (tmp_path / "a.py").touch()
     (tmp_path / "d.jsonl").write_text('{"text": "x", "language": "deu", "language_script": "Latn"}')
-    found = [(doc["id"], doc["text"], doc.get("language")) for doc in read(tmp_path)]
-    assert found == [("a.py", "print()", "code"), ("b.txt", "hi\r\n", None), ("c.txt", "", None),
-                     ("d.jsonl:0", "x", "deu_Latn")]
+    assert [doc["language"] for doc in read(tmp_path)] == ["code", "deu_Latn"]
 
 
 def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path):
@@ -191,7 +190,8 @@ def test_damage_of_parquet_and_a_missing_column(tmp_path):
 
 @pytest.mark.parametrize("name, raw, says", [
     ("a.txt", b"a # b\n# c\n \n d ", [["a"], ["d"]]), ("a.txt", b"\xff", "not UTF-8"),
-    ("a.jsonl", b"{}", "no column x or y"), ("a.jsonl", b'\n{"', "line 2: not JSON"), ("a.csv", b"z\n1\n", "it has z$")])
+    ("a.jsonl", b"{}", "no column x or y"), ("a.jsonl", b'\n{"', "line 2: not JSON"),
+    ("a.csv", b"z\n1\n", "it has z$")])
 def test_lists_of_lines_or_of_columns(tmp_path, name, raw, says):
     (tmp_path / name).write_bytes(raw)
     rows = readers.rows_of(f"{tmp_path}/{name}", ("x", "y"), comments=True)
@@ -295,8 +295,13 @@ def test_a_url_of_fsspec_is_read_like_the_local_file(tmp_path, name):
     place = f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").pipe(f"{place}/sub/{name}", raw)
     for url in (place, f"{place}/*/{name[0]}*", f"{place}/sub/{name}"):
-        assert names(url)[0] in (name, f"sub/{name}")
-        assert [doc["text"] for doc in read(url)] == [doc["text"] for doc in read(tmp_path)]
+        assert [dict(doc, file=name, id=doc["id"].removeprefix("sub/")) for doc in read(url)] == read(tmp_path)
+
+
+def test_a_url_that_cannot_be_read_is_an_error_since_it_may_be_the_network():
+    fsspec.filesystem("memory").pipe("memory://torn/a.jsonl.gz", b"torn")
+    with pytest.raises(ValueError, match="damaged, or not what its name says, or out of reach"):
+        problem("memory://torn/a.jsonl.gz")
     with pytest.raises(ValueError, match="nothing://a: .*Protocol"):
         find(["nothing://a"])
 
