@@ -99,7 +99,8 @@ GOLDEN = {
                 [("0", "a"), ("2", None), ("3", None), ("4", None), ("7", "b"), ("6", None), ("7", None)]),
     "torn.json": (b' [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex',
                   [("0", "a"), ("1", None), ("2", "?b"), ("3", None)]),
-    "bytes.json": (b'\xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]', [("0", "a"), ("1", None), ("2", "b")]),
+    "bytes.json": (b'\xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]',
+                   [("0", "a"), ("1", None), ("2", "b")]),
     "names.jsonl": (b'{"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}\n'
                     b'{"text": "c", "lang": []}', [("0", "a"), ("5", None), ("2", None)]),
     "deep.json": (b'[{"text": "a"},' + b"[" * 100_000, [("0", "a"), ("1", None)]),
