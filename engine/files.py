@@ -106,37 +106,26 @@ def make_folder(path):
 
 
 def flush(path):
-    """fsync a file or folder that is written already."""
-    # Windows cannot open a folder, and flushes a file only if it is open for writing.
-    windows = os.name == "nt"
-    if windows and os.path.isdir(path):
-        return
-    fd = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    """fsync a file or folder that is written already. Windows cannot open a folder: there it does nothing."""
+    if os.name != "nt":
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def lock_file(file):
     """
     Lock an open file for this process, until it is closed: False if another process holds it.
 
-    OSError if it cannot be locked at all (NO_LOCKS). Windows has msvcrt in place of fcntl; there no other process can
-    read the locked byte, so it lies far beyond the text.
+    OSError if it cannot be locked at all (NO_LOCKS), as on Windows.
     """
     try:
         import fcntl
-    except ImportError:
-        import msvcrt
-        os.lseek(file.fileno(), 2**30, os.SEEK_SET)
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        except PermissionError:
-            return False
-        return True
-    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        raise OSError(errno.ENOSYS, "no fcntl") from None
     except BlockingIOError:
         return False
     return True

@@ -3,7 +3,7 @@ Plots of runs, from their log.jsonl: loss, bits per byte, gradient norm, learnin
 
     line      every step; of a long run the means of 100 groups of neighbouring steps
     band      least and largest of each group, so that a spike of one step among thousands stays visible
-    number    the last value, in the legends of the first panel and of the validations
+    number    the last value, in the legend of each panel
 
 train.py, SFT and QRPO draw loss.png of their own run at the end. A panel without data is left out. Runs can be plotted
 together if they have the same data or, in bits per byte only, the same validation text.
@@ -40,13 +40,8 @@ PANELS = dict(
     lr="learning rate",
     tok_s="tokens per second",
     minutes="validation (bits/byte) over minutes")
-VALIDATED = "val_bpb", "old_bpb", "old_kl", "task", "minutes"
 # {key of the log: (label of the x-axis, how many of the log make one of the axis)}
 UNITS = dict(tokens=("million tokens", 1e6), step=("step", 1), seconds=("minutes", 60))
-
-
-# -----------------------------------------------------------------------------
-# log.jsonl
 
 
 def entries(folder):
@@ -64,18 +59,13 @@ def read_log(folder):
     return list(entries(folder))
 
 
-def over(key, x_axis):
-    """The key of the log that a panel has as its x-axis."""
-    return "seconds" if key == "minutes" else x_axis
-
-
 def points(folder, panels, x_axis):
     """{key of a panel: x and y, (2, n) float64} of a run, without empty panels. ValueError if all are empty."""
     found = defaultdict(lambda: array("d"))
     for entry in entries(folder):
         entry["minutes"] = entry.get("val_bpb")
         for key in panels:
-            point = entry.get(over(key, x_axis)), entry.get(key)
+            point = entry.get("seconds" if key == "minutes" else x_axis), entry.get(key)
             # A loss that is not finite is null in the log.
             if None not in point:
                 found[key].extend(point)
@@ -84,15 +74,10 @@ def points(folder, panels, x_axis):
     return {key: np.reshape(numbers, (-1, 2)).T for key, numbers in found.items()}
 
 
-# -----------------------------------------------------------------------------
-# plots
-
-
 def pyplot():
     """matplotlib.pyplot without a display, in our style. Imported here, since most users of this file draw nothing."""
-    import matplotlib
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    plt.switch_backend("Agg")
     plt.rcParams.update({
         "font.size": 9,
         "figure.constrained_layout.use": True,
@@ -109,12 +94,6 @@ def finish(figure, picture):
     pyplot().close(figure)
 
 
-def grouped(statistic, values):
-    """The statistic, a function, of each of at most 100 groups of neighbouring values (n,)."""
-    groups = np.array_split(values, min(len(values), 100))
-    return [statistic(group) for group in groups]
-
-
 def curves(folders, picture, panels=PANELS, x_axis="tokens"):
     """Plot `panels`, {key of the log: title}, of runs over "tokens" or "step", with a colour per run."""
     runs = [points(folder, panels, x_axis) for folder in folders]
@@ -122,24 +101,20 @@ def curves(folders, picture, panels=PANELS, x_axis="tokens"):
     columns = (len(shown) + 1) // 2
     figure = pyplot().figure(figsize=(5 * columns + 2, 6))
     for place, key in enumerate(shown, 1):
-        label, unit = UNITS[over(key, x_axis)]
+        label, unit = UNITS["seconds" if key == "minutes" else x_axis]
         axis = figure.add_subplot(min(2, len(shown)), columns, place, title=panels[key], xlabel=label)
         axis.grid(alpha=0.2)
-        validated = key in VALIDATED
         for n, found in enumerate(runs):
-            if key in found:
-                x, y = found[key]
-                x = grouped(np.mean, x / unit)
-                axis.fill_between(x, grouped(np.min, y), grouped(np.max, y), color=f"C{n}", alpha=0.2)
-                name = f"{Path(folders[n]).name} {y[-1]:.3f}"
-                axis.plot(x, grouped(np.mean, y), color=f"C{n}", marker="." if validated else "", label=name)
-        if validated or place == 1:
-            axis.legend()
+            if key not in found:
+                continue
+            # At most 100 groups of neighbouring points.
+            groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
+            x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
+            axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
+            name = f"{Path(folders[n]).name} {found[key][1, -1]:.3f}"
+            axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
+        axis.legend()
     finish(figure, picture)
-
-
-# -----------------------------------------------------------------------------
-# the command
 
 
 def comparable(folders):
@@ -151,12 +126,9 @@ def comparable(folders):
     configs = [settings_of(folder) for folder in folders]
     if len({config["data_hash"] for config in configs}) == 1:
         return PANELS
-    texts = set()
-    for config in configs:
-        meta = read_json(f"{config['data']}/meta.json")
-        splits = [source["val"] for source in meta["sources"].values()]
-        texts.add(str(sorted((split["documents"], split["bytes"]) for split in splits)))
-    if len(texts) > 1:
+    metas = [read_json(f"{config['data']}/meta.json") for config in configs]
+    splits = [[source["val"] for source in meta["sources"].values()] for meta in metas]
+    if len({str(sorted((val["documents"], val["bytes"]) for val in split)) for split in splits}) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return dict(val_bpb=PANELS["val_bpb"])

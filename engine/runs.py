@@ -35,7 +35,7 @@ def claim(out, resume, ranks):
     if not ranks.first:
         return contextlib.nullcontext()
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
-    if "log.jsonl" in found or "ckpt" in found:
+    if found & {"log.jsonl", "ckpt"}:
         if not resume:
             raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     else:
@@ -89,7 +89,7 @@ def entry_of(line):
 def open_log(out, start, ranks, validate=False, wandb=""):
     """
     The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. wandb: the
-    project of Weights & Biases that gets each entry as well; ValueError if its package is not installed.
+    project of Weights & Biases that gets each entry as well; ModuleNotFoundError if its package is not installed.
 
     Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
     validation before `start`.
@@ -98,20 +98,14 @@ def open_log(out, start, ranks, validate=False, wandb=""):
         return lambda **entry: None
     path = f"{out}/log.jsonl"
     if wandb:
-        try:
-            import wandb as service
-        except ImportError:
-            raise ValueError("wandb_log=True needs another package: pip install wandb, or leave the flag out") from None
+        import wandb as service
         service.init(project=wandb, name=os.path.basename(out), config=settings_of(out))
-
-    def stays(line):
-        entry = entry_of(line)
-        return entry and entry["step"] < start - (validate and "val_loss" in entry)
-
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
-            kept = "".join(filter(stays, f))
-        write_flushed(path, kept)
+            entries = ((line, entry_of(line)) for line in f)
+            kept = [line for line, entry in entries
+                    if entry and entry["step"] < start - (validate and "val_loss" in entry)]
+        write_flushed(path, "".join(kept))
     file = open(path, "a", encoding="utf-8", buffering=1)
 
     def log(**entry):
