@@ -50,7 +50,7 @@ def main():
     out, began, last = prepare.choose_out(), time.time(), None
     with building(out, prepare.inputs(), False) as (final, tmp):
         prepare.begin(tmp / "work", began)
-        for name, _, _ in stages.STAGES:
+        for name in stages.STAGES:
             n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
             last = executor_of(name, n, final, tmp, last)
         try:

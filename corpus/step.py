@@ -2,8 +2,8 @@
 
 from datatrove.pipeline.base import PipelineStep
 
+from corpus import stages
 from corpus.folder import publish
-from corpus.stages import run_stage
 
 
 class Stage(PipelineStep):
@@ -16,6 +16,7 @@ class Stage(PipelineStep):
         self.stage, self.final, self.tmp = stage, final, tmp
 
     def run(self, data=None, rank=0, world_size=1):
-        run_stage(self.stage, rank, world_size, self.tmp / "work")
+        for number in range(rank, stages.pieces(self.stage, self.tmp / "work"), world_size):
+            stages.do(self.stage, number, self.tmp / "work")
         if self.final:
             publish(self.final, self.tmp)

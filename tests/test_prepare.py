@@ -138,7 +138,7 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path,
     assert written(tmp_path / "out") == once
     small = f"from corpus import stages\nimport prepare, sys\nstages.GROUP = 3000\nstages.BUCKET = 5000\nprepare.SMALL = 0\n" \
             "from configurator import run\nrun(prepare.main, vars(prepare))"
-    for n, (workers, place) in enumerate(((3, "spool/4.parquet"), (2, "tokens/3.counts"), (1, ""))):
+    for n, (workers, place) in enumerate(((3, "sift/4.json"), (2, "tokens/3.json"), (1, ""))):
         process = subprocess.Popen(
             [sys.executable, "-c", small, *map(str, args), f"--out={tmp_path}/killed", "--tokenizer=byte", f"--workers={workers}"],
             cwd=ROOT, env=dict(os.environ, PYTHONPATH=ROOT), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
