@@ -19,13 +19,12 @@ only the pieces that are missing.
 
 import hashlib
 import os
-import shutil
 import subprocess
 import time
 from collections import Counter
 from functools import lru_cache
 from importlib import metadata
-from itertools import chain
+from itertools import chain, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,11 +36,12 @@ import tokenizer as tokenizers
 from configurator import ROOT
 from corpus import dedup, ledger
 from corpus.audit import verify
+from corpus.folder import publish
 from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import TOXICITY, as_number, broken, by_language, column_rules, listed, score_function, text_rules
-from corpus.rules import top_thresholds
+from corpus.rules import TOXICITY, as_number, broken, by_language, column, column_rules, listed, score_function
+from corpus.rules import text_rules, top_thresholds
 from corpus.shards import cut, dtype_of, long_parts, safe, write_tokens
 from corpus.withdraw import reason_of, stays_out
 from engine.files import read_json, sha256, write_json
@@ -78,14 +78,14 @@ def plan(work):
     return SimpleNamespace(**read_json(work / "plan.json"))
 
 
-def result(stage, number, work):
+def result(stage, work, number=0):
     """What a piece of a stage has returned."""
     return read_json(work / stage / f"{number}.json")
 
 
 def results(stage, work):
     """What all pieces of a stage have returned, in order."""
-    return (result(stage, number, work) for number in range(pieces(stage, work)))
+    return (result(stage, work, number) for number in range(pieces(stage, work)))
 
 
 def is_done(stage, number, work):
@@ -126,16 +126,16 @@ def documents_of(number, work):
     """Yield the documents of a group, with the defaults for missing columns."""
     asked, score = plan(work), rules(work).score
     wanted = [*COLUMNS, *filter(None, (asked.score_field, asked.max_field, asked.source_by))]
+    defaults = dict(language=asked.default_language, license=asked.default_license)
     for file, part in groups(work)[number]:
-        docs = [dict(id=file["name"], file=file["name"], text=None, problem=file["problem"])]
-        for doc in docs if file["problem"] else documents(file, part, asked.text_field, wanted):
-            if doc["text"] is not None and asked.detect_language and not doc.get("language"):
-                doc["language"] = detect(doc["text"], asked.detect_language) or None
-            for name, value in dict(language=asked.default_language, license=asked.default_license).items():
-                if value and doc.get(name) is None:
-                    doc[name] = value
-            if doc["text"] is not None and score:
-                doc["score"] = score(doc["text"])
+        damaged = dict(id=file["name"], file=file["name"], text=None, problem=file["problem"])
+        for doc in [damaged] if file["problem"] else documents(file, part, asked.text_field, wanted):
+            text = doc["text"]
+            if text is not None and asked.detect_language and not doc.get("language"):
+                doc["language"] = detect(text, asked.detect_language) or None
+            doc |= {name: value for name, value in defaults.items() if value and doc.get(name) is None}
+            if text is not None and score:
+                doc["score"] = score(text)
             yield doc
 
 
@@ -152,13 +152,12 @@ def rules(work):
         raise ValueError(f"--agents={asked.agents} names no agent: want one a line")
     robots = dict(
         store=given(open_robots, asked.robots),
-        agents=tuple(agent for agent in agents if agent != "*" or not asked.agents_no_star),
+        agents=[agent for agent in agents if agent != "*" or not asked.agents_no_star],
         missing=asked.missing,
         blocked=given(blocked_domains, asked.blocked) or (),
         explicit=asked.agents_no_star,
     )
     below = TOXICITY if asked.max_value == "apertus" else by_language("max_value", asked.max_value)
-    prompts = given(dedup.read_prompts, asked.decontaminate)
     return SimpleNamespace(
         score=given(score_function, asked.score),
         robots=robots if asked.robots or asked.blocked else None,
@@ -173,7 +172,7 @@ def rules(work):
             seed=asked.seed,
         ),
         text=given(text_rules, asked.heuristics) or (),
-        contamination=None if prompts is None else dedup.Contamination(prompts),
+        contamination=asked.decontaminate and dedup.Contamination(dedup.read_prompts(asked.decontaminate)),
         near=given(dedup.bands_of, asked.near_dedup),
         tok=tokenizers.load(asked.tokenizer) if asked.min_tokens or asked.max_tokens else None,
     )
@@ -188,20 +187,16 @@ def given(function, setting):
 def first_rules(work):
     """[(reason, breaks)] by columns; with --score_field they need its thresholds."""
     field = plan(work).score_field
-    return column_rules(**rules(work).columns, top=field and (field, result("thresholds", 0, work)))
+    return column_rules(**rules(work).columns, top=field and (field, result("thresholds", work)))
 
 
 def score_group(number, work):
     """The first pass of "keep the best": id, language and score of each document."""
     field, rows = plan(work).score_field, []
     for doc in documents_of(number, work):
-        if doc["text"] is None:
-            continue
-        if field not in doc:
-            raise ValueError(f"no column {field!r} for --score_field; the data has {', '.join(doc)}")
-        score = as_number(field, doc[field])
+        score = None if doc["text"] is None else as_number(field, column(doc, field))
         if score is not None:
-            rows.append((doc["id"], str(doc.get("language") or ""), score))
+            rows.append((doc["id"], doc.get("language") or "", score))
     return dict(rows=rows)
 
 
@@ -287,8 +282,8 @@ def row_of(doc, f, work):
         id=doc["id"],
         source=writable(str(doc.get(asked.source_by) or "none")) if asked.source_by else asked.name,
         url=writable(url) if isinstance(url, str) else None,
-        language=str(doc.get("language") or ""),
-        license=str(doc.get("license") or ""),
+        language=doc.get("language") or "",
+        license=doc.get("license") or "",
         reason=doc["reason"],
         bytes=len(text.encode()),
         written=f.tell() - begin,
@@ -327,12 +322,12 @@ def decide(work, n):
     asked, columns = plan(work), ["reason", "source", "text", *PLACE]
     columns += ["bands"] * bool(asked.near_dedup) + ["id", "url"] * bool(asked.known)
     rows = pyarrow.concat_tables(read_table(sifted(work, number), columns=columns) for number in range(n))
-    reason, text = rows["reason"].to_numpy().copy(), rows["text"].to_numpy()
+    reason, text = rows["reason"].to_numpy(), rows["text"].to_numpy()
     # A planted passage that is in the corpus as well would be seen more often than promised.
     before = np.array([dedup.fingerprint(passage["text"]) for passage in probes(work)], np.uint64)
     if asked.known:
         known, gone = pyarrow.concat_tables(ledger.ledger(asked.known, ["text", "reason"])), stays_out(asked.known)
-        before = np.append(before, known.filter(pc.equal(known["reason"], ""))["text"])
+        before = np.append(before, known.filter(pc.field("reason") == "")["text"])
         for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist()):
             reason[i] = reason[i] or reason_of(row, gone)[0]
     if asked.dedup:
@@ -363,24 +358,25 @@ def judge(number, work):
     if plan(work).max_bytes:
         n = groups_needed(work, next((n for n in range(n) if not is_done("sift", n, work)), n)) or n
     rows, reason = decide(work, n)
-    left, copies = np.flatnonzero(reason == ""), planted(work)
-    if not len(left):
+    left = rows.filter(reason == "")
+    if not left:
         counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
-    sources = [name for name in pc.unique(rows["source"]).to_pylist() if name != "probes" or not copies]
-    sources = sorted(sources) + ["probes"] * bool(copies)
-    ends = halve(work, *(rows[name][left[0]].as_py() for name in ("group", "offset"))) if len(left) == 1 else []
+    copies, ends = planted(work), halve(work, *left.to_pylist()) if len(left) == 1 else []
     write_rows(ends + copies, work, EXTRA)
     extra = read_table(sifted(work, EXTRA), columns=rows.column_names)
     reason = np.append(reason, extra["reason"])
+    rows = pyarrow.concat_tables([rows, extra]).select(["source", "text", *PLACE])
+    # The source of planted passages is the last.
+    sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
     kept = np.flatnonzero(reason == "")
-    rows = pyarrow.concat_tables([rows, extra]).select(["source", "text", *PLACE]).take(kept)
+    rows = rows.take(kept)
     documents = np.zeros(len(kept), DOCUMENT)
-    documents["row"], documents["stream"] = kept, validation(rows, plan(work))
-    documents["stream"] += 2 * pc.index_in(rows["source"], pyarrow.array(sources)).to_numpy()
     for name in PLACE:
         documents[name] = rows[name]
     documents["written"][0] -= sum(row["written"] for row in ends)
+    source = pc.index_in(rows["source"], pyarrow.array(sources)).to_numpy()
+    documents["row"], documents["stream"] = kept, 2 * source + validation(rows, plan(work))
     np.save(work / "documents.npy", documents[np.lexsort((documents["id_hash"], documents["stream"]))])
     write_table(pyarrow.table(dict(reason=reason)), work / "reasons.parquet")
     return dict(sources=sources, groups=n)
@@ -391,19 +387,19 @@ def validation(rows, asked):
     hashes, whole = rows["id_hash" if asked.by_id else "text"].to_numpy(), rows["text"].to_numpy() != 0
     if whole.sum() == 1:
         return ~whole & (rows["group"].to_numpy() != EXTRA)
-    val = whole & (hashes / 2.0**64 < asked.val_share)
-    least, most = hashes[whole].min(), hashes[whole].max()
+    val, least = whole & (hashes / 2.0**64 < asked.val_share), hashes == hashes[whole].min()
     # Of a few documents, of which none may be below, the one with the smallest hash is, with its copies.
-    return val if val.any() or least == most else whole & (hashes == least)
+    return val if val.any() or least[whole].all() else whole & least
 
 
-def halve(work, group, offset):
+def halve(work, place):
     """Cut the only kept document after a line break or a space. Returns the row of its end, [] if it has none."""
-    row = next(row for row in read_table(sifted(work, group)).to_pylist() if (row["reason"], row["offset"]) == ("", offset))
-    raw = sifted(work, group).with_suffix(".text").read_bytes()[offset:][:row["written"]]
-    borders = [raw.find(mark, int(len(raw) * (1 - plan(work).val_share))) + 1 for mark in (b"\n", b" ")]
-    cut = next((border for border in borders if 0 < border < len(raw)), len(raw))
-    return [row | NOTHING | dict(offset=offset + cut, written=len(raw) - cut)] * (cut < len(raw))
+    path = sifted(work, place["group"])
+    row = read_table(path, filters=[("reason", "=", ""), ("offset", "=", place["offset"])]).to_pylist()[0]
+    raw = path.with_suffix(".text").read_bytes()[:row["offset"] + row["written"]]
+    end = raw[row["offset"] + int(row["written"] * (1 - plan(work).val_share)):]
+    end = end.partition(b"\n")[2] or end.partition(b" ")[2]
+    return [row | NOTHING | dict(offset=len(raw) - len(end), written=len(end))] * bool(end)
 
 
 @cached
@@ -416,12 +412,11 @@ def probes(work):
 
 def planted(work):
     """The rows of the planted copies. Each has a place of its own in the order, so that they are spread."""
-    rows = []
+    rows, row = [], dict(NOTHING, source="probes", language="", license="", reason="", group=EXTRA)
     with open(sifted(work, EXTRA).with_suffix(".text"), "wb") as f:
         for passage in probes(work):
-            row = dict(NOTHING, id=passage["id"], source="probes", language="", license="", reason="", group=EXTRA,
-                       offset=f.tell(), written=f.write(passage["text"].encode()))
-            rows += [dict(row, id_hash=id_hash(f"{passage['id']}#{k}")) for k in range(passage["repetitions"])]
+            row = dict(row, id=passage["id"], offset=f.tell(), written=f.write(passage["text"].encode()))
+            rows += [dict(row, id_hash=id_hash(f"{row['id']}#{k}")) for k in range(passage["repetitions"])]
     return rows
 
 
@@ -433,7 +428,7 @@ def planted(work):
 def judged(work):
     """What judge() returned, the documents, and their buckets."""
     documents = np.load(work / "documents.npy", mmap_mode="r", allow_pickle=False)
-    return SimpleNamespace(**result("judge", 0, work), documents=documents, buckets=buckets_of(documents))
+    return SimpleNamespace(**result("judge", work), documents=documents, buckets=buckets_of(documents))
 
 
 def buckets_of(documents):
@@ -456,19 +451,13 @@ def find_vocabulary(number, work):
     name, path = plan(work).tokenizer, str(work.parent / "data" / "tokenizer.json")
     if not name:
         tokenizers.train_bpe(some_text(work), plan(work).train_bpe, path)
-    elif os.path.isfile(f"{name}/tokenizer_config.json"):
-        # Of a Hugging Face model: the Minis' ids are not those of --tokenizer=apertus.
-        import convert
-
-        tok = convert.tokenizer_from_hf(name)
-        # A document ends a text, also where the model's own end is that of a turn.
-        tok.eos = tok.special.get("</s>", tok.eos)
-        tokenizers.write_bpe(tok, path)
-    else:
-        tok = tokenizers.load(name)
-        if not tok.name.startswith("bpe:"):
-            return dict(name=tok.name)
-        shutil.copy(tok.name.removeprefix("bpe:"), path)
+        return dict(name=path)
+    tok = tokenizers.load(name)
+    if not tok.name.startswith("bpe:"):
+        return dict(name=tok.name)
+    # A document ends a text, also where the end in a model's folder is that of a turn.
+    tok.eos = tok.special.get("</s>", tok.eos)
+    tokenizers.write_bpe(tok, path)
     return dict(name=path)
 
 
@@ -485,7 +474,7 @@ def some_text(work):
 
 @cached
 def tok_of(work):
-    return tokenizers.load(result("vocabulary", 0, work)["name"])
+    return tokenizers.load(result("vocabulary", work)["name"])
 
 
 def tokenize_bucket(number, work):
@@ -499,17 +488,18 @@ def tokenize_bucket(number, work):
 
 @cached
 def shards(work):
-    """[{stream, file, begin, end}] of all shards. begin, end: a stretch of the tokens of all buckets in a row."""
-    found, names, sizes, end, most = [], [safe(name) for name in judged(work).sources], Counter(), 0, plan(work).shard_tokens
+    """[{source, split, file, begin, end}] of all shards, stretches of the tokens of all buckets in a row."""
+    sources, found, sizes, end, most = judged(work).sources, [], Counter(), 0, plan(work).shard_tokens
+    names = list(map(safe, sources))
     for bucket in results("tokens", work):
         sizes.update(bucket)
-    for stream in range(2 * len(names)):
-        begin, end, name = end, end + sizes[str(stream)], names[stream // 2]
+    for stream, ((i, source), split) in enumerate(product(enumerate(sources), SPLITS)):
+        begin, end = end, end + sizes[str(stream)]
         # Two sources may differ in characters that no file name has.
-        name += f"-{stream // 2}" * (names.index(name) < stream // 2)
+        name = names[i] + f"-{i}" * (names.index(names[i]) < i)
         for k, at in enumerate(range(begin, end, most)):
-            file = f"{name}_" * (len(names) > 1) + f"{SPLITS[stream % 2]}_{k:05d}.npy"
-            found.append(dict(stream=stream, file=file, begin=at, end=min(at + most, end)))
+            file = f"{name}_" * (len(names) > 1) + f"{split}_{k:05d}.npy"
+            found.append(dict(source=source, split=split, file=file, begin=at, end=min(at + most, end)))
     return found
 
 
@@ -528,85 +518,85 @@ def account(number, work):
     """meta.json, documents.parquet and the report."""
     asked, tok, new = plan(work), tok_of(work), work.parent / "data"
     ledger.write_ledger(new / ledger.FILE, rows_of_all(work))
-    streams = {source: dict(train=[], val=[]) for source in judged(work).sources}
+    streams = {source: {split: [] for split in SPLITS} for source in judged(work).sources}
     for shard, entry in zip(shards(work), results("cut", work)):
-        streams[judged(work).sources[shard["stream"] // 2]][SPLITS[shard["stream"] % 2]].append(entry)
+        streams[shard["source"]][shard["split"]].append(entry)
     name = "tokenizer.json" if (new / "tokenizer.json").exists() else tok.name
-    of = "sha256 of its id" if asked.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
-    robots, store = rules(work).robots, asked.robots or asked.blocked
-    ledger.write_account(
-        new,
-        dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos),
-        streams,
-        dict(
-            run=describe(name, asked),
-            inputs=inputs_of(work),
-            ignored=asked.ignored,
-            rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {asked.val_share}; of a "
-            "single document it is the end.",
-            pii=dict(scrubbed=asked.pii, in_code=asked.pii_in_code),
-            probes=write_probes(work, tok) if probes(work) else None,
-            robots=robots and dict(
-                store=store, sha256=digest(store), agents=robots["agents"], missing=asked.missing,
-                only_explicit=asked.agents_no_star, **ledger.opt_outs(new, robots["store"])),
-        ),
-    )
+    meta = dict(tokenizer=name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
+    ledger.write_account(new, meta, streams, about(work, tok, name))
     if not asked.dry_run:
         verify(new)
 
 
+def about(work, tok, name):
+    """What the report says of the run, its files, and the settings that decide. Writes probes.json."""
+    asked, new, robots, times = plan(work), work.parent / "data", rules(work).robots, plan(work).repetitions
+    commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
+    run = dict(
+        out=asked.out,
+        command=asked.command,
+        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked.began)),
+        seconds=round(time.time() - asked.began),
+        code=commit if len(commit) == 40 else None,
+        packages={package: metadata.version(package) for package in ("numpy", "pyarrow", "rensa", "tiktoken")},
+        tokenizer=name,
+    )
+    files = {}
+    for n, group in enumerate(groups(work)):
+        unread = None if n < judged(work).groups else "not read: --max_bytes was reached"
+        for file, _ in group:
+            files.setdefault(file["name"], {key: file[key] for key in ("name", "path", "bytes", "sha256")}
+                             | dict(problem=file["problem"] or unread))
+    if robots:
+        store = asked.robots or asked.blocked
+        robots = dict(store=store, sha256=digest(store), agents=robots["agents"], missing=asked.missing,
+                      only_explicit=asked.agents_no_star, **ledger.opt_outs(new, robots["store"]))
+    planted = [dict(passage, ids=tok.encode(passage["text"])) for passage in probes(work)]
+    if planted:
+        # studies/memorize.py reads it.
+        write_json(new / "probes.json", dict(
+            tokenizer_hash=tok.hash, repetitions=times, source="probes", probes=planted))
+    of = "sha256 of its id" if asked.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
+    return dict(
+        run=run,
+        inputs=list(files.values()),
+        ignored=asked.ignored,
+        rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {asked.val_share}; of a "
+        "single document it is the end.",
+        pii=dict(scrubbed=asked.pii, in_code=asked.pii_in_code),
+        probes=planted and dict(
+            file=asked.probes, sha256=sha256(asked.probes), passages=len(planted), repetitions=times,
+            documents=sum(passage["repetitions"] for passage in planted)) or None,
+        robots=robots,
+    )
+
+
 def rows_of_all(work):
     """Yield the rows of all groups as tables of the ledger."""
-    documents, reasons = judged(work).documents, read_table(work / "reasons.parquet")["reason"]
-    counts = [np.fromfile(work / "tokens" / f"{n}.counts", np.int64) for n in range(len(judged(work).buckets))]
-    tokens = np.concatenate(counts)
-    begins, files = np.array([shard["begin"] for shard in shards(work)]), [shard["file"] for shard in shards(work)]
-    at = np.cumsum(tokens) - tokens
+    documents, found = judged(work).documents, shards(work)
+    paths = [work / "tokens" / f"{n}.counts" for n in range(len(judged(work).buckets))]
+    tokens = np.concatenate([np.fromfile(path, np.int64) for path in paths])
+    begins, at = np.array([shard["begin"] for shard in found]), np.cumsum(tokens) - tokens
     shard = np.searchsorted(begins, at, "right") - 1
-    # The number of each row among the documents.
-    place, done = np.full(len(reasons), -1), 0
+    names = {key: [one[key] for one in found] for key in ("split", "file")}
+    split, file = (pyarrow.DictionaryArray.from_arrays(shard, names[key]) for key in names)
+    where = pyarrow.table(dict(
+        split=split, shard=file, offset=at - begins[shard], tokens=tokens, written=documents["written"]))
+    reasons = read_table(work / "reasons.parquet")["reason"]
+    # The place of each row among the documents.
+    place = np.full(len(reasons), -1)
     place[documents["row"]] = np.arange(len(documents))
+    done = 0
     for number in [*range(judged(work).groups), EXTRA]:
         rows = read_table(sifted(work, number))
         mine = place[done:done + len(rows)]
-        kept, gone = documents[mine], mine < 0
-        columns = dict(zip(rows.column_names, rows.columns), reason=reasons[done:done + len(rows)])
-        columns["split"] = pyarrow.array(np.take(SPLITS, kept["stream"] % 2), mask=gone)
-        columns["shard"] = pyarrow.array(np.take(files, shard[mine]), mask=gone)
-        columns["offset"] = pyarrow.array((at - begins[shard])[mine], mask=gone)
-        columns |= dict(tokens=tokens[mine] * ~gone, written=kept["written"] * ~gone)
-        columns |= {kind: rows[kind].to_numpy() * ~gone for kind in TAGS}
+        kept = where.take(pyarrow.array(mine, mask=mine < 0))
+        columns = {name: some[name] for some in (rows, kept) for name in some.column_names}
+        for name in ("tokens", "written", *TAGS):
+            columns[name] = pc.if_else(mine >= 0, columns[name], 0)
+        columns["reason"] = reasons[done:done + len(rows)]
         done += len(rows)
         yield pyarrow.table(columns)
-
-
-def inputs_of(work):
-    """The files as check() describes them, with those that --max_bytes did not reach."""
-    files = {}
-    for number, group in enumerate(groups(work)):
-        unread = None if number < judged(work).groups else "not read: --max_bytes was reached"
-        for file, _ in group:
-            files.setdefault(file["name"], dict(file, problem=file["problem"] or unread))
-    return [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in files.values()]
-
-
-def write_probes(work, tok):
-    """Write probes.json, which studies/memorize.py reads. Returns its summary for the report."""
-    file, times = plan(work).probes, plan(work).repetitions
-    passages = [dict(passage, ids=tok.encode(passage["text"])) for passage in probes(work)]
-    write_json(work.parent / "data" / "probes.json", dict(
-        tokenizer_hash=tok.hash, repetitions=times, source="probes", probes=passages))
-    return dict(file=file, sha256=sha256(file), passages=len(passages), repetitions=times,
-                documents=sum(passage["repetitions"] for passage in passages))
-
-
-def describe(name, asked):
-    """The command, the time, and the versions that decide."""
-    git = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
-    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked.began))
-    packages = {package: metadata.version(package) for package in ("numpy", "pyarrow", "rensa", "tiktoken")}
-    return dict(out=asked.out, command=asked.command, date=date, seconds=round(time.time() - asked.began),
-                code=git if len(git) == 40 else None, packages=packages, tokenizer=name)
 
 
 def digest(path):
@@ -624,7 +614,7 @@ def digest(path):
 STAGES = dict(
     check=(lambda work: min(32, len(plan(work).files)), check_files),
     scores=(lambda work: len(groups(work)) * bool(plan(work).score_field), score_group),
-    thresholds=(lambda work: int(bool(plan(work).score_field)), find_thresholds),
+    thresholds=(lambda work: bool(plan(work).score_field), find_thresholds),
     sift=(lambda work: len(groups(work)), sift),
     judge=(lambda work: 1, judge),
     vocabulary=(lambda work: 1, find_vocabulary),
@@ -647,3 +637,11 @@ def do(stage, number, work):
     found = STAGES[stage][1](number, work)
     if found is not None:
         write_json(work / stage / f"{number}.json", found)
+
+
+def do_share(stage, final, tmp, _, rank, world_size):
+    """A step of datatrove: do every world_size-th piece of a stage. final: the folder to publish then, or None."""
+    for number in range(rank, pieces(stage, tmp / "work"), world_size):
+        do(stage, number, tmp / "work")
+    if final:
+        publish(final, tmp)
