@@ -112,7 +112,7 @@ def main():
     check_settings()
     if remove and paths:
         raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
-    # To be replaced by --remove, a joined folder is refused there, in better words.
+    # withdraw() has better words for a joined folder.
     with building(choose_out(), [remove] if remove else inputs(), None if remove else False) as (final, tmp):
         if remove:
             withdraw(remove, out, final, tmp)
@@ -267,8 +267,7 @@ def each(name, numbers, work, workers):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
         for number, future in [(number, pool.submit(stages.do, name, number, work)) for number in numbers]:
-            if future.exception():
-                raise future.exception()
+            future.result()
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None

@@ -12,7 +12,7 @@ The stages from files to a data folder. prepare.py runs them on this machine, co
     account       meta.json, documents.parquet, report.json, report.md; everything checked from the files
 
 A stage is a row of STAGES: how many pieces of work there are, and a function of (number, work) that does one of them.
-What it returns is written to OUT.tmp/work/STAGE/NUMBER.json when all its other files are there. A piece depends on
+Its result is written to OUT.tmp/work/STAGE/NUMBER.json, after all its other files. A piece depends on
 nothing but the plan and the stages before, so any number of processes writes the same bytes, and a killed run repeats
 only the pieces that are missing.
 """
@@ -79,12 +79,12 @@ def plan(work):
 
 
 def result(stage, work, number=0):
-    """What a piece of a stage has returned."""
+    """The result of a piece of a stage."""
     return read_json(work / stage / f"{number}.json")
 
 
 def results(stage, work):
-    """What all pieces of a stage have returned, in order."""
+    """The results of all pieces of a stage, in order."""
     return (result(stage, work, number) for number in range(pieces(stage, work)))
 
 
@@ -302,7 +302,7 @@ def sifted(work, number):
 
 
 def write_rows(rows, work, number):
-    """Write rows of the ledger, with nulls where no stage knows better yet, and what judge() needs in addition."""
+    """Write rows of the ledger, null where a later stage fills in, with more columns for judge()."""
     more = [("group", pyarrow.int32()), ("id_hash", pyarrow.uint64()), ("bands", pyarrow.list_(pyarrow.uint64()))]
     table = pyarrow.Table.from_pylist(rows, pyarrow.schema([*ledger.schema(), *more]))
     write_table(table, sifted(work, number))
@@ -426,7 +426,7 @@ def planted(work):
 
 @cached
 def judged(work):
-    """What judge() returned, the documents, and their buckets."""
+    """The result of judge(), the documents, and their buckets."""
     documents = np.load(work / "documents.npy", mmap_mode="r", allow_pickle=False)
     return SimpleNamespace(**result("judge", work), documents=documents, buckets=buckets_of(documents))
 
@@ -529,7 +529,7 @@ def account(number, work):
 
 
 def about(work, tok, name):
-    """What the report says of the run, its files, and the settings that decide. Writes probes.json."""
+    """The part of the report about the run, its files and its settings. Writes probes.json."""
     asked, new, robots, times = plan(work), work.parent / "data", rules(work).robots, plan(work).repetitions
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     run = dict(
