@@ -124,7 +124,7 @@ def publish(final, tmp):
         os.rename(final, old)
     try:
         os.rename(data, final)
-    except OSError:
+    except BaseException:
         if old.is_dir():
             os.rename(old, final)
         raise

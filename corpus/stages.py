@@ -12,12 +12,13 @@ The stages from files to a data folder. prepare.py runs them on this machine, co
     account       meta.json, documents.parquet, report.json, report.md; everything checked from the files
 
 A stage is a row of STAGES: how many pieces of work there are, and a function of (number, work) that does one of them.
-Its result is written to OUT.tmp/work/STAGE/NUMBER.json, after all its other files. A piece depends on
-nothing but the plan and the stages before, so any number of processes writes the same bytes, and a killed run repeats
-only the pieces that are missing.
+Its result is written to OUT.tmp/work/STAGE/NUMBER.json, after all its other files. A piece depends on nothing but the
+plan and the stages before, so any number of processes writes the same bytes, and a killed run repeats only the pieces
+that are missing.
 """
 
 import hashlib
+import json
 import os
 import subprocess
 import time
@@ -636,7 +637,10 @@ def do(stage, number, work):
     (work / stage).mkdir(exist_ok=True)
     found = STAGES[stage][1](number, work)
     if found is not None:
-        write_json(work / stage / f"{number}.json", found)
+        # No fsync: it would wait for all the text of the piece, and a kill does not need it.
+        path = work / stage / f"{number}.tmp"
+        path.write_text(json.dumps(found))
+        path.replace(path.with_suffix(".json"))
 
 
 def do_share(stage, final, tmp, _, rank, world_size):

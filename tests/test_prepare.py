@@ -71,6 +71,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     found, said, total = {row["id"]: row for row in ledger(out)}, report(out), report(out)["total"]
     assert found.keys() == {*texts, "bad.txt"}
     assert all(row["bytes"] == len(texts[name].encode()) for name, row in found.items() if name in texts)
+    assert not any(row["written"] or row["tokens"] != 0 for row in found.values() if row["reason"])
     reasons = Counter(row["reason"].split(":")[0] for row in found.values())
     assert {"unreadable", "empty", "robots", "rate", "contaminated", "duplicate", "near-duplicate"} <= reasons.keys()
     assert total["documents_in"] == len(found) and total["documents"] == reasons.pop("")
@@ -109,7 +110,8 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path)
     out, args, _ = corpus
     small = "from corpus import stages\nimport prepare\nstages.GROUP, stages.BUCKET, prepare.SMALL = 3000, 5000, 0\n" \
             "from configurator import run\nrun(prepare.main, vars(prepare))"
-    for workers, place in ((3, "sift/4.json"), (2, "tokens/3.json"), (1, "")):
+    began = set()
+    for workers, place in ((3, "sift/1.json"), (2, "tokens/3.json"), (1, "")):
         # A --dry_run that was killed is no dry run when it is resumed without.
         more = [f"--out={tmp_path}/out", "--tokenizer=byte", f"--workers={workers}", f"--dry_run={bool(place)}"]
         process = subprocess.Popen([sys.executable, "-c", small, *map(str, args), *more], cwd=ROOT, env=dict(os.environ, PYTHONPATH=ROOT),
@@ -120,7 +122,10 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path)
             process.send_signal(signal.SIGKILL)
         # The pipes close when the last worker has ended too.
         said, err = process.communicate(timeout=60)
-        assert (tmp_path / "out").exists() == (not place), err
+        assert process.returncode == -signal.SIGKILL * bool(place), err
+        began |= {os.stat(file).st_ino for file in glob.glob(f"{tmp_path}/out.tmp/work/sift/[0-2].json")}
+    # The pieces that were done are not done again.
+    assert len(began) == 3
     assert "resuming" in said and written(tmp_path / "out") == written(out) and os.listdir(tmp_path) == ["out"]
 
 
@@ -134,9 +139,7 @@ def test_a_run_resumes_only_with_the_settings_that_decide_what_it_writes(tmp_pat
     for name in settings(vars(prepare)).keys() - {"paths", "heuristics"}:
         value = getattr(prepare, name)
         with monkeypatch.context() as patch:
-            patch.setattr(prepare, name, value[:-1] if type(value) is tuple else type(value)(1) if not value else value * 2)
-            if type(value) is bool:
-                patch.setattr(prepare, name, not value)
+            patch.setattr(prepare, name, not value if type(value) is bool else value * 2 or type(value)(1))
             assert (key() == before) == (name in ("workers", "strict", "dry_run")), name
     os.utime(tmp_path / "a.txt", (1, 1))
     assert key() != before
@@ -296,18 +299,19 @@ def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_changes(ho
 @pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", [1, 2])
 def test_the_old_data_are_there_until_the_new_ones_are_wherever_it_is_stopped(home, monkeypatch, fails, at):
-    old, true, left = snapshot(home / "data"), os.rename, [None] * (at - 1)
+    old, true, fates = snapshot(home / "data"), os.rename, iter([None] * (at - 1) + [fails])
 
     def rename(*names):
-        if not left:
-            raise fails
-        left.pop()
+        fate = next(fates, None)
+        if fate:
+            raise fate
         true(*names)
     with pytest.raises(type(fails)), folder.building(home / "data", []) as (final, tmp), monkeypatch.context() as patch:
         (tmp / "data").mkdir()
         (tmp / "data" / "meta.json").touch()
         patch.setattr(folder.os, "rename", rename)
         folder.publish(final, tmp)
+    assert snapshot(home / "data") == old
     # The next run, whatever it will do.
     with folder.building(home / "data", []):
         assert snapshot(home / "data") == old
