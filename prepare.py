@@ -134,7 +134,7 @@ def inputs():
 
 
 def prepare(final, tmp):
-    """From files to the data folder `final`. tmp: its work folder, as claim() gives it."""
+    """From files to the data folder `final`. tmp: its work folder, as building() gives it."""
     began, work = time.time(), tmp / "work"
     begin(work, began)
     for name in stages.STAGES:

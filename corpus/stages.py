@@ -359,11 +359,11 @@ def judge(number, work):
     if plan(work).max_bytes:
         n = groups_needed(work, next((n for n in range(n) if not is_done("sift", n, work)), n)) or n
     rows, reason = decide(work, n)
-    left = rows.filter(reason == "")
-    if not left:
+    left = np.flatnonzero(reason == "")
+    if not len(left):
         counts = ", ".join(f"{n:,} {why}" for why, n in Counter(reason).most_common(5))
         raise ValueError(f"no document is left ({counts or 'the files are empty'})")
-    copies, ends = planted(work), halve(work, *left.to_pylist()) if len(left) == 1 else []
+    copies, ends = planted(work), halve(work, *rows.take(left).to_pylist()) if len(left) == 1 else []
     write_rows(ends + copies, work, EXTRA)
     extra = read_table(sifted(work, EXTRA), columns=rows.column_names)
     reason = np.append(reason, extra["reason"])

@@ -36,7 +36,7 @@ def place(doc_id):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what is in the folder
+# the files of the folder
 
 
 @pytest.fixture(scope="module")
