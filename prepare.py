@@ -112,7 +112,7 @@ def main():
     check_settings()
     if remove and paths:
         raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
-    # To be replaced by --remove, a joined folder is refused there, in better words.
+    # withdraw() has better words for a joined folder.
     with building(choose_out(), [remove] if remove else inputs(), None if remove else False) as (final, tmp):
         if remove:
             withdraw(remove, out, final, tmp)
@@ -134,11 +134,11 @@ def inputs():
 
 
 def prepare(final, tmp):
-    """From files to the data folder `final`. tmp: its work folder, as claim() gives it."""
+    """From files to the data folder `final`. tmp: its work folder, as building() gives it."""
     began, work = time.time(), tmp / "work"
     begin(work, began)
-    for name, pieces, do in stages.STAGES:
-        local_stage(name, pieces(work), do, work)
+    for name in stages.STAGES:
+        local_stage(name, work)
     report = read_json(tmp / "data" / "report.json")
     if dry_run:
         print(read_text(tmp / "data" / "report.md"))
@@ -168,8 +168,9 @@ def begin(work, began):
     else:
         empty(work.parent)
         work.mkdir()
-        command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-        write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    # Written anew: the rest of a --dry_run may be a run.
+    write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
     (work.parent / "data").mkdir(exist_ok=True)
     for function in stages.CACHES:
         function.cache_clear()
@@ -231,15 +232,16 @@ def check_settings():
 # processes
 
 
-def local_stage(name, pieces, do, work):
+def local_stage(name, work):
     """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when these are kept."""
+    pieces = stages.pieces(name, work)
     sizes = [stages.size_of(group) for group in stages.groups(work)] if name in ("scores", "sift") else [1] * pieces
     small = name != "check" and sum(map(stages.size_of, stages.groups(work))) <= SMALL
     unit = "B" if name in ("scores", "sift") else "piece"
     # Text that is sifted; a part of it may be duplicates.
     seen, enough = 0, max_bytes
     with tqdm(desc=name, total=sum(sizes), unit=unit, unit_scale=True, disable=None, leave=False) as progress:
-        for number in each(do, range(pieces), work, 1 if small or pieces == 1 else processes()):
+        for number in each(name, range(pieces), work, 1 if small or pieces == 1 else processes()):
             progress.update(sizes[number])
             seen += sizes[number]
             if name == "sift" and 0 < enough <= seen:
@@ -253,20 +255,19 @@ def processes():
     return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def each(do, numbers, work, workers):
-    """Yield the numbers, in order, as do(number, work) is done. OSError if a worker was killed."""
+def each(name, numbers, work, workers):
+    """Yield the numbers of pieces, in order, as they are done. OSError if a worker was killed."""
     if workers == 1:
         for number in numbers:
-            do(number, work)
+            stages.do(name, number, work)
             yield number
         return
     # A forked process shares the loaded tables; a spawned one would load them again.
     fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
-        for number, future in [(number, pool.submit(do, number, work)) for number in numbers]:
-            if future.exception():
-                raise future.exception()
+        for number, future in [(number, pool.submit(stages.do, name, number, work)) for number in numbers]:
+            future.result()
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None

@@ -22,6 +22,7 @@ if __name__ == "__main__" and not __package__:
 
 import os
 import time
+from functools import partial
 from importlib.util import find_spec
 
 import prepare
@@ -50,9 +51,8 @@ def main():
     out, began, last = prepare.choose_out(), time.time(), None
     with building(out, prepare.inputs(), False) as (final, tmp):
         prepare.begin(tmp / "work", began)
-        for name, _, _ in stages.STAGES:
-            n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
-            last = executor_of(name, n, final, tmp, last)
+        for name in stages.STAGES:
+            last = executor_of(name, final, tmp, last)
         try:
             last.run()
         except Exception as e:
@@ -66,14 +66,13 @@ def main():
         prepare.say(read_json(final / "report.json"), time.time() - began)
 
 
-def executor_of(name, n, final, tmp, before):
-    """datatrove's executor for a stage of n tasks. before: that of the stage before."""
-    from corpus.step import Stage
-
-    # Where this process does not wait for the end, the last task puts the folder in its place.
+def executor_of(name, final, tmp, before):
+    """datatrove's executor for a stage. before: that of the stage before."""
+    n = dict(check=tasks, scores=tasks, sift=tasks, tokens=parts, cut=parts).get(name, 1)
+    # Slurm's jobs outlive this process, so the last one puts the folder in its place.
     publishes = executor == "slurm" and name == "account"
-    pipeline = [Stage(name, final if publishes else None, tmp)]
-    options = dict(pipeline=pipeline, tasks=n, logging_dir=f"{tmp}/work/logs/{name}", depends=before)
+    step = partial(stages.do_share, name, final if publishes else None, tmp)
+    options = dict(pipeline=[step], tasks=n, logging_dir=f"{tmp}/work/logs/{name}", depends=before)
     if executor == "local":
         from datatrove.executor import LocalPipelineExecutor
 
@@ -85,13 +84,9 @@ def executor_of(name, n, final, tmp, before):
         return RayPipelineExecutor(**options)
     from datatrove.executor import SlurmPipelineExecutor
 
+    path = f"export PYTHONPATH={ROOT} PATH={os.path.dirname(sys.executable)}:$PATH"
     return SlurmPipelineExecutor(
-        **options,
-        job_name=name,
-        time=f"{hours}:00:00",
-        partition=partition,
-        env_command=f"export PYTHONPATH={ROOT} PATH={os.path.dirname(sys.executable)}:$PATH",
-    )
+        **options, job_name=name, time=f"{hours}:00:00", partition=partition, env_command=path)
 
 
 if __name__ == "__main__":

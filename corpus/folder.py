@@ -18,16 +18,35 @@ WRITTEN = {"meta.json", "documents.parquet", "report.json", "report.md", "tokeni
 WRITTEN |= {"kept.parquet", "removed.jsonl.gz", "flow.png"}
 
 
-def claim(out, inputs, joined=None):
+@contextlib.contextmanager
+def building(out, inputs, joined=None):
     """
-    Lock a data folder for this process. Returns (final, tmp, lock): the folder without links, the folder OUT.tmp
-    where work/ and data/ are made, and the file to close at the end.
+    Lock a data folder for this process, as a context: (final, tmp), the folder without links, and the folder OUT.tmp
+    where work/ and data/ are made. A mistake of the user leaves no tmp, a full disk one to resume from.
 
     inputs: paths that are read. joined: whether the old folder must be one of data.py --join; None: it may be either.
     ValueError, with nothing written, if something of the user's would be lost or another process is writing there.
     """
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
+    with locked(out, final, tmp, inputs, joined):
+        before, old = (tmp / "work").exists(), tmp / "old"
+        # A kill between the two renames of publish().
+        if old.is_dir() and not final.exists():
+            os.rename(old, final)
+        shutil.rmtree(old, ignore_errors=True)
+        try:
+            yield final, tmp
+        except (ValueError, ImportError, FileNotFoundError, IsADirectoryError, BrokenPipeError):
+            if not before:
+                clear(tmp)
+            raise
+        except OSError as e:
+            raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
+
+
+def locked(out, final, tmp, inputs, joined):
+    """The lock of the folder `tmp`, an open file. ValueError: see building()."""
     try:
         refuse(out, final, tmp, inputs, joined)
         tmp.mkdir(parents=True, exist_ok=True)
@@ -42,54 +61,27 @@ def claim(out, inputs, joined=None):
     # A process that has just finished there may have removed the file that we opened.
     if not held or not os.path.exists(lock.name):
         lock.seek(0)
-        owner = lock.read()
-        lock.close()
-        raise ValueError(f"{out}: another prepare.py is writing there (process {owner}): wait for it, or choose "
-                         "another folder")
+        with lock:
+            raise ValueError(f"{out}: another prepare.py is writing there (process {lock.read()}): wait for it, or "
+                             "choose another folder")
     # A worker inherits the open file, and would hold the lock after the main process has died.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock.close)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()
-    # A kill between the two renames of publish().
-    old = tmp / "old"
-    if old.is_dir() and not final.exists():
-        os.rename(old, final)
-    shutil.rmtree(old, ignore_errors=True)
-    return final, tmp, lock
-
-
-@contextlib.contextmanager
-def building(out, inputs, joined=None):
-    """claim() as a context: (final, tmp). A mistake of the user leaves no tmp, a full disk one to resume from."""
-    final, tmp, lock = claim(out, inputs, joined)
-    before = os.path.exists(tmp / "work")
-    with lock:
-        try:
-            yield final, tmp
-        except BrokenPipeError:
-            raise
-        except (ValueError, ImportError, FileNotFoundError, IsADirectoryError):
-            if not before:
-                clear(tmp)
-            raise
-        except OSError as e:
-            raise OSError(f"{e}. {out} is as it was; the same command resumes from {tmp}") from None
+    return lock
 
 
 def refuse(out, final, tmp, inputs, joined):
     """ValueError if `final` cannot be made or replaced without touching files of the user."""
-    if lies_in(os.getcwd(), final):
+    if Path(os.path.realpath("")).is_relative_to(final):
         raise ValueError(f"{out} is or holds the working directory: choose another folder")
-    # Folders, not files: a glob may name a hundred thousand files of one folder.
-    for folder in {path if os.path.isdir(path) else os.path.dirname(path) for path in inputs}:
-        if lies_in(folder, final):
-            raise ValueError(f"{out} is or holds {folder}, an input, and would be replaced: choose another folder")
     for path in inputs:
-        if lies_in(path, tmp):
-            raise ValueError(f"{path}, an input, is in the work folder of --out={out}: choose another folder")
-        if os.path.isdir(path) and lies_in(final, path):
+        real = Path(os.path.realpath(path))
+        if real.is_relative_to(final) or real.is_relative_to(tmp):
+            raise ValueError(f"{out} is or holds {path}, an input, and would be replaced: choose another folder")
+        if final.is_relative_to(real):
             raise ValueError(f"{out} lies in {path}, an input: choose a folder outside it")
     if os.path.ismount(final):
         raise ValueError(f"{out} is a mount point, which cannot be replaced: choose a folder in it")
@@ -101,23 +93,15 @@ def refuse(out, final, tmp, inputs, joined):
                          "one")
 
 
-def lies_in(path, folder):
-    """Whether a path is this folder or is in it, however the two are spelled."""
-    path = Path(os.path.realpath(path))
-    return os.path.exists(folder) and any(p.exists() and p.samefile(folder) for p in (path, *path.parents))
-
-
 def not_ours(folder, joined):
     """The name of something in a folder that prepare.py (or data.py --join) did not write there, or None."""
     if not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
-    entries = sorted(os.listdir(folder))
-    ours = set()
+    entries, ours = sorted(os.listdir(folder)), set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
         # The shards of a joined folder lie in others.
-        elsewhere = any(map(os.path.dirname, files))
-        if joined in (None, elsewhere) and "report.json" in entries:
+        if "report.json" in entries and joined in (None, any(map(os.path.dirname, files))):
             ours = WRITTEN | files
     return next((name for name in entries if name not in ours), None)
 
@@ -126,22 +110,21 @@ def publish(final, tmp):
     """
     Put tmp/data in the place of `final`, whose old data are removed when the new ones stand.
 
-    OSError, with `final` as it was, if a file of the user has come to it since claim().
+    OSError, with `final` as it was, if a file of the user has come to it since building().
     """
     data, old = tmp / "data", tmp / "old"
     stranger = not_ours(final, None)
     if stranger:
         raise OSError(f"{final}/{stranger} has appeared: move it")
-    for file in data.iterdir():
-        flush(file)
-    flush(data)
+    for path in (*data.iterdir(), data):
+        flush(path)
     # The work is done: after a kill from here on the same command starts again.
     (tmp / "work" / "plan.json").unlink(missing_ok=True)
     if final.is_dir():
         os.rename(final, old)
     try:
         os.rename(data, final)
-    except OSError:
+    except BaseException:
         if old.is_dir():
             os.rename(old, final)
         raise

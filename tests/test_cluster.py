@@ -56,7 +56,7 @@ def test_any_number_of_tasks_makes_the_same_folder_and_makes_it_again(texts, alo
 
 def test_killed_in_two_stages_and_started_again_it_makes_the_same(texts, alone, tmp_path):
     command = [sys.executable, "-m", "corpus.cluster", *map(str, flags(texts)), f"--out={tmp_path}/data", "--tasks=2", "--workers=2"]
-    for place in ("spool", "tokens"):
+    for place in ("sift", "tokens"):
         process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not (tmp_path / "data.tmp" / "work" / place).exists():
             time.sleep(0.002)
