@@ -33,7 +33,7 @@ from engine.readers import kind_of, records
 def withdraw(path, out, final, tmp):
     """
     Take the documents that the file `path` names out of the data folder `final`, which the user calls `out`.
-    tmp: as claim() gives it.
+    tmp: as building() gives it.
 
     ValueError, with the folder as it was: none of it is there, or a source would be empty. ValueError, after the others
     have been removed: an entry was never there.
