@@ -93,7 +93,6 @@ if __name__ == "__main__":
         halves.join("cpu", 60)
         check(halves)
         quarters = SplitRanks(4, "ddp")
-        group, _ = dist.new_subgroups(4)
-        quarters.window = group.group_name
+        quarters.window, _ = dist.new_subgroups(4)
         check(quarters)
         halves.leave()
