@@ -131,26 +131,23 @@ class AdEMAMix(torch.optim.Optimizer):
                 # If a tensor is split unevenly, the last ranks may hold none of it.
                 if row[0].numel():
                     alike[int(state["step"]), row[-1].dtype].append(row)
+            beta1, beta2, beta3 = group["betas"]
             for (t, dtype), rows in alike.items():
+                numbers = (
+                    group["lr"],
+                    alpha_at(t, group["alpha"], group["alpha_warmup"]),
+                    1 - beta1,
+                    1 - beta2,
+                    1 - beta3_at(t, beta1, beta3, group["beta3_warmup"]),
+                    1 / (1 - beta1**t),
+                    1 / math.sqrt(1 - beta2**t),
+                    group["eps"],
+                    group["weight_decay"],
+                    grad_scale,
+                )
+                numbers = [torch.as_tensor(x, dtype=dtype) for x in numbers]
                 update = updater(ademamix, rows[0][0].device, self.defaults["compile"])
-                numbers = self.numbers(group, t, grad_scale)
-                update(rows, torch.tensor(t, dtype=torch.int32), [torch.as_tensor(x, dtype=dtype) for x in numbers])
-
-    def numbers(self, group, t, grad_scale):
-        """The scalars of step t = 1, 2, ... in the order in which ademamix() takes them."""
-        beta1, beta2, beta3 = group["betas"]
-        return (
-            group["lr"],
-            alpha_at(t, group["alpha"], group["alpha_warmup"]),
-            1 - beta1,
-            1 - beta2,
-            1 - beta3_at(t, beta1, beta3, group["beta3_warmup"]),
-            1 / (1 - beta1**t),
-            1 / math.sqrt(1 - beta2**t),
-            group["eps"],
-            group["weight_decay"],
-            grad_scale,
-        )
+                update(rows, torch.tensor(t, dtype=torch.int32), numbers)
 
     def new_state(self, p):
         """

@@ -186,10 +186,6 @@ def attention_backward(doc, saved):
     return gradients
 
 
-def keep_inputs_and_results(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-
-
 def gradients_of(ctx, gradients):
     """Of the results only the output has a gradient, and doc has none."""
     doc, *saved = ctx.saved_tensors
@@ -199,4 +195,5 @@ def gradients_of(ctx, gradients):
 
 attention.register_fake(unfilled)
 attention_backward.register_fake(unfilled_gradients)
-attention.register_autograd(gradients_of, setup_context=keep_inputs_and_results)
+attention.register_autograd(
+    gradients_of, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))

@@ -18,6 +18,7 @@ training continues.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -211,26 +212,20 @@ class Saver:
     def save(self, step, model, optimizer, info, spare=None):
         import torch.distributed.checkpoint                # not in the thread, where torch.compile may import too
 
+        from engine.gpus import free_on_host
+
         self.wait()
         tensors = tensors_of(model, optimizer)
-        behind = self.has_room(tensors)
+        # Each rank of this node copies its own.
+        need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
+        behind = need < 0.9 * (free_on_host() or math.inf)
         if behind:
             tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, spare, self.group)
         if not behind:
+            self.say(f"the host has no room for a copy of the tensors to save, {need / 1e9:.1f} GB: "
+                     "training waits while a checkpoint is written")
             self.wait()
-
-    def has_room(self, tensors):
-        """Whether the host has memory for a copy of them, for each rank of this node; if not, say so."""
-        from engine.gpus import free_on_host
-
-        need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
-        free = free_on_host()
-        if free and need >= 0.9 * free:
-            self.say(f"a copy of the tensors to save takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} "
-                     "free: training waits while a checkpoint is written")
-            return False
-        return True
 
     def wait(self):
         """Until the last save is on disk, or has failed."""

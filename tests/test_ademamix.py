@@ -59,12 +59,10 @@ def test_the_warmups_are_those_of_the_report():
 
 def test_by_default_it_has_the_published_settings():
     """Report table of hyperparameters, and the optimizer's paper for lr and eps; no warm-up."""
-    p, q = (torch.nn.Parameter(torch.arange(1.0, 4.0)) for _ in range(2))
-    for x, opt in ((p, AdEMAMix([p])), (q, AdEMAMix([q], 1e-3, (0.9, 0.999, 0.9999), 8.0, 1e-8, 0.1, None, None))):
-        for t in range(3):
-            x.grad = torch.tensor([1e-8, -1.0, t])
-            opt.step()
-    assert torch.equal(p, q)
+    want = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None,
+                alpha_warmup=None)
+    group = AdEMAMix([torch.nn.Parameter(torch.ones(3))]).param_groups[0]
+    assert {name: group[name] for name in want} == want
 
 
 def test_loaded_and_copied_it_continues_with_the_same_bits():
@@ -116,28 +114,23 @@ def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told():
 
 
 def test_weight_decay_spares_gains_and_scalars_and_frozen_parameters_are_left_out():
-    model = torch.nn.Module()
-    model.up, model.norm = torch.nn.Linear(3, 4, bias=False), torch.nn.RMSNorm(3)
-    model.alpha_p = torch.nn.Parameter(torch.ones(1))
-    model.frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
     decay, spared = param_groups(model)
-    assert decay == dict(params=[model.up.weight], weight_decay=0.1)
-    assert spared["weight_decay"] == 0.0
-    assert set(map(id, spared["params"])) == {id(model.alpha_p), id(model.norm.weight)}
+    assert decay == dict(params=[model[0].weight], weight_decay=0.1)
+    assert spared["weight_decay"] == 0.0 and list(map(id, spared["params"])) == [id(model[0].bias), id(model[1].weight)]
 
 
 def test_an_optimizer_is_built_by_name():
     model = torch.nn.Linear(3, 4)
     common = 0.1, (0.9, 0.99, 0.999), 5.0, 1e-6, 0.2, 7, 9
-    adamw, ours = (build_optimizer(model, name, *common) for name in ("adamw", "ademamix"))
+    adamw = build_optimizer(model, "adamw", *common)
+    ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
     for opt in (adamw, ours):
         assert [group["weight_decay"] for group in opt.param_groups] == [0.2, 0.0]
         assert opt.param_groups[0]["lr"] == 0.1 and opt.param_groups[1]["eps"] == 1e-6
-    group = ours.param_groups[0]
-    assert (group["betas"], group["alpha"], group["alpha_warmup"], group["beta3_warmup"]) == (common[1], 5.0, 7, 9)
     assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.9, 0.99)
-    small = build_optimizer(model, "ademamix", *common, compile=True, state_dtype="bfloat16").defaults
-    assert (small["state_dtype"], small["compile"]) == (torch.bfloat16, True)
+    want = dict(betas=common[1], alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
+    assert {name: ours.defaults[name] for name in want} == want
     for name, dtype in (("sgd", "float32"), ("adamw", "bfloat16"), ("ademamix", "float16")):
         with pytest.raises(ValueError, match="there is|use --optimizer=ademamix"):
             build_optimizer(model, name, *common, state_dtype=dtype)
