@@ -281,7 +281,7 @@ def test_fingerprints_are_those_that_runs_have_recorded(tmp_path):
 # -----------------------------------------------------------------------------
 # The published tables
 
-# Report Tables 5 and 8: theta; billions of tokens; steps of the 8B and of the 70B; windows a step of the 8B, of which the
+# Report Tables 5 and 8: theta; billions of tokens; steps of the 8B and of the 70B; windows a step of the 8B, and the
 # 70B has twice as many; billions of tokens of stage 5, long documents and books.
 LONG = {
     "8k": (1e6, 78.4, (9350, 4680), 1024, (55.80, 15.87, 6.88)),
