@@ -82,6 +82,12 @@ def test_loaded_and_copied_it_continues_with_the_same_bits():
         assert all(torch.equal(x, other.state[q][name]) for name, x in opt.state[p].items())
 
 
+def test_states_of_parameters_in_bf16_are_fp32():
+    p = torch.nn.Parameter(torch.ones(3).bfloat16())
+    opt = AdEMAMix([p])
+    assert {x.dtype for x in opt.new_state(p).values()} == {torch.float32}
+
+
 def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
     a, b, fresh = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     opt, late = AdEMAMix([a, b], 0.1), AdEMAMix([fresh], 0.1)
