@@ -34,29 +34,22 @@ def ademamix(
     """
     One step for one tensor, in place.
 
-    p, g, m1, m2, v: one shape; m1 is None if b1 = 0. The rest are 0-d tensors: torch.compile would take
-    Python numbers for constants, but lr, alpha and b3 change every step. w = 1 - b, computed before
+    p, g, m1, m2, v: one shape. The rest are 0-d tensors: torch.compile would take Python numbers for
+    constants, but lr, alpha and b3 change every step. w = 1 - b, computed before
     rounding: 1 - 0.9999 in fp32 is off by 1.7e-4 relative. fix1 = 1 / (1 - b1^t), fix2 = 1 / sqrt(1 - b2^t).
     """
     # Clipping happens here, where the gradient is read anyway: a pass of its own would read it twice.
     g = g.to(v.dtype) * grad_scale
-    fast = g if m1 is None else m1 + w1 * (g - m1)
+    fast = m1 + w1 * (g - m1)
     slow = m2 + w3 * (g - m2)
     square = v + w2 * (g * g - v)
     mean = fast * fix1 + alpha * slow
     spread = square.sqrt() * fix2 + eps
     p -= lr * (mean / spread + weight_decay * p)
 
-    if m1 is not None:
-        m1.copy_(fast)
+    m1.copy_(fast)
     m2.copy_(slow)
     v.copy_(square)
-
-
-def one_by_one(rows, t, numbers):
-    """Step t of a list of rows [p, g, m1, m2, v]. numbers: the other arguments of ademamix, in their order."""
-    for row in rows:
-        ademamix(*row, *numbers)
 
 
 def alpha_at(t, alpha, warmup):
@@ -84,10 +77,10 @@ def half_life(beta):
 
 class AdEMAMix(torch.optim.Optimizer):
     """
-    params: tensors, DTensors (FSDP2) or groups of them, see `param_groups`. betas = (b1, b2, b3);
-    b1 = 0 keeps no fast average. beta3_warmup, alpha_warmup: in steps, None = none. state_dtype: of m1
-    and m2. compile: True, False, or None = from a million parameters on; below that, compiling takes
-    longer than it saves. ValueError for values out of range.
+    params: tensors, DTensors (FSDP2) or groups of them, see `param_groups`. betas = (b1, b2, b3).
+    beta3_warmup, alpha_warmup: in steps, None = none. state_dtype: of m1 and m2. compile: True, False, or
+    None = from a million parameters on; below that, compiling takes longer than it saves. ValueError for
+    values out of range.
     """
 
     def __init__(
@@ -110,85 +103,65 @@ class AdEMAMix(torch.optim.Optimizer):
             raise ValueError(f"{group}: want no negative number")
         group.update(betas=betas, beta3_warmup=beta3_warmup, alpha_warmup=alpha_warmup)
         super().__init__(params, group)
-        self.state_dtype = state_dtype
-        self.compile = compile
-        self.update = None  # one_by_one, or a faster function of the same arguments; chosen at the first step
+        if compile is None:
+            compile = sum(p.numel() for group in self.param_groups for p in group["params"]) >= 1_000_000
+        # torch.optim keeps `defaults` when an optimizer is copied or pickled.
+        self.defaults.update(state_dtype=state_dtype, compile=compile)
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale=1.0):
         """
-        One step for every parameter that has a gradient. closure: None, for functions of torch that pass it.
+        One step for every parameter that has a gradient. closure: unused; torch's functions pass None.
 
         grad_scale: number or 0-d tensor that multiplies every gradient: min(1, clip / norm) clips by the norm.
         """
-        if closure is not None:
-            raise ValueError("a closure is not supported: compute the loss before the step")
-        self.update = self.update or self.choose_update()
+        # Here, since it adds nothing to the lesson: ademamix() for many tensors, in fewer passes or in less memory.
+        from engine.averages import updater
+
         for group in self.param_groups:
             # Parameters with the same number of steps t share the scalars of the update.
             alike = defaultdict(list)
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p] or self.new_state(p, group)
+                state = self.state[p] or self.new_state(p)
                 state["step"] += 1
-                averages = state.get("exp_avg_fast"), state["exp_avg_slow"], state["exp_avg_sq"]
+                averages = (state[name] for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"))
                 row = [local(x) for x in (p, p.grad, *averages)]
                 # If a tensor is split unevenly, the last ranks may hold none of it.
                 if row[0].numel():
                     alike[int(state["step"]), row[-1].dtype].append(row)
+            beta1, beta2, beta3 = group["betas"]
             for (t, dtype), rows in alike.items():
-                numbers = self.numbers(group, t, dtype, grad_scale)
-                self.update(rows, torch.tensor(t, dtype=torch.int32), numbers)
+                numbers = (
+                    group["lr"],
+                    alpha_at(t, group["alpha"], group["alpha_warmup"]),
+                    1 - beta1,
+                    1 - beta2,
+                    1 - beta3_at(t, beta1, beta3, group["beta3_warmup"]),
+                    1 / (1 - beta1**t),
+                    1 / math.sqrt(1 - beta2**t),
+                    group["eps"],
+                    group["weight_decay"],
+                    grad_scale,
+                )
+                numbers = [torch.as_tensor(x, dtype=dtype) for x in numbers]
+                update = updater(ademamix, rows[0][0].device, self.defaults["compile"])
+                update(rows, torch.tensor(t, dtype=torch.int32), numbers)
 
-    def numbers(self, group, t, dtype, grad_scale):
-        """The scalars of step t = 1, 2, ... as 0-d tensors, in the order in which ademamix() takes them."""
-        beta1, beta2, beta3 = group["betas"]
-        beta3 = beta3_at(t, beta1, beta3, group["beta3_warmup"])
-        numbers = (
-            group["lr"],
-            alpha_at(t, group["alpha"], group["alpha_warmup"]),
-            1 - beta1,
-            1 - beta2,
-            1 - beta3,
-            1 / (1 - beta1**t),
-            1 / math.sqrt(1 - beta2**t),
-            group["eps"],
-            group["weight_decay"],
-            grad_scale,
-        )
-        return [torch.as_tensor(x, dtype=dtype) for x in numbers]
-
-    def choose_update(self):
-        params = [p for group in self.param_groups for p in group["params"]]
-        compile = self.compile
-        if compile is None:
-            compile = sum(p.numel() for p in params) >= 1_000_000
-        if not compile and self.state_dtype == torch.float32:
-            return one_by_one
-        # Imported here, since it adds nothing to the lesson: the same step, faster or in less memory.
-        from engine.averages import updater
-
-        return updater(ademamix, params[0].device, compile)
-
-    def dtypes(self, p):
-        """The dtypes of a parameter's averages: fp32 or more for the squares, and state_dtype for the others."""
+    def new_state(self, p):
+        """
+        Zeros like p, DTensor for DTensor, so that a distributed checkpoint can save and reshard them with it: fp32 or
+        more for the squares, and state_dtype for the averages.
+        """
         square = torch.promote_types(p.dtype, torch.float32)
-        average = square if square == torch.float64 else self.state_dtype
-        return dict(exp_avg_fast=average, exp_avg_slow=average, exp_avg_sq=square)
-
-    def new_state(self, p, group):
-        """Zeros like p, DTensor for DTensor, so that a distributed checkpoint can save and reshard them with it."""
+        average = square if square == torch.float64 else self.defaults["state_dtype"]
         state = self.state[p]
         state["step"] = torch.tensor(0.0)  # per parameter and on the CPU, as in torch.optim
-        for name, dtype in self.dtypes(p).items():
-            if name != "exp_avg_fast" or group["betas"][0]:
-                state[name] = torch.zeros_like(p, dtype=dtype)
+        state["exp_avg_fast"] = torch.zeros_like(p, dtype=average)
+        state["exp_avg_slow"] = torch.zeros_like(p, dtype=average)
+        state["exp_avg_sq"] = torch.zeros_like(p, dtype=square)
         return state
-
-    def __getstate__(self):
-        """The settings that copy.deepcopy and pickle keep; a copy chooses its update anew."""
-        return super().__getstate__() | dict(state_dtype=self.state_dtype, compile=self.compile, update=None)
 
 
 def local(x):
@@ -207,11 +180,9 @@ def param_groups(model, weight_decay=0.1):
     switches its channel off.
     """
     params = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in params if p.ndim >= 2]
-    vectors = [p for p in params if p.ndim < 2]
     return [
-        dict(params=matrices, weight_decay=weight_decay),
-        dict(params=vectors, weight_decay=0.0),
+        dict(params=[p for p in params if p.ndim >= 2], weight_decay=weight_decay),
+        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
     ]
 
 
@@ -227,18 +198,19 @@ def build_optimizer(
     groups = param_groups(model, weight_decay)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas[:2], eps, fused=True)
-    if name != "ademamix":
-        raise ValueError(f"optimizer={name!r}: there is ademamix and adamw")
     averages = getattr(torch, state_dtype)
     return AdEMAMix(groups, lr, betas, alpha, eps, weight_decay, beta3_warmup, alpha_warmup, averages, compile)
 
 
 def check_states(name, state_dtype):
-    """ValueError unless the optimizer of this name can keep its averages in this dtype."""
-    if state_dtype != "float32":
-        from engine.averages import check
-
-        check(name, state_dtype)
+    """ValueError unless there is an optimizer of this name that keeps its averages in this dtype."""
+    if name not in ("ademamix", "adamw"):
+        raise ValueError(f"optimizer={name!r}: there is ademamix and adamw")
+    if state_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"state_dtype={state_dtype!r}: there is float32 and bfloat16")
+    if (name, state_dtype) == ("adamw", "bfloat16"):
+        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
+                         "use --optimizer=ademamix, or leave state_dtype out")
 
 
 # -----------------------------------------------------------------------------

@@ -28,17 +28,17 @@ TYPES = {
 }
 
 
-def settings(*namespaces):
+def settings(*spaces):
     """The settings among the globals of scripts or the attributes of objects: lower-case names with plain values."""
     found = {}
-    for space in map(names, namespaces):
+    for space in map(names, spaces):
         found |= {k: v for k, v in space.items() if k[0] != "_" and k == k.lower() and type(v) in TYPES}
     return found
 
 
-def names(namespace):
+def names(space):
     """The globals of a script, a dict already, or the attributes of an object as a dict."""
-    return namespace if isinstance(namespace, dict) else vars(namespace)
+    return space if isinstance(space, dict) else vars(space)
 
 
 def lengths(total):
@@ -64,7 +64,7 @@ def checked(key, value, default, where=""):
 def config_file(arg):
     """The path of the config file that an argument names, or None."""
     name = arg.removeprefix("configs/").removeprefix("config/").removesuffix(".py")
-    for path in (arg, os.path.join(ROOT, "configs", f"{name}.py")):
+    for path in (arg, f"{ROOT}/configs/{name}.py"):
         if path.endswith(".py") and os.path.isfile(path):
             return path
 
@@ -88,7 +88,8 @@ def configure(namespace, argv=None, *more):
 
     namespace: the script's globals. argv: default sys.argv[1:]. more: other globals or objects whose settings are set
     by the same files and flags. A script that has a global `paths` gets every other argument there. `_asked` in its
-    globals has the names that the user has set, the latest last. ValueError, one line, for what cannot be used.
+    globals has the names that the user has set, the latest last. ValueError, one line, for what cannot be used; its
+    attribute `unknown` is the name of a setting that does not exist.
     """
     spaces = [names(space) for space in (namespace, *more)]
     defaults = settings(*spaces)
@@ -112,19 +113,21 @@ def configure(namespace, argv=None, *more):
         arg = rest.pop(0)
         if arg.startswith("--"):
             key, equals, text = arg[2:].partition("=")  # at the first '=' only: --start=a=b sets start to 'a=b'
-            if not equals and rest and not rest[0].startswith("--") and type(defaults.get(key)) is not bool:
-                equals, text = "=", rest.pop(0)
-            flags.append((key, text if equals else "True"))
+            kind = type(defaults.get(key))
+            if not equals:
+                follows = rest and not rest[0].startswith("--") and kind is not bool
+                text = rest.pop(0) if follows else "True"
+            flags.append((key, text if kind is str else literal(text)))
         elif "paths" in defaults and not arg.startswith("config"):
             namespace["paths"] = [*namespace["paths"], arg]
-        elif not config_file(arg):
-            raise ValueError(f"no config file {arg!r} here or in configs/")
-        else:
-            for key, value in read_config(config_file(arg), settings(*spaces)).items():
+        elif file := config_file(arg):
+            for key, value in read_config(file, settings(*spaces)).items():
                 override(key, value, arg)
+        else:
+            raise ValueError(f"no config file {arg!r} here or in configs/")
     # Flags win over files wherever they stand.
-    for key, text in flags:
-        override(key, text if type(defaults.get(key)) is str else literal(text))
+    for key, value in flags:
+        override(key, value)
     for space in spaces:
         space["_asked"] = asked
     return settings(*spaces)
@@ -161,8 +164,8 @@ def run(main, *namespaces, beyond=""):
         try:
             configure(namespaces[0], None, *namespaces[1:])
         except ValueError as error:
-            unknown = getattr(error, "unknown", None)
-            if not beyond or not unknown or unknown not in settings(vars(attached(beyond))):
+            unknown = beyond and getattr(error, "unknown", "")
+            if not unknown or unknown not in settings(vars(attached(beyond))):
                 raise
             main = attached(beyond).take_over
         main()

@@ -198,18 +198,16 @@ class TokenDataset:
             if name not in found:
                 raise ValueError(f"{folder} has no source {name!r}; it has {', '.join(found)}")
         self.parts = [found[name][split] for name in names]
-        groups = [self.parts]
+        entries = [part["shards"] for part in self.parts]
         self.slots = None
         if isinstance(sources, dict):
             from engine.mixture import mix_weights
 
-            groups = [[part] for part in self.parts]
             # Stream s has the slots from slots[s] to slots[s + 1].
             self.slots = np.cumsum([0, *mix_weights(sources).values()])
-        self.streams = []
-        for group in groups:
-            entries = [entry for part in group for entry in part["shards"]]
-            self.streams.append(Stream(folder, entries, block_size))
+        else:
+            entries = [sum(entries, [])]
+        self.streams = [Stream(folder, of_stream, block_size) for of_stream in entries]
         self.n_tokens = sum(stream.n_tokens for stream in self.streams)
         self.n_windows = sum(stream.n_windows for stream in self.streams)
         if min(stream.n_windows for stream in self.streams) < 1:

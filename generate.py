@@ -208,27 +208,21 @@ class KVCache:
 
     def attend(self, buffers, q, k, v, doc=None):
         """Store a layer's k and v (B, K, T, D) and attend to all that is stored. q (B, H, T, D) -> (B, H, T, D)."""
-        keys, values = buffers
-        keys[:, :, self.here] = k
-        values[:, :, self.here] = v
-        k = keys[:, :, :self.span]                         # (B, K, S, D)
-        v = values[:, :, :self.span]
-        one = q.shape[2] == 1
+        for buffer, new in zip(buffers, (k, v)):
+            buffer[:, :, self.here] = new
+        k, v = (buffer[:, :, :self.span] for buffer in buffers)  # (B, K, S, D)
         # One token is one row of scores. On CUDA the formula reads k and v once, whereas kernels with a mask want their
         # heads repeated first; compiled on a CPU it is faster than the kernel.
-        if q.is_cuda and one or self.fixed and not q.is_cuda:
+        if q.shape[2] == 1 and (q.is_cuda or self.fixed):
             return by_formula(q, k, v, self.mask)
         # A whole prompt without padding needs no mask, and flash attention takes none.
-        whole = q.shape[2] == self.span and not self.padded and not self.fixed
+        whole = q.shape[2] == self.span and not self.padded
         return masked_attention(q, k, v, None if whole else self.mask)
 
 
 def by_formula(q, k, v, mask):
-    """softmax(q k^T / sqrt(D)) v over the pairs of mask (B, 1, T, S). q (B, H, T, D), k, v (B, K, S, D)."""
-    B, H, T, D = q.shape
-    rows = q.reshape(B, k.shape[1], -1, D)                 # a key-value head serves H/K query heads
-    z = (rows @ k.transpose(-1, -2)).view(B, H, T, -1)     # (B, H, T, S)
-    z = at_least_fp32(z) * D ** -0.5
-    p = z.masked_fill(~mask, -math.inf).softmax(-1).to(v.dtype)
-    y = p.view(B, k.shape[1], rows.shape[2], -1) @ v       # (B, K, H/K T, D)
-    return y.view(B, H, T, D)
+    """softmax(q k^T / sqrt(D)) v for one position: q (B, H, 1, D), k, v (B, K, S, D), mask (B, 1, 1, S)."""
+    rows = q.reshape(*k.shape[:2], -1, k.shape[3])         # (B, K, H/K, D): a key-value head serves H/K query heads
+    z = at_least_fp32(rows @ k.mT) * k.shape[3] ** -0.5    # (B, K, H/K, S)
+    p = z.masked_fill(~mask, -math.inf).softmax(-1)
+    return (p.to(v.dtype) @ v).view_as(q)

@@ -68,9 +68,12 @@ def goldfish_mask(labels, k=50, h=50, hash="product", context=None):
         context = labels[..., :0]
     x = torch.cat((context, labels), -1).numpy()  # (B, c+T)
     keep = np.ones(x.shape, bool)
-    if x.shape[-1] >= h:
-        hash_keeps = keep_by_product if hash == "product" else keep_by_mix
-        keep[..., h - 1 :] = hash_keeps(x, k, h)
+    if x.shape[-1] >= h and hash == "product":
+        product = window_product(x, h)
+        # The key is product % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
+        keep[..., h - 1 :] = table(k)[product - product // TABLE_SIZE * TABLE_SIZE]
+    elif x.shape[-1] >= h:
+        keep[..., h - 1 :] = window_mix(x, h) >= int(2**64 / k)
     c = context.shape[-1]
     return torch.from_numpy(keep[..., c:])  # (B, T)
 
@@ -103,14 +106,6 @@ def window_product(x, h):
     return fold(x, h, lambda left, right, n: left * right)
 
 
-def keep_by_product(x, k, h):
-    """x (..., T) int64 -> (..., T-h+1) bool: the windows that Apertus keeps."""
-    product = window_product(x, h)
-    # The key is product % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
-    key = product - product // TABLE_SIZE * TABLE_SIZE
-    return table(k)[key]
-
-
 @functools.lru_cache(maxsize=4)
 def table(k):
     """
@@ -137,11 +132,6 @@ def window_mix(x, h):
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9
     z = (z ^ z >> 27) * 0x94D049BB133111EB
     return z ^ z >> 31
-
-
-def keep_by_mix(x, k, h):
-    """x (..., T) int64 -> (..., T-h+1) bool: all windows but one in k."""
-    return window_mix(x, h) >= int(2**64 / k)
 
 
 # -----------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def chunk_rows(V, device, trained=True):
         most = 2**22
     if kind == "cuda" and trained:
         most = 2**27
-    power = (most // V).bit_length() - 1
-    return max(128, 2**power)
+    return max(128, 2 ** ((most // V).bit_length() - 1))
 
 
 def add_product(total, a, b):
@@ -78,13 +77,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, h, head, targets, weights, chunk_loss):
         w = head.to(h.dtype)
         nll = torch.empty_like(weights)
-        grad_h = grad_head = None
         # A frozen head needs no gradient, which saves 2 GB of the 8B. Validation needs neither.
         train_h, train_head = ctx.needs_input_grad[:2]
-        if train_h:
-            grad_h = torch.empty_like(h)
-        if train_head:
-            grad_head = at_least_fp32(torch.zeros_like(head))
+        grad_h = torch.empty_like(h) if train_h else None
+        grad_head = at_least_fp32(torch.zeros_like(head)) if train_head else None
         rows = chunk_rows(len(head), h.device, train_head)
         for i in range(0, len(h), rows):
             s = slice(i, i + rows)

@@ -97,16 +97,11 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension; squares of half types are summed in fp32."""
 
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class XIELU(nn.Module):

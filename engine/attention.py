@@ -55,11 +55,8 @@ def unfilled(doc, q, k, v):
     y = q.new_empty(B, T, H, D).transpose(1, 2)
     if not by_formula(q):
         return [y, at_least_fp32(q.new_empty(B, H, T))]
-    results = [y]
-    for start in range(0, T, SLICE):
-        end = min(start + SLICE, T)
-        results.append(q.new_empty(B, H, end - start, end))
-    return results
+    ends = [*range(SLICE, T, SLICE), T]
+    return [y, *(q.new_empty(B, H, end - start, end) for start, end in zip([0, *ends], ends))]
 
 
 # -----------------------------------------------------------------------------
@@ -77,8 +74,7 @@ def documents(doc, tensors):
         return
     for b, row in enumerate(doc):
         borders = 1 + row.diff().nonzero()[:, 0]
-        parts = [x[b:b + 1].tensor_split(borders, dim=2) for x in tensors]
-        yield from zip(*parts)
+        yield from zip(*(x[b:b + 1].tensor_split(borders, dim=2) for x in tensors))
 
 
 def by_segments(attend, doc, inputs, outputs):
@@ -115,8 +111,7 @@ def slices(q, k, v, kept):
     they may see (B K, S, D).
     """
     K = k.shape[1]
-    keys = grouped(k, K)
-    values = grouped(v, K)
+    keys, values = grouped(k, K), grouped(v, K)
     for p in kept:
         R, S = p.shape[2:]
         rows = slice(S - R, S)
@@ -132,10 +127,9 @@ def formula(doc, q, k, v, y, *kept):
     for rows, p, queries, keys, values in slices(q, k, v, kept):
         S = rows.stop
         p.baddbmm_(queries, keys.mT, beta=0, alpha=D ** -0.5)
-        other = doc[:, rows, None] != doc[:, None, :S]                   # (B, R, S)
-        later = i[rows, None] < i[:S]
+        seen = (doc[:, rows, None] == doc[:, None, :S]) & (i[rows, None] >= i[:S])       # (B, R, S)
         # Adding a bias is faster than filling in through a mask that all heads share.
-        bias = torch.where(other | later, -torch.inf, 0.0).to(p.dtype)
+        bias = torch.where(seen, 0.0, -torch.inf).to(p.dtype)
         p.view(B, H, -1, S).add_(bias[:, None])
         torch.softmax(p, -1, out=p)
         y[:, :, rows] = torch.bmm(p, values).view_as(q[:, :, rows])
@@ -154,10 +148,8 @@ def formula_backward(gradients, grad, q, k, v, y, *kept):
         grad_q[:, :, rows] = torch.bmm(grad_z, keys).view_as(q[:, :, rows])
         sum_k[:, :rows.stop] += torch.bmm(grad_z.mT, queries)
         sum_v[:, :rows.stop] += torch.bmm(p.mT, incoming)
-    scale = D ** -0.5
-    grad_q *= scale
-    sum_k *= scale
-    grad_k.copy_(sum_k.view_as(k))
+    grad_q *= D ** -0.5
+    grad_k.copy_((sum_k * D ** -0.5).view_as(k))
     grad_v.copy_(sum_v.view_as(v))
 
 
@@ -194,10 +186,6 @@ def attention_backward(doc, saved):
     return gradients
 
 
-def keep_inputs_and_results(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-
-
 def gradients_of(ctx, gradients):
     """Of the results only the output has a gradient, and doc has none."""
     doc, *saved = ctx.saved_tensors
@@ -207,4 +195,5 @@ def gradients_of(ctx, gradients):
 
 attention.register_fake(unfilled)
 attention_backward.register_fake(unfilled_gradients)
-attention.register_autograd(gradients_of, setup_context=keep_inputs_and_results)
+attention.register_autograd(
+    gradients_of, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))

@@ -5,8 +5,10 @@ A compiled kernel reads p, g, m1, m2, v and writes p, m1, m2, v once: 36 bytes a
 save 4 of 20 bytes of memory a parameter (weight, gradient, m1, m2, v); the slow one is then rounded stochastically.
 
 The update itself comes from outside (ademamix.py): a function of p, g, m1, m2, v and of scalars, elementwise, in
-place. A row is the list [p, g, m1, m2, v] of one tensor, in which m1 may be None.
+place. A row is the list [p, g, m1, m2, v] of one tensor.
 """
+
+import functools
 
 import torch
 from torch._utils import _flatten_dense_tensors as flatten
@@ -24,15 +26,7 @@ MANY = 3
 WIDE = 16
 
 
-def check(name, state_dtype):
-    """ValueError unless the optimizer of this name can keep its averages in the dtype of this name."""
-    if state_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"state_dtype={state_dtype!r}: there is float32 and bfloat16")
-    if state_dtype == "bfloat16" and name == "adamw":
-        raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
-                         "use --optimizer=ademamix, or leave state_dtype out")
-
-
+@functools.cache
 def updater(update, device, compile):
     """
     A function (rows, t, scalars) that applies an elementwise update to a list of rows, in place.
@@ -41,16 +35,16 @@ def updater(update, device, compile):
     """
 
     def many(rows, t, numbers):
-        for p, g, *m1, m2, v in rows:
+        for p, g, m1, m2, v in rows:
             slow = m2.float() if m2.dtype == torch.bfloat16 else m2
-            update(p, g, m1[0] if m1 else None, slow, v, *numbers)
+            update(p, g, m1, slow, v, *numbers)
             if slow is not m2:
                 m2.copy_(stochastic_bf16(slow, t))
 
-    if not compile:
-        return many
-    if not can_compile(device):
+    if compile and not can_compile(device):
         print(f"ademamix: no compiler found for {device.type}: the update runs eagerly, which is slower")
+        compile = False
+    if not compile:
         return many
     # dynamic: one kernel for tensors of every size.
     fused = torch.compile(many, fullgraph=True, dynamic=True)
@@ -60,30 +54,25 @@ def updater(update, device, compile):
     def joined(rows, t, numbers):
         wide, small = [], []
         for row in rows:
-            row = [x for x in row if x is not None]
             n = row[0].numel()
             # Joined as well are large tensors that are not contiguous or no whole rows. They are rare.
-            if n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row):
-                wide.append([in_rows(x) for x in row])
-            else:
-                small.append(row)
-        columns, together = [], []
+            alone = n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row)
+            (wide if alone else small).append(row)
         if small:
             # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.
             n = sum(row[0].numel() for row in small)
             small.append([x.new_zeros(2 * WIDE - n % WIDE) for x in small[0]])
             columns = list(zip(*small))
-            together = list(map(flatten, columns))
-            wide.append([in_rows(x) for x in together])
+            wide.append(list(map(flatten, columns)))
+            together = wide[-1]
         # Zeros fill up the last call: a shorter list would need another kernel.
         while len(wide) % MANY:
-            wide.append([in_rows(x.new_zeros(2 * WIDE)) for x in wide[0]])
+            wide.append([x.new_zeros(2 * WIDE) for x in wide[0]])
         for i in range(0, len(wide), MANY):
-            fused(wide[i : i + MANY], t, numbers)
+            fused([[in_rows(x) for x in row] for row in wide[i : i + MANY]], t, numbers)
         # Joined tensors are copies, so all but the gradients are copied back.
-        for i, column in enumerate(columns):
-            if i != 1:
-                torch._foreach_copy_(column, unflatten(together[i], column))
+        for i in (0, 2, 3, 4) if small else ():
+            torch._foreach_copy_(columns[i], unflatten(together[i], columns[i]))
         # Autograd does not see changes through .data, but a backward pass through the old weights must still fail.
         torch.autograd.graph.increment_version([row[0] for row in rows])
 

@@ -18,6 +18,7 @@ training continues.
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -118,19 +119,16 @@ def write(folder, step, tensors, info, keep, spare, group):
     def begin():
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)
-            make_folder(folder)
-            os.mkdir(tmp)
+            make_folder(tmp)
 
     def write_my_part():
         """The sha256 of each file of this rank, once it is on disk."""
         writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        hashes = {}
-        for file in os.listdir(tmp):
-            if file.startswith(f"shard-{rank + 1:05d}-"):
-                flush(f"{tmp}/{file}")
-                hashes[file] = sha256(f"{tmp}/{file}")
-        return hashes
+        mine = [file for file in os.listdir(tmp) if file.startswith(f"shard-{rank + 1:05d}-")]
+        for file in mine:
+            flush(f"{tmp}/{file}")
+        return {file: sha256(f"{tmp}/{file}") for file in mine}
 
     def publish():
         if rank == 0:
@@ -173,7 +171,7 @@ def into_files(tensors):
     return files
 
 
-def delete_old(folder, step, keep, spare=None):
+def delete_old(folder, step, keep, spare):
     """
     Delete all checkpoints but the `keep` newest (0: delete none) and the newest until step `spare` (None: no such).
     Those after `step` do not count: a resumed run has passed them over because they are damaged.
@@ -207,46 +205,42 @@ class Saver:
         if torch.cuda.is_initialized():
             self.thread.submit(torch.cuda.set_device, torch.cuda.current_device())
 
+    def say(self, text):
+        if rank_in(self.group) == 0:
+            print(text)
+
     def save(self, step, model, optimizer, info, spare=None):
         import torch.distributed.checkpoint                # not in the thread, where torch.compile may import too
 
+        from engine.gpus import free_on_host
+
         self.wait()
         tensors = tensors_of(model, optimizer)
-        behind = self.has_room(tensors)
+        # Each rank of this node copies its own.
+        need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
+        behind = need < 0.9 * (free_on_host() or math.inf)
         if behind:
             tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, spare, self.group)
         if not behind:
+            self.say(f"the host has no room for a copy of the tensors to save, {need / 1e9:.1f} GB: "
+                     "training waits while a checkpoint is written")
             self.wait()
-
-    def has_room(self, tensors):
-        """Whether the host has memory for a copy of them, for each rank of this node; if not, say so."""
-        from engine.gpus import free_on_host
-
-        need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
-        free = free_on_host()
-        if free is None or need < 0.9 * free:
-            return True
-        if rank_in(self.group) == 0:
-            print(f"a copy of the tensors to save takes {need / 1e9:.1f} GB, and the host has {free / 1e9:.1f} free: "
-                  "training waits while a checkpoint is written")
-        return False
 
     def wait(self):
         """Until the last save is on disk, or has failed."""
+        last, self.pending = self.pending, None
+        if not last:
+            return
         try:
-            if self.pending:
-                self.pending.result()
-                self.failures = 0
+            last.result()
+            self.failures = 0
         except OSError as e:
             self.failures += 1
             if self.failures >= self.patience:
                 raise OSError(f"{e} (failed {self.failures} times in a row; "
                               "free some space, then --resume continues)") from None
-            if rank_in(self.group) == 0:
-                print(f"{e} (failure {self.failures} of {self.patience}; training continues until the next checkpoint)")
-        finally:
-            self.pending = None
+            self.say(f"{e} (failure {self.failures} of {self.patience}; training continues until the next checkpoint)")
 
     def finish(self):
         """Wait for the last save. OSError if it is not on disk."""

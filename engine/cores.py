@@ -37,10 +37,10 @@ class Cores:
 
     def take(self):
         """Use as many threads as cores were free since the last look. Returns a line that says so, "" for no change."""
-        before, others = self.seen
-        time.sleep(max(0.0, before + 0.5 - time.perf_counter()))  # /proc/stat counts hundredths of seconds
-        self.seen = self.look()
-        share = (self.seen[1] - others) / (self.seen[0] - before)
+        then, before = self.seen
+        time.sleep(max(0.0, then + 0.5 - time.perf_counter()))  # /proc/stat counts hundredths of seconds
+        now, others = self.seen = self.look()
+        share = (others - before) / (now - then)
         threads = min(self.all, max(1, round(os.cpu_count() - share)))
         if threads == torch.get_num_threads():
             return ""

@@ -49,7 +49,7 @@ def quantise(x, kind):
     return (x / scale).to(kind), scale
 
 
-def product(a, b, a_scale, b_scale, dtype, fast=False):
+def product(a, a_scale, b, b_scale, dtype, fast=False):
     """
     a (M, K) @ b (N, K).T -> (M, N) in dtype. GPUs want both to be contiguous along K.
 
@@ -64,18 +64,17 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
         x8, x_scale = quantise(x, E4M3)
-        w8, w_scale = quantise(w, E4M3)
         # Save w itself, the parameter: FSDP frees it after the block, where a copy in 8 bits would stay.
         ctx.save_for_backward(x8, x_scale, w)
-        return product(x8, w8, x_scale, w_scale, x.dtype, fast=True)
+        return product(x8, x_scale, *quantise(w, E4M3), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
         x8, x_scale, w = ctx.saved_tensors
         w8, w_scale = quantise(w, E4M3)
         g8, g_scale = quantise(grad, E5M2)
-        grad_x = product(g8, w8.T, g_scale, w_scale, grad.dtype)
-        grad_w = product(g8.T, x8.T, g_scale, x_scale, grad.dtype)
+        grad_x = product(g8, g_scale, w8.T, w_scale, grad.dtype)
+        grad_w = product(g8.T, g_scale, x8.T, x_scale, grad.dtype)
         return grad_x, grad_w
 
 

@@ -47,11 +47,7 @@ def pick_device(device):
     kind, _, _ = device.partition(":")
     if kind in here:
         return device
-    why = ""
-    if kind == "cuda" and torch.version.cuda:
-        why = "; torch finds no GPU: nvidia-smi should list one"
-    elif kind == "cuda":
-        why = "; this build of torch has no CUDA: pip install torch, without +cpu, brings one that has"
+    why = "; nvidia-smi should list a GPU, and torch be a build with CUDA (pip install torch)" if kind == "cuda" else ""
     raise ValueError(f"device={device!r} is not here: there is {', '.join(here)}{why}")
 
 
@@ -65,11 +61,10 @@ def pick_dtype(dtype, device):
         raise ValueError(f"dtype={dtype!r}: there is auto, float32 and bfloat16")
     if dtype != "auto":
         return getattr(torch, dtype)
-    has = False
     if device.startswith("cuda"):
         has = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif device == "cpu":
-        has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        has = device == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return torch.bfloat16 if has else torch.float32
 
 
@@ -78,13 +73,12 @@ def can_compile(device):
     # torch would first compile a program to see whether AVX works: seconds of every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     kind = torch.device(device).type
-    if kind == "cuda":
-        named = os.environ.get("CC")
-        c_compilers = [named] if named else ["gcc", "clang"]
-        return find_spec("triton") is not None and any(map(shutil.which, c_compilers))
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    compiler = os.environ.get("CXX") or usual
-    return kind == "cpu" and shutil.which(compiler) is not None
+    compilers = dict(cpu=[os.environ.get("CXX", usual)], cuda=["gcc", "clang"])
+    if "CC" in os.environ:
+        compilers["cuda"] = [os.environ["CC"]]
+    found = any(map(shutil.which, compilers.get(kind, ())))
+    return found and (kind == "cpu" or find_spec("triton") is not None)
 
 
 # -----------------------------------------------------------------------------

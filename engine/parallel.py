@@ -22,8 +22,8 @@ import contextlib
 import os
 import re
 import signal
-import threading
 import sys
+import threading
 import traceback
 from datetime import timedelta
 
@@ -50,8 +50,8 @@ def launched():
     env.setdefault("MASTER_ADDR", env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "1")   # "4(x2)": four on each of two nodes
-    on_this_node = int(re.match(r"\d+", per_node)[0])
-    return int(env["SLURM_PROCID"]), ranks, int(env["SLURM_LOCALID"]), on_this_node
+    on_this_node = re.match(r"\d+", per_node)[0]
+    return tuple(map(int, (env["SLURM_PROCID"], ranks, env["SLURM_LOCALID"], on_this_node)))
 
 
 class Ranks:
@@ -79,18 +79,16 @@ class Ranks:
             raise ValueError("exact=True adds gradients in fp64, which FSDP can and DDP cannot: take --parallel=fsdp")
         self.mode = "fsdp" if exact and mode == "none" else mode
         self.exact = exact
-        self.sum_dtype = torch.float64 if exact else torch.float32
         self.first = self.rank == 0
         self.sharded = self.mode in ("fsdp", "hsdp")
         # Which samples this rank reads: part `group` of `groups`. Ranks that share a window are one group.
         self.group, self.groups = self.rank, self.size
-        # How many ranks share one copy of the weights.
+        # How many ranks share one copy of the weights, and how many hold the same gradient.
         self.shard = {"fsdp": self.size, "hsdp": shard or node}.get(self.mode, 1)
-        if self.size % self.shard:
+        self.copies, rest = divmod(self.size, self.shard)
+        if rest:
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
                              f"try {nearest_divisors(self.size, self.shard)}")
-        # How many ranks hold the same gradient.
-        self.copies = self.size // self.shard
         # The group that checkpoints are written with, from join() to leave().
         self.files = None
 
@@ -135,10 +133,8 @@ class Ranks:
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
         self.files = dist.new_group(backend="gloo", timeout=wait)
         self.device = device
-        shape, names = (self.size,), ("shards",)
-        if self.mode == "hsdp":
-            shape, names = (self.copies, self.shard), ("copies", "shards")
-        self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
+        shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
+        self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
         if self.exact:
             self.threads = torch.get_num_threads()
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
@@ -193,9 +189,30 @@ def spread(model, ranks, device, recompute="none", compiled=False):
             block.compile()
         model.chunk_loss = torch.compile(model.chunk_loss)
     if ranks.sharded and next(model.parameters()).is_meta:
-        from engine.fsdp import shard                      # slow to import, seldom needed
-        shard(model, ranks.mesh, model.dtype, ranks.sum_dtype)
+        shard(model, ranks)
         model.to_empty(device=device)
+
+
+def shard(model, ranks):
+    """
+    FSDP2. Each block is gathered by itself, the embedding too, and the rest (head, last norm) as one.
+
+    Gradients are added, not averaged: to take FSDP's mean and multiply by R would be exact for R = 2^n only.
+    """
+    # Here, since it is slow to import and seldom needed.
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    policy = MixedPrecisionPolicy(param_dtype=model.dtype if model.dtype == torch.bfloat16 else None,
+                                  reduce_dtype=torch.float64 if ranks.exact else torch.float32)
+    parts = [*model.model.layers]
+    if not model.config.tie_embeddings:
+        parts.append(model.model.embed_tokens)
+    for part in [*parts, model]:
+        fully_shard(part, mesh=ranks.mesh, mp_policy=policy)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    # SFT and QRPO call it by itself: it gathers weights as forward() does.
+    register_fsdp_forward_method(model, "hidden")
 
 
 def drop_gathered(model):
@@ -256,11 +273,10 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     passes SIGUSR2 on only with --signals-to-handle; without, it dies of it and the ranks run on.
     """
     caught, before = [], {}
-    # Another thread than the main one, as in a notebook's worker, may not set handlers.
-    for name in names if threading.current_thread() is threading.main_thread() else ():
-        if hasattr(signal, name):                          # Windows has no SIGUSR1 and no SIGUSR2
-            number = getattr(signal, name)
-            before[number] = signal.signal(number, lambda received, frame: caught.append(received))
+    # Another thread than the main one, as in a notebook's worker, may not set handlers. Windows has no SIGUSR1.
+    here = threading.current_thread() is threading.main_thread()
+    for number in (getattr(signal, name) for name in names if here and hasattr(signal, name)):
+        before[number] = signal.signal(number, lambda received, frame: caught.append(received))
     try:
         yield caught
     finally:

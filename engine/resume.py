@@ -32,20 +32,18 @@ def find_checkpoint(run, begun, samples_before, steps_until):
         return None
     path, manifest = found
     before, samples = manifest["config"], samples_before(manifest["step"])
+    names = "tokenizer batch_size batch_ramp_at seed optimizer state_dtype".split()
 
     def decisive(config):
         """The settings of a run; of its data and stages only the part that counts at this checkpoint."""
+        same = {name: config.get(name) for name in [*vars(run.shape), *names, *run.decides]}
         # Of the data, only stages that have begun count: those of later stages may still come.
-        parts = dict(data_hash=begun(config["data_hash"], samples), stage=bool(config.get("stage")))
-        return dict(state_dtype="float32") | config | parts
+        return same | dict(stage=bool(config.get("stage")), data_hash=begun(config["data_hash"], samples))
 
-    names = "tokenizer batch_size batch_ramp_at seed optimizer state_dtype stage data_hash".split()
-    same = decisive(now)
-    refuse_another(path, decisive(before), {name: same[name] for name in [*vars(run.shape), *names, *run.decides]})
-    decay_at = manifest.get("decay_at", before["total_samples"] - before["decay_samples"])
-    planned_by = "total_samples", "decay_samples", "minutes", "schedule"
+    refuse_another(path, decisive(before), decisive(now))
+    decay_at = manifest["decay_at"]
     run.decayed = []
-    if all((before.get(name) or 0) == now[name] for name in planned_by):
+    if all(before[name] == now[name] for name in ("total_samples", "decay_samples", "minutes", "schedule")):
         run.decay_at = decay_at
     elif before["schedule"] == "wsd" and samples > decay_at:
         # The rate has begun to fall towards an end that is no longer the run's.
@@ -58,7 +56,7 @@ def find_checkpoint(run, begun, samples_before, steps_until):
             raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
                              f"train longer from: start from these weights, --init_from={now['out']} --out=ANOTHER")
         run.decayed = [step for step in steps_in(folder) if step > found[1]["step"]]
-    run.spent = found[1].get("seconds", 0.0)
+    run.spent = found[1]["seconds"]
     return found
 
 

@@ -12,47 +12,27 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py configs/long/64k.py --paral
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from engine.parallel import Ranks, nearest_divisors
 
 
-@torch.library.custom_op("apertus::exchange", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
-def exchange(x, group):
-    """
-    All-to-all within a group of P ranks, by its name: x[j] goes to rank j, and y[i] comes from rank i. x, y (P, ...).
-
-    An operator of its own, so that torch.compile has a name for it and breaks no graph.
-    """
-    y = x.new_empty(x.shape)
-    ranks = dist.distributed_c10d._resolve_process_group(group)
-    dist.all_to_all_single(y, x.contiguous(), group=ranks)
-    return y
-
-
-def keep_group(ctx, inputs, output):
-    ctx.group = inputs[1]
-
-
-def exchange_back(ctx, grad):
-    """The gradient of y[i] goes back to rank i: the exchange is its own transpose."""
-    return exchange(grad, ctx.group), None
-
-
-exchange.register_fake(lambda x, group: x.new_empty(x.shape))
-exchange.register_autograd(exchange_back, setup_context=keep_group)
+def exchange(x, ranks):
+    """All-to-all within a window's ranks: x[j] goes to rank j, and y[i] comes from rank i. x, y (P, ...)."""
+    return all_to_all_single_autograd(x.contiguous(), None, None, ranks.window)
 
 
 def by_heads(x, ranks):
     """All heads of this rank's positions (B, H, T/P, D) -> some heads of all positions (B, H/P, T, D)."""
     x = x.unflatten(1, (ranks.P, -1))                      # (B, P, H/P, T/P, D)
-    x = exchange(x.transpose(0, 1), ranks.window)          # (P, B, H/P, T/P, D)  by positions
+    x = exchange(x.transpose(0, 1), ranks)                 # (P, B, H/P, T/P, D)  by positions
     return x.movedim(0, 2).flatten(2, 3)                   # (B, H/P, T, D)
 
 
 def by_positions(x, ranks):
     """And back: (B, H/P, T, D) -> (B, H, T/P, D)."""
     x = x.unflatten(2, (ranks.P, -1))                      # (B, H/P, P, T/P, D)
-    x = exchange(x.movedim(2, 0), ranks.window)            # (P, B, H/P, T/P, D)  by heads
+    x = exchange(x.movedim(2, 0), ranks)                   # (P, B, H/P, T/P, D)  by heads
     return x.transpose(0, 1).flatten(1, 2)                 # (B, H, T/P, D)
 
 
@@ -74,8 +54,7 @@ class SplitRanks(Ranks):
 
     def join(self, device, timeout):
         super().join(device, timeout)
-        group, _ = dist.new_subgroups(self.P)
-        self.window = group.group_name
+        self.window, _ = dist.new_subgroups(self.P)
 
 
 def check_split(P, **counts):
@@ -114,12 +93,12 @@ class SplitForward:
             """This rank's positions of x (..., T), a view."""
             return x.chunk(P, -1)[self.ranks.part]
 
-        positions = mine(torch.arange(idx.shape[1], device=idx.device))
         # Each of the P ranks has counted all tokens of the window. doc stays whole, since attention needs it.
-        more, found = super().forward(mine(idx), mine(targets), mine(keep), doc, n_tokens=n_tokens and n_tokens / P,
-                                      positions=positions, per_token=per_token)
-        if not per_token:
-            return more, found
-        nll = found.new_zeros(targets.shape)
-        mine(nll).copy_(found * P)
-        return None, nll
+        how = dict(n_tokens=n_tokens and n_tokens / P, per_token=per_token)
+        positions = mine(torch.arange(idx.shape[1], device=idx.device))
+        more, found = super().forward(mine(idx), mine(targets), mine(keep), doc, positions=positions, **how)
+        if per_token:
+            nll = found.new_zeros(targets.shape)
+            mine(nll).copy_(found * P)
+            return None, nll
+        return more, found

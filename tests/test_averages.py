@@ -31,6 +31,14 @@ def trained(compile, **options):
     return params, [dict(opt.state[p]) for p in params]
 
 
+@pytest.fixture(autouse=True)
+def fresh():
+    """No update that another test has compiled, or patched."""
+    averages.updater.cache_clear()
+    yield
+    averages.updater.cache_clear()
+
+
 @pytest.mark.parametrize("backend, options", [
     ("aot_eager", {}),
     ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
