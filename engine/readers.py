@@ -401,6 +401,8 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     """
     path, kind = file["path"], kind_of(file["path"])
     begin, lines, number, _ = part
+    if not kind:
+        raise ValueError(f"{path}: unknown kind of file: name .txt, .md, .jsonl, .parquet and so on")
     with in_one_line(path):
         if kind == "parquet":
             parquet = ParquetFile(open_raw(path))

@@ -151,7 +151,8 @@ def test_any_model_with_probes_of_prepare(study, tmp_path):
 @pytest.mark.parametrize("args, says", [
     (["--init_from=out/x"], "go together"),
     (["--models=none k7"], "there is no k7"),
-    (["LICENSE", "--models=none"], "want more than 1,008,300"),
+    (["README.md", "--models=none"], "want more than 1,008,300"),
+    (["LICENSE", "--models=none"], "LICENSE: unknown kind of file"),
     (["/nowhere.txt"], "/nowhere.txt"),
     (["--report", "--out=/nowhere"], "run studies/memorize.py first"),
 ])

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from engine.recompute import recompute_activations
 from faults.launch import losses, sha_of
 from model import Apertus, ApertusConfig
 from posttrain import lora
+from trained import corpus
 
 FLAT = "--warmup_samples=0 --decay_samples=0 --checkpoint_every=5 --keep_checkpoints=0 --eval_every=5".split()
 # A learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens,
@@ -31,6 +33,12 @@ CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --grad_clip=0.0 --total_
 
 def arguments(data, out, *args):
     return ["configs/tiny.py", f"--data={data}", f"--out={out}", "--n_layer=1", "--last_eval_windows=8", *FLAT, *args]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Text that never changes: how far a chaotic run grows apart depends on it."""
+    return Path(corpus(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")
