@@ -146,7 +146,7 @@ class Stream:
 
 
 def read_meta(folder):
-    """meta.json of a data folder. ValueError if there is none: says how to make it."""
+    """meta.json of a data folder. ValueError, which says how to make it, if it is missing."""
     path = os.path.join(folder, "meta.json")
     if not os.path.isfile(path):
         raise ValueError(f"no data in {folder!r} (no meta.json): run `python prepare.py [FILES] --out={folder}`")

@@ -10,11 +10,11 @@ $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; r
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
-step, so a run that was killed and resumed ends in the same bits. SIGTERM, SIGUSR2, or a file named `stop` in the run
+step, so a killed and resumed run ends bit-exact. SIGTERM, SIGUSR2, or a file named `stop` in the run
 folder: all ranks save after the current step, and exit.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
-folder, or SIGUSR1 without NCCL), or when the clock says so: --minutes=5 ends in time on any machine. --resume with
+folder, or SIGUSR1 without NCCL), or when time is short: --minutes=5 ends in time on any machine. --resume with
 larger --total_samples or --minutes continues from before the decay.
 
 Other scripts train other models on other data with this loop (posttrain/attach.py, sft.py, qrpo.py). They call main()
@@ -51,7 +51,7 @@ from schedule import batch_size as batch_at
 # the run
 out = "out/run"                 # its folder
 data = "data/stdlib"            # what prepare.py wrote
-resume = False                  # continue from the folder's newest intact checkpoint, or start if there is none
+resume = False                  # continue from the folder's newest intact checkpoint, or start without one
 device = "auto"                 # cuda | mps | cpu; auto takes the first that is there
 dtype = "auto"                  # of activations: float32 | bfloat16; auto = bfloat16 where the hardware has it
 compile = True                  # torch.compile, block by block; eager where there is no C++ compiler
@@ -62,7 +62,7 @@ stage = ""                      # stop at the end of this stage; all = run throu
 parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
 recompute = "none"              # activations that backward recomputes: none | selective | full
-exact = False                   # the same bits on any number of ranks: gradients added in fp64, fixed micro-batch
+exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model
 shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: the data's
@@ -79,7 +79,7 @@ decay_samples = 403_905_806
 minutes = 0.0                   # train that long, on any machine, instead of total_samples, if it was said after that
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples per step
-batch_ramp_at = 0               # from so many samples on the batch is doubled; 0 = never
+batch_ramp_at = 0               # samples after which the batch is doubled; 0 = never
 micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
@@ -93,7 +93,7 @@ beta3_warmup = 0                # the same for beta3
 eps = 1e-8
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
-# what is logged and saved
+# logging and saving
 eval_every = 250                # steps; 0 = at the end only
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
@@ -109,7 +109,7 @@ wandb_project = "nanoapertus"
 
 
 def lr_at(samples, decay_at=None):
-    """The learning rate of a step that begins after so many samples. decay_at: as in schedule.wsd."""
+    """The learning rate of a step that begins after these samples. decay_at: as in schedule.wsd."""
     if schedule == "cosine":
         return cosine(samples, lr, lr_floor, warmup_samples, total_samples)
     return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples, decay_at)
@@ -121,7 +121,7 @@ def seen(step):
 
 
 def steps_until(samples):
-    """The number of whole steps in so many samples."""
+    """The number of whole steps in this number of samples."""
     return steps_in(samples, batch_size, batch_ramp_at or None)
 
 
@@ -148,8 +148,8 @@ def check_settings():
     if total_samples < batch_size:
         raise ValueError(f"total_samples={total_samples} is less than one step of batch_size={batch_size}")
     if schedule == "wsd" and warmup_samples + decay_samples > total_samples:
-        # The lengths are three settings, so that a stage may end where the schedule does not. Whoever shortens a run
-        # means all three.
+        # The lengths are three settings, so that a stage may end where the schedule does not. A shorter run needs all
+        # three changed.
         raise ValueError(f"warmup_samples={warmup_samples} and decay_samples={decay_samples} do not fit into "
                          f"total_samples={total_samples} ({steps_until(total_samples):,} steps): "
                          f"say {lengths(total_samples)}")
@@ -298,7 +298,7 @@ def forward_backward(run, batch, step):
         idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
         # Ranks exchange gradients once, behind the last micro-batch.
         reduce_after(model, ranks, last=i + 1 == len(micro))
-        model.now = step, ranks.group * len(micro) + i     # for models that change on the way
+        model.now = step, ranks.group * len(micro) + i     # for models that change during a run
         more, loss = model(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
         loss.backward()
         for name, term in (dict(loss=loss.detach()) | (more or {})).items():
@@ -349,7 +349,7 @@ def evaluate(run, windows):
 
 
 def validate(run, windows):
-    """The loss over so many validation windows for the log: nats per token, bits per byte."""
+    """The loss over the first `windows` validation windows for the log: nats per token, bits per byte."""
     run.model.eval()
     nats = evaluate(run, windows)
     run.model.train()
@@ -372,7 +372,7 @@ def sample(run):
 
 
 # -----------------------------------------------------------------------------
-# what a run says
+# messages and config.json
 
 
 def introduce(run, end):
@@ -399,7 +399,7 @@ def finish(run, last):
 
 
 def conclude(run):
-    """When no rank waits any more: weights as Hugging Face has them, summary.json, which says "finished", a plot."""
+    """After all ranks have left: weights as Hugging Face has them, summary.json, which says "finished", a plot."""
     if run.summary:
         import convert
         convert.complete(out)
@@ -428,7 +428,7 @@ def decay_wanted(run, cooldown, step):
 
 
 def begin_decay(run, done):
-    """Begin the decay after so many steps, if the rate does not fall already."""
+    """Begin the decay after `done` steps, if the rate does not fall already."""
     says = "asked for its decay, but the rate falls already"
     if schedule == "wsd" and samples_before(done) < run.decay_at:
         run.decay_at = samples_before(done)
@@ -439,7 +439,7 @@ def begin_decay(run, done):
 
 
 def save(run, done, begun):
-    """A checkpoint after so many steps; begun: the decay has just begun."""
+    """A checkpoint after `done` steps; begun: the decay has just begun."""
     about = dict(config=run.config, decay_at=run.decay_at, seconds=run.clock.seconds())
     run.saver.save(done, run.model, run.opt, about, spare=steps_until(run.decay_at))
     if begun:

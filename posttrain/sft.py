@@ -4,14 +4,14 @@ SFT, supervised fine-tuning: from a model of text to one that answers (Apertus r
     loss = - sum over what the assistant says of log p(token | all before it)  /  the number of such tokens per step
 
 A conversation is written in Apertus' chat format (chat.py); system, developer, user and tool texts are read, never
-learnt. Learnt is what the model must produce by itself: its words, its thoughts with their brackets, its tool calls,
-and <|assistant_end|>. The published template leaves that token out after the last answer, so a model trained on its
+learnt. The model learns its own part: its words, its thoughts with their brackets, its tool calls, and
+<|assistant_end|>. The published template leaves that token out after the last answer, so a model trained on its
 text as it is never learns to stop there; it is added here.
 
     <s><|system_start|>…<|developer_end|><|user_start|>2+2?<|user_end|><|assistant_start|>4<|assistant_end|>
                                                                                           ^^^^^^^^^^^^^^^^^^ loss
 
-A row of the data has one of these forms, recognised by its keys. What does not fit is left out and counted by kind.
+A row of the data has one of these forms, recognised by its keys. Other rows are left out and counted by kind.
 
     messages                     [{role, content}]: text, OpenAI's text parts, Apertus' blocks; tool_calls, role tool
     conversations                [{from, value}], ShareGPT: system, human, gpt, function_call, observation
@@ -21,7 +21,7 @@ A row of the data has one of these forms, recognised by its keys. What does not 
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
 curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM, SIGUSR2, or a
-file named `stop` in the run folder, all ranks save at the end of the step and leave; --resume goes on.
+file named `stop` in the run folder, all ranks save at the end of the step and leave; --resume continues.
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first ones, token by token, the learnt in green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
@@ -60,15 +60,15 @@ init_from = "out/laptop"        # the start model: run folder, Hugging Face fold
 data = "conversations.jsonl"    # .jsonl, .parquet, folder, glob, hf://datasets/OWNER/NAME, or {such: weight, ...}
 keep_licenses = ""              # only rows whose column `license` is one of these, with commas between
 decontaminate = ""              # evaluation prompts, as in prepare.py: a conversation that holds one is left out
-show = False                    # print the first conversations token by token, what is learnt in green, and stop
-resume = False                  # go on from the newest intact checkpoint of this folder
+show = False                    # print the first conversations token by token, learnt tokens in green, and stop
+resume = False                  # continue from the newest intact checkpoint of this folder
 device = "auto"                 # cuda | mps | cpu
 dtype = "auto"                  # float32 | bfloat16, of activations; weights and states are fp32
 parallel = "none"               # none | ddp | fsdp | hsdp, under torchrun; 8B with AdEMAMix: 161 GB, 20 bytes a weight
 compile = False                 # torch.compile: pays on CUDA with pack (few shapes)
 seed = 28                       # of the order of conversations
 date = "2025-09-02"             # "Current date" without a system message; fixed, so that a run can be repeated
-# what is trained (posttrain/lora.py)
+# adapters (posttrain/lora.py)
 lora_r = 0                      # rank of the adapters; 0 = no adapters, all weights are trained
 lora_alpha = 32.0               # their update counts alpha / r
 lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
@@ -76,7 +76,7 @@ lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
 base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
 recompute = "none"              # activations that backward computes again: none | selective | full
 # layout
-max_length = 0                  # tokens; 0 = the model's window. What is longer is dropped and counted, never cut
+max_length = 0                  # tokens; 0 = the model's window. Longer ones are dropped and counted, never cut
 pack = False                    # False: one conversation per row, padded, as Apertus; True: several, apart in attention
 # the schedule
 epochs = 1
@@ -93,11 +93,11 @@ eps = 1e-8
 weight_decay = 0.0
 grad_clip = 1.0
 rank_every = 100                # steps between diagnoses of collapse (posttrain/collapse.py); 0 = never
-# what is forgotten (posttrain/forgetting.py)
+# forgetting (posttrain/forgetting.py)
 old = ""                        # text like the start's: a data folder (what validates there), .txt or .jsonl; "" = none
 old_every = 0                   # steps between measurements; 0 = before the first and after the last step only
 old_windows = 64                # of the model's window, at most, from as many documents as there are; 0 = all
-# what is saved
+# checkpoints
 checkpoint_every = 500          # steps; 0 = at the end only
 keep_checkpoints = 2            # of the newest; 0 = all
 # -----------------------------------------------------------------------------
