@@ -25,6 +25,7 @@ Published are the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), 
 """
 
 import copy
+import glob
 import hashlib
 import itertools
 import math
@@ -486,6 +487,9 @@ def describe(folder, settings, shape, tok):
     variant = settings.get("lora_r") or settings.get("ffn", "dense") != "dense"
     plain = not variant and shape.activation == "xielu" and shape.qk_norm
     hf = config_to_hf(shape) if plain else dict(model_type=OWN)
+    # Weights that an earlier, shorter run has left would no longer be those of the newest checkpoint.
+    for stale in glob.glob("model*.safetensors*", root_dir=folder):
+        os.remove(f"{folder}/{stale}")
     write_json(f"{folder}/config.json", hf | write_texts(folder, tok) | {OWN: settings})
 
 

@@ -499,8 +499,8 @@ def pretrain(run, build, stop, cooldown):
             run.saver.finish()
             after = f", after {skipped} skipped steps" if skipped else ""
             raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
-                             f"update; the last checkpoint in {out}/ckpt is good. Try --resume with a lower --lr, a "
-                             "longer --warmup_samples, or --dtype=float32")
+                             f"update; the last checkpoint in {out}/ckpt is good. Try a lower --lr, a longer "
+                             "warm-up, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
         if finite:

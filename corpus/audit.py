@@ -15,7 +15,6 @@ if __name__ == "__main__" and not __package__:
     print("audit.py: start it from the project's root, python -m corpus.audit", file=sys.stderr)
     sys.exit(2)
 
-import difflib
 import os
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from tqdm import tqdm
 
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.ledger import counted, described, ledger, rows_of, sums, total
-from corpus.robots import host_key
 from corpus.shards import shards_of
 from engine.files import read_json, sha256
 from engine.plot import entries
@@ -120,16 +118,6 @@ def nearly(folder, signature):
                 yield f"nearly this text, similarity {like:.2f}", row
 
 
-def near_names(folder, wanted):
-    """The ids, URLs or hosts that are spelled most like one that is not there, as the end of a sentence."""
-    best = []
-    for table in ledger(folder, ["id", "url", "reason"]):
-        rows = table.filter(pc.field("reason") == "").to_pylist()
-        names = {name for row in rows for name in (row["id"], row["url"], host_key(row["url"])) if name}
-        best = difflib.get_close_matches(wanted, [*best, *sorted(names)], 3, 0.5)
-    return f"the nearest names are {', '.join(map(repr, best))}" if best else "no name is like it"
-
-
 def ask(folder):
     """Print whether `find` is in a data folder, and with `when` at which steps a run read it."""
     described(folder)
@@ -145,7 +133,7 @@ def ask(folder):
         if when:
             print(f"    {steps.pop(0)}")
     if not found:
-        print(f"{find[:60]!r} is not in {folder}: {near_names(folder, find)}")
+        print(f"{find[:60]!r} is no id, URL or text of a document in {folder}")
 
 
 def steps_of(rows, folder):

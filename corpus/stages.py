@@ -335,7 +335,7 @@ def decide(work, n):
         reason[(reason == "") & np.isin(text, before)] = "duplicate"
         left = np.flatnonzero(reason == "")
         reason[np.delete(left, np.unique(text[left], return_index=True)[1])] = "duplicate"
-    if asked.near_dedup:
+    if asked.near_dedup and (reason == "").any():
         left, seen = np.flatnonzero(reason == ""), dedup.Seen()
         for some in np.array_split(left, len(left) // ledger.ROWS + 1):
             keys = rows["bands"].take(some).combine_chunks().flatten().to_numpy()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 
-from corpus.audit import near_names, verify
+from corpus.audit import verify
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
 from corpus.ledger import FILE, added, counted, described, grouped, ledger, rows_of, write_account, write_ledger
@@ -160,7 +160,7 @@ def choose(final, out, asked):
     if not absent:
         return rows, ""
     more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
-    return rows, f"{absent[0]!r}{more} was never in {out}: {near_names(final, absent[0])}"
+    return rows, f"{absent[0]!r}{more} is not among the kept documents of {out}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def find_checkpoint(run, begun, samples_before, steps_until):
 
     def decisive(config):
         """The settings of a run; of its data and stages only the part that counts at this checkpoint."""
-        same = {name: config.get(name) for name in [*vars(run.shape), *names, *run.decides]}
+        same = {name: config.get(name) for name in [*vars(run.shape), *names, *sorted(run.decides)]}
         # Of the data, only stages that have begun count: those of later stages may still come.
         return same | dict(stage=bool(config.get("stage")), data_hash=begun(config["data_hash"], samples))
 
@@ -81,8 +81,8 @@ def refuse_finished(out, end):
     except (OSError, ValueError, KeyError):
         return
     if finished:
-        raise ValueError(f"{out} is finished: all {end} steps are done; raise total_samples or minutes, name a later "
-                         f"--stage, or sample it: python sample.py --init_from={out}")
+        raise ValueError(f"{out} is finished: all {end} steps are done; train longer, or talk to "
+                         f"it: python sample.py --init_from={out}")
 
 
 def set_aside(out, decayed):

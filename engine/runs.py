@@ -104,7 +104,7 @@ def open_log(out, start, ranks, validate=False, wandb=""):
         with open(path, encoding="utf-8", errors="replace") as f:
             entries = ((line, entry_of(line)) for line in f)
             kept = [line for line, entry in entries
-                    if entry and entry["step"] < start - (validate and "val_loss" in entry)]
+                    if entry and entry["step"] < start - (validate and "loss" not in entry)]
         write_flushed(path, "".join(kept))
     file = open(path, "a", encoding="utf-8", buffering=1)
 
@@ -123,7 +123,7 @@ def asked_to_stop(out, stop, ranks):
 def forget(out, *names):
     """Remove the files `stop` or `cooldown`: the next start must not obey them again."""
     for name in names:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.remove(f"{out}/{name}")
 
 

@@ -17,7 +17,8 @@ import train
 from ademamix import build_optimizer
 from configurator import settings
 from data import by_epoch
-from engine import parallel
+from engine import checkpoint, parallel, restore
+from engine.resume import refuse_another
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
@@ -42,6 +43,11 @@ def tune(script, what, prepare, batches, forward_backward):
     shape, tok, path = convert.start_of(script["init_from"])
     tok.check_chat()
     start.check_base(script["base"], start.adapters_of(script))
+    if not 0 <= script["warmup"] <= 1:
+        raise ValueError(f"warmup={script['warmup']} is a share of the steps: want 0 to 1")
+    for name in ("epochs", "batch_size", "micro_batch"):
+        if script[name] < 1:
+            raise ValueError(f"{name}={script[name]} must be at least 1")
     if script["max_length"] > shape.block_size:
         raise ValueError(f"max_length={script['max_length']} is beyond the window of the start model, "
                          f"{shape.block_size} tokens: take --max_length={shape.block_size}; longer {what} are "
@@ -53,7 +59,7 @@ def tune(script, what, prepare, batches, forward_backward):
     vars(train.shape).update(vars(shape))
     train.timeout = 7200                                   # a rank may sample references while another waits
     train.sample_every = 0
-    train.eval_every = script["old_every"]
+    train.eval_every = script["old_every"] if script["old"] else 0
     # Linear up and down: the rate begins to fall at once, so that no decay can be asked for.
     train.warmup_samples, train.decay_samples = 0, train.total_samples
 
@@ -69,6 +75,14 @@ def tune(script, what, prepare, batches, forward_backward):
 
     def prepare_items(run):
         run.tok, run.longest, run.path = tok, longest, path
+        # Another run is refused before its data are read and its references are sampled.
+        steps = checkpoint.steps_in(f"{train.out}/ckpt") if train.resume else ()
+        for folder in (f"{train.out}/ckpt/step-{step:08d}" for step in steps[-1:]):
+            try:
+                before = restore.read_manifest(folder)["config"]
+            except ValueError:
+                break                                      # damaged: an older one may be intact
+            refuse_another(folder, before, {name: run.config[name] for name in sorted(run.decides)})
         prepare(run)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
@@ -80,8 +94,7 @@ def tune(script, what, prepare, batches, forward_backward):
         names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
         kept = {name: value for name, value in run.config.items() if name in names}
         convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
-        warning = too_short(what, run.items, script["epochs"], script["batch_size"])
-        print(*run.notes, f"{run.items} {what}, {end} steps", *warning, sep="\n")
+        print(*run.notes, f"{run.items} {what}, {end} step{'s' * (end != 1)}", sep="\n")
 
     def finish(run, last):
         if entry := train.validate(run, 0):
@@ -126,17 +139,6 @@ def linear(step, steps, warmup):
     """
     up = max(1, math.ceil(warmup * steps))
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
-
-
-def too_short(what, n, epochs, batch_size):
-    """[a warning] if the run has fewer than ten steps, with values that give it ten; otherwise []."""
-    total = epochs * n
-    steps = -(-total // batch_size)
-    if steps >= 10:
-        return []
-    fits = f"--batch_size={total // 10}" if total >= 10 else f"--batch_size=1 --epochs={-(-10 // n)}"
-    return [f"warning: {total} {what} in batches of {batch_size} make a run of {steps} step{'s' * (steps > 1)}, "
-            f"too short for a warm-up and a decay: try {fits}"]
 
 
 def slices(n, micro_batch, ranks):

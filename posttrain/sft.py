@@ -37,7 +37,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import itertools
-import math
 import os
 
 import numpy as np
@@ -201,10 +200,11 @@ def forward_backward(run, rows, step):
 def show_conversations():
     """--show: the first three conversations of each source, token by token, or why one of them would be left out."""
     tok = tokenizer.load_for(convert.local(init_from))
+    longest = max_length or convert.shape_of(init_from).block_size
     tok.check_chat()
     rows = itertools.chain(*(first_rows(source, 3) for source in weights_of(data)))
     for place, row in rows:
-        found = learnable(tok, row, math.inf, date)
+        found = learnable(tok, row, longest, date)
         if isinstance(found, str):
             print(f"{place} is left out: {found}")
             continue

@@ -29,7 +29,6 @@ if __name__ == "__main__" and not __package__:
     print("ablate.py: start it from the project's root, python -m studies.ablate", file=sys.stderr)
     sys.exit(2)
 
-import csv
 import os
 import statistics
 
@@ -78,9 +77,11 @@ METHOD = (
 def chosen():
     """
     The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare, and its `name`.
-    ValueError if there is no such study, or for less than no seeds.
+    ValueError if there is no such study.
     """
-    name = " ".join(paths)
+    # A study used to be a file, configs/ablations/NAME.py: such a path names it still.
+    names = [os.path.basename(path).removesuffix(".py") for path in paths]
+    name = " ".join(names)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
     if name in STUDIES:
         study = STUDY | STUDIES[name]
@@ -88,16 +89,13 @@ def chosen():
         arms = {arm: f"--{settings[0]}={arm}" for arm in paths}
         study = dict(QUICK, question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms, baseline=paths[0])
     else:
-        # A study used to be a file, configs/ablations/NAME.py.
-        stem = os.path.basename(name).removesuffix(".py")
         raise ValueError(
-            f"{name or 'no name'}: there is no such study: type python -m studies.ablate "
-            f"{stem if stem in STUDIES else 'activations'} (or {', '.join(STUDIES)}), or compare two or more values of "
+            f"{name or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more values of "
             f"{' or '.join(ARMS)}: python -m studies.ablate swiglu xielu")
-    if seeds < 0:
-        raise ValueError(f"--seeds={seeds}: want how many runs of each arm, 0 for the study's own number")
-    asked = dict(seeds=seeds, lrs=lrs, size=size, out=out)
-    return study | {key: value for key, value in asked.items() if value} | dict(name="-".join(paths))
+    asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
+    # Other numbers than the committed ones get a folder of their own, and no reading.
+    folder = out or (QUICK if asked else study)["out"]
+    return study | asked | dict(name="-".join(names), asked=asked, out=folder)
 
 
 # -----------------------------------------------------------------------------
@@ -181,7 +179,7 @@ def share_of_tokens(tokens, curve, goal):
 
 def summary(rows, baseline):
     """
-    A dict for each arm, the baseline first: a line of results.csv and table.md.
+    A dict for each arm, the baseline first: a line of table.md.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
     seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value, None for the baseline.
@@ -236,22 +234,18 @@ def conclusion(row, baseline):
 
 
 def write_report(study, folder):
-    """Write results.csv, table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
+    """Write table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
     rows = kit.rows_to_report(f"{folder}/runs.jsonl", "studies.ablate")
     table = summary(rows, study["baseline"])
     others = table[1:]
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
-    if "reading" in study:
+    if "reading" in study and not study["asked"]:
         paragraphs += [f"Published: {study['published']}", f"Reading: {study['reading']}"]
     else:
         paragraphs += [conclusion(row, study["baseline"]) for row in others]
-    paragraphs.append(f"Command: `{kit.command('studies.ablate', paths)}`\n")
+    paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(study['asked'])])}`\n")
     text = "\n\n".join(paragraphs)
     kit.write(f"{folder}/table.md", text)
-    with open(f"{folder}/results.csv", "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, others[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(table)
     arms = {row["arm"]: row["differences"] for row in others}
     kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {study['baseline']}", zero=0)
     return text
@@ -285,6 +279,6 @@ def main():
 
 
 if __name__ == "__main__":
-    # Studies used to be files in configs/; as a path, such a name reaches chosen(), which says what to type.
+    # Not a config file: chosen() takes it for a name.
     sys.argv = [arg.removeprefix("configs/") for arg in sys.argv]
     configurator.run(main, globals())

@@ -201,6 +201,8 @@ def table(runs):
 
 def main():
     path = f"{results}/results.json"
+    if seeds < 1:
+        raise ValueError(f"--seeds={seeds}: want at least 1")
     if not report:
         write_data()
         pretrain_and_sft()

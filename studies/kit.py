@@ -150,7 +150,9 @@ def write(path, text):
 
 
 def write_rows(path, rows):
-    """Write dicts to a file, one line of JSON for each."""
+    """Write dicts to a file, one line of JSON for each. ValueError, with the old file kept, if there is none."""
+    if not rows:
+        raise ValueError(f"{path}: no run is asked for: want --seeds=1 or more")
     write(path, (json.dumps(row) + "\n" for row in rows))
 
 
