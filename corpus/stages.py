@@ -532,6 +532,8 @@ def account(number, work):
 def about(work, tok, name):
     """The part of the report about the run, its files and its settings. Writes probes.json."""
     asked, new, robots, times = plan(work), work.parent / "data", rules(work).robots, plan(work).repetitions
+    # rensa is an option's package: requirements.txt does not install it.
+    used = ["numpy", "pyarrow", "tiktoken"] + ["rensa"] * bool(asked.near_dedup)
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
     run = dict(
         out=asked.out,
@@ -539,7 +541,7 @@ def about(work, tok, name):
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(asked.began)),
         seconds=round(time.time() - asked.began),
         code=commit if len(commit) == 40 else None,
-        packages={package: metadata.version(package) for package in ("numpy", "pyarrow", "rensa", "tiktoken")},
+        packages={package: metadata.version(package) for package in used},
         tokenizer=name,
     )
     files = {}

@@ -2,7 +2,6 @@
 import json
 
 import pytest
-import torch
 
 from conftest import refused, script
 from tools import bench

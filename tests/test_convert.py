@@ -63,9 +63,8 @@ def finished(tmp_path_factory):
 
 
 def described(run, folder, **more):
-    """A copy of the run, described and completed with these settings: (folder, settings)."""
+    """A copy of the run, which holds weights, described and completed with these settings: (folder, settings)."""
     shutil.copytree(run, folder)
-    os.remove(f"{folder}/model.safetensors")
     settings = settings_of(run) | more
     for _ in range(2):  # a resumed run describes itself again
         convert.describe(folder, settings, ApertusConfig.of(settings), BYTE)

@@ -165,6 +165,8 @@ def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
     write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words])
     fill(tmp_path / "out", tmp_path / "in.jsonl", "--tokenizer=", "--train_bpe=400", "--val_share=0.5")
+    # As in `make train`, which installs requirements.txt alone.
+    assert {*report(tmp_path / "out")["run"]["packages"]} == {"numpy", "pyarrow", "tiktoken"}
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
     assert learnt == [word for word in words if side(f"{word} " * 50) >= 0.5] and 5 < len(learnt) < 15

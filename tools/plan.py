@@ -84,7 +84,7 @@ def build(command=None):
 
 def shards():
     """The number of GPUs that share one copy of the weights. ValueError: an unknown --parallel."""
-    if parallel not in ("", *SPREAD):
+    if parallel not in SPREAD:
         raise ValueError(f"parallel={parallel!r}: there is {', '.join(SPREAD)}")
     if gpus == 1 or parallel == "ddp":
         return 1
