@@ -35,8 +35,7 @@ import torch
 from tqdm import tqdm
 
 from ademamix import build_optimizer, check_states
-from configurator import lengths, settings
-from configurator import run as run_script
+from configurator import lengths, run as run_script, settings
 from data import TokenDataset, begun
 from engine import checkpoint, runs
 from engine.files import write_flushed
@@ -44,8 +43,7 @@ from engine.parallel import (
     Ranks, add_gradients, drop_gathered, orderly_exit, reduce_after, spread, square_norm, stop_signals,
 )
 from model import Apertus, ApertusConfig
-from schedule import NEVER, begun_at, cosine, samples_at, steps_in, wsd
-from schedule import batch_size as batch_at
+from schedule import NEVER, batch_size as batch_at, begun_at, cosine, samples_at, steps_in, wsd
 
 # -----------------------------------------------------------------------------
 # the run
@@ -156,6 +154,10 @@ def check_settings():
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
+    if keep_checkpoints < 0:
+        raise ValueError(f"keep_checkpoints={keep_checkpoints}: want how many of the newest to keep, 0 = all")
+    if wandb_log:
+        import wandb  # noqa: F401  here, so that an error comes before the run folder is there
     check_states(optimizer, state_dtype)
     lr_at(0)
 
@@ -469,7 +471,7 @@ def pretrain(run, build, stop, cooldown):
             set_aside(out, run.decayed)                    # here, since build_all() may still refuse the checkpoint
         if found:
             print(f"resumed from {found[0]}")
-    run.log = runs.open_log(out, start, ranks, validate=start >= end, wandb=wandb_log and wandb_project)
+    run.log = runs.open_log(out, start, ranks, validate=start >= end, project=wandb_log and wandb_project)
     run.clock = runs.Clock(minutes, run.spent)
     # With --minutes the bar's end is an estimate, which each step makes anew.
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,

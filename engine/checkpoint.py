@@ -192,8 +192,6 @@ class Saver:
     """
 
     def __init__(self, folder, keep, group, patience):
-        if keep < 0:
-            raise ValueError(f"keep_checkpoints={keep}: want how many of the newest to keep, or 0 to keep all of them")
         self.folder = folder
         self.keep = keep
         self.group = group

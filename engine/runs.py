@@ -86,10 +86,10 @@ def entry_of(line):
         return None
 
 
-def open_log(out, start, ranks, validate=False, wandb=""):
+def open_log(out, start, ranks, validate=False, project=""):
     """
-    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. wandb: the
-    project of Weights & Biases that gets each entry as well; ModuleNotFoundError if its package is not installed.
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. project:
+    of Weights & Biases, which gets each entry as well.
 
     Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
     validation before `start`.
@@ -97,9 +97,9 @@ def open_log(out, start, ranks, validate=False, wandb=""):
     if not ranks.first:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
-    if wandb:
-        import wandb as service
-        service.init(project=wandb, name=os.path.basename(out), config=settings_of(out))
+    if project:
+        import wandb
+        wandb.init(project=project, name=os.path.basename(out), config=settings_of(out))
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             entries = ((line, entry_of(line)) for line in f)
@@ -110,8 +110,8 @@ def open_log(out, start, ranks, validate=False, wandb=""):
 
     def log(**entry):
         file.write(json.dumps(entry) + "\n")
-        if wandb:
-            service.log(entry, step=entry["step"])
+        if project:
+            wandb.log(entry, step=entry["step"])
     return log
 
 

@@ -95,3 +95,6 @@ def launch():
     from faults.launch import Launcher
     with Launcher() as launcher:
         yield launcher
+
+
+from lab import lab  # noqa: E402,F401  it needs script()

@@ -263,44 +263,6 @@ def test_another_script_trains_its_model_with_this_loop(data, launch, tmp_path):
 # -----------------------------------------------------------------------------
 # errors: one line, before anything is built or written
 
-REFUSED = """
-    --vocab_size=131072                         | made by a tokenizer of 320 ids
-    --block_size=10000000                       | lower block_size
-    --n_head=3                                  | n_embd=32 is not divisible by n_head=3
-    --data=/nowhere                             | no data in '/nowhere'
-    --micro_batch=3                             | not a multiple of micro_batch=3 on each of 1 processes: try --batch_size=6
-    --batch_size=0                              | must be at least 1
-    --optimizer=sgd                             | there is ademamix and adamw
-    --state_dtype=float16                       | there is float32 and bfloat16
-    --state_dtype=bfloat16 --optimizer=adamw    | use --optimizer=ademamix
-    --schedule=linear                           | schedule='linear': there is wsd and cosine
-    --loss_average=mean                         | loss_average='mean': there is step and micro
-    --decay_samples=1000                        | do not fit into total_samples=160 (20 steps): say --total_samples=160
-    --schedule=cosine --warmup_samples=200      | warmup=200
-    --total_samples=7                           | total_samples=7 is less than one step of batch_size=8
-    --steps=10                                  | did you mean 'total_samples'
-    --n_layers=1                                | did you mean 'n_layer'
-    --device=tpu                                | is not here
-    --dtype=float16                             | there is auto, float32 and bfloat16
-    --stage=one                                 | stage='one', but there is no table of stages: name a config
-    --parallel=ddp                              | wants a launcher
-    --wandb_log                                 | pip install wandb
-    --keep_checkpoints=-1                       | keep_checkpoints=-1: want how many
-    --minutes=-1                                | it wants a positive number
-    --minutes=1e999                             | it wants a positive number
-    --minutes=5 --schedule=cosine               | schedule=wsd
-    --minutes=5 --warmup_samples=0 --decay_samples=160    | a decay shorter than total_samples
-"""
-
-
-@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_cannot_work_is_told_in_one_line(data, tmp_path, monkeypatch, row):
-    monkeypatch.setitem(sys.modules, "wandb", None)        # as if it were not installed
-    command, words = row.split("|")
-    refused(ran(data, tmp_path / "run", *command.split()), "train.py: ", words.strip())
-    assert not (tmp_path / "run" / "ckpt").exists() and not (tmp_path / "run" / "log.jsonl").exists()
-
-
 OTHERS = """
     --state_dtype=bfloat16           | state_dtype 'float32' -> 'bfloat16'
     --optimizer=adamw                | optimizer 'ademamix' -> 'adamw'

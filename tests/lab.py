@@ -1,0 +1,88 @@
+"""
+A folder with one of everything, small, made once for the whole run of pytest and never changed: the fixture `lab`.
+
+    data/                    the bytes of engine/
+    chats.jsonl, prompts.jsonl, reward.py
+    pretrained/  hf/         a run of train.py, and its export
+    sft/  adapted/  qrpo/    SFT of hf/, the same by adapters, and QRPO of sft/
+"""
+import fcntl
+import json
+
+import pytest
+
+from conftest import ROOT, script
+
+SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=2 --n_kv_head=1 --n_embd=32
+    --ffn_dim=64 --init_std=0.05""".split()
+REWARD = """
+def reward(prompt, completion): return sum(map(ord, completion)) % 97 + 1e-3 * len(completion)
+def one(prompt, completion): return 1 + len(completion)
+def two(prompt, completion): return -1 - len(completion)
+def nan(prompt, completion): return float("nan")
+def fails(prompt, completion): return 1 / 0
+def few(row, completions): return [1]
+"""
+
+
+def pretraining(lab, out, *args):
+    """The command line of a run of 10 steps; args come last, and win."""
+    how = "--total_samples=80 --warmup_samples=8 --decay_samples=24 --batch_size=8 --micro_batch=4 --sample_every=0"
+    return ["train.py", *SHAPE, *how.split(), f"--data={lab}/data", f"--out={out}", *args]
+
+
+def tuning(lab, out, *args, start="hf"):
+    """24 conversations, 20 steps; afterwards the model says something short and ends."""
+    how = """--batch_size=6 --micro_batch=2 --lr=1e-2 --epochs=5 --checkpoint_every=5 --keep_checkpoints=0
+        --optimizer=adamw --dtype=float32 --device=cpu"""
+    files = f"--init_from={lab}/{start}", f"--data={lab}/chats.jsonl", f"--out={out}"
+    return ["posttrain.sft", *how.split(), *files, *args]
+
+
+def aligning(lab, out, *args, start="sft"):
+    """6 prompts with 6 references each, 12 steps."""
+    how = """--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
+        --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu"""
+    files = f"--init_from={lab}/{start}", f"--data={lab}/prompts.jsonl", f"--rewards={lab}/reward.py", f"--out={out}"
+    return ["posttrain.qrpo", *how.split(), *files, *args]
+
+
+ADAPTERS = ["--lora_r=4", "--lora_alpha=8"]
+
+
+def run(*command):
+    done = script(*command)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def make(lab):
+    chats, prompts = [], []
+    for i in range(24):
+        system, user = dict(role="system", content="x"), dict(role="user", content=f"say {i % 6}")
+        answer = dict(role="assistant", content="ab"[i % 2] * (1 + i % 5))
+        chats.append(dict(messages=[system, user, answer]))
+        prompts.append(dict(messages=[system, user]))
+    lab.mkdir(exist_ok=True)
+    for name, rows in dict(chats=chats, prompts=prompts[:6]).items():
+        (lab / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (lab / "reward.py").write_text(REWARD)
+    run("prepare.py", f"{ROOT}/engine/*.py", f"--out={lab}/data", "--tokenizer=byte", "--val_share=0.05")
+    run(*pretraining(lab, lab / "pretrained"))
+    run("convert.py", f"--load={lab}/pretrained", f"--save={lab}/hf")
+    run(*tuning(lab, lab / "sft"))
+    run(*tuning(lab, lab / "adapted", *ADAPTERS))
+    run(*aligning(lab, lab / "qrpo"))
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory):
+    """The folder; the workers of one run of pytest share it."""
+    shared = tmp_path_factory.getbasetemp()
+    folder = (shared.parent if shared.name.startswith("popen-") else shared) / "lab"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            make(folder)
+            (folder / "done").touch()
+    return folder
