@@ -1,7 +1,7 @@
 """
-The README and the other pages: their commands run, and their names and numbers are true.
+README.md, docs/ and the other pages: their commands run, and their names and numbers are true.
 
-A command is run as it stands there, with more arguments behind it that make it small (later ones win).
+More arguments make a command small; they follow its own, and later ones win.
 """
 import json
 import os
@@ -27,13 +27,16 @@ def read(*path):
         return f.read()
 
 
+PAGES = ["README.md", "CONTRIBUTING.md", "tests/README.md"]
+PAGES += sorted(f"docs/{name}" for name in os.listdir(os.path.join(ROOT, "docs")))
 README = read("README.md")
-BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.S)
+SCALE, POSTTRAINING, STUDIES = (read("docs", f"{name}.md") for name in ("scale", "posttraining", "studies"))
+BLOCKS = re.findall(r"```sh\n(.*?)```", "".join(map(read, PAGES)), re.S)
 
 
 def commands(blocks):
     lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
-    return [line for line in lines if line]
+    return list(dict.fromkeys(filter(None, lines)))
 
 
 # Lines that go on from each other's files begin with a variable: they are run in order, the others each by itself.
@@ -307,18 +310,17 @@ def test_the_loop_goes_through_the_four_long_context_stages(place):
     assert thetas == [1e6, 2e6, 4e6, 12e6]
 
 
-PAGES = ["README.md", "CONTRIBUTING.md", "tests/README.md"]
-EXAMPLES = ("X.py", "test_X.py", "report.md")  # names that stand for others
+EXAMPLES = ("X.py", "test_X.py", "report.md", "reward.py", "FILE.py")  # names that stand for others
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_local_file_and_test_that_a_page_names_exists(page):
     text = read(page)
     files = []
-    for pattern in (r"`([\w/]+\.(?:py|md|txt|png))`", r"\]\(([\w/]+\.\w+)\)", r"src=\"([^\"]+)\""):
+    for pattern in (r"`([\w/]+\.(?:py|md|txt|png))`", r"\]\(([\w/.]+\.\w+)\)", r"src=\"([^\"]+)\""):
         files += re.findall(pattern, text)
     for name in files:
-        places = [os.path.join(ROOT, name), os.path.join(ROOT, "tests", name)]
+        places = [os.path.join(ROOT, folder, name) for folder in ("", "tests", "docs")]
         assert name in EXAMPLES or any(map(os.path.exists, places)), name
     for file, *tests in re.findall(r"`(test_\w+\.py)::(test_\w+)`(?:, `::(test_\w+)`)?", text):
         source = read("tests", file)
@@ -328,7 +330,7 @@ def test_every_local_file_and_test_that_a_page_names_exists(page):
 
 def test_the_speeds_that_the_readme_picks_stand_in_that_table():
     table = read("records", "README.md")
-    picked = README.split("## How fast")[1].split("## ")[0]
+    picked = README.split("## Speed")[1].split("## ")[0]
     _, *rows = [line for line in picked.splitlines() if line.startswith("| ") and "|---" not in line]
     assert len(rows) == 3
     for row in rows:
@@ -347,7 +349,7 @@ def number(text):
 
 def test_the_days_that_the_readme_names_follow_from_the_tokens():
     """Held by arithmetic: tokens, tokens a second, days. tests/test_plan.py holds what the plan computes."""
-    rows = re.findall(r"^\| [\d.]+B, ([\d.]+)T \|.* \| ([\d,]+) \| ([\d,.]+) \|$", README, re.M)
+    rows = re.findall(r"^\| [\d.]+B, ([\d.]+)T \|.* \| ([\d,]+) \| ([\d,.]+) \|$", SCALE, re.M)
     assert len(rows) == 3
     for tokens, speed, days in rows:
         seconds = number(tokens) * 1e12 / number(speed)
@@ -361,7 +363,7 @@ def test_the_gpus_that_the_readme_names_for_long_windows_hold_them_and_half_of_t
     """
     lengths = [8192, 16384, 32768, 65536]
     sizes = {"8B": (8_053_338_176, 4096, 32), "70B": (70_599_864_480, 8192, 80)}
-    rows = re.findall(r"^(8B|70B) +(80|141) GB each +(.*)$", README, re.M)
+    rows = re.findall(r"^(8B|70B) +(80|141) GB each +(.*)$", SCALE, re.M)
     assert len(rows) == 4
     for name, card, cells in rows:
         parameters, C, L = sizes[name]
@@ -385,7 +387,7 @@ def test_the_table_of_faults_is_the_record_of_those_that_were_done():
 
 
 def test_what_is_said_of_the_studies_stands_in_their_overview():
-    said = README.split("## Does it help?")[1].split("After 128")[0]
+    said = STUDIES.split("After 128")[0]
     overview = read("results", "ablations", "overview.md")
     found = [abs(float(x)) for x in re.findall(r"\| ([+-]\d\.\d+) ±", overview)]
     numbers = [float(x) for x in re.findall(r"0\.\d{3}", said)]
@@ -448,15 +450,16 @@ def test_the_sizes_that_the_readme_names_follow_from_the_configs():
     assert "five minutes" in README and laptop["minutes"] == 5
 
 
-def test_the_readme_is_short_enough_to_be_read():
-    words = re.sub(r"```.*?```", "", README, flags=re.S).split()
-    assert len(words) <= 1_600
+def test_pages_are_short_enough_to_be_read():
+    for page, most in ({page: 700 for page in PAGES} | {"README.md": 1_100, "docs/decisions.md": 2_500}).items():
+        words = re.sub(r"```.*?```", "", read(page), flags=re.S).split()
+        assert len(words) <= most, page
 
 
 def test_what_is_said_of_recitation_stands_in_the_table_of_results():
-    said = next(part for part in README.split("\n\n") if part.startswith("After 128 repetitions"))
+    said = next(part for part in STUDIES.split("\n\n") if part.startswith("After 128 repetitions"))
     table = read("results", "memorize", "table.md")
-    pairs = re.findall(r"(\d?\.\d+) \+- (\d?\.\d+)", said)
+    pairs = re.findall(r"(\d?\.\d+) ± (\d?\.\d+)", said)
     assert len(pairs) >= 4
     for mean, half in pairs:
         shown = f"{float(mean):.2f} ± {float(half):.2f}"
@@ -465,7 +468,7 @@ def test_what_is_said_of_recitation_stands_in_the_table_of_results():
 
 def test_what_is_said_of_the_recipe_stands_in_its_report():
     """Shares and Rouge-L as the committed page has them."""
-    said = next(part for part in README.split("\n\n") if part.startswith("*`make recipe`"))
+    said = next(part for part in POSTTRAINING.split("\n\n") if part.startswith("*An invented world")).replace("\n", " ")
     report = read("results", "recipe", "report.md")
     lines = report.splitlines()
     row = next(line for line in lines if line.startswith("| base | text |"))
@@ -486,9 +489,8 @@ def test_what_is_said_of_the_recipe_stands_in_its_report():
         ("right (67 % to", "0.674", sft[4]),
         ("to 60 %)", "0.604", charter[4]),
     ):
-        assert words in said.replace("\n", " ") and figure in cell, (words, cell)
+        assert words in said and figure in cell, (words, cell)
 
 
 def test_what_is_said_of_fine_tuning_stands_in_its_tables():
-    said = next(part for part in README.split("\n\n") if part.startswith("A student with a teacher"))
-    assert "0.060 +- 0.004" in said and "-0.0596 ± 0.0036" in read("results", "distill", "table.md")
+    assert "0.060 ± 0.004" in POSTTRAINING and "-0.0596 ± 0.0036" in read("results", "distill", "table.md")
