@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
 from importlib import metadata
+from itertools import cycle
 from types import SimpleNamespace
 
 import numpy as np
@@ -150,9 +151,11 @@ class Work:
     def passages(self):
         """[{id, repetitions, text}] of the passages to plant: the repetitions are dealt out in the order of a hash."""
         texts = given(dedup.read_prompts, self.probes) or []
-        named = sorted(((f"probe/{i}", text) for i, text in enumerate(texts)), key=lambda one: id_hash("".join(one)))
-        return [dict(id=name, repetitions=self.repetitions[n % len(self.repetitions)], text=text)
-                for n, (name, text) in enumerate(named)]
+        passages = [dict(id=f"probe/{i}", repetitions=0, text=text) for i, text in enumerate(texts)]
+        passages.sort(key=lambda passage: id_hash(passage["id"] + passage["text"]))
+        for passage, times in zip(passages, cycle(self.repetitions)):
+            passage["repetitions"] = times
+        return passages
 
     @cached_property
     def documents(self):
@@ -422,12 +425,11 @@ def validation(rows, work):
 
 def halve(work, place):
     """Cut the only kept document after a line break or a space. Returns the row of its end, [] if it has none."""
-    path = sifted(work, place["group"])
-    row = read_table(path, filters=[("reason", "=", ""), ("offset", "=", place["offset"])]).to_pylist()[0]
-    raw = path.with_suffix(".text").read_bytes()[:row["offset"] + row["written"]]
-    end = raw[row["offset"] + int(row["written"] * (1 - work.val_share)):]
+    begin, size, path = place["offset"], place["written"], sifted(work, place["group"])
+    rows = read_table(path, filters=[("reason", "=", ""), ("offset", "=", begin)]).to_pylist()
+    end = path.with_suffix(".text").read_bytes()[begin + int(size * (1 - work.val_share)):begin + size]
     end = end.partition(b"\n")[2] or end.partition(b" ")[2]
-    return [row | NOTHING | dict(offset=len(raw) - len(end), written=len(end))] * bool(end)
+    return [rows[0] | NOTHING | dict(offset=begin + size - len(end), written=len(end))] * bool(end)
 
 
 def planted(work):
@@ -452,11 +454,10 @@ def buckets_of(documents):
 
 def texts_of(documents, work):
     """Yield the texts of an array of DOCUMENT, in order."""
-    # There are more groups than files that a process may open.
-    opened = lru_cache(100)(lambda group: open(sifted(work, group).with_suffix(".text"), "rb"))
     for group, offset, written in documents[["group", "offset", "written"]].tolist():
-        opened(group).seek(offset)
-        yield opened(group).read(written).decode()
+        with open(sifted(work, group).with_suffix(".text"), "rb") as f:
+            f.seek(offset)
+            yield f.read(written).decode()
 
 
 def find_vocabulary(number, work):
