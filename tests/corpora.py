@@ -30,6 +30,14 @@ def write_lines(path, records):
     return path
 
 
+def put(root, files):
+    """Write files {name: bytes or str} below a folder, with theirs. Returns the folder."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
 def fill(out, *args):
     """prepare.py ARGS into the folder `out`, with bytes as tokens."""
     done = script("prepare.py", "--tokenizer=byte", *args, f"--out={out}")

@@ -8,19 +8,16 @@ import time
 import pytest
 
 from conftest import ROOT, script
-from corpora import fill, report, rows, write_lines, written
+from corpora import fill, put, report, rows, write_lines, written
 
 pytest.importorskip("datatrove")
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    root = tmp_path_factory.mktemp("texts")
-    (root / "in").mkdir()
+    root = put(tmp_path_factory.mktemp("texts"), {"in/bad.txt": b"Gr\xfcezi", "in/scan.pdf": ""})
     for name in "abc":
         write_lines(root / "in" / f"{name}.jsonl", rows(40, 30 * ord(name)))
-    (root / "in" / "bad.txt").write_bytes(b"Gr\xfcezi")
-    (root / "in" / "scan.pdf").write_bytes(b"%PDF")
     return root
 
 

@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from corpora import put
 from engine import readers
 from engine.readers import check, documents, find
 
@@ -208,9 +209,7 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
     taken = ["a.TXT", "b.markdown", "c.txt.gz", "e.htm", "notes[1]/g.md", "sub/f.json"]
     others = {".pdf": ["sub/y.PDF", "x.pdf"], "hidden": [".git/c.txt", ".h.txt"], ".gz": ["old.parquet.gz"],
               "no ending": ["LICENSE"], "name not UTF-8": ["Z\udcfcrich.txt"]}
-    for name in sum(others.values(), taken):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+    put(tmp_path, dict.fromkeys(sum(others.values(), taken), ""))
     os.symlink("nowhere", tmp_path / "dangling.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     others |= {"broken link": ["dangling.txt"], "not a file": ["pipe.txt"], "name not UTF-8": ["Z?rich.txt"]}
@@ -228,24 +227,19 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
 
 
 def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_path):
-    for folder in ("b/deep", "c"):
-        (tmp_path / folder).mkdir(parents=True)
-    for name in ("b/deep/x.txt", "y.txt"):
-        (tmp_path / name).touch()
+    put(tmp_path, {"b/deep/x.txt": "", "y.txt": ""})
     for target, link in (("..", "b/deep/loop"), (tmp_path, "b/whole"), ("b/deep", "a_link"), ("y.txt", "a.txt")):
         os.symlink(target, tmp_path / link)
     assert names(tmp_path) == ["b/deep/x.txt", "y.txt"]
     # A folder that only links lead to is read too.
+    (tmp_path / "c").mkdir()
     os.symlink(tmp_path / "b", tmp_path / "c" / "outside")
     assert names(tmp_path / "c") == ["outside/deep/x.txt", "outside/whole/y.txt"]
     assert names(tmp_path / "b/deep/x.txt", tmp_path) == ["x.txt", "y.txt"]
 
 
 def test_names_that_clash_get_their_folder_or_are_an_error(tmp_path):
-    a, b, c = (tmp_path / folder for folder in ("a", "b", "c/b"))
-    for folder in (a, b, c):
-        folder.mkdir(parents=True)
-        (folder / "x.txt").touch()
+    a, b, c = (put(tmp_path / folder, {"x.txt": ""}) for folder in ("a", "b", "c/b"))
     assert names(a, b, a / "x.txt") == ["x.txt", "b/x.txt"]
     with pytest.raises(ValueError, match="c/b/x.txt.*another file has its name"):
         names(a, b, c)
