@@ -83,7 +83,7 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
         begin, end = sorted(rng.choices([0, *range(size), size], k=2))
         doc = [f"d{i}" for i in range(20)] + prompt[begin:end] + [f"d{i}" for i in range(20)]
         for at in rng.sample(range(len(doc)), 3):
-            doc[at] = "changed"
+            doc[at:at + 1] = ["changed"] * rng.choice([1, 4])
         sizes = [block.size for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()]
         if max(sizes) >= 8 and 2 * sum(n for n in sizes if n >= 5) >= size:
             want[i] = 0

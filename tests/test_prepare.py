@@ -178,11 +178,12 @@ def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     assert learnt == [word for word in words if side(f"{word} " * 50) >= 0.5] and 5 < len(learnt) < 15
 
 
-def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
+def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path, corpus):
     passages = [text(i, 30) for i in range(900, 906)]
     write_lines(tmp_path / "probes.jsonl", [dict(text=one) for one in passages])
-    write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])])
-    fill(tmp_path / "out", tmp_path / "in.jsonl", f"--probes={tmp_path}/probes.jsonl", "--repetitions=(0,3)")
+    write_lines(tmp_path / "in.jsonl", [*rows(31, 159), dict(text=passages[0])])
+    more = f"--probes={tmp_path}/probes.jsonl", "--repetitions=(0,3)", f"--known={corpus[0]}"
+    fill(tmp_path / "out", tmp_path / "in.jsonl", *more)
     said = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
     seen = Counter(sum(texts_of(tmp_path / "out").values(), []))
     assert {one["text"]: one["repetitions"] for one in said} == {one: seen[one] for one in passages}

@@ -90,6 +90,9 @@ def test_each_format_gives_the_rows_that_were_written_wherever_it_is_and_whateve
     file = os.path.basename(url)
     assert read(url, encoding) == [dict(row, id=f"{file}:{row['id']}", file=file) for row in rows]
     if not encoding:
+        numbers = [n for part in readers.parts_of(check(dict(path=url))) for n, _ in readers.rows(dict(path=url), part)]
+        # Empty lines count too.
+        assert numbers == [i * (1 + (name in LINES)) for i in range(90)]
         assert list(readers.records(url)) == rows
         assert list(readers.rows_of(url, ("no", "id"), ("score",))) == [[row["id"], row["score"]] for row in rows]
     # Several processes share lines that are not packed, and row groups.
