@@ -67,8 +67,8 @@ NOTHING = dict.fromkeys(("bytes", "text", *TAGS), 0)
 
 class Work:
     """
-    A run: the settings of prepare.py as attributes, with files, ignored, by_id, name, command and began; and what the
-    finished stages found, read once in a process. folder: OUT.tmp/work.
+    A run: the settings of prepare.py as attributes, with files, ignored, by_id, name, command and began; and the
+    results of finished stages, read once in a process. folder: OUT.tmp/work.
     """
 
     def __init__(self, folder):

@@ -353,7 +353,7 @@ def table_rows(text, tabs):
 
 
 def problem_of(text):
-    """Why a text, in which surrogates stand for bytes that are not UTF-8, cannot be used; None if it can."""
+    """Why a text cannot be used, in which bytes that are not UTF-8 are surrogates; None if it can."""
     if "\0" in text:
         return BINARY
     return NOT_UTF8 if writable(text) != text else None
