@@ -256,15 +256,13 @@ def check(file, text_field="text", encoding=""):
     if not kind:
         how = CONVERTERS.get(ending(path))
         return dict(file, problem="unknown kind of file" + (f"; {how} makes text of it" if how else ""))
-    names = [text_field]
     try:
         with in_one_line(path), open_raw(path) as f:
             if not path.startswith("hf://"):
                 file["sha256"] = hashlib.file_digest(f, "sha256").hexdigest()
             file["bytes"] = f.seek(0, os.SEEK_END)
             file["parts"] = list(parts_of(file))
-            if kind == "parquet" and text_field:
-                names = ParquetFile(f).schema_arrow.names
+            names = ParquetFile(f).schema_arrow.names if kind == "parquet" and text_field else [text_field]
     except ValueError:
         if "://" in path:
             raise
@@ -279,7 +277,8 @@ def parts_of(file):
     Yield the parts of a file, as check() returns them: of parquet the row groups, of lines that are not packed about
     4 MB each. Other files are one part. Those on the hub, or that were not checked, are not read here.
     """
-    path, kind, begin, first, size = file["path"], kind_of(file["path"]), 0, 0, file.get("bytes", 0)
+    path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
+    begin = first = 0
     if kind == "parquet":
         with in_one_line(path):
             metadata = ParquetFile(open_raw(path)).metadata
@@ -441,8 +440,10 @@ def rows_of(path, *columns, comments=False, **how):
     ValueError, one line: the file is damaged, or a row lacks a column.
     """
     if kind_of(path) in (None, *WHOLE):
-        lines = [line.split("#")[0] if comments else line for line in read_text(path).split("\n")]
-        yield from ([line.strip()] for line in lines if line.strip())
+        for line in read_text(path).split("\n"):
+            text = (line.split("#")[0] if comments else line).strip()
+            if text:
+                yield [text]
         return
     for row in records(path, set(itertools.chain(*columns)), **how):
         found = [[row[key] for key in keys if key in row] for keys in columns]
@@ -490,11 +491,10 @@ def documents(file, part, text_field="text", columns=()):
     """
     name, kind = file["name"], kind_of(file["path"])
     whole = kind in WHOLE or file.get("problem")
-    if whole:
-        text_field = "text"
     try:
         for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
-            yield document(dict(file=name, id=name if whole else f"{name}:{number}"), row, text_field)
+            own = dict(file=name, id=name if whole else f"{name}:{number}")
+            yield document(own, row, "text" if whole else text_field)
     except ValueError:
         # check() reads only the footer of a parquet file. Damage of a row group shows here.
         if kind != "parquet" or "://" in file["path"]:
