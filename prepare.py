@@ -135,47 +135,49 @@ def inputs():
 
 def prepare(final, tmp):
     """From files to the data folder `final`. tmp: its work folder, as building() gives it."""
-    began, work = time.time(), tmp / "work"
-    begin(work, began)
+    began = time.time()
+    work = begin(tmp / "work", began)
     for name in stages.STAGES:
         local_stage(name, work)
-    report = read_json(tmp / "data" / "report.json")
+    report = read_json(work.data / "report.json")
     if dry_run:
-        print(read_text(tmp / "data" / "report.md"))
-        clear(tmp)
-        return
-    publish(final, tmp)
+        print(read_text(work.data / "report.md"))
+    else:
+        publish(final, tmp)
+        say(report, time.time() - began)
     clear(tmp)
-    say(report, time.time() - began)
 
 
-def begin(work, began):
-    """Write work/plan.json, or find it as a killed run left it. Another run's work is removed."""
+def begin(folder, began):
+    """Write work/plan.json, or find it as a killed run left it. Another run's work is removed. Returns the Work."""
     found, ignored = find(paths) if paths else standard_library()
     for kind, names in ignored.items():
         how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""
         print(f"not read: {len(names):,} ({kind}), such as {names[0]}{how}")
-    asked = settings(globals())
-    asked.update(name=os.path.basename(os.path.normpath(out)), out=os.path.normpath(out), repetitions=list(repetitions))
-    asked["by_id"] = (split_by or ("text" if paths else "id")) == "id"
-    asked["default_language"] = default_language or ("" if paths else "code")
-    asked["default_license"] = default_license or ("" if paths else "PSF-2.0")
-    asked["score_field"] = score_field or ("score" if score else "")
-    key = key_of(asked, found)
-    path = work / "plan.json"
+    asked = settings(globals()) | dict(
+        name=os.path.basename(os.path.normpath(out)),
+        out=os.path.normpath(out),
+        repetitions=list(repetitions),
+        by_id=(split_by or ("text" if paths else "id")) == "id",
+        default_language=default_language or ("" if paths else "code"),
+        default_license=default_license or ("" if paths else "PSF-2.0"),
+        score_field=score_field or ("score" if score else ""),
+    )
+    key, path = key_of(asked, found), folder / "plan.json"
     if path.exists() and read_json(path).get("key") == key:
-        print(f"resuming from {work}")
+        print(f"resuming from {folder}")
     else:
-        empty(work.parent)
-        work.mkdir()
+        empty(folder.parent)
+        folder.mkdir()
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     # Written anew: the rest of a --dry_run may be a run.
     write_json(path, dict(asked, key=key, files=found, ignored=ignored, began=began, command=command))
-    (work.parent / "data").mkdir(exist_ok=True)
-    for function in stages.CACHES:
-        function.cache_clear()
+    stages.work_of.cache_clear()
+    work = stages.work_of(folder)
+    work.data.mkdir(exist_ok=True)
     # Loaded here, tables are shared by all workers, and a setting that makes no sense ends the run before it starts.
-    stages.rules(work)
+    work.rules
+    return work
 
 
 def key_of(asked, files):
@@ -197,7 +199,7 @@ def standard_library():
 
 
 def check_settings():
-    """ValueError for a setting that makes no sense. stages.rules() checks the others."""
+    """ValueError for a setting that makes no sense. Work.rules checks the others."""
     schema()
     if not out:
         raise ValueError("--out is empty: name a folder")
@@ -234,20 +236,15 @@ def check_settings():
 
 def local_stage(name, work):
     """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when these are kept."""
-    pieces = stages.pieces(name, work)
-    sizes = [stages.size_of(group) for group in stages.groups(work)] if name in ("scores", "sift") else [1] * pieces
-    small = name != "check" and sum(map(stages.size_of, stages.groups(work))) <= SMALL
-    unit = "B" if name in ("scores", "sift") else "piece"
-    # Text that is sifted; a part of it may be duplicates.
-    seen, enough = 0, max_bytes
-    with tqdm(desc=name, total=sum(sizes), unit=unit, unit_scale=True, disable=None, leave=False) as progress:
-        for number in each(name, range(pieces), work, 1 if small or pieces == 1 else processes()):
-            progress.update(sizes[number])
-            seen += sizes[number]
-            if name == "sift" and 0 < enough <= seen:
-                if stages.groups_needed(work, number + 1):
-                    return
-                enough = seen + max_bytes / 10
+    pieces, enough = work.pieces(name), max_bytes
+    alone = pieces == 1 or name != "check" and work.ends[-1] <= SMALL
+    done = each(name, range(pieces), work.folder, 1 if alone else processes())
+    for number in tqdm(done, name, pieces, unit="piece", disable=None, leave=False):
+        # The text that is sifted; a part of it may be duplicates.
+        if name == "sift" and 0 < enough <= work.ends[number]:
+            if stages.groups_needed(work, number + 1):
+                return
+            enough = work.ends[number] + max_bytes / 10
 
 
 def processes():
@@ -255,18 +252,18 @@ def processes():
     return workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def each(name, numbers, work, workers):
+def each(name, numbers, folder, workers):
     """Yield the numbers of pieces, in order, as they are done. OSError if a worker was killed."""
     if workers == 1:
         for number in numbers:
-            stages.do(name, number, work)
+            stages.do(name, number, folder)
             yield number
         return
     # A forked process shares the loaded tables; a spawned one would load them again.
     fork = "fork" if "fork" in multiprocessing.get_all_start_methods() else None
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
-        for number, future in [(number, pool.submit(stages.do, name, number, work)) for number in numbers]:
+        for number, future in [(number, pool.submit(stages.do, name, number, folder)) for number in numbers]:
             future.result()
             yield number
     except BrokenProcessPool:

@@ -15,9 +15,9 @@ $ python prepare.py docs.jsonl --near_dedup=0.72 --decontaminate=prompts.txt
 
 import re
 import unicodedata
-from bisect import bisect
 from difflib import SequenceMatcher
 from hashlib import blake2b
+from itertools import chain, islice
 
 import numpy as np
 
@@ -49,32 +49,6 @@ def fingerprint(text):
             normal = " " + normal
         digest.update(normal.encode("utf-8", "replace"))
     return int.from_bytes(digest.digest()[:8], "little")
-
-
-class Seen:
-    """
-    A set of uint64 keys in 14 bytes a key, where a Python set takes 100: a sorted array and a Python set of the newest
-    keys, which go into the array when they are 1/16 of it.
-    """
-
-    def __init__(self):
-        self.sorted = np.zeros(0, np.uint64)
-        self.newest = set()
-
-    def first(self, keys):
-        """keys uint64 (n, k) -> bool (n,): True where no key of the row is known yet. Then the row's keys are added."""
-        new = (np.searchsorted(self.sorted, keys) == np.searchsorted(self.sorted, keys, "right")).all(1)
-        for i in np.flatnonzero(new):
-            row = keys[i].tolist()
-            new[i] = self.newest.isdisjoint(row)
-            if new[i]:
-                self.newest.update(row)
-        if len(self.newest) > len(self.sorted) / 16:
-            newest = np.array(sorted(self.newest), np.uint64)
-            # A stable sort merges two sorted arrays in linear time.
-            self.sorted = np.sort(np.append(self.sorted, newest), kind="stable")
-            self.newest.clear()
-        return new
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,6 +161,25 @@ def band_keys(signatures, bands, rows):
     return keys
 
 
+def seen_before(keys):
+    """
+    Find near-duplicates: keys uint64 (n, bands) -> bool (n,), True where a row shares a key with an earlier row that
+    is not True itself. A million documents take 8 s.
+    """
+    shared = np.empty(keys.shape, bool)
+    for band, column in enumerate(keys.T):
+        _, which, times = np.unique(column, return_inverse=True, return_counts=True)
+        shared[:, band] = times[which] > 1
+    seen, again = set(), np.zeros(len(keys), bool)
+    # Most documents share no key. A Python set of all keys would take 1.4 kB a document.
+    for i in np.flatnonzero(shared.any(1)):
+        row = keys[i, shared[i]].tolist()
+        again[i] = not seen.isdisjoint(row)
+        if not again[i]:
+            seen.update(row)
+    return again
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # contamination
 
@@ -220,31 +213,27 @@ class Contamination:
         characters of each text. The rest of a longer text is read in pieces that overlap.
         """
         found = {}
-        # (text, prompt) -> end of the words compared, because neighbouring 8-grams find the same passage.
-        compared = {}
-        grams, bounds = ngrams(ids, 8), [0, *ends.tolist()]
-        hits = np.flatnonzero(self.maybe[grams >> 42])
-        for hit, gram in zip(hits.tolist(), grams[hits].tolist()):
-            i = bisect(bounds, hit) - 1
-            begin, end = bounds[i:i + 2]
-            # An 8-gram across two texts counts for neither.
-            if i in found or hit + 8 > end:
-                continue
-            for number, prompt in self.where.get(gram, ()):
-                size = len(prompt)
-                if hit < compared.get((i, number), 0):
-                    continue
-                compared[i, number] = hit + size
-                near = ids[max(hit - size, begin):min(hit + 2 * size, end)]
-                blocks = SequenceMatcher(None, near.tolist(), prompt.tolist(), autojunk=False).get_matching_blocks()
-                if 2 * sum(block.size for block in blocks if block.size >= 5) >= size:
-                    found.setdefault(i, number)
-        for i, text in enumerate(texts):
-            for match in PIECE.finditer(text, LONG):
-                piece = text[match.start() - 20_000:match.end()]
-                for number in self.find([], *words([piece])).values():
-                    found.setdefault(i, number)
+        for i, (text, begin) in enumerate(zip(texts, np.split(ids, ends[:-1]))):
+            rest = (text[match.start() - 20_000:match.end()] for match in PIECE.finditer(text, LONG))
+            pieces = chain([begin], (words([piece])[0] for piece in rest))
+            for number in islice(chain.from_iterable(map(self.prompts_in, pieces)), 1):
+                found[i] = number
         return found
+
+    def prompts_in(self, ids):
+        """Yield the numbers of the prompts that are found in words of a text, uint64 (N,)."""
+        grams, compared = ngrams(ids, 8), {}
+        for hit in np.flatnonzero(self.maybe[grams >> 42]).tolist():
+            for number, prompt in self.where.get(int(grams[hit]), ()):
+                size = len(prompt)
+                # Neighbouring 8-grams find the same passage.
+                if hit < compared.get(number, 0):
+                    continue
+                compared[number] = hit + size
+                near = ids[max(hit - size, 0):hit + 2 * size].tolist()
+                blocks = SequenceMatcher(None, near, prompt.tolist(), autojunk=False).get_matching_blocks()
+                if 2 * sum(block.size for block in blocks if block.size >= 5) >= size:
+                    yield number
 
 
 def read_prompts(path):

@@ -30,11 +30,10 @@ def building(out, inputs, joined=None):
     final = Path(os.path.realpath(out))
     tmp = Path(f"{final}.tmp")
     with locked(out, final, tmp, inputs, joined):
-        before, old = (tmp / "work").exists(), tmp / "old"
+        before = (tmp / "work").exists()
         # A kill between the two renames of publish().
-        if old.is_dir() and not final.exists():
-            os.rename(old, final)
-        shutil.rmtree(old, ignore_errors=True)
+        if (tmp / "old").is_dir() and not final.exists():
+            os.rename(tmp / "old", final)
         try:
             yield final, tmp
         except (ValueError, ImportError, FileNotFoundError, IsADirectoryError, BrokenPipeError):

@@ -6,6 +6,7 @@ without unpickling.
 """
 
 import re
+from itertools import chain
 
 import numpy as np
 
@@ -22,11 +23,9 @@ def write_tokens(tok, texts, path):
     dtype, ends = dtype_of(tok), [0]
     with open(path, "wb") as f:
         for text in texts:
-            f.write(np.array([tok.bos], dtype))
             # In parts: all ids of a long text at once, four bytes each, would take too much memory.
-            for part in long_parts(text):
-                f.write(tok.encode_array(part).astype(dtype))
-            f.write(np.array([tok.eos], dtype))
+            for ids in chain([[tok.bos]], map(tok.encode_array, long_parts(text)), [[tok.eos]]):
+                f.write(np.asarray(ids, dtype))
             ends.append(f.tell() // dtype.itemsize)
     return np.diff(ends)
 
@@ -49,16 +48,6 @@ def long_parts(text, size=1_000_000):
         yield text[begin:end]
         begin = end
     yield text[begin:]
-
-
-def cut(path, files, dtype, begin, end):
-    """Write a shard: the tokens `begin` to `end` of files [(path, tokens)] in a row. Returns what write_shard does."""
-    pieces, n = [], end - begin
-    for file, size in files:
-        if begin < size and end > 0:
-            pieces.append(np.memmap(file, dtype, "r")[max(begin, 0):end])
-        begin, end = begin - size, end - size
-    return write_shard(path, pieces, n, dtype)
 
 
 def write_shard(path, pieces, n, dtype):

@@ -118,10 +118,8 @@ def matches(path):
 
 def files_of(path):
     """
-    (path, all files of the folder `path` at any depth, sorted).
-
-    A file that links lead to as well is listed once, by its own name if it has one in the folder. OSError if a folder
-    cannot be read.
+    All files of the folder `path` at any depth, sorted. A file that links lead to as well is listed once, by its own
+    name if it has one in the folder. OSError if a folder cannot be read.
     """
     # (number of links in the path, path): fewest links come first. A loop of links leads to a folder seen before.
     heap, seen = [(0, path)], {}
@@ -131,7 +129,7 @@ def files_of(path):
         if first == inner and os.path.isdir(inner):
             for entry in os.scandir(inner):
                 heapq.heappush(heap, (links + entry.is_symlink(), entry.path))
-    return path, sorted(inner for inner in seen.values() if not os.path.isdir(inner))
+    return sorted(inner for inner in seen.values() if not os.path.isdir(inner))
 
 
 def why_not(file, name):
@@ -152,7 +150,7 @@ def local(path):
         if os.path.isfile(match):
             yield os.path.basename(match), match, None
         elif os.path.isdir(match):
-            for file in files_of(match)[1]:
+            for file in files_of(match):
                 name = Path(file).relative_to(match).as_posix()
                 yield name, file, why_not(file, name)
         else:
@@ -181,11 +179,10 @@ def remote(url):
         read = list(filter(kind_of, found))
         if read:
             break
-    folder = os.path.dirname(re.split(r"[*?[]", pattern)[0])
+    folder = "datasets" if revision else os.path.dirname(re.split(r"[*?[]", pattern)[0])
     if revision:
-        folder = "datasets"
-        best = min(read, key=lambda file: list(KINDS).index(ending(file)), default="")
-        read = [file for file in read if kind_of(file) == kind_of(best)]
+        best = min(map(kind_of, read), key=list(KINDS.values()).index, default=None)
+        read = [file for file in read if kind_of(file) == best]
         if not inside:
             read = [file for file in read if "train" in file.partition(revision)[2]] or read
     for file in found:
@@ -255,7 +252,7 @@ def check(file, text_field="text", encoding=""):
     ValueError: a parquet file has no column text_field ("": none is wanted), or a URL cannot be read.
     """
     path, kind = file["path"], kind_of(file["path"])
-    file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[])
+    file = dict(file, bytes=0, sha256=None, problem=None, encoding=encoding, parts=[[0, None, 0, 0]])
     if not kind:
         how = CONVERTERS.get(ending(path))
         return dict(file, problem="unknown kind of file" + (f"; {how} makes text of it" if how else ""))
@@ -280,8 +277,8 @@ def parts_of(file):
     Yield the parts of a file, as check() returns them: of parquet the row groups, of lines that are not packed about
     4 MB each. Other files are one part. Those on the hub, or that were not checked, are not read here.
     """
-    path, kind = file["path"], kind_of(file["path"])
-    begin = first = size = 0
+    path, kind, size = file["path"], kind_of(file["path"]), file.get("bytes", 0)
+    begin = first = 0
     if kind == "parquet":
         with in_one_line(path):
             metadata = ParquetFile(open_raw(path)).metadata
@@ -289,19 +286,17 @@ def parts_of(file):
             yield [begin, None, first, group.total_byte_size]
             begin += 1
             first += group.num_rows
-    elif not file.get("sha256"):
-        yield [0, None, 0, file.get("bytes", 0)]
-    else:
+        return
+    if file.get("sha256"):
         with open_bytes(file) as f:
             while kind == "lines" and f.seekable() and (lines := f.readlines(PART)):
                 size = sum(map(len, lines))
                 yield [begin, len(lines), first, size]
                 begin += size
                 first += len(lines)
-            while block := f.read(PART):
-                size += len(block)
-        if not first:
-            yield [0, None, 0, size]
+            size = sum(map(len, iter(lambda: f.read(PART), b"")))
+    if not first:
+        yield [0, None, 0, size]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,7 +352,7 @@ def table_rows(text, tabs):
 
 
 def problem_of(text):
-    """Why a text, in which surrogates stand for bytes that are not UTF-8, cannot be used; None if it can."""
+    """Why a text cannot be used, in which bytes that are not UTF-8 are surrogates; None if it can."""
     if "\0" in text:
         return BINARY
     return NOT_UTF8 if writable(text) != text else None
@@ -401,6 +396,9 @@ def rows(file, part, columns=(), errors="surrogateescape"):
     """
     path, kind = file["path"], kind_of(file["path"])
     begin, lines, number, _ = part
+    if file.get("problem"):
+        yield 0, file["problem"]
+        return
     if not kind:
         raise ValueError(f"{path}: unknown kind of file: name .txt, .md, .jsonl, .parquet and so on")
     with in_one_line(path):
@@ -443,9 +441,9 @@ def rows_of(path, *columns, comments=False, **how):
     """
     if kind_of(path) in (None, *WHOLE):
         for line in read_text(path).split("\n"):
-            text = line.split("#")[0] if comments else line
-            if text.strip():
-                yield [text.strip()]
+            text = (line.split("#")[0] if comments else line).strip()
+            if text:
+                yield [text]
         return
     for row in records(path, set(itertools.chain(*columns)), **how):
         found = [[row[key] for key in keys if key in row] for keys in columns]
@@ -468,33 +466,33 @@ def document(own, row, text_field):
         return dict(own, text=None, problem=f"a row without text in its column {text_field!r}")
     if row.get("id") is not None:
         own["id"] = writable(f"{own['file']}:{row['id']}")
-    doc = dict(row, **own)
+    doc = dict(row, **own, text=writable(text))
     for column in filter(row.__contains__, NAMED):
         value = row[column]
         # A list of one name is that name. Of several names we cannot know which one decides.
-        name = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if isinstance(name, (list, dict)):
-            return dict(own, text=None, problem=f"a {column} that is a {type(name).__name__}, not a name")
-        doc[column] = None if name is None else writable(str(name))
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, (list, dict)):
+            return dict(own, text=None, problem=f"a {column} that is a {type(value).__name__}, not a name")
+        doc[column] = None if value is None else writable(str(value))
     language, script = doc.get("language") or doc.get("lang"), doc.get("language_script")
     if language:
         doc["language"] = f"{language}_{script}" if script and "_" not in language else language
-    return dict(doc, text=writable(text))
+    return doc
 
 
 def documents(file, part, text_field="text", columns=()):
     """
     Yield the documents of a part of a file that check() returned: dicts of the row's own columns, "file", "id", "text"
-    and, if it is known, "language". A row that cannot be used has no text but a "problem". The id is the name of the
-    file, and for a row ":" and its own id or its number.
+    and, if it is known, "language". A file or a row that cannot be used has no text but a "problem". The id is the name
+    of the file, and for a row ":" and its own id or its number.
 
     columns: of a parquet file, those to read in addition to the usual ones. ValueError, one line: the file is damaged.
     """
     name, kind = file["name"], kind_of(file["path"])
-    whole = kind in WHOLE
-    wanted = {text_field, "id", "url", *NAMED, *columns}
+    whole = kind in WHOLE or file.get("problem")
     try:
-        for number, row in rows(file, part, wanted):
+        for number, row in rows(file, part, {text_field, "id", "url", *NAMED, *columns}):
             own = dict(file=name, id=name if whole else f"{name}:{number}")
             yield document(own, row, "text" if whole else text_field)
     except ValueError:

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet
 
 import tokenizer
-from conftest import script
+from conftest import refused, script
 from data import read_meta
 
 BYTE = tokenizer.load("byte")
@@ -30,6 +30,14 @@ def write_lines(path, records):
     return path
 
 
+def put(root, files):
+    """Write files {name: bytes or str} below a folder, with theirs. Returns the folder."""
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
 def fill(out, *args):
     """prepare.py ARGS into the folder `out`, with bytes as tokens."""
     done = script("prepare.py", "--tokenizer=byte", *args, f"--out={out}")
@@ -39,8 +47,7 @@ def fill(out, *args):
 
 def refuse(says, *args, name="prepare.py"):
     """The command ends with exit code 2 and one line that says so."""
-    done = script(name, *args)
-    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    refused(script(name, *args), says)
 
 
 def ledger(folder):
@@ -66,16 +73,14 @@ def streams(folder):
     for name, source in read_meta(str(folder))["sources"].items():
         for split, part in source.items():
             shards = [np.load(Path(folder) / shard["file"]) for shard in part["shards"]]
-            found[name, split] = np.concatenate([np.zeros(0, np.uint16), *shards])
+            found[name, split] = np.hstack([np.uint16([]), *shards])
     return found
 
 
-def texts_of(folder, splits=("train", "val")):
+def texts_of(folder):
     """{split: the texts of a folder of bytes, in order}, read from the shards alone."""
-    found = {split: [] for split in splits}
+    found = dict(train=[], val=[])
     for (_, split), stream in streams(folder).items():
-        if split not in splits:
-            continue
         documents = np.split(stream, np.flatnonzero(stream == BYTE.bos))[1:]
         found[split] += [BYTE.decode(document[1:-1].tolist()) for document in documents]
     return found
