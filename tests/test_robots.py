@@ -298,11 +298,13 @@ def test_a_store_in_every_form_gives_the_same_outcomes(store, tmp_path):
     for line in OUTCOMES.strip().splitlines():
         url, outcome, *silent = line.split()
         strict = outcome.replace("kept", "drop") if silent else outcome
-        assert verdict(url, store, blocked=blocked) == outcome
-        assert verdict(url, store, blocked=blocked, missing="deny") == strict
+        fates = {True: "kept:", False: "drop:"}
+        for missing, want in dict(allow=outcome, deny=strict).items():
+            kept, reason = verdict(url, store, blocked=blocked, missing=missing)
+            assert fates[kept] + reason == want
         why = refusal(dict(url=url), dict(store=store, blocked=blocked, missing="deny"))
         assert why == (strict[5:] if strict.startswith("drop") else None)
-    assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
+    assert verdict(None, store, missing="deny") == verdict("", store) == (True, "no-url")
     hosts = [known(host, store) for host in ("example.com", "www.page.net", "null.org")]
     assert hosts == ["with_file", "unparsable", "without"]
 

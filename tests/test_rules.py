@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from corpus.rules import (RULES, TOXICITY, broken, by_language, column_rules, limit_files, listed, score_function,
+from corpus.rules import (HEURISTICS, TOXICITY, broken, by_language, column_rules, limit_files, listed, score_function,
                           text_rules, top_thresholds, uniform)
 
 # Of the golden pages; all of them take seconds.
@@ -77,8 +77,7 @@ def test_verdicts_equal_datatrove(name):
 
 def test_a_golden_page_breaks_every_rule():
     """Except many-words, which would take a page of half a megabyte."""
-    heuristics = {rule for rule, (_, source) in RULES.items() if source in SETS}
-    assert {rule for name in SETS for rule in golden(name)} == heuristics - {"many-words"}
+    assert {rule for name in SETS for rule in golden(name)} == HEURISTICS.keys() - {"many-words"}
     assert verdict("gopher", "word and the " * 40_000) == "many-words"
 
 
@@ -111,7 +110,7 @@ def folder(tmp_path):
 def test_with_limits_of_a_language_verdicts_equal_datatrove(folder):
     got = {}
     for source in ("repetition", "fineweb", "gopher"):
-        got |= removed([rule for rule in text_rules(folder) if RULES[rule[0]][1] == source], "xyz_Latn")
+        got |= removed([rule for rule in text_rules(folder) if HEURISTICS[rule[0]][0] == source], "xyz_Latn")
     assert got == golden("fineweb2")
     assert limit_files(f"c4, {folder}") == [folder + "/xyz_Latn.yml"]
     # 0 means no limit.
