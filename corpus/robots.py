@@ -499,6 +499,8 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"--blocked={path}: no such file")
     hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
     wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:

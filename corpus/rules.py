@@ -32,7 +32,6 @@ $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb
 
 import glob
 import math
-import numbers
 import os
 import re
 import runpy
@@ -142,7 +141,7 @@ def column(doc, names):
 def uniform(key, seed=42):
     """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
     digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return int.from_bytes(digest) / 2**64
 
 
 def as_number(field, value):
@@ -207,6 +206,7 @@ def score_function(path):
     """
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
+
     def run(work, *args):
         # Whatever goes wrong in it is the user's, and is told in one line.
         try:
@@ -214,16 +214,10 @@ def score_function(path):
         except (Exception, SystemExit) as e:
             raise ValueError(f"--score={path}: {type(e).__name__}: {e}") from None
 
-    user = run(runpy.run_path, path)
-    if not callable(user.get("score")):
+    score = run(runpy.run_path, path).get("score")
+    if not callable(score):
         raise ValueError(f"--score={path}: the file has no function score(text)")
-
-    def score(text):
-        value = run(user["score"], text)
-        if not isinstance(value, numbers.Real):
-            raise ValueError(f"--score={path}: score(text) returned {value!r:.60}, want a number")
-        return float(value)
-    return score
+    return lambda text: run(float, run(score, text))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
