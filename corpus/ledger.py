@@ -274,9 +274,9 @@ def markdown(report):
                        for problem, (n, first) in report["unreadable"].items())
     languages = []
     for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
-        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | {listing(row['removed']) or '-'} | "
-                         f"{row['documents']:,} | {row['bytes'] / 1e6:,.2f} | {row['tokens']:,} | "
-                         f"{row['written'] / max(row['tokens'], 1):,.2f} |")
+        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | "
+                         f"{listing(row['removed']) or '-'} | {row['documents']:,} | {row['bytes'] / 1e6:,.2f} | "
+                         f"{row['tokens']:,} | {row['written'] / max(row['tokens'], 1):,.2f} |")
     licences = [f"| {name or 'not stated'} | {one['documents']:,} | {one['bytes'] / 1e6:,.2f} | {one['tokens']:,} |"
                 for name, one in sorted(report["licenses"].items(), key=lambda item: -item[1]["bytes"])
                 if one["documents"]]

@@ -5,7 +5,6 @@ golden/reports: the reports of these folders as commit 58a600a wrote them.
 """
 import os
 import shutil
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from conftest import ROOT, script
 from corpora import BYTE, WORDS, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
+from engine.files import sha256
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,8 @@ def reports(tmp_path_factory):
         (root / "in" / name).write_bytes(b"Gr\xfcezi")
     (root / "probes").write_text(text(1) + "\n" + text(2))
     rules = [f"User-agent: {agent}\nDisallow: /" for agent in ["GPTBot", "*"] * 12] + ["<html>", "", "User-agent: x"]
-    write_lines(root / "a.robots.jsonl", [dict(domain=f"host{i}.example", content=rule) for i, rule in enumerate(rules)])
+    hosts = [dict(domain=f"host{i}.example", content=rule) for i, rule in enumerate(rules)]
+    write_lines(root / "a.robots.jsonl", hosts)
     write_lines(root / "b.robots.jsonl", [dict(domain="other.example", content="")])
     for name, args in dict(a=f"DIR/in {ALL}", b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
                            c="DIR/b.jsonl --pii_in_code").items():
@@ -100,10 +101,10 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
 def test_the_check_counts_the_documents_in_the_shards(data, column, value, says):
     """A ledger that is wrong in one row, and a report that has its hash."""
     write_ledger(data / "new", changed(data, lambda row: row["id"] == "in.jsonl:d7" and row.update({column: value})))
-    old = (data / FILE).read_bytes()
+    old, new = sha256(data / FILE), sha256(data / "new")
     (data / "new").replace(data / FILE)
     text = (data / "report.json").read_text()
-    (data / "report.json").write_text(text.replace(sha256(old).hexdigest(), sha256((data / FILE).read_bytes()).hexdigest()))
+    (data / "report.json").write_text(text.replace(old, new))
     refuse(says, data, name="corpus.audit")
 
 
