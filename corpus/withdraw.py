@@ -155,7 +155,7 @@ def choose(final, out, asked):
             left.add((row["source"], row["split"]))
             continue
         # An entry that was withdrawn before is no mistake.
-        used |= {entry, row["id"], row["url"]}
+        used.add(entry)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=why)
     for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):

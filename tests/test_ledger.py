@@ -76,8 +76,8 @@ def test_a_report_reads_as_before(reports, name):
 
 
 def test_a_share_never_reads_as_nothing_or_all():
-    assert [percent(*pair) for pair in ((0, 5), (1, 9999), (1, 3), (9999, 10000), (5, 5), (0, 0))] == [
-        "0.0 %", "< 0.1 %", "33.3 %", "> 99.9 %", "100.0 %", "-"]
+    assert [percent(*pair) for pair in ((0, 5), (1, 9999), (1, 300), (9999, 10000), (5, 5), (0, 0))] == [
+        "0.0 %", "< 0.1 %", "0.3 %", "> 99.9 %", "100.0 %", "-"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,6 +157,8 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     out = [row["id"] for row in ledger(data) if row["reason"].startswith("withdrawn:") and row["withdrawn"]]
     assert out == [f"in.jsonl:{row['id']}" for row in gone]
     assert "60 documents in = 40 kept + 20 removed" in ask(data)
+    tokens = sum(row["tokens"] for row in ledger(data) if row["withdrawn"])
+    assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=tokens)
     # And new files do not bring them back, but for other pages of a host whose robots.txt was read.
     again = write_lines(tmp_path / "again.jsonl", [*gone, *rows(5, 500)])
     fill(tmp_path / "more", again, f"--known={data}")

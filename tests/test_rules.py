@@ -91,6 +91,7 @@ CASES = [
     ("gopher", "x", "code", None), ("gopher", "word and the " * 40_000, "en", "many-words"),
     # Rules about words skip scripts without spaces, rules about lines do not; a Chinese full stop ends a sentence.
     ("gopher", CHINESE, "zho_Hans", None), ("long-words", LATIN, "zho_Hans", "long-words"),
+    ("long-words", LINE * 2 + LATIN, "en", "long-words"),
     ("punctuation", CHINESE, "en", None), ("punctuation", CHINESE.replace("\u3002", ""), "en", "punctuation")]
 
 
