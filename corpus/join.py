@@ -8,16 +8,17 @@ $ python data.py data/edu data/german --join=data/both    # a folder with the so
 import os
 import shutil
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pyarrow
 import pyarrow.compute as pc
 
+import data
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, ledger, write_account, write_ledger
-from data import TokenDataset, read_meta
+from corpus.ledger import FILE, changed, ledger, write_account, write_ledger
 from engine.files import read_json
 
 paths = []           # the data folder (default data/stdlib), or several with --join
@@ -37,23 +38,24 @@ def join_folders(folders, out):
     others = [folder for folder in folders if os.path.realpath(folder) != os.path.realpath(out)]
     if len(set(map(os.path.realpath, folders))) < len(folders):
         raise ValueError(f"{', '.join(folders)}: a folder is named twice")
-    metas = {folder: read_meta(folder) for folder in folders}
+    metas = {folder: data.read_meta(folder) for folder in folders}
     names = new_names(metas)
     with building(out, others, joined=True) as (final, tmp):
         empty(tmp)
-        data = tmp / "data"
-        data.mkdir()
+        new = tmp / "data"
+        new.mkdir()
         if os.path.isfile(f"{folders[0]}/tokenizer.json"):
-            shutil.copy(f"{folders[0]}/tokenizer.json", data)
-        write_ledger(data / FILE, rows_of_all(names, final))
-        streams = {new: {} for new in names.values()}
-        for (folder, name), new in names.items():
-            for split, part in metas[folder]["sources"][name].items():
+            shutil.copy(f"{folders[0]}/tokenizer.json", new)
+        ledgers = (changed(folder, renamed, folder, names, final) for folder in folders)
+        write_ledger(new / FILE, chain.from_iterable(ledgers))
+        streams = {name: {} for name in names.values()}
+        for (folder, source), name in names.items():
+            for split, part in metas[folder]["sources"][source].items():
                 shards = [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
-                streams[new][split] = shards
+                streams[name][split] = shards
         reports = [read_json(f"{folder}/report.json") for folder in folders]
-        write_account(data, metas[folders[0]], streams, joined_report(reports, out))
-        print(texts_again(data))
+        write_account(new, metas[folders[0]], streams, joined_report(reports, out))
+        print(texts_again(new))
         publish(final, tmp)
         clear(tmp)
 
@@ -65,13 +67,12 @@ def new_names(metas):
         if meta["tokenizer_hash"] != metas[first]["tokenizer_hash"]:
             raise ValueError(f"{folder} was made by the tokenizer {meta['tokenizer']} and {first} by "
                              f"{metas[first]['tokenizer']}, another one: prepare both with the same --tokenizer")
-        for name in meta["sources"]:
-            new = name
-            if new in names.values():
-                new = f"{os.path.basename(os.path.normpath(folder))}/{name}"
-            if new in names.values():
-                raise ValueError(f"{folder} has a source {name!r} again, already there as {new!r}")
-            names[folder, name] = new
+        for source in meta["sources"]:
+            longer = f"{os.path.basename(os.path.normpath(folder))}/{source}"
+            name = longer if source in names.values() else source
+            if name in names.values():
+                raise ValueError(f"{folder} has a source {source!r} again, already there as {name!r}")
+            names[folder, source] = name
     return names
 
 
@@ -80,15 +81,10 @@ def seen_from(final, folder, file):
     return os.path.relpath(os.path.realpath(os.path.join(folder, file)), final)
 
 
-def rows_of_all(names, final):
-    """Yield the rows of all ledgers, with the names of sources and shards in the new folder."""
-    for folder in dict.fromkeys(folder for folder, _ in names):
-        for rows in ledger(folder):
-            listed = rows.to_pylist()
-            for row in listed:
-                row["source"] = names.get((folder, row["source"]), row["source"])
-                row["shard"] = row["shard"] and seen_from(final, folder, row["shard"])
-            yield pyarrow.Table.from_pylist(listed, rows.schema)
+def renamed(row, folder, names, final):
+    """Give a row of a ledger the names of its source and shard in the new folder."""
+    row["source"] = names.get((folder, row["source"]), row["source"])
+    row["shard"] = row["shard"] and seen_from(final, folder, row["shard"])
 
 
 def joined_report(parts, out):
@@ -127,10 +123,11 @@ def texts_again(folder):
     """
     rows = pyarrow.concat_tables(ledger(folder, ["text", "split", "reason", "bytes"]))
     rows = rows.filter((pc.field("reason") == "") & (pc.field("bytes") > 0))
-    texts = rows.group_by("text").aggregate([("split", "count_distinct")])
-    both = len(texts.filter(pc.field("split_count_distinct") > 1))
+    texts = len(rows["text"].unique())
+    # A text is there once for each split that has it.
+    both = len(rows.group_by(["text", "split"]).aggregate([])) - texts
     how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
-    return (f"documents with a text that is there before: {len(rows) - len(texts):,}; texts for training and for "
+    return (f"documents with a text that is there before: {len(rows) - texts:,}; texts for training and for "
             f"validation: {both:,}{how}")
 
 
@@ -140,19 +137,19 @@ def main():
     if join:
         join_folders(paths, join)
     folder = join or (paths or ["data/stdlib"])[0]
-    for name, source in read_meta(folder)["sources"].items():
+    for name, source in data.read_meta(folder)["sources"].items():
         for split, part in source.items():
             print(f"{name:20} {split:5} {part['documents']:8,} documents {part['tokens']:14,} tokens "
                   f"{part['bytes'] / 1e6:10.2f} MB")
     if join:
         return
-    data = TokenDataset(folder, "train", block_size, seed)
-    idx, _, _, doc = data.batch(0, 1)
+    windows = data.TokenDataset(folder, "train", block_size, seed)
+    idx, _, _, doc = windows.batch(0, 1)
     n = doc.max() - doc.min() + 1
-    print(f"{data.n_windows:,} windows of {block_size}; the first of seed {seed} has {n} documents:\n")
+    print(f"{windows.n_windows:,} windows of {block_size}; the first of seed {seed} has {n} documents:\n")
     print(tokenizer.load_for(folder).decode(idx[0].tolist()))
 
 
 def start():
-    """Run the command for data.py."""
-    run(main, globals())
+    """Run the command for data.py, which signs the errors."""
+    run(main, globals(), dict(__doc__=__doc__, __file__=data.__file__))

@@ -22,7 +22,6 @@ was kept of the same source and language, because they are never tokenized.
 import os
 from collections import Counter
 from operator import itemgetter
-from pathlib import Path
 
 import pyarrow
 import pyarrow.compute as pc
@@ -32,12 +31,12 @@ from corpus.robots import KNOWN, RESERVED, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from engine.files import read_json, sha256, version, write_flushed, write_json
+from engine.readers import in_one_line
 
 FILE = "documents.parquet"
 # Rows that are in memory at a time, some megabytes.
 ROWS = 5_000
 PII = ("email", "ip", "iban")
-TEXTS = ("id", "source", "url", "language", "license", "reason", "split", "shard", "withdrawn")
 NUMBERS = ("bytes", "written", *PII, "tokens", "offset")
 OPT_OUTS = ("robots", "blocked-domain", *RESERVED)
 # Reasons in the order of the rules. Two of them have particulars behind a colon.
@@ -50,7 +49,7 @@ REASONS = {
     "unparsable": "the host serves something else as robots.txt (--missing=deny)",
     "bad-url": "not a URL (--missing=deny)",
     **RESERVED,
-    **{reason: f"{says} ({source})" if source else says for reason, (says, source) in RULES.items()},
+    **RULES,
     "contaminated": "contains an evaluation prompt",
     "tokens": "too few or too many tokens",
     "duplicate": "the same text was kept before",
@@ -60,9 +59,9 @@ REASONS = {
 
 
 def schema():
-    texts = [(name, pyarrow.string()) for name in TEXTS]
-    numbers = [(name, pyarrow.int64()) for name in NUMBERS]
-    return pyarrow.schema([*texts, *numbers, ("text", pyarrow.uint64())])
+    texts = "id source url language license reason split shard withdrawn".split()
+    types = dict.fromkeys(texts, pyarrow.string()) | dict.fromkeys(NUMBERS, pyarrow.int64())
+    return pyarrow.schema(types | dict(text=pyarrow.uint64()))
 
 
 def write_ledger(path, tables):
@@ -79,16 +78,13 @@ def write_ledger(path, tables):
 
 def ledger(folder, columns=None):
     """Yield the rows of a data folder as pyarrow tables of at most ROWS. ValueError for a folder without a ledger."""
-    path = os.path.join(folder, FILE)
+    path = f"{folder}/{FILE}"
     if not os.path.isfile(path):
         raise ValueError(f"{folder} has no {FILE}: it is not a data folder, or an older prepare.py wrote it. Prepare "
                          f"its files again: python prepare.py FILES --out={folder}")
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(ROWS, columns=columns):
-                yield pyarrow.Table.from_batches([batch])
-    except pyarrow.ArrowException as e:
-        raise ValueError(f"{path} is damaged ({' '.join(str(e).split())[:120]}): prepare the data again") from None
+    with in_one_line(path), pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(ROWS, columns=columns):
+            yield pyarrow.Table.from_batches([batch])
 
 
 def rows_of(folder, columns=None):
@@ -97,13 +93,22 @@ def rows_of(folder, columns=None):
         yield from table.to_pylist()
 
 
+def changed(folder, change, *args):
+    """Yield the rows of a data folder as tables, after change(row, *args) has changed each, a dict."""
+    for table in ledger(folder):
+        rows = table.to_pylist()
+        for row in rows:
+            change(row, *args)
+        yield pyarrow.Table.from_pylist(rows, table.schema)
+
+
 def described(folder):
     """(meta.json, report.json) of a data folder. ValueError or OSError: one is missing, or of another ledger."""
     next(ledger(folder, ["id"]), None)
-    meta, report = (read_json(os.path.join(folder, name)) for name in ("meta.json", "report.json"))
+    meta, report = read_json(f"{folder}/meta.json"), read_json(f"{folder}/report.json")
     if "sources" not in meta or not version(meta) == meta.get("version") == report.get("version"):
         raise ValueError(f"{folder}: meta.json and report.json are of two versions of the data: prepare them again")
-    if sha256(os.path.join(folder, FILE)) != report["outputs"]["ledger"]:
+    if sha256(f"{folder}/{FILE}") != report["outputs"]["ledger"]:
         raise ValueError(f"{folder}/{FILE} is not what prepare.py wrote: another sha256")
     return meta, report
 
@@ -133,14 +138,14 @@ def sums(folder):
             rows = rows.append_column(name, column)
         parts.append(summed(rows))
     rows = summed(pyarrow.concat_tables(parts)).to_pylist()
-    # Tokens at the rate of the kept documents of the same source and language, or of all.
     kept = [row for row in rows if not row["kind"]]
-    rates = {key: (added(some, "tokens"), max(added(some, "bytes"), 1))
-             for key, some in [("all", kept), *grouped(kept, "source", "language").items()]}
+    alike = grouped(kept, "source", "language")
     for row in rows:
-        tokens, size = rates.get((row["source"], row["language"]), rates["all"])
+        # At the rate of the kept documents of the same source and language, or of all.
+        some = alike.get((row["source"], row["language"]), kept)
+        about = round(row["bytes"] * added(some, "tokens") / max(added(some, "bytes"), 1))
         # A withdrawn document has been tokenized.
-        row["about"] = row["tokens"] or round(row["bytes"] * tokens / size)
+        row["about"] = row["tokens"] or about
     return rows
 
 
@@ -179,24 +184,17 @@ def total(rows):
 
 def opt_outs(folder, store):
     """How many hosts the store has a file of, and the hosts that lost the most bytes to opt-outs."""
-    hosts, lost = {None: None}, {}
+    hosts, lost = set(), {}
     for row in rows_of(folder, ["url", "reason", "bytes"]):
         host = host_key(row["url"])
-        if host not in hosts:
-            hosts[host] = known(host, store)
+        hosts.add(host)
         if host and row["reason"].partition(":")[0] in OPT_OUTS:
             n, size = lost.get(host, (0, 0))
             lost[host] = [n + 1, size + row["bytes"]]
-    count = Counter(hosts.values())
+    count = Counter(known(host, store) for host in hosts - {None})
     most = sorted(lost.items(), key=lambda one: (-one[1][1], one[0]))
-    hosts = dict(seen=len(hosts) - 1, **{name: count[name] for name in KNOWN}, blocked=len(lost))
+    hosts = dict(seen=count.total(), **{name: count[name] for name in KNOWN}, blocked=len(lost))
     return dict(top_blocked_hosts=dict(most[:20]), hosts=hosts)
-
-
-def in_shards(rows, entries):
-    """The entry of a source and split in meta.json."""
-    sizes = dict(documents=added(rows, "rows"), tokens=added(rows, "tokens"), bytes=added(rows, "written"))
-    return dict(sizes, shards=entries)
 
 
 def write_account(folder, meta, streams, about):
@@ -206,29 +204,34 @@ def write_account(folder, meta, streams, about):
     meta: tokenizer, tokenizer_hash, vocab_size, bos and eos, as in meta.json. streams: {source: {split: entries of its
     shards}}. about: run, inputs, ignored, rule, pii, probes and robots, as prepare.py knows them.
     """
-    folder, rows = Path(folder), sums(folder)
+    rows = sums(folder)
     by_split, particular = grouped(rows, "source", "split"), grouped(rows, "kind", "particular")
-    meta = dict(meta, sources={source: {split: in_shards(by_split.get((source, split), []), entries)
-                                        for split, entries in splits.items()} for source, splits in streams.items()})
+    sources = {source: {} for source in streams}
+    for source, splits in streams.items():
+        for split, entries in splits.items():
+            some = by_split.get((source, split), [])
+            sizes = dict(documents=added(some, "rows"), tokens=added(some, "tokens"), bytes=added(some, "written"))
+            sources[source][split] = dict(sizes, shards=entries)
+    meta = dict(meta, sources=sources)
     meta["version"] = version(meta)
+    languages = sorted(grouped(rows, "source", "language").items())
     report = dict(
         about,
         version=meta["version"],
         total=total(rows),
-        table=[dict(source=source, language=language, **total(some))
-               for (source, language), some in sorted(grouped(rows, "source", "language").items())],
+        table=[dict(source=source, language=language, **total(some)) for (source, language), some in languages],
         licenses={name: total(some) for name, some in sorted(grouped(rows, "license").items())},
         unreadable={problem: [added(some, "documents"), min(row["id"] for row in some)]
                     for (kind, problem), some in particular.items() if kind == "unreadable"},
-        outputs=dict(shards=shards_of(meta), ledger=sha256(folder / FILE)),
+        outputs=dict(shards=shards_of(meta), ledger=sha256(f"{folder}/{FILE}")),
     )
     report["pii"] = dict(about["pii"], **report["total"]["pii"])
     if about["robots"]:
         removed = {agent: size_of(some) for (kind, agent), some in particular.items() if kind == "robots"}
         report["robots"] = dict(about["robots"], removed_by_agent=removed)
-    write_json(folder / "meta.json", meta)
-    write_json(folder / "report.json", report)
-    write_flushed(folder / "report.md", markdown(report))
+    write_json(f"{folder}/meta.json", meta)
+    write_json(f"{folder}/report.json", report)
+    write_flushed(f"{folder}/report.md", markdown(report))
     return report
 
 
@@ -256,6 +259,11 @@ def lines(rows, at_most=60):
     return "\n".join([*rows[:at_most], *more])
 
 
+def listing(sizes):
+    """{name: [documents, bytes]} as names and documents."""
+    return ", ".join(f"{name} {n:,}" for name, (n, _) in sizes.items())
+
+
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
     t, run = report["total"], report["run"]
@@ -266,10 +274,9 @@ def markdown(report):
                        for problem, (n, first) in report["unreadable"].items())
     languages = []
     for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
-        gone = ", ".join(f"{reason} {n:,}" for reason, (n, _) in row["removed"].items())
-        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | {gone or '-'} | "
-                         f"{row['documents']:,} | {row['bytes'] / 1e6:,.2f} | {row['tokens']:,} | "
-                         f"{row['written'] / max(row['tokens'], 1):,.2f} |")
+        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | "
+                         f"{listing(row['removed']) or '-'} | {row['documents']:,} | {row['bytes'] / 1e6:,.2f} | "
+                         f"{row['tokens']:,} | {row['written'] / max(row['tokens'], 1):,.2f} |")
     licences = [f"| {name or 'not stated'} | {one['documents']:,} | {one['bytes'] / 1e6:,.2f} | {one['tokens']:,} |"
                 for name, one in sorted(report["licenses"].items(), key=lambda item: -item[1]["bytes"])
                 if one["documents"]]
@@ -343,7 +350,7 @@ def opt_out_blocks(robots, t):
     if robots:
         hosts = robots["hosts"]
         silent = "no consent" if robots["missing"] == "deny" else "no opt-out"
-        size = sum(removed[reason][1] for reason in OPT_OUTS if reason in removed)
+        size = sum(size for reason, (_, size) in removed.items() if reason in OPT_OUTS)
         blocks = [
             f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, "
             f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
@@ -352,13 +359,13 @@ def opt_out_blocks(robots, t):
         ]
         if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
             blocks.append("**The store knows none of these hosts**: whether their authors have opted out is not known.")
-        agents = ", ".join(f"{agent} {n:,}" for agent, (n, _) in robots["removed_by_agent"].items())
+        agents = listing(robots["removed_by_agent"])
         if agents:
             blocks.append(f"Documents by the agent that is disallowed (`*`: every agent that is not named): {agents}.")
         lost = [f"\n| {host} | {n:,} | {size / 1e6:,.2f} |" for host, (n, size) in robots["top_blocked_hosts"].items()]
         if lost:
             blocks.append("| host | documents | MB |\n|---|---|---|" + "".join(lost))
-    reserved = ", ".join(f"{reason} {removed[reason][0]:,}" for reason in RESERVED if reason in removed)
+    reserved = listing({reason: size for reason, size in removed.items() if reason in RESERVED})
     if reserved:
         blocks.append("Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "
                       f"{reserved}.")

@@ -58,26 +58,26 @@ missing = "allow"      # a host without robots.txt: allow or deny
 explicit = False       # only groups that name an AI agent count, not those of *
 
 # The 15 of the published pipeline (swiss-ai/pretrain-data; the report prints 14, without FacebookBot).
-AGENTS = ("AI2Bot", "Applebot-Extended", "Bytespider", "CCBot", "CCBot/2.0", "CCBot/1.0", "ClaudeBot",
-          "cohere-training-data-crawler", "Diffbot", "FacebookBot", "Meta-ExternalAgent", "Google-Extended", "GPTBot",
-          "PanguBot", "*")
+AGENTS = """
+    AI2Bot Applebot-Extended Bytespider CCBot CCBot/2.0 CCBot/1.0 ClaudeBot cohere-training-data-crawler Diffbot
+    FacebookBot Meta-ExternalAgent Google-Extended GPTBot PanguBot *""".split()
 # The opt-outs other than robots.txt, as the report counts them.
-RESERVED = {
-    "noai": "the page or its headers forbid AI training",
-    "noimageai": "the same, for images",
-    "noml": "the same, in Mojeek's word",
-    "tdm-file": "reserved by the host's tdmrep.json",
-    "tdm-header": "reserved by the header tdm-reservation",
-    "tdm-meta": "reserved by the page's <meta> tdm-reservation",
-    "usage-header": "the header Content-Usage or Content-Signal forbids training",
-    "usage-file": "the same, in the host's robots.txt",
-    "ai-txt": "disallowed by the host's ai.txt",
-}
+RESERVED = dict(line.split(maxsplit=1) for line in """
+noai            the page or its headers forbid AI training
+noimageai       the same, for images
+noml            the same, in Mojeek's word
+tdm-file        reserved by the host's tdmrep.json
+tdm-header      reserved by the header tdm-reservation
+tdm-meta        reserved by the page's <meta> tdm-reservation
+usage-header    the header Content-Usage or Content-Signal forbids training
+usage-file      the same, in the host's robots.txt
+ai-txt          disallowed by the host's ai.txt
+""".strip().splitlines())
 # A store has a robots.txt of a host, nothing, or something else under that name.
 KNOWN = ("with_file", "without", "unparsable")
 # The files of a store of reservations, and the columns of a document that are read.
 FILES = ("tdmrep.json", "ai.txt")
-COLUMNS = ("headers", "x_robots_tag", "content_usage", "tdm_reservation", "meta_robots", "meta_tdm_reservation")
+COLUMNS = "headers x_robots_tag content_usage tdm_reservation meta_robots meta_tdm_reservation".split()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -91,24 +91,24 @@ def refusal(doc, robots=None, reservations=None):
     doc: dict with url, and what reservation() reads. robots: keyword arguments of verdict(), or None for no robots.txt.
     reservations: open_reservations(path) or None. The statements of the document itself always count.
     """
-    outcome = verdict(doc.get("url"), **robots) if robots else ""
-    fate, _, reason = outcome.partition(":")
-    return reason if fate == "drop" else reservation(doc, reservations)
+    kept, reason = verdict(doc.get("url"), **robots) if robots else (True, "")
+    return reservation(doc, reservations) if kept else reason
 
 
-def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset(), explicit=False):
+def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=(), explicit=False):
     """
-    The outcome for a document's URL. An audit counts by the first two words.
+    (whether a document with this URL is kept, the reason). An audit counts by the first word of the reason.
 
-        kept:allowed                    robots.txt allows this URL for every agent
-        kept:no-robots                  the store has no robots.txt of the host, so the host has not opted out
-        kept:unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
-        kept:bad-url                    the URL is malformed
-        kept:no-url                     the document has no URL (local text)
-        drop:robots:AGENT:RULE          this rule disallows the URL for this agent
-        drop:usage-file:AGENT:PATH      it may be read, but not used for training
-        drop:blocked-domain:ENTRY       the host is on a list of blocked domains
-        drop:no-robots, drop:unparsable, drop:bad-url           the same as kept:, with missing='deny'
+        allowed                    robots.txt allows this URL for every agent
+        no-url                     the document has no URL (local text)
+        no-robots                  the store has no robots.txt of the host, so the host has not opted out
+        unparsable                 the host serves something else as robots.txt: a web page, prose, no user-agent
+        bad-url                    the URL is malformed
+        robots:AGENT:RULE          dropped: this rule disallows the URL for this agent
+        usage-file:AGENT:PATH      dropped: it may be read, but not used for training
+        blocked-domain:ENTRY       dropped: the host is on a list of blocked domains
+
+    With missing='deny' no-robots, unparsable and bad-url are dropped too.
 
     store: open_robots(path) or anything with .get(host) -> str, bytes or None. blocked: blocked_domains(path).
     missing: 'allow' (Apertus: a missing file is no opt-out) or 'deny' (keep only URLs that a robots.txt allows); any
@@ -121,11 +121,9 @@ def verdict(url, store=None, agents=AGENTS, missing="allow", blocked=frozenset()
     while entry and entry not in blocked:
         entry = entry.partition(".")[2]
     if entry:
-        return f"drop:blocked-domain:{entry}"
+        return False, f"blocked-domain:{entry}"
     kept, reason = may_train_on(url, store.get(host) if store and host else None, agents, explicit)
-    if missing == "deny":
-        kept = reason in ("allowed", "no-url")
-    return f"{'kept' if kept else 'drop'}:{reason}"
+    return kept and (missing == "allow" or reason in ("allowed", "no-url")), reason
 
 
 def may_train_on(url, robots_txt, agents=AGENTS, explicit=False):
@@ -168,30 +166,25 @@ def known(host, store):
 EDGE = "\n"
 
 
-def first_refusal(kind, path, groups, agents, explicit=False):
+def first_refusal(kind, *asked):
+    """"KIND:AGENT:RULE" of the first of refusals(*asked); None if there is none."""
+    return next((f"{kind}:{agent}:{rule}" for agent, rule in refusals(*asked)), None)
+
+
+def refusals(path, groups, agents, explicit=False):
     """
-    "KIND:AGENT:RULE" of the first agent that may not read path, as in refusals(); None if all may.
-
-    Agents that the file names come first, `*` after them, the others last.
+    Yield (agent, rule) of the agents that may not read path (from split_url) by these groups (from parse_robots):
+    agents that the file names, then `*`, then the others.
     """
-    refused = refusals(path, groups, agents, explicit)
-    agent = min(refused, key=lambda agent: (product_token(agent) not in groups, agent == "*"), default=None)
-    return agent and f"{kind}:{agent}:{refused[agent]}"
-
-
-def refusals(path, groups, agents, explicit):
-    """{agent: rule} of the agents that may not read path (from split_url) by these groups (from parse_robots)."""
     if not groups or path == "/robots.txt":
-        return {}
+        return
     # Agents that no group names share the rules of `*`, which are therefore matched once.
     for_all = "" if explicit else disallowing(groups.get("*", ()), path)
-    refused = {}
-    for agent in agents:
-        token = product_token(agent)
-        rule = disallowing(groups[token], path) if token in groups else for_all
+    for agent in sorted(agents, key=lambda agent: (product_token(agent) not in groups, agent == "*")):
+        name = product_token(agent)
+        rule = disallowing(groups[name], path) if name in groups else for_all
         if rule:
-            refused[agent] = rule
-    return refused
+            yield agent, rule
 
 
 def disallowing(rules, path):
@@ -441,7 +434,6 @@ def parse_tdmrep(content):
 # stores of hosts' files, and lists of domains
 
 STORES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
-_unpacked = lru_cache(maxsize=4096)(zlib.decompress)
 
 
 class Store(dict):
@@ -459,7 +451,7 @@ class Store(dict):
         """bytes or None. An unknown host is looked up with and without www., which serve the same file."""
         twin = host[4:] if host.startswith("www.") else "www." + host
         packed = super().get(host) or super().get(twin)
-        return packed and _unpacked(packed)
+        return packed and zlib.decompress(packed)
 
 
 def open_robots(path):
@@ -507,6 +499,8 @@ def blocked_domains(path):
     domain, as the published swiss-ai/robots-txt-blocked-domains-*. example.com also blocks a.b.example.com.
     ValueError if it is empty or something else.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"--blocked={path}: no such file")
     hosts = [(host_key(f"//{domain}") or "", domain) for domain, in rows_of(str(path), ("domain",), comments=True)]
     wrong = [domain for host, domain in hosts if "." not in host or "/" in domain]
     if wrong or not hosts:
@@ -534,11 +528,12 @@ def main():
         elif robots:
             store = open_robots(robots)
         groups = parse_robots(store.get(host) or b"") or {}
-        refused = refusals(path, groups, agents, explicit)
+        refused = dict(refusals(path, groups, agents, explicit))
         for agent in agents:
             says = f"refused by  Disallow: {refused[agent]}" if agent in refused else "allowed"
             print(f"{agent:30s} {says:50s} {'named' if product_token(agent) in groups else 'not named'}")
-        print(verdict(url, store, agents, missing, explicit=explicit))
+        kept, reason = verdict(url, store, agents, missing, explicit=explicit)
+        print(f"{'kept' if kept else 'drop'}:{reason}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ $ python prepare.py docs.jsonl --heuristics=gopher,repetition,c4,fineweb,fineweb
 
 import glob
 import math
-import numbers
 import os
 import re
 import runpy
@@ -88,8 +87,8 @@ repetition same-9-grams         <= 0.11    -         characters in repeated runs
 repetition same-10-grams        <= 0.1     -         characters in repeated runs of 10 words
 """
 ROWS = [line.split(maxsplit=5) for line in TABLE.strip().splitlines()]
-# {reason: (fault, source)}, for the report
-RULES = {name: (says, source) for source, name, *_, says in ROWS}
+# {reason: what it says in the report}
+RULES = {name: f"{says} ({source})" for source, name, *_, says in ROWS}
 # {rule: (set, sign, limit)}
 HEURISTICS = {name: (source, sign, float(limit)) for source, name, sign, limit, *_ in ROWS if sign != "-"}
 FINEWEB2 = {name: theirs for _, name, _, _, theirs, _ in ROWS if theirs != "-"}
@@ -113,30 +112,22 @@ def column_rules(licenses=None, languages=None, min_chars=0, max_chars=0, top=No
     at random. thresholds and rate: a number, or {language: number, "*": any other}; a language without an entry has no
     rule. A null breaks top and not below, NaN breaks both. breaks(doc) raises ValueError if a column is missing.
     """
-    def score(doc, field):
-        value = as_number(field, column(doc, field))
-        return -math.inf if value is None else value
-
     def fails(doc, value, compare, limit):
         if isinstance(limit, dict):
             limit = limit.get(column(doc, "language or lang"), limit.get("*"))
         # Every comparison with NaN is false, so NaN breaks both rules.
-        return limit is not None and not compare(value, limit)
+        return limit is not None and not compare(-math.inf if value is None else value, limit)
 
-    rules = {}
-    if licenses is not None:
-        rules["license"] = lambda doc: column(doc, "license") not in licenses
-    if languages is not None:
-        rules["language"] = lambda doc: column(doc, "language or lang") not in languages
-    if min_chars or max_chars:
-        rules["length"] = lambda doc: not min_chars <= len(doc["text"]) <= (max_chars or math.inf)
-    if top:
-        rules["score"] = lambda doc: fails(doc, score(doc, top[0]), ge, top[1])
-    if below:
-        rules["above"] = lambda doc: fails(doc, score(doc, below[0]), lt, below[1])
-    if rate is not None:
-        rules["rate"] = lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), lt, rate)
-    return list(rules.items())
+    every = dict(
+        license=lambda doc: column(doc, "license") not in licenses,
+        language=lambda doc: column(doc, "language or lang") not in languages,
+        length=lambda doc: not min_chars <= len(doc["text"]) <= (max_chars or math.inf),
+        score=lambda doc: fails(doc, as_number(top[0], column(doc, top[0])), ge, top[1]),
+        above=lambda doc: fails(doc, as_number(below[0], column(doc, below[0])), lt, below[1]),
+        rate=lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), lt, rate),
+    )
+    asked = licenses, languages, min_chars or max_chars or None, top or None, below or None, rate
+    return [rule for rule, setting in zip(every.items(), asked) if setting is not None]
 
 
 def column(doc, names):
@@ -150,7 +141,7 @@ def column(doc, names):
 def uniform(key, seed=42):
     """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
     digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return int.from_bytes(digest) / 2**64
 
 
 def as_number(field, value):
@@ -215,6 +206,7 @@ def score_function(path):
     """
     if not path.endswith(".py") or not os.path.isfile(path):
         raise ValueError(f"--score={path}: no such file; want a .py file with a function score(text)")
+
     def run(work, *args):
         # Whatever goes wrong in it is the user's, and is told in one line.
         try:
@@ -222,16 +214,10 @@ def score_function(path):
         except (Exception, SystemExit) as e:
             raise ValueError(f"--score={path}: {type(e).__name__}: {e}") from None
 
-    user = run(runpy.run_path, path)
-    if not callable(user.get("score")):
+    score = run(runpy.run_path, path).get("score")
+    if not callable(score):
         raise ValueError(f"--score={path}: the file has no function score(text)")
-
-    def score(text):
-        value = run(user["score"], text)
-        if not isinstance(value, numbers.Real):
-            raise ValueError(f"--score={path}: score(text) returned {value!r:.60}, want a number")
-        return float(value)
-    return score
+    return lambda text: run(float, run(score, text))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -414,37 +400,29 @@ def runs(words):
     """
     Yield (rule, characters) for runs of n words. n = 2, 3, 4: those of the most frequent run, spaces included. n = 5 to
     10: those of all repeated runs, none counted twice.
-
-    A run can repeat only if its first and its last n - 1 words do. So each n examines only the runs that the n before
-    has left, and words are replaced by numbers once.
     """
     table = {}
     size = len(words)
     ids = np.array([*map(table.setdefault, words, range(size))])    # (N,) where an equal word occurs first
     ends = np.cumsum([0, *map(len, words)])                         # (N + 1,) characters before each word
-    equal = ids.copy()                                              # (N,) where an equal run begins first
-    at = np.arange(size)                                            # (M,) where runs begin that may repeat
+    equal = ids                                                     # (N - n + 1,) where an equal run begins first
     for n in range(2, min(size, 10) + 1):
-        candidate = np.zeros(size + 1, bool)
-        candidate[at] = True
-        at = at[candidate[at + 1]]
         # The run of n - 1 words and the word after it, as one number.
-        keys = equal[at] * size + ids[at + n - 1]
+        keys = equal[:size - n + 1] * size + ids[n - 1:]
         _, first, inverse, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
-        equal[at] = at[first[inverse]]
+        equal = first[inverse]
         if n < 5:
-            # Where no run repeats, datatrove takes the first.
-            most = counts.max(initial=1)
-            begin = at[first[counts == most].min()] if most > 1 else 0
+            # Of equally frequent runs datatrove takes the first.
+            most = counts.max()
+            begin = first[counts == most].min()
             length = ends[begin + n] - ends[begin] + n - 1
             yield f"top-{n}-gram", most * length
-        at = at[counts[inverse] > 1]
-        if n < 5:
             continue
         # From left to right; a run that overlaps a repeated one does not count.
         seen = set()
         free = characters = 0
-        for i, run in zip(at.tolist(), equal[at].tolist()):
+        again = np.flatnonzero(counts[inverse] > 1)
+        for i, run in zip(again.tolist(), equal[again].tolist()):
             if i < free:
                 continue
             if run in seen:

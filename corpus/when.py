@@ -1,26 +1,20 @@
 """
 The inverse of data.py: at which samples a run has read a document.
 
-A window's place in the order of samples is a permutation keyed by (seed, epoch), which can be inverted. So nothing need
-be logged during the run: not how often it was stopped, nor on how many ranks it ran.
+A window's place in the order of samples is a permutation keyed by (seed, epoch). So nothing need be logged during the
+run: the order is computed again, whatever the number of ranks and however often it was stopped. That takes 0.15 s for
+each million samples: 9 minutes for the 15T tokens of Apertus.
 """
 
 import os
 
 import numpy as np
 
-from data import TokenDataset, begun, by_epoch, feistel, permute
-from engine.mixture import SLOTS
+from data import TokenDataset, begun
 from stages import StagedDataset
 
-
-def inverse(x, half, keys):
-    """The inverse of data.feistel: its rounds with the keys in reverse, the halves swapped before and after."""
-
-    def swapped(x):
-        return (x & (1 << half) - 1) << half | x >> half
-
-    return swapped(feistel(swapped(x), half, keys[::-1]))
+# Samples whose windows are computed at once.
+CHUNK = 1 << 20
 
 
 def samples_of(data, path, offset, n, until):
@@ -30,37 +24,21 @@ def samples_of(data, path, offset, n, until):
 
     A window is T + 1 tokens, so a token between two windows is in both.
     """
-    found = [np.zeros(0, np.int64)]
     if isinstance(data, StagedDataset):
-        for begin, end, part in zip(data.begins, data.ends, data.parts):
-            found.append(begin + samples_of(part, path, offset, n, min(until, end) - begin))
-        return np.concatenate(found)
-    for s, stream in enumerate(data.streams):
-        for (file, _), start in zip(stream.files, stream.begins):
-            if os.path.realpath(file) == os.path.realpath(path):
-                # Window w has the tokens w * T to w * T + T.
-                first = max(0, (start + offset - 1) // data.T)
-                end = min((start + offset + n - 1) // data.T + 1, stream.n_windows)
-                found += samples_with(data, s, np.arange(first, end), until)
+        stages = zip(data.begins, data.ends, data.parts)
+        parts = [begin + samples_of(part, path, offset, n, min(until, end) - begin) for begin, end, part in stages]
+        return np.concatenate(parts)
+    path, found = os.path.realpath(path), [np.zeros(0, np.int64)]
+    places = [(s, begin + offset) for s, stream in enumerate(data.streams)
+              for (file, _), begin in zip(stream.files, stream.begins) if os.path.realpath(file) == path]
+    for at in range(0, until, CHUNK):
+        samples = np.arange(at, min(at + CHUNK, until))
+        stream, window = data.where(samples)
+        for s, begin in places:
+            # Window w has the tokens w * T to w * T + T.
+            ahead = begin - window * data.T
+            found.append(samples[(stream == s) & (ahead <= data.T) & (ahead + n > 0)])
     return np.unique(np.concatenate(found))
-
-
-def samples_with(data, s, windows, until):
-    """Yield, epoch by epoch, the samples below `until` that are one of these windows of stream s."""
-    N = data.streams[s].n_windows
-    epoch = least = 0
-    while least < until:
-        sample = epoch * N + permute(windows, N, data.seed, epoch, inverse)
-        epoch += 1
-        # The least sample that the next epoch can have.
-        least = epoch * N
-        if data.slots is not None:
-            # With weights the stream has some slots of each block of SLOTS samples, in an order of its own.
-            first, end = data.slots[s:s + 2]
-            block, slot = np.divmod(sample, end - first)
-            sample = block * SLOTS + by_epoch(block, first + slot, SLOTS, ~data.seed, inverse)
-            least = least // (end - first) * SLOTS
-        yield sample[sample < until]
 
 
 def data_of_run(config, samples):

@@ -13,19 +13,18 @@ files do not bring a withdrawn document back by --known.
 """
 
 import os
+import re
 import shutil
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 
 from corpus.audit import verify
 from corpus.dedup import fingerprint
 from corpus.folder import clear, empty, publish
-from corpus.ledger import FILE, added, counted, described, grouped, ledger, rows_of, write_account, write_ledger
-from corpus.robots import AGENTS, host_key, open_robots, verdict
+from corpus.ledger import FILE, added, changed, counted, rows_of, write_account, write_ledger
+from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
 from engine.readers import kind_of, records
 
@@ -38,10 +37,9 @@ def withdraw(path, out, final, tmp):
     ValueError, with the folder as it was: none of it is there, or a source would be empty. ValueError, after the others
     have been removed: an entry was never there.
     """
-    meta, report = described(final)
+    meta, report = verify(final)
     if any(os.path.dirname(shard["file"]) for shard in shards_of(meta)):
         raise ValueError(f"{out} was joined from other folders: remove from these, and join them again")
-    verify(final)
     rows, absent = choose(final, out, read_list(path, report["robots"]))
     if not rows:
         raise ValueError(f"{path}: {absent or f'none of it is in {out}'}. Nothing was removed")
@@ -49,11 +47,10 @@ def withdraw(path, out, final, tmp):
     empty(tmp)
     new = tmp / "data"
     new.mkdir()
-    streams, moved = cut_shards(final, new, meta, rows)
-    write_ledger(new / FILE, marked(final, rows, moved))
+    streams = cut(final, new, meta, rows)
     for name in ("tokenizer.json", "probes.json"):
         if (final / name).is_file():
-            shutil.copy(final / name, new / name)
+            shutil.copy(final / name, new)
     report = write_account(new, meta, streams, report)
     verify(new)
     publish(final, tmp)
@@ -70,93 +67,102 @@ def withdraw(path, out, final, tmp):
 
 def read_list(path, robots):
     """
-    The entries of a list, as reason_of() takes them: sets of id, url, host and text (fingerprints); robots, the
-    arguments of verdict(). robots: what report.json says of the agents that were asked before, or None.
+    The entries of a list, as reason_of() takes them. robots: what report.json says of the agents that were asked
+    before, or None.
     """
-    asked, store = dict(id=set(), url=set(), host=set(), text=set()), None
+    entries, store = set(), None
     if not os.path.exists(path):
         raise ValueError(f"--remove={path}: no such file")
     if os.path.isdir(path):
         store = open_robots(path)
     elif kind_of(path) in (None, "text", "html"):
-        lines = Path(path).read_bytes().decode("utf-8-sig", "replace").splitlines()
-        asked["id"] = asked["url"] = {line.strip() for line in lines} - {""}
-        # What could be a host may be one.
-        asked["host"] = {name for name in asked["id"] if "." in name and not set("/: ") & set(name)}
+        lines = Path(path).read_text("utf-8-sig", "replace").splitlines()
+        for line in {line.strip() for line in lines} - {""}:
+            entries |= {("id", line), ("url", line)}
+            # What could be a host may be one.
+            if re.fullmatch(r"[^/: ]*\.[^/: ]*", line):
+                entries.add(("host", line))
     else:
         for number, row in enumerate(records(path), 1):
             if "domain" in row and {"content", "robots"} & row.keys():
                 store = open_robots(path)
                 break
-            key = next((key for key in asked if row.get(key)), None)
+            key = next((key for key in ("id", "url", "host", "text") if row.get(key)), None)
             if not key or not isinstance(row[key], str):
                 raise ValueError(f"{path} row {number}: want an id, url, host or text, or domain and content of a "
                                  "robots.txt")
-            asked[key].add(fingerprint(row[key]) if key == "text" else row[key])
-    if not store and not any(asked.values()):
+            entries.add((key, fingerprint(row[key]) if key == "text" else row[key]))
+    if not store and not entries:
         raise ValueError(f"{path} asks for nothing: want an id, a URL or a host in each line")
-    then = robots or dict(agents=AGENTS, missing="allow", only_explicit=False)
-    asked["robots"] = dict(store=store, agents=tuple(then["agents"]), missing=then["missing"] if store else "allow",
-                           explicit=then["only_explicit"], blocked=frozenset(map(bare, asked["host"])))
-    return asked
+    how = blocking(entries)
+    if store and robots:
+        how |= dict(agents=robots["agents"], missing=robots["missing"], explicit=robots["only_explicit"])
+    return entries, dict(how, store=store)
+
+
+def blocking(entries):
+    """The arguments of robots.verdict() that refuse the hosts among the entries."""
+    return dict(blocked={bare(value) for key, value in entries if key == "host"})
 
 
 def bare(host):
-    """A host as robots.verdict compares it, without www."""
-    return (host_key(f"https://{host}") or host).removeprefix("www.")
+    """A host as robots.verdict() compares it, without www."""
+    return (host_key(f"//{host}") or host).removeprefix("www.")
 
 
 def stays_out(folder):
     """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
-    asked = dict(id=set(), url={None}, text=set(), host=set())
+    entries = set()
     for row in rows_of(folder, ["id", "url", "text", "reason"]):
         kind, _, why = row["reason"].partition(":")
         if kind == "withdrawn":
-            row["host"] = bare(host_key(row["url"]) or "")
-            for key in {"text", "url", why} & asked.keys():
-                asked[key].add(row[key])
-    asked["url"].remove(None)
-    asked["robots"] = asked["host"] and dict(blocked=frozenset(asked["host"]))
-    return asked
+            row["host"] = host_key(row["url"])
+            entries |= {(key, row[key]) for key in {"text", "url", why} & row.keys() if row[key]}
+    return entries, blocking(entries)
 
 
 def reason_of(row, asked):
-    """(why a row is removed, the entry of the list); ("", None) if it is not."""
+    """
+    (why a row is removed, the entry of the list); ("", None) if it is not.
+
+    asked: (entries, robots), a set of ("id", ...), ("url", ...), ("host", ...) and ("text", fingerprint), and the
+    arguments of robots.verdict(), where hosts are blocked.
+    """
+    entries, robots = asked
     for key in ("id", "url", "text"):
-        if row[key] in asked[key]:
+        if (key, row[key]) in entries:
             return f"withdrawn:{key}", row[key]
-    if row["url"] and asked["robots"]:
-        fate, _, why = verdict(row["url"], **asked["robots"]).partition(":")
-        if fate == "drop":
-            kind, _, entry = why.partition(":")
-            return f"withdrawn:{'host' if kind == 'blocked-domain' else why}", entry
-    return "", None
+    why = refusal(dict(url=row["url"]), robots)
+    if not why:
+        return "", None
+    kind, _, entry = why.partition(":")
+    return f"withdrawn:{'host' if kind == 'blocked-domain' else why}", entry
 
 
 def choose(final, out, asked):
     """
-    ({number in the ledger: row to remove, with its reason}, a sentence about entries that were never there, or "").
+    ({(shard, offset): row to remove, with its reason}, a sentence about entries that were never there, or "").
 
     An id belongs to one folder, and so may a line of text that is no URL. A list of URLs may cover several folders.
     """
-    rows, used, left = {}, set(), Counter()
-    for number, row in enumerate(rows_of(final)):
-        if row["withdrawn"]:
-            # An entry that was withdrawn before is no mistake.
-            used |= {row["id"], row["url"], bare(host_key(row["url"]) or "")}
+    rows, used, left = {}, set(), set()
+    for row in rows_of(final):
         # Planted passages stay.
-        if row["reason"] or row["source"] == "probes" and not row["bytes"]:
+        if row["reason"] and not row["withdrawn"] or row["source"] == "probes" and not row["bytes"]:
             continue
         why, entry = reason_of(row, asked)
-        left[row["source"], row["split"]] += not why
-        if why:
-            rows[number] = dict(row, reason=why)
-            used.add(entry)
-    for (source, split), n in left.items():
-        if not n:
-            raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
-                             "without these. Nothing was removed")
-    absent = sorted(name for name in asked["id"] if "://" not in name and not {name, bare(name)} & used)
+        if not why:
+            left.add((row["source"], row["split"]))
+            continue
+        # An entry that was withdrawn before is no mistake.
+        used.add(entry)
+        if not row["withdrawn"]:
+            rows[row["shard"], row["offset"]] = dict(row, reason=why)
+    for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):
+        raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
+                         "without these. Nothing was removed")
+    names = {name for key, name in asked[0] if key == "id" and "://" not in name}
+    absent = sorted(name for name in names if not {name, bare(name)} & used)
     if not absent:
         return rows, ""
     more = f" (and {len(absent) - 1:,} more)" if len(absent) > 1 else ""
@@ -167,34 +173,39 @@ def choose(final, out, asked):
 # the files
 
 
-def cut_shards(final, new, meta, rows):
+def cut(final, new, meta, rows):
     """
-    Write the shards without the tokens of these rows: {source: {split: entries for meta.json}}, and {shard: (begins of
-    its documents, where these are now)} of the shards that have changed.
+    Write the shards and the ledger without the tokens of these rows. Returns {source: {split: entries for meta.json}}.
     """
-    by_shard, streams, moved = grouped(rows.values(), "shard"), {}, {}
-    for source, splits in meta["sources"].items():
-        streams[source] = {}
-        for split, part in splits.items():
-            streams[source][split] = entries = []
-            # The first tokens of a shard may be of the last document of the shard before.
-            before = False
-            for entry in part["shards"]:
-                file = entry["file"]
-                if not before and file not in by_shard:
-                    link(final / file, new / file)
-                    entries.append(entry)
-                    continue
-                ids = np.load(final / file, mmap_mode="r", allow_pickle=False)
-                begins = np.flatnonzero(ids == meta["bos"])
-                stays = np.append(not before, ~np.isin(begins, [row["offset"] for row in by_shard.get(file, [])]))
-                sizes = np.diff(begins, prepend=0, append=len(ids))
-                moved[file] = begins, np.cumsum(sizes * stays)
-                before = not stays[-1]
-                left = ids[np.repeat(stays, sizes)]
-                if len(left):
-                    entries.append(dict(entry, **write_shard(new / file, [left], len(left), ids.dtype)))
-    return streams, moved
+    entries, moved, now = {}, {}, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    # The first tokens of a shard may be of the last document of the shard before.
+    before = True
+    for entry in shards_of(meta):
+        file = entry["file"]
+        ids = np.load(final / file, mmap_mode="r", allow_pickle=False)
+        begins = np.flatnonzero(ids == meta["bos"])
+        stays = np.append(before, ~np.isin(begins, [offset for shard, offset in rows if shard == file]))
+        before = stays[-1]
+        sizes = np.diff(begins, prepend=0, append=len(ids))
+        moved[file] = begins, np.cumsum(sizes * stays)
+        left = ids[np.repeat(stays, sizes)]
+        if len(left) == len(ids):
+            link(final / file, new / file)
+            entries[file] = entry
+        elif len(left):
+            entries[file] = dict(entry, **write_shard(new / file, [left], len(left), ids.dtype))
+
+    def mark(row):
+        place = row["shard"], row["offset"]
+        if place in rows:
+            row.update(reason=rows[place]["reason"], withdrawn=now, split=None, shard=None, offset=None)
+        elif row["shard"]:
+            begins, places = moved[row["shard"]]
+            row["offset"] = int(places[np.searchsorted(begins, row["offset"])])
+
+    write_ledger(new / FILE, changed(final, mark))
+    return {source: {split: [entries[shard["file"]] for shard in part["shards"] if shard["file"] in entries]
+                     for split, part in splits.items()} for source, splits in meta["sources"].items()}
 
 
 def link(old, new):
@@ -203,18 +214,3 @@ def link(old, new):
         os.link(old, new)
     except OSError:
         shutil.copyfile(old, new)
-
-
-def marked(final, rows, moved):
-    """Yield the tables of the ledger with these rows withdrawn, and the offsets of the new shards."""
-    number, now = 0, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    for table in ledger(final):
-        listed = table.to_pylist()
-        for row in listed:
-            if number in rows:
-                row.update(reason=rows[number]["reason"], withdrawn=now, split=None, shard=None, offset=None)
-            elif row["shard"] in moved:
-                begins, places = moved[row["shard"]]
-                row["offset"] = int(places[np.searchsorted(begins, row["offset"])])
-            number += 1
-        yield pyarrow.Table.from_pylist(listed, table.schema)

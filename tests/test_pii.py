@@ -107,17 +107,20 @@ is 2001:db8::. | is <ip-pii>.
 2001:db8::1: up | <ip-pii>: up
 Oracle 10.99.88.1 | Oracle <ip-pii>
 """
-STAYS = ["@handle.com", "a@b", "a@b.c", "a @ b.com", "x@", "f@g.h()", "XGB82WEST12345698765432", "be12 pages of text",
-         "GB82 WEST 1234 5698 7654 33", "ZZ82WEST12345698765432", "GB82.WEST.1234.5698.7654.32",
-         "GB82  WEST  1234  5698  7654  32", "300.1.1.1", "1.2.3.456", "v1.2.3.4", "1.2.3.4.5", "version 1.2.3.4",
-         "build 10.0.19.1", "1.2.3.4a", "01.02.03.04", "12:30:45", "2024-01-01T12:30:45", "std::vector", "::", "x[::2]",
-         "00:1A:2B:3C:4D:5E", "face::cafe", "::1", "1:2:3:4:5:6:7:8:9", "gggg::1", "2001:db8::1x", "2001:db8::1_"]
+STAYS = """
+@handle.com | a@b | a@b.c | a @ b.com | x@ | f@g.h() | XGB82WEST12345698765432 | be12 pages of text
+GB82 WEST 1234 5698 7654 33 | ZZ82WEST12345698765432 | GB82.WEST.1234.5698.7654.32
+GB82  WEST  1234  5698  7654  32 | 300.1.1.1 | 1.2.3.456 | v1.2.3.4 | 1.2.3.4.5 | version 1.2.3.4 | build 10.0.19.1
+1.2.3.4a | 01.02.03.04 | 12:30:45 | 2024-01-01T12:30:45 | std::vector | :: | x[::2] | 00:1A:2B:3C:4D:5E
+face::cafe | ::1 | 1:2:3:4:5:6:7:8:9 | gggg::1 | 2001:db8::1x | 2001:db8::1_
+"""
 
 
 def test_addresses_are_scrubbed_and_versions_times_and_code_stay():
     pairs = [line.split(" | ") for line in SCRUBBED.strip().splitlines()]
     assert [text for text, clean in pairs if scrub_pii(text)[0] != clean] == []
-    assert [text for text in STAYS if scrub_pii(text) != (text, NOTHING)] == []
+    stays = re.split(r" \| |\n", STAYS.strip())
+    assert [text for text in stays if scrub_pii(text) != (text, NOTHING)] == []
 
 
 def test_every_form_of_ipv6_is_scrubbed():
@@ -130,8 +133,8 @@ def test_every_form_of_ipv6_is_scrubbed():
             assert scrub_pii(f"from {form} to")[0] == "from <ip-pii> to", form
 
 
-HOSTILE = ["a/", "a@", "a@a.", "a", "@", "1", "1.", "1.1.1.1.", ":", "12:", "a:", "2001:", "GB82", "GB82 WEST ",
-           "a.a@a-", "\u00fc", "x" * 64 + "@", '"', '"a"', "\u044f@", "GB82\n", "GB82 WEST\n", "o'", "\u00a7 1.2.3.4, "]
+HOSTILE = ("a/|a@|a@a.|a|@|1|1.|1.1.1.1.|:|12:|a:|2001:|GB82|GB82 WEST |a.a@a-|\u00fc|" + "x" * 64 +
+           "@|\"|\"a\"|\u044f@|GB82\n|GB82 WEST\n|o'|\u00a7 1.2.3.4, ").split("|")
 
 
 def test_repeated_patterns_are_returned_unchanged():

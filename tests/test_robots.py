@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from conftest import ROOT, refused, script
+from conftest import ROOT, script
 from corpora import write_lines
-from corpus.robots import (AGENTS, blocked_domains, host_key, known, may_train_on, open_reservations, open_robots,
+from corpus.robots import (AGENTS, FILES, blocked_domains, host_key, may_train_on, open_reservations, open_robots,
                            refusal, reservation, verdict)
 
 ROBOTS_2019 = os.path.join(ROOT, "..", "shared", "data", "robots_2019_top10k.jsonl.gz")
@@ -115,22 +115,6 @@ def test_rules_are_those_of_the_rfc_and_of_google_in_any_encoding_and_with_any_l
         assert not any(allowed(content, agent, path) for path in no.split())
 
 
-def test_star_is_one_of_the_agents_and_explicit_asks_only_who_is_named():
-    named, star = AGENTS[:-1], "User-agent: *\nDisallow: /private\n"
-    welcome = star + "".join(f"\nUser-agent: {agent}" for agent in named) + "\nAllow: /"
-    silent = star + "User-agent: GPTBot\nDisallow: /gpt"
-    assert len(AGENTS) == 15
-    # RFC 9309: an agent that is not named is `*`. A named agent is reported before `*`.
-    for robots, agents, explicit, reason in [
-            (welcome, AGENTS, False, "robots:*:/private"),
-            (welcome, named, False, "allowed"),
-            (silent, named, False, "robots:AI2Bot:/private"),
-            (silent, named, True, "allowed"),
-            (silent + "\nDisallow: /p", AGENTS[::-1], False, "robots:GPTBot:/p"),
-            (silent + "\nDisallow: /p", named, True, "robots:GPTBot:/p")]:
-        assert may_train_on("https://a.org/private", robots, agents, explicit) == (reason == "allowed", reason)
-
-
 def test_500_kib_are_read_up_to_a_whole_line():
     head = "User-agent: *\n"
     filler = "# " + "x" * 97 + "\n"
@@ -148,6 +132,8 @@ def test_hostile_rules_and_urls_take_linear_time():
     assert allowed(robots, "x", path) and not allowed(robots, "x", path + "b")
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
     assert reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n")) is None
+    deep = "[" * 100_000
+    assert reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep})) is None
 
 
 HOSTS = """
@@ -181,51 +167,57 @@ def test_hosts_are_those_of_the_url_and_of_the_idna_library():
         assert host_key(f"https://{name}/") == idna.encode(name, uts46=True).decode()
 
 
+STAR = "User-agent: *;Disallow: /private;"
+SILENT = STAR + "User-agent: GPTBot;Disallow: /gpt;"
+WELCOME = STAR + "".join(f"User-agent: {agent};" for agent in AGENTS[:-1]) + "Allow: /"
 # The example of draft-ietf-aipref-attach-05 sec. 3.4.
-PREFERENCES = """
-User-Agent: *
-Allow: /
-Disallow: /never/
-Content-Usage: train-ai=n
-Content-Usage: /ai-ok/ train-ai=y
-
-User-Agent: ExampleBot
-Allow: /
-Content-Usage: train-ai=y
+DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Content-Usage: /ai-ok/ train-ai=y;;
+    User-Agent: ExampleBot;Allow: /;Content-Usage: train-ai=y""".replace("\n", "")
+# The agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: an agent that is not named is *,
+# and a named agent is reported before *. Then the draft's table, and other preferences: Cloudflare's line; two for one
+# path, of which n wins; the longest path, even without a word on training; wildcards; a preference ends the user-agent
+# lines of a group; explicit is about reading only. Last what is no robots.txt, and what is one without rules.
+REASONS = f"""
+all | /private | {WELCOME} | robots:*:/private
+named | /private | {WELCOME} | allowed
+named | /private | {SILENT} | robots:AI2Bot:/private
+explicit | /private | {SILENT} | allowed
+reversed | /private | {SILENT}Disallow: /p | robots:GPTBot:/p
+explicit | /private | {SILENT}Disallow: /p | robots:GPTBot:/p
+* | /test | {DRAFT} | usage-file:*:/
+* | /never/test | {DRAFT} | robots:*:/never/
+* | /ai-ok/test | {DRAFT} | allowed
+ExampleBot | /test | {DRAFT} | allowed
+ExampleBot | /never/test | {DRAFT} | allowed
+OtherBot | /test | {DRAFT} | usage-file:OtherBot:/
+explicit | /test | {DRAFT} | usage-file:AI2Bot:/
+all | /a/b | User-agent: *;Content-signal: search=yes,ai-train=no;Allow: / | usage-file:*:/
+all | /a/b | User-agent: *;Content-Signal: search=yes, ai-train=yes, ai-input=no | allowed
+all | /a/b | User-agent: *;content-usage : /a\ttrain-ai=y # yes;CONTENT-USAGE:/a train-ai=n # no | usage-file:*:/a
+all | /a/b | User-agent: *;Content-Usage: /a\ttrain-ai=n;Content-Usage: /a train-ai=y | usage-file:*:/a
+all | /a/b | User-agent: *;Content-Usage: train-ai=n;Content-Usage: /a search=n | allowed
+all | /a/b | User-agent: *;Content-Usage: /*/b$ train-ai=n | usage-file:*:/*/b$
+all | /a/b | User-agent: *;Content-Usage: /*/b/c$ train-ai=n | allowed
+all | /a/b | User-agent: *;Content-Usage: | allowed
+all | /a/b | User-agent: *;# Content-Usage: train-ai=n | allowed
+all | /a/b | User-agent: *;Content-Usage: train-ai=y;User-agent: none;Disallow: / | allowed
+all | /x | <html><body>User-agent: *;Disallow: / | unparsable
+all | /x | \ufeff ;<!DOCTYPE html> | unparsable
+all | /x | Not found | unparsable
+all | /x | Disallow: / | unparsable
+all | /x | | allowed
+all | /x | # none | allowed
+all | /x | Sitemap: https://a.org/s.xml | allowed
+all | /x | # x;; sitemap: /s;other | allowed
 """
-# Its table, and other files for *, with ; for line breaks: agent, path, reason. Cloudflare's line; two for one path, of
-# which n wins; the longest path, even without a word on training; wildcards; and a preference ends the user-agent lines
-# of a group. explicit is about reading only.
-DRAFT = """
-* /test usage-file:*:/
-* /never/test robots:*:/never/
-* /ai-ok/test allowed
-ExampleBot /test allowed
-ExampleBot /never/test allowed
-OtherBot /test usage-file:OtherBot:/
-"""
-LINES = """
-Content-signal: search=yes,ai-train=no;Allow: / > usage-file:*:/
-Content-Signal: search=yes, ai-train=yes, ai-input=no > allowed
-content-usage : /a\ttrain-ai=y # yes;CONTENT-USAGE:/a train-ai=n # no > usage-file:*:/a
-Content-Usage: /a\ttrain-ai=n;Content-Usage: /a train-ai=y > usage-file:*:/a
-Content-Usage: train-ai=n;Content-Usage: /a search=n > allowed
-Content-Usage: /*/b$ train-ai=n > usage-file:*:/*/b$
-Content-Usage: /*/b/c$ train-ai=n > allowed
-Content-Usage: > allowed
-# Content-Usage: train-ai=n > allowed
-Content-Usage: train-ai=y;User-agent: none;Disallow: / > allowed
-"""
 
 
-def test_preferences_are_those_of_the_drafts_table():
-    for line in DRAFT.strip().splitlines():
-        agent, path, reason = line.split()
-        assert may_train_on("https://a.org" + path, PREFERENCES, (agent,))[1] == reason
-    assert may_train_on("https://a.org/test", PREFERENCES, ("OtherBot",), True)[1] == "usage-file:OtherBot:/"
-    for line in LINES.strip().splitlines():
-        lines, reason = line.split(" > ")
-        assert may_train_on("https://a.org/a/b", "User-agent: *\n" + lines.replace(";", "\n"))[1] == reason, line
+@pytest.mark.parametrize("line", REASONS.strip().splitlines())
+def test_the_reason_names_the_agent_and_its_rule(line):
+    who, path, robots, reason = map(str.strip, line.split("|"))
+    agents = dict(all=AGENTS, named=AGENTS[:-1], explicit=AGENTS[:-1], reversed=AGENTS[::-1]).get(who, [who])
+    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
+    assert found == (reason in ("allowed", "unparsable"), reason) and len(AGENTS) == 15
 
 
 # To Protego a group of Applebot holds for Applebot-Extended, and a Crawl-delay ends the user-agent lines of a group.
@@ -276,63 +268,32 @@ http://other.co.uk/ drop:blocked-domain:other.co.uk
 """
 
 
-@pytest.fixture(params=["rows", "folder"])
-def store(request, tmp_path):
-    """ROBOTS as a file of rows, or as a folder of files and rows."""
-    if request.param == "rows":
-        return open_robots(write_lines(tmp_path / "s.jsonl", ROBOTS))
-    folder = tmp_path / "www.xn--bcher-kva.example"
-    folder.mkdir()
+def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
+    """As a file of rows, and as a folder of files and rows; blocked domains as lines and as rows."""
+    folder = tmp_path / "folder" / "www.xn--bcher-kva.example"
+    folder.mkdir(parents=True)
     (folder / "robots.txt").write_text(ROBOTS[2]["content"])
-    (tmp_path / "example.com.txt").write_text(ROBOTS[0]["content"])
-    write_lines(tmp_path / "more.jsonl", ROBOTS[3:])
-    return open_robots(str(tmp_path))
-
-
-def test_a_store_in_every_form_gives_the_same_outcomes(store, tmp_path):
+    (tmp_path / "folder" / "example.com.txt").write_text(ROBOTS[0]["content"])
+    write_lines(tmp_path / "folder" / "more.jsonl", ROBOTS[3:])
     (tmp_path / "blocked").write_text("# list\nBad.com\n\nwww.other.co.uk # why\n")
-    blocked = blocked_domains(tmp_path / "blocked")
     rows = [dict(domain="Bad.com", why="#"), dict(domain="other.co.uk", why="#")]
+    blocked = blocked_domains(tmp_path / "blocked")
     assert blocked == blocked_domains(write_lines(tmp_path / "b.jsonl", rows))
-    assert len(store) == 3
-    for line in OUTCOMES.strip().splitlines():
-        url, outcome, *silent = line.split()
-        strict = outcome.replace("kept", "drop") if silent else outcome
-        assert verdict(url, store, blocked=blocked) == outcome
-        assert verdict(url, store, blocked=blocked, missing="deny") == strict
-        why = refusal(dict(url=url), dict(store=store, blocked=blocked, missing="deny"))
-        assert why == (strict[5:] if strict.startswith("drop") else None)
-    assert verdict(None, store, missing="deny") == verdict("", store) == "kept:no-url"
-    hosts = [known(host, store) for host in ("example.com", "www.page.net", "null.org")]
-    assert hosts == ["with_file", "unparsable", "without"]
-
-
-def test_files_that_are_no_robots_txt_are_unparsable():
-    for content in ("<html><body>User-agent: *\nDisallow: /", "\ufeff \n<!DOCTYPE html>", "Not found", "Disallow: /"):
-        assert may_train_on("https://a.org/x", content) == (True, "unparsable")
-    for content in ("", "# none", "Sitemap: https://a.org/s.xml", "# x\n\n sitemap: /s\nother"):
-        assert may_train_on("https://a.org/x", content) == (True, "allowed")
-
-
-@pytest.mark.parametrize("name, content, message", [
-    ("s.jsonl", b"", "no robots.txt in it"), ("s.csv", b"a,b", "or a folder of"),
-    ("s.jsonl", b'{"host": "a.org", "text": "x"}\n', "content or robots; it has host, text")])
-def test_a_bad_store_raises_one_line(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^[^\n]*{message}[^\n]*$"):
-        open_robots(tmp_path / name)
+    for store in map(open_robots, (write_lines(tmp_path / "s.jsonl", ROBOTS), tmp_path / "folder")):
+        assert len(store) == 3
+        for line in OUTCOMES.strip().splitlines():
+            url, outcome, *silent = line.split()
+            fate, _, reason = outcome.partition(":")
+            assert verdict(url, store, blocked=blocked) == (fate == "kept", reason)
+            assert verdict(url, store, blocked=blocked, missing="deny") == (fate == "kept" and not silent, reason)
+    assert verdict(None, store, missing="deny") == verdict("", store) == (True, "no-url")
 
 
 def test_the_command_prints_each_agent_and_the_rule(tmp_path):
     (tmp_path / "robots.txt").write_text("User-agent: GPTBot\nDisallow: /a\n")
     out = script("corpus.robots", "https://example.com/a", f"--robots={tmp_path}/robots.txt").stdout.splitlines()
     assert len(out) == 16 and out[-1] == "drop:robots:GPTBot:/a"
-    assert [line.split()[0] for line in out[:-1] if "refused by" in line] == ["GPTBot"]
-    refused(script("corpus.robots", "https://example.com/a", "--robots=nowhere.txt"), "nowhere.txt")
-    refused(script("corpus.robots", "https://example.com/a", "--missing=no"), "missing='no'")
-    (tmp_path / "words.txt").write_text("the\nquick\n")
-    with pytest.raises(ValueError, match="'the', 'quick'"):
-        blocked_domains(tmp_path / "words.txt")
+    assert [line.split() for line in out if "refused by" in line] == ["GPTBot refused by Disallow: /a named".split()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -362,10 +323,16 @@ def test_headers_are_read_as_by_the_reference_libraries(name):
             assert (reservation(doc) is None) == (said in map(str.strip, free)), doc
 
 
-# A document's statements and its reason, in JSON. Directives in any case; an agent's <meta>; draft-ietf-aipref-vocab-07
-# sec. 5.1: no other preference withdraws one. Cloudflare's word; headers in any form (RFC 9110 sec. 5.3); numbers
-# as pandas writes them; no headers at all.
-STATEMENTS = """
+# As Spawning's generator writes it for a site that refuses text and allows images.
+AI_TXT = "# Spawning AI\nUser-Agent: *\nDisallow: *.txt\nDisallow: *.html\nDisallow: *.pdf\nAllow: *.jpg\n"
+RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
+# A document in JSON and its reason. First its own statements: directives in any case; an agent's <meta>;
+# draft-ietf-aipref-vocab-07 sec. 5.1: no other preference withdraws one; Cloudflare's word; headers in any form (RFC
+# 9110 sec. 5.3); numbers as pandas writes them; no headers at all. Then with the tdmrep.json of its host, a list of
+# location and reservation or a text: each statement overrides the ones before it; the second example of the report,
+# section "TDM File on the Origin Server"; "the most specific match is the first in sequence"; its table of special
+# characters; other values are errors. Last with an ai.txt.
+DOCUMENTS = """
 {"x_robots_tag": "noindex, NOML"} noml
 {"metas": [["gptbot", "nofollow, noimageai"]]} noimageai
 {"metas": [["googlebot", "noai"], ["", "noai"]]} None
@@ -385,69 +352,51 @@ STATEMENTS = """
 {"tdm_reservation": NaN} None
 {"meta_tdm_reservation": [1]} tdm-meta
 {"content_usage": ["search=y", "train-ai=n"]} usage-header
+{"tdm_reservation": "maybe", "tdmrep": [["/", 1]]} tdm-file:/
+{"headers": {"tdm-reservation": 0}, "tdmrep": [["/", 1]]} None
+{"tdm_reservation": 1, "tdmrep": [["/", 1]]} tdm-header
+{"metas": [["tdm-reservation", "0"]], "tdmrep": [["/", 1]]} None
+{"headers": "TDM-Reservation: 0\\r\\n", "metas": [["tdm-reservation", "1"]], "tdmrep": [["/", 1]]} tdm-meta
+{"headers": [["tdm-reservation", "1"]], "meta_tdm_reservation": 0, "tdmrep": [["/", 1]]} None
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/a/x.pdf"} tdm-file:/a/
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/html/x?y=1"} tdm-file:/b/html/
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/images/x.jpg"} None
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/A/x.pdf"} None
+{"tdmrep": [["/b/open/", 0], ["/b", 1]], "path": "/b/open/x"} None
+{"tdmrep": [["/b", 1], ["/b/open/", 0]], "path": "/b/open/x"} tdm-file:/b
+{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly"} tdm-file:/this/exactly$
+{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly/not"} None
+{"tdmrep": [["/this/*/then", 1]], "path": "/this/and/then/x"} tdm-file:/this/*/then
+{"tdmrep": [["/path/foo-%24", 1]], "path": "/path/foo-$"} tdm-file:/path/foo-%24
+{"tdmrep": [["/", 2], ["/x", "1"], [5, 1]], "path": "/x"} tdm-file:/x
+{"tdmrep": "{\\"location\\": \\"/\\", \\"tdm-reservation\\": 1}"} None
+{"tdmrep": "<html>not found</html>"} None
+{"tdmrep": "5"} None
+{"tdmrep": "[[]]"} None
+{"tdmrep": "\\udcff"} None
+{"ai_txt": AI_TXT, "path": "/a.html"} ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a/page"} ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/"} ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a/page?x=.css"} ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a.d/page"} ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a.jpg"} None
+{"ai_txt": AI_TXT, "path": "/a.css"} None
+{"ai_txt": AI_TXT, "path": "/a.b/c.css?/page"} None
+{"ai_txt": "User-Agent: GPTBot\\nDisallow: /", "path": "/a.jpg"} ai-txt:GPTBot:/
+{"ai_txt": "User-Agent: other\\nDisallow: /", "path": "/a.jpg"} None
+{"ai_txt": "<html></html>", "path": "/a.jpg"} None
 """
-# The same for a page whose host reserves everything in its tdmrep.json: each statement overrides the ones before it.
-SUPERSEDING = """
-{"tdm_reservation": "maybe"} tdm-file:/
-{"headers": {"tdm-reservation": 0}} None
-{"tdm_reservation": 1} tdm-header
-{"metas": [["tdm-reservation", "0"]]} None
-{"headers": "TDM-Reservation: 0\\r\\n", "metas": [["tdm-reservation", "1"]]} tdm-meta
-{"headers": [["tdm-reservation", "1"]], "meta_tdm_reservation": 0} None
-"""
-# Rules of a tdmrep.json (location, reservation), a path, and the location that reserves it. First the second example of
-# the report, section "TDM File on the Origin Server"; "the most specific match is the first in sequence"; its table of
-# special characters; other values are errors.
-TDMREP = """
-[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /a/x.pdf /a/
-[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /b/html/x?y=1 /b/html/
-[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /b/images/x.jpg None
-[["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]] /A/x.pdf None
-[["/b/open/", 0], ["/b", 1]] /b/open/x None
-[["/b", 1], ["/b/open/", 0]] /b/open/x /b
-[["/this/exactly$", 1]] /this/exactly /this/exactly$
-[["/this/exactly$", 1]] /this/exactly/not None
-[["/this/*/then", 1]] /this/and/then/x /this/*/then
-[["/path/foo-%24", 1]] /path/foo-$ /path/foo-%24
-[["/", 2], ["/x", "1"], [5, 1]] /x /x
-"""
-# As Spawning's generator writes it for a site that refuses text and allows images.
-AI_TXT = "# Spawning AI\nUser-Agent: *\nDisallow: *.txt\nDisallow: *.html\nDisallow: *.pdf\nAllow: *.jpg\n"
-RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
 
 
-def of_host(path, tdmrep=None, ai_txt=None, doc="{}"):
-    """The reservation of a document of a host with these files."""
-    store = {"tdmrep.json": {"a.org": tdmrep}, "ai.txt": {"a.org": ai_txt}}
-    return reservation(dict(url=f"https://a.org{path}", **json.loads(doc)), store)
-
-
-def test_statements_in_every_form_and_those_that_supersede_a_file():
-    for line in STATEMENTS.strip().splitlines():
-        doc, _, want = line.rpartition(" ")
-        assert str(reservation(json.loads(doc))) == want, line
-    for line in SUPERSEDING.strip().splitlines():
-        doc, _, want = line.rpartition(" ")
-        assert str(of_host("/x", RESERVES, doc=doc)) == want, line
-
-
-def test_a_tdmrep_file_reserves_locations():
-    for line in TDMREP.strip().splitlines():
-        rules, path, want = line.rsplit(maxsplit=2)
-        rows = [{"location": location, "tdm-reservation": value} for location, value in json.loads(rules)]
-        assert str(of_host(path, json.dumps(rows))).removeprefix("tdm-file:") == want, line
-    for content in ('{"location": "/", "tdm-reservation": 1}', "<html>not found</html>", "[" * 100_000, b"\xff", "5"):
-        assert of_host("/x", content) is None
-
-
-def test_an_ai_txt_is_a_robots_txt_about_kinds_of_files():
-    for path in "/a.html /a/page / /a/page?x=.css /a.d/page".split():
-        assert of_host(path, ai_txt=AI_TXT) == "ai-txt:*:*.html", path
-    for path in "/a.jpg /a.css /a.b/c.css?/page".split():
-        assert of_host(path, ai_txt=AI_TXT) is None, path
-    assert of_host("/a.jpg", ai_txt="User-Agent: GPTBot\nDisallow: /") == "ai-txt:GPTBot:/"
-    assert of_host("/a.jpg", ai_txt="User-Agent: other\nDisallow: /") is None
-    assert of_host("/a.jpg", ai_txt="<html></html>") is None
+@pytest.mark.parametrize("line", DOCUMENTS.strip().splitlines())
+def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(line):
+    said, _, want = line.replace("AI_TXT", json.dumps(AI_TXT)).rpartition(" ")
+    doc = dict(url=None, path="/x", tdmrep=[], ai_txt=None) | json.loads(said)
+    doc["url"] = doc["url"] or f"https://a.org{doc['path']}"
+    if isinstance(doc["tdmrep"], list):
+        doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
+    store = {"tdmrep.json": {"a.org": doc["tdmrep"]}, "ai.txt": {"a.org": doc["ai_txt"]}}
+    assert str(reservation(doc, store)) == want
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
@@ -458,9 +407,5 @@ def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
         (tmp_path / "mirror" / file).write_text(content)
     for path in (write_lines(tmp_path / "store.jsonl", rows), tmp_path / "mirror"):
         store = open_reservations(path)
-        urls = "https://www.a.org/x", "https://b.org/x.txt", "https://c.org/x"
-        reasons = [refusal(dict(url=url), None, store) for url in urls]
-        assert reasons == ["tdm-file:/", "ai-txt:*:*.txt", None]
-    for rows in ([], [dict(domain="a.org", file="tdm.json", content=RESERVES)]):
-        with pytest.raises(ValueError, match="tdmrep.json or ai.txt"):
-            open_reservations(write_lines(tmp_path / "bad.jsonl", rows))
+        for host, reason in {"www.a.org": "tdm-file:/", "b.org": "ai-txt:*:*.txt", "c.org": None}.items():
+            assert refusal(dict(url=f"https://{host}/x.txt"), dict(missing="allow"), store) == reason
