@@ -46,7 +46,7 @@ def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, 
 def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch, lengths, compile):
     """Compiled by a backend that writes no code: Inductor takes 15 s."""
     step = torch.compile(next_logits, fullgraph=True, backend="eager")
-    monkeypatch.setattr(file, "compiled", lambda device: step)
+    monkeypatch.setattr(file, "compiled_step", lambda device: step)
     model, prompts = small(), [ids(n, seed=n).tolist() for n in lengths]
     found = generate(model, prompts, 9, temperature=0, compile=compile)
     for prompt, whole in zip(prompts, found, strict=True):

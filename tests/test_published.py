@@ -151,7 +151,7 @@ def as_omni(folder):
         tensor = tensor[:TEXT].clone() if name == "lm_head.weight" else tensor
         laid_out[name.replace("model.", "model.language_model.", 1)] = tensor
     save_file(laid_out, folder / "model.safetensors")
-    files = tokens([RENAMED.get(i, name) for i, name in enumerate(tokenizer.SPECIAL)])
+    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
     own = files["tokenizer.json"]
     own["normalizer"] = dict(type="Sequence", normalizers=RULES)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
@@ -206,13 +206,13 @@ def test_logits_are_transformers_and_an_export_keeps_them(hub, tmp_path, name):
     convert.save_hf(model, str(tmp_path), tok)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again(idx).logits, wanted, rtol=1e-5, atol=1e-5)
-    assert convert.tokenizer_from_hf(str(tmp_path)).hash == tok.hash
+    assert tokenizer.load_for(str(tmp_path)).hash == tok.hash
 
 
 @pytest.mark.parametrize("name, ends", [(NAME, (1, 68, 3)), (MINI, (1, 68, 10)), (OMNI, (1, 2, 3))])
 def test_ids_are_transformers(hub, name, ends):
     """A Mini's config says pad_token_id 3, which is [INST] there: <pad> is taken by its name."""
-    tok = convert.tokenizer_from_hf(hub(name))
+    tok = tokenizer.load_for(hub(name))
     theirs = transformers.AutoTokenizer.from_pretrained(hub(name))
     assert (tok.bos, tok.eos, tok.pad) == ends == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
     for text in ("Grüezi mitenand, 你好! x = f(1)\n", "mail <email-pii> \\begin{align}", "   "):
@@ -222,7 +222,7 @@ def test_ids_are_transformers(hub, name, ends):
 
 def test_conversations_are_the_published_ones(hub):
     """Of the 8B by its template; of a Mini as in ollama's tests of its renderer; 1.5's are refused."""
-    tok = convert.tokenizer_from_hf(hub(NAME))
+    tok = tokenizer.load_for(hub(NAME))
     messages = [dict(role="system", content="s"), dict(role="user", content="hi")]
     theirs = transformers.AutoTokenizer.from_pretrained(hub(NAME))
     _, ids = tok.chat(messages, add_generation_prompt=True)
@@ -241,7 +241,7 @@ def test_conversations_are_the_published_ones(hub):
 
 def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_are_dropped(hub):
     """Thoughts stand between 32 and 33 there, 69 and 70 in 1.0."""
-    tok = convert.tokenizer_from_hf(hub(OMNI))
+    tok = tokenizer.load_for(hub(OMNI))
     assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
     assert [tok.id_of(name) for name in ("<|inner_prefix|>", "<|inner_suffix|>")] == [32, 33]
     assert tok.special["<think>"] == 69 and "<|img_start|>" not in tok.special
