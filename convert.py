@@ -59,27 +59,29 @@ OWN = "nanoapertus"
 # config.json
 
 # Our name of a setting, and its name in Hugging Face's config.json. Those of RoPE follow.
-HF_NAMES = dict(line.split() for line in """
-    block_size      max_position_embeddings
-    vocab_size      vocab_size
-    n_layer         num_hidden_layers
-    n_head          num_attention_heads
-    n_kv_head       num_key_value_heads
-    n_embd          hidden_size
-    ffn_dim         intermediate_size
-    tie_embeddings  tie_word_embeddings
-    norm_eps        rms_norm_eps
-    init_std        initializer_range
-""".strip().splitlines())
+HF_NAMES = json.loads("""{
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range"
+}""")
 OPTIONAL = "n_kv_head", "tie_embeddings", "norm_eps", "init_std", "rope_theta"
 # The same of the settings that a type of RoPE has in addition to theta.
-LLAMA3 = dict(line.split() for line in """
-    rope_scaling    factor
-    rope_original   original_max_position_embeddings
-    rope_low        low_freq_factor
-    rope_high       high_freq_factor
-""".strip().splitlines())
-ROPE = dict(default={}, linear=dict(rope_scaling="factor"), llama3=LLAMA3)
+ROPE = json.loads("""{
+    "default": {},
+    "linear": {"rope_scaling": "factor"},
+    "llama3": {
+        "rope_scaling": "factor",
+        "rope_original": "original_max_position_embeddings",
+        "rope_low": "low_freq_factor",
+        "rope_high": "high_freq_factor"}
+}""")
 # What all Apertus models have in common.
 FIXED = json.loads("""{
     "architectures": ["ApertusForCausalLM"],
@@ -87,6 +89,8 @@ FIXED = json.loads("""{
     "hidden_act": "xielu",
     "attention_bias": false,
     "attention_dropout": 0.0,
+    "dtype": "float32",
+    "torch_dtype": "float32",
     "use_cache": true
 }""")
 
@@ -106,15 +110,16 @@ OFF = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder use_sliding_window use_bidirectional_attention
     rope_traditional
 """.split()
-REQUIRED = dict.fromkeys(OFF, False) | dict(
-    hidden_act="xielu",
-    hidden_activation="xielu",
-    qk_norm=True,
-    pretraining_tp=1,
-    is_causal=True,
-    pruned_heads={},
-    partial_rotary_factor=1.0,
-    logit_scale=1.0)
+REQUIRED = dict.fromkeys(OFF, False) | json.loads("""{
+    "hidden_act": "xielu",
+    "hidden_activation": "xielu",
+    "qk_norm": true,
+    "pretraining_tp": 1,
+    "is_causal": true,
+    "pruned_heads": {},
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0
+}""")
 # What an Apertus 1.5 says in addition to its text_config: how pictures and sound become ids. Nothing of them is loaded.
 MEDIA = """
     text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
@@ -200,7 +205,7 @@ def config_to_hf(config, dtype="float32"):
     rope = rope_to_hf(config)
     scaling = dict(rope)
     theta = scaling.pop("rope_theta")
-    return FIXED | {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()} | dict(
+    return {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()} | FIXED | dict(
         dtype=dtype,
         torch_dtype=dtype,
         rope_theta=theta,
@@ -210,6 +215,12 @@ def config_to_hf(config, dtype="float32"):
 
 # -----------------------------------------------------------------------------
 # weights in
+
+
+def unfilled(config):
+    """An Apertus without memory, for its names and shapes."""
+    with torch.device("meta"):
+        return Apertus(config, seed=None)
 
 
 def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
@@ -323,9 +334,9 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     settings = settings_of(folder)
     path = weights_in(folder)
     structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
-    with torch.device("meta"):
-        model = Apertus(shape_in(folder), seed=None)
-        if structured:
+    model = unfilled(shape_in(folder))
+    if structured:
+        with torch.device("meta"):
             structured.restore(model, settings, restore.read_manifest(path)["step"])
     quantised = attached("posttrain.quantised") if base else None
     matrices = quantised.matrices(model) if base else ()
@@ -495,8 +506,7 @@ def complete(folder):
     """
     if read_json(f"{folder}/config.json")["model_type"] == OWN:
         return
-    with torch.device("meta"):
-        model = Apertus(shape_in(folder), seed=None)
+    model = unfilled(shape_in(folder))
     write_weights(folder, stored(weights_in(folder), model), model.config)
 
 
@@ -560,8 +570,7 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
         f"model.layers.{i}.mlp.act_fn.{name.lower()}": torch.tensor(getattr(XIELU, name))
         for i in range(config.n_layer)
         for name in ("BETA", "EPS")}
-    with torch.device("meta"):
-        sizes = dict(Apertus(config, seed=None).to(dtype).named_parameters()) | constants
+    sizes = dict(unfilled(config).to(dtype).named_parameters()) | constants
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(shard_bytes))
     tensors = itertools.chain(parameters, constants.items())
     weight_map = {}

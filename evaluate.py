@@ -306,9 +306,10 @@ def answer_scores(model, tok, rows, name):
     size = max(1, batch_tokens // T)
     hits = []
     for i in tqdm(range(0, len(questions), size), "answering", disable=None):
-        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in questions[i:i + size]]
+        batch = questions[i:i + size]
+        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
         whole = generate(model, prompts, max_new_tokens, temperature=0, stop=(tok.eos,))
-        for prompt, ids, (_, accepted, _) in zip(prompts, whole, questions[i:i + size]):
+        for prompt, ids, (_, accepted, _) in zip(prompts, whole, batch):
             text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
             hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]

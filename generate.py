@@ -54,8 +54,8 @@ def generate(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
 @torch.no_grad()
 def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     """generate(), one step at a time: yields the next tokens (B,). Ends early when all rows have ended."""
-    prompts = [torch.as_tensor(row) for row in idx]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    prompts = [*map(torch.as_tensor, idx)]
+    lengths = torch.tensor([*map(len, prompts)])
     if lengths.min() == 0:
         raise ValueError("a prompt is empty: begin it with the tokenizer's bos")
     device = model.lm_head.weight.device

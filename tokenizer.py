@@ -136,10 +136,8 @@ class Tokenizer:
         except ValueError:
             # The regular expression fails on a run of a million spaces. encode_to_numpy() fails on half a surrogate
             # pair, which is not UTF-8; encode() repairs it.
-            ids = []
-            for part in without_long_runs(text):
-                ids += self._bpe.encode(part, **special)
-            return np.array(ids, np.uint32)
+            parts = without_long_runs(text)
+            return np.array([i for part in parts for i in self._bpe.encode(part, **special)], np.uint32)
 
     def decode_bytes(self, ids):
         """
@@ -300,7 +298,7 @@ def train_bpe(texts, vocab_size, path):
     except ImportError:
         raise ValueError("rustbpe is missing: pip install rustbpe==0.1.0, or use --tokenizer=apertus:4096") from None
     bpe = rustbpe.Tokenizer()
-    parts = (part for text in texts for part in without_long_runs(text))
+    parts = itertools.chain.from_iterable(map(without_long_runs, texts))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
     by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
     tok = Tokenizer(f"bpe:{path}", [bytes(piece) for piece, _ in by_rank], SMALL)
@@ -421,7 +419,7 @@ def read_bpe(path):
     there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
     there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
     moved = [s for s, i in there if id_of.get(s) != i]
-    # Its added tokens win over the pieces around them, which tiktoken's do only if no two begin alike.
+    # Of two tokens that begin alike transformers takes the longer one, tiktoken any.
     odd = [s for s in in_text if any(map(added[s].get, EXACT))
            or any(t != s and (t.startswith(s) or s.startswith(t)) for t in added)]
     faults = {
@@ -437,7 +435,10 @@ def read_bpe(path):
         if found:
             raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
 
-    names = chat_names(id_of)
+    # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
+    # Their conversations have the ids of Apertus' chat tokens, without the names.
+    mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+    names = dict(zip(RESERVED, CHAT)) if mini else {}
     # By name, never by a number of config.json: that of a Mini says pad_token_id 3.
     ends = [settings.get(key) or usual for key, usual in ENDS.items()]
     ends = [end["content"] if isinstance(end, dict) else end for end in ends]
@@ -446,16 +447,6 @@ def read_bpe(path):
     tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
     tok.system, tok.foreign = chat_format(folder, settings.get("chat_template"))
     return tok
-
-
-def chat_names(id_of):
-    """
-    {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
-    Their conversations have the ids of Apertus' chat tokens, without the names.
-    """
-    if [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}:
-        return dict(zip(RESERVED, CHAT))
-    return {}
 
 
 # The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that
