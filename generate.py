@@ -77,7 +77,7 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
             token = sample_token(logits, **sampling)       # (B,)
             token = torch.where(ended, x[:, -1], token)
             yield token
-            ended |= torch.isin(token, stop)
+            ended = torch.isin(token, stop)                # of an ended row too, which repeats its last token
             if ended.all():
                 return
             x = token[:, None]

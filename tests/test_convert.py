@@ -129,12 +129,12 @@ def test_rows_that_pad_the_embedding_decode_to_nothing_and_another_tokenizer_is_
 
 @pytest.mark.parametrize("base", ["int8", "nf4"])
 def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
-    """And both have the same fingerprint."""
+    """And both have the same fingerprint, which runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
-    start = convert.fingerprint(whole)
+    assert convert.fingerprint(whole)[:16] == convert.fingerprint(read)[:16] == "3c5c6cd11e153ed4"
     after = quantise(whole, base).state_dict()
     assert all(torch.equal(tensor, after.pop(name)) for name, tensor in read.state_dict().items()) and not after
-    assert convert.fingerprint(read) == start and not any(p.requires_grad for p in read.parameters())
+    assert not any(p.requires_grad for p in read.parameters())
 
 
 # -----------------------------------------------------------------------------

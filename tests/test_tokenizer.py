@@ -219,6 +219,14 @@ def test_transformers_makes_our_ids_and_every_text_comes_back_in_whole_character
         assert tok.decode(np.array(ids, np.uint32)) == "".join(shown) == text and "\ufffd" not in shown
 
 
+def test_merges_are_all_pairs_of_pieces_whose_union_is_one_in_the_order_of_ranks():
+    model = hf_files(load("apertus:700"))["tokenizer.json"]["model"]
+    spelled = [*model["vocab"]][64:]
+    rank = {s: i for i, s in enumerate(spelled)}
+    want = sorted((rank[a + b], rank[a], rank[b]) for a in spelled for b in spelled if a + b in rank)
+    assert [(rank[a + b], rank[a], rank[b]) for a, b in model["merges"]] == want
+
+
 def test_our_template_in_transformers_is_our_chat_and_its_assistant_mask_what_we_train_on(tmp_path):
     """Our exported template gives the published text; its mask is what TRL's assistant_only_loss goes by."""
     hf = in_transformers(load("apertus"), tmp_path)
@@ -278,6 +286,7 @@ CONTRADICTIONS = r"""
     tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \['far'\] by itself
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | its added tokens \['word'\] take white space
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | begin like another
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<em", "special": true} | begin like another
     tokenizer.json/model/vocab/a | 300 | two tokens have the same id
     tokenizer.json/model/vocab/a | null | lacks some of the 256 bytes
     tokenizer.json/model/merges | [["a", "b"]] | its merges are not all pairs
