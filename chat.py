@@ -176,7 +176,7 @@ def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
 
 
 def read_rows(path, fits=is_conversation, want=CONVERSATION):
-    """The JSON objects of a .jsonl file as a list. ValueError as above, and if there are none."""
+    """The JSON objects of a .jsonl file as a list. ValueError as above, and for an empty file."""
     rows = [row for _, row in numbered_rows(path, fits, want)]
     if not rows:
         raise ValueError(f"{path} is empty")

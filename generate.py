@@ -114,7 +114,7 @@ def next_logits(model, x, cache):
     for part in x.split(CHUNK, dim=1):
         positions = cache.begin(part.shape[1])
         logits, _ = model(part, positions=positions, last=True)
-    # A compiled step would have to return what it leaves behind in the cache.
+    # A compiled step would have to return these as outputs.
     cache.here = cache.mask = None
     return logits
 

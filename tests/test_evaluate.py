@@ -88,15 +88,13 @@ def test_the_interval_over_documents_is_the_jackknifes():
     assert (row["low"], row["high"]) == pytest.approx((low, high), rel=2e-3)
 
 
-@pytest.mark.parametrize("values", [[0, 1], [1, 1], [4.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
-def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values):
-    """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr); t(1) = 12.7062, t(2) = 4.30265."""
+@pytest.mark.parametrize("values, t", [
+    ([0, 1], 0), ([1, 1], 0), ([4.0] * 3, 1), ([0.25, 0.75], 12.7062), ([3, 5, 4], 4.30265)])
+def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values, t):
+    """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr). t: the quantile, 0 for a share."""
     metrics = pytest.importorskip("lm_eval.api.metrics")
-    n = len(values)
-    score = float(np.mean(values))
-    stderr = metrics.mean_stderr(values)
-    half = {2: 12.7062, 3: 4.30265}[n] * stderr
-    want = evaluate.wilson(sum(values), n) if set(values) <= {0, 1} else (score - half, score + half)
+    n, score, stderr = len(values), float(np.mean(values)), metrics.mean_stderr(values)
+    want = (score - t * stderr, score + t * stderr) if t else evaluate.wilson(sum(values), n)
     assert evaluate.harness_interval(score, stderr, n) == pytest.approx(want, abs=1e-4)
     assert evaluate.harness_interval(score, "N/A", n) == evaluate.harness_interval(score, stderr, 1) == (None, None)
 
