@@ -122,8 +122,8 @@ def next_logits(model, x, cache):
 @functools.cache
 def compiled_step(device):
     """next_logits for a fixed cache, compiled for a type of device."""
-    # A CUDA graph is one launch per step instead of hundreds. On a CPU xIELU counts as many operations: above this
-    # threshold it is stored and not computed anew for every output of the next matrix.
+    # A CUDA graph is one launch per step instead of hundreds. On a CPU xIELU has more operations than this
+    # threshold: so it is stored and not computed anew for every output of the next matrix.
     how = dict(mode="reduce-overhead") if device == "cuda" else dict(options={"realize_opcount_threshold": 12})
     return torch.compile(next_logits, fullgraph=True, **how)
 

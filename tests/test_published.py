@@ -172,7 +172,7 @@ def as_omni(folder):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """{name: transformers' model} of the repositories, which a hub cache holds under their names. There is no network."""
+    """{name: transformers' model} of the repositories, which a hub cache holds under their names. No network."""
     cache, models = tmp_path_factory.mktemp("hub"), {}
     for name, make in ((NAME, as_published), (MINI, as_mini), (OMNI, as_omni)):
         repo = cache / ("models--" + name.replace("/", "--"))

@@ -34,7 +34,7 @@ def said(folder, *flags, **how):
 
 
 def test_flags_choose_the_text(lab, tmp_path):
-    """A seed repeats it, 0 turns top_k and top_p off, a file is read byte by byte, a run and its export are one model."""
+    """A seed repeats it, 0 turns top_k and top_p off, a file is read byte by byte, a run and its export agree."""
     hf, start = lab / "hf", "--start=def f(x):\r\n"
     plain = said(hf, start, "--top_p=0")
     assert plain.startswith("def f(x):\r\n")
