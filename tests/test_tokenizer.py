@@ -284,7 +284,7 @@ def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_or
 
 CONTRADICTIONS = r"""
     tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \['far'\] by itself
-    tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | added tokens \['word'\] take white space
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | \['word'\] take white space
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | begin like another
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "<em", "special": true} | begin like another
     tokenizer.json/model/vocab/a | 300 | two tokens have the same id
