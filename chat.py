@@ -90,11 +90,11 @@ def parts_of(message):
     """(type, text) of each part or block of a message, with "call" as the text of a call and of its output."""
     content = message.get("content") or ""
     if isinstance(content, str):
-        return [("text", content)]
+        content = dict(text=content)
     if isinstance(content, dict):
         content = content.get("blocks", content.get("parts", [content]))
-    called = {"calls", "outputs"}
-    return [(part.get("type", "text"), "call" if called & part.keys() else part["text"]) for part in content]
+    return [(part.get("type", "text"), "call" if {"calls", "outputs"} & part.keys() else part["text"])
+            for part in content]
 
 
 def content_of(message):
@@ -176,7 +176,7 @@ def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
 
 
 def read_rows(path, fits=is_conversation, want=CONVERSATION):
-    """The JSON objects of a .jsonl file as a list. ValueError as above, and if there are none."""
+    """The JSON objects of a .jsonl file as a list. ValueError as above, and for an empty file."""
     rows = [row for _, row in numbered_rows(path, fits, want)]
     if not rows:
         raise ValueError(f"{path} is empty")
@@ -210,10 +210,12 @@ def conversation(row):
         messages = [*row["prompt"], *row["completion"]]
     else:
         messages = question_and_answer(row["prompt"], row["completion"])
-    if row.get("system") and (messages or [{}])[0].get("role") != "system":
+    if row.get("system") and not (messages and messages[0].get("role") == "system"):
         messages = [dict(role="system", content=row["system"]), *messages]
     tools = row.get("tools")
-    return row | dict(messages=messages, tools=json.loads(tools or "null") if isinstance(tools, str) else tools)
+    if isinstance(tools, str):
+        tools = json.loads(tools or "null")
+    return row | dict(messages=messages, tools=tools)
 
 
 def question_and_answer(prompt, answer):

@@ -28,6 +28,7 @@ import copy
 import glob
 import hashlib
 import itertools
+import json
 import math
 import os
 import shutil
@@ -52,32 +53,46 @@ dtype = "float32"     # of the tensors written: float32 | bfloat16
 merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
 
 OWN = "nanoapertus"
-tokenizer_from_hf = load_for
 
 
 # -----------------------------------------------------------------------------
 # config.json
 
 # Our name of a setting, and its name in Hugging Face's config.json. Those of RoPE follow.
-HF_NAMES = dict(line.split() for line in """
-    block_size      max_position_embeddings
-    vocab_size      vocab_size
-    n_layer         num_hidden_layers
-    n_head          num_attention_heads
-    n_kv_head       num_key_value_heads
-    n_embd          hidden_size
-    ffn_dim         intermediate_size
-    tie_embeddings  tie_word_embeddings
-    norm_eps        rms_norm_eps
-    init_std        initializer_range
-""".strip().splitlines())
+HF_NAMES = json.loads("""{
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range"
+}""")
 OPTIONAL = "n_kv_head", "tie_embeddings", "norm_eps", "init_std", "rope_theta"
-ROPE_NAMES = dict(line.split() for line in """
-    rope_scaling    factor
-    rope_original   original_max_position_embeddings
-    rope_low        low_freq_factor
-    rope_high       high_freq_factor
-""".strip().splitlines())
+# The same of the settings that a type of RoPE has in addition to theta.
+ROPE = json.loads("""{
+    "default": {},
+    "linear": {"rope_scaling": "factor"},
+    "llama3": {
+        "rope_scaling": "factor",
+        "rope_original": "original_max_position_embeddings",
+        "rope_low": "low_freq_factor",
+        "rope_high": "high_freq_factor"}
+}""")
+# What all Apertus models have in common.
+FIXED = json.loads("""{
+    "architectures": ["ApertusForCausalLM"],
+    "model_type": "apertus",
+    "hidden_act": "xielu",
+    "attention_bias": false,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+    "torch_dtype": "float32",
+    "use_cache": true
+}""")
 
 # No logit depends on these keys of a config.json: they may have any value.
 FREE = """
@@ -95,15 +110,16 @@ OFF = """
     is_encoder_decoder add_cross_attention tie_encoder_decoder use_sliding_window use_bidirectional_attention
     rope_traditional
 """.split()
-REQUIRED = dict.fromkeys(OFF, False) | dict(
-    hidden_act="xielu",
-    hidden_activation="xielu",
-    qk_norm=True,
-    pretraining_tp=1,
-    is_causal=True,
-    pruned_heads={},
-    partial_rotary_factor=1.0,
-    logit_scale=1.0)
+REQUIRED = dict.fromkeys(OFF, False) | json.loads("""{
+    "hidden_act": "xielu",
+    "hidden_activation": "xielu",
+    "qk_norm": true,
+    "pretraining_tp": 1,
+    "is_causal": true,
+    "pruned_heads": {},
+    "partial_rotary_factor": 1.0,
+    "logit_scale": 1.0
+}""")
 # What an Apertus 1.5 says in addition to its text_config: how pictures and sound become ids. Nothing of them is loaded.
 MEDIA = """
     text_config vision_config audio_config vision_tokenizer_config audio_tokenizer_config image_token_id audio_token_id
@@ -133,7 +149,7 @@ def config_from_hf(hf):
 
     said = hf | rope
     given = dict(n_kv_head=hf.get("num_attention_heads"), rope_theta=12e6, rope_scaling=0.0)
-    for ours, theirs in (HF_NAMES | dict(rope_theta="rope_theta") | scaling_names(kind)).items():
+    for ours, theirs in (HF_NAMES | dict(rope_theta="rope_theta") | ROPE.get(kind, {})).items():
         if said.get(theirs) is not None or ours not in OPTIONAL:
             given[ours] = checked(theirs, said.get(theirs), getattr(ApertusConfig, ours), "config.json")
     if kind == "linear":
@@ -174,16 +190,10 @@ def refuse_unusual(given, usual):
         raise ValueError(f"config.json asks for settings that model.py lacks: {', '.join(unusual)}")
 
 
-def scaling_names(kind):
-    """{our name: theirs} of the settings that RoPE of this type has in addition to theta."""
-    said = dict(linear=["rope_scaling"], llama3=ROPE_NAMES).get(kind, ())
-    return {ours: ROPE_NAMES[ours] for ours in said}
-
-
 def rope_to_hf(config):
     """The RoPE settings of an ApertusConfig in the spelling of transformers 5."""
     kind = ("llama3" if config.rope_original else "linear") if config.rope_scaling else "default"
-    scaling = {theirs: getattr(config, ours) for ours, theirs in scaling_names(kind).items()}
+    scaling = {theirs: getattr(config, ours) for ours, theirs in ROPE[kind].items()}
     return dict(rope_type=kind, rope_theta=config.rope_theta) | scaling
 
 
@@ -193,23 +203,24 @@ def config_to_hf(config, dtype="float32"):
         raise ValueError("transformers' Apertus has xIELU and QK-norm only, this model has "
                          f"activation={config.activation!r}, qk_norm={config.qk_norm}")
     rope = rope_to_hf(config)
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()} | dict(
-        architectures=["ApertusForCausalLM"],
-        model_type="apertus",
-        hidden_act="xielu",
-        attention_bias=False,
-        attention_dropout=0.0,
+    scaling = dict(rope)
+    theta = scaling.pop("rope_theta")
+    return {theirs: getattr(config, ours) for ours, theirs in HF_NAMES.items()} | FIXED | dict(
         dtype=dtype,
         torch_dtype=dtype,
-        use_cache=True,
-        rope_theta=config.rope_theta,
+        rope_theta=theta,
         rope_scaling=scaling if config.rope_scaling else None,
         rope_parameters=rope)
 
 
 # -----------------------------------------------------------------------------
 # weights in
+
+
+def unfilled(config):
+    """An Apertus without memory, for its names and shapes."""
+    with torch.device("meta"):
+        return Apertus(config, seed=None)
 
 
 def local(name, files=("*.safetensors", "*.json", TEMPLATE)):
@@ -311,25 +322,22 @@ def fill(model, path):
         pass
 
 
-def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
+def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
     """
     The model of a folder or hub name, with its weights and without adapters.
 
     dtype: None keeps that of the file. base: int8 or nf4 quantises the matrices of the blocks (posttrain/quantised.py).
     The model is built without memory, and each tensor is read, converted and let go: peak memory is the model and one
-    tensor. spread(model), if given, shards the model first (FSDP2) and gives the shards memory. ValueError: another
-    architecture, unknown config keys, missing, extra or misshapen tensors.
+    tensor. ValueError: another architecture, unknown config keys, missing, extra or misshapen tensors.
     """
     folder = local(path_or_repo)
     settings = settings_of(folder)
     path = weights_in(folder)
     structured = attached("papers.structured_ffn") if settings.get("ffn", "dense") != "dense" else None
-    with torch.device("meta"):
-        model = Apertus(shape_in(folder), seed=None)
-        if structured:
+    model = unfilled(shape_in(folder))
+    if structured:
+        with torch.device("meta"):
             structured.restore(model, settings, restore.read_manifest(path)["step"])
-    if spread:
-        spread(model)
     quantised = attached("posttrain.quantised") if base else None
     matrices = quantised.matrices(model) if base else ()
     for name, tensor in stored(path, model, device, dtype):
@@ -352,12 +360,12 @@ def load_hf(path_or_repo, device="cpu", dtype=None, spread=None, base=""):
 # any model by its name
 
 
-def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
+def load_any(name, device="cpu", dtype=None, base="", chat=False):
     """
     (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
     put on the model that they name.
 
-    dtype, spread, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
+    dtype, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
     """
     folder = local(name)
     if is_adapters(folder):
@@ -365,7 +373,7 @@ def load_any(name, device="cpu", dtype=None, spread=None, base="", chat=False):
     tok = load_for(folder)  # before the weights, which take minutes: an error comes early
     if chat:
         tok.check_chat()
-    model = load_hf(folder, device, dtype, spread, base)
+    model = load_hf(folder, device, dtype, base)
     ids, rows = tok.vocab_size, model.config.vocab_size
     if not ids <= rows < ids + 1024:
         raise ValueError(f"{folder}: the model has {rows} ids and its tokenizer {ids}: they do not belong together")
@@ -387,7 +395,7 @@ def load_adapters(folder, device, dtype, base):
     settings = {} if os.path.isfile(f"{folder}/adapter_config.json") else settings_of(folder)
     name = settings["init_from"] if settings else lora.read_settings(folder)[1]
     try:
-        model, tok = load_any(name, device, dtype, base=base)
+        model, tok = load_any(name, device, dtype, base)
     except (OSError, ValueError) as e:
         raise ValueError(f"{folder} is an adapter of {name!r} (base_model_name_or_path): {e}") from None
     start = fingerprint(model)
@@ -413,7 +421,7 @@ def load_ready(name, device, dtype, base="", chat=False):
     wanted = torch.bfloat16 if device == "cuda" else None
     if dtype != "auto":
         wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted, base=base, chat=chat)
+    model, tok = load_any(name, device, wanted, base, chat)
     return model.eval(), tok
 
 
@@ -444,15 +452,13 @@ def fingerprint(model):
     A matrix in 8 or 4 bits has kept its first values, so that the hash is the same.
     """
     digest = hashlib.sha256()
-    seen = set()  # a tied head is the embedding, and counts once
     for path, module in model.named_modules():
         own = {"weight": module.first} if hasattr(module, "first") else dict(module.named_parameters(recurse=False))
+        if path == "lm_head" and model.config.tie_embeddings or ".lora_" in path:
+            continue    # a tied head is the embedding, and counts once
         for leaf, p in own.items():
-            if ".lora_" in path or p in seen:
-                continue
-            seen.add(p)
             p = p.full_tensor() if hasattr(p, "full_tensor") else p  # shards are gathered, one tensor at a time
-            digest.update(f"{path}.{leaf}".removeprefix(".").encode())
+            digest.update(f"{path}.{leaf}".encode())
             digest.update(p.detach().flatten()[:64].bfloat16().float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -500,8 +506,7 @@ def complete(folder):
     """
     if read_json(f"{folder}/config.json")["model_type"] == OWN:
         return
-    with torch.device("meta"):
-        model = Apertus(shape_in(folder), seed=None)
+    model = unfilled(shape_in(folder))
     write_weights(folder, stored(weights_in(folder), model), model.config)
 
 
@@ -565,8 +570,7 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
         f"model.layers.{i}.mlp.act_fn.{name.lower()}": torch.tensor(getattr(XIELU, name))
         for i in range(config.n_layer)
         for name in ("BETA", "EPS")}
-    with torch.device("meta"):
-        sizes = dict(Apertus(config, seed=None).to(dtype).named_parameters()) | constants
+    sizes = dict(unfilled(config).to(dtype).named_parameters()) | constants
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=int(shard_bytes))
     tensors = itertools.chain(parameters, constants.items())
     weight_map = {}

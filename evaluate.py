@@ -163,15 +163,15 @@ def ratio(bits, sizes):
 
 
 def result(name, metric, n, score, interval, **more):
-    """A row of the results, with the 95 % interval of the score. more: bytes, begin, end, shots, chance."""
+    """A row of the results, with the 95 % interval of the score. more: bytes, shots, chance."""
     low, high = interval
     return dict(name=name, metric=metric, n=n, score=score, low=low, high=high, **more)
 
 
-def bits_row(name, metric, bits, sizes, **more):
+def bits_row(name, metric, bits, sizes):
     """A row of the results: bits per byte of documents or windows, where `bytes` are the bytes of all of them."""
     r, half = ratio(bits, sizes)
-    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum(), **more)
+    return result(name, metric, len(bits), r, (r - half, r + half), bytes=sizes.sum())
 
 
 def document_bits(model, tok, documents):
@@ -216,9 +216,8 @@ def position_scores(model, tok, documents, T, step):
     for begin in range(0, T, step):
         end = min(begin + step, T)
         sizes = np.array([text_bytes(tok, ids[begin + 1:end + 1]) for ids, _ in windows])
-        rows.append(bits_row(f"{begin:,} to {end - 1:,}", "bits/byte by position", bits[:, begin:end].sum(1), sizes,
-                             begin=begin, end=end))
-        rows[-1]["bits_per_byte"] = rows[-1]["score"]      # the name of the score in the studies' rows
+        row = bits_row(f"{begin:,} to {end - 1:,}", "bits/byte by position", bits[:, begin:end].sum(1), sizes)
+        rows.append(row | dict(begin=begin, end=end, bits_per_byte=row["score"]))      # as in the studies' rows
     return rows
 
 
@@ -307,9 +306,10 @@ def answer_scores(model, tok, rows, name):
     size = max(1, batch_tokens // T)
     hits = []
     for i in tqdm(range(0, len(questions), size), "answering", disable=None):
-        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in questions[i:i + size]]
+        batch = questions[i:i + size]
+        prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
         whole = generate(model, prompts, max_new_tokens, temperature=0, stop=(tok.eos,))
-        for prompt, ids, (_, accepted, _) in zip(prompts, whole, questions[i:i + size]):
+        for prompt, ids, (_, accepted, _) in zip(prompts, whole, batch):
             text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
             hits.append(text.split("\n")[0].strip() in accepted)
     return [share(name, "exact match", hits, 0.0)]
@@ -385,8 +385,8 @@ def table_md(rows):
     """The rows of the results as a Markdown table; a cell without a value is empty."""
     table = [COLUMNS, ["---"] * len(COLUMNS)]
     for row in rows:
-        values = ["" if row.get(key) is None else row[key] for key in COLUMNS]
-        table.append([f"{value:.3f}" if isinstance(value, float) else str(value) for value in values])
+        values = [row.get(key) for key in COLUMNS]
+        table.append(["" if x is None else f"{x:.3f}" if isinstance(x, float) else str(x) for x in values])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 

@@ -20,6 +20,7 @@ import math
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from engine.decoding import one_row_products
 from loss import at_least_fp32
 from model import masked_attention
 
@@ -43,34 +44,31 @@ def generate(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     new = torch.stack(steps, dim=1)                        # (B, n)
     if isinstance(idx, torch.Tensor):
         return torch.cat((idx, new), dim=1)
-    return [[*prompt, *cut(row, stop)] for prompt, row in zip(idx, new.tolist())]
-
-
-def cut(row, stop):
-    """The ids of a row up to its first stop token, which is included."""
-    for n, token in enumerate(row, start=1):
-        if token in stop:
-            return row[:n]
-    return row
+    rows = []
+    for prompt, row in zip(idx, new.tolist()):
+        end = next((n for n, token in enumerate(row, 1) if token in stop), None)
+        rows.append([*prompt, *row[:end]])
+    return rows
 
 
 @torch.no_grad()
 def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     """generate(), one step at a time: yields the next tokens (B,). Ends early when all rows have ended."""
-    prompts = [torch.as_tensor(row) for row in idx]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    prompts = [*map(torch.as_tensor, idx)]
+    lengths = torch.tensor([*map(len, prompts)])
     if lengths.min() == 0:
         raise ValueError("a prompt is empty: begin it with the tokenizer's bos")
     device = model.lm_head.weight.device
     # Aligned to the right, so that the next token of every row is in the same column.
-    x = pad_sequence(prompts, batch_first=True, padding_side="left")
-    x = x.to(device, torch.long)                           # (B, T)
+    x = pad_sequence(prompts, True, padding_side="left").to(device, torch.long)
     B, T = x.shape
     padding = (T - lengths).to(device) if lengths.min() < T else None
     # Few sizes of the cache mean few compilations.
     size = T + max_new_tokens
     cache = KVCache(model, B, size + -size % 256 if compile else size, padding)
     step = next_logits
+    if compile and device.type == "cpu":
+        one_row_products(model)
     ended = torch.zeros(B, dtype=torch.bool, device=device)
     stop = torch.tensor(list(stop), dtype=torch.long, device=device)
     with cache.attached(model):
@@ -79,14 +77,14 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
             token = sample_token(logits, **sampling)       # (B,)
             token = torch.where(ended, x[:, -1], token)
             yield token
-            ended |= torch.isin(token, stop)
+            ended = torch.isin(token, stop)                # of an ended row too, which repeats its last token
             if ended.all():
                 return
             x = token[:, None]
             # The prompt is read eagerly, since prompts differ in length; from here on each step has the same shape.
             if compile and not cache.fixed:
                 cache.fix()
-                step = compiled_step(model, device.type)
+                step = compiled_step(device.type)
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -116,23 +114,16 @@ def next_logits(model, x, cache):
     for part in x.split(CHUNK, dim=1):
         positions = cache.begin(part.shape[1])
         logits, _ = model(part, positions=positions, last=True)
-    # A compiled step would have to return what it leaves behind in the cache.
+    # A compiled step would have to return these as outputs.
     cache.here = cache.mask = None
     return logits
 
 
-def compiled_step(model, device):
-    """next_logits for a fixed cache, compiled for a type of device."""
-    if device == "cpu":
-        from engine.decoding import one_row_products
-        one_row_products(model)
-    return compiled(device)
-
-
 @functools.cache
-def compiled(device):
-    # A CUDA graph is one launch per step instead of hundreds. On a CPU xIELU counts as many operations: above this
-    # threshold it is stored and not computed anew for every output of the next matrix.
+def compiled_step(device):
+    """next_logits for a fixed cache, compiled for a type of device."""
+    # A CUDA graph is one launch per step instead of hundreds. On a CPU xIELU has more operations than this
+    # threshold: so it is stored and not computed anew for every output of the next matrix.
     how = dict(mode="reduce-overhead") if device == "cuda" else dict(options={"realize_opcount_threshold": 12})
     return torch.compile(next_logits, fullgraph=True, **how)
 
@@ -149,11 +140,11 @@ class KVCache:
         config = model.config
         weight = model.lm_head.weight
         shape = batch, config.n_kv_head, size, config.head_dim
-        how = dict(dtype=model.dtype or weight.dtype, device=weight.device)
+        new = functools.partial(weight.new_zeros, shape, dtype=model.dtype or weight.dtype)
         # A single buffer for all layers would be copied at every layer by a compiled step.
-        self.kv = [(torch.zeros(shape, **how), torch.zeros(shape, **how)) for _ in range(config.n_layer)]
+        self.kv = [(new(), new()) for _ in range(config.n_layer)]
         self.padded = padding is not None
-        self.padding = padding if self.padded else torch.zeros(batch, dtype=torch.long, device=weight.device)
+        self.padding = padding if self.padded else weight.new_zeros(batch, dtype=torch.long)
         self.size = size
         self.length = 0
         self.fixed = False
@@ -183,28 +174,31 @@ class KVCache:
             raise ValueError(f"the KV cache holds {self.size} positions, {self.span} were asked for: make it larger or "
                              "the prompt shorter")
         self.length += T
+        # A whole prompt without padding needs no mask, and flash attention takes none.
+        if T == self.span and not self.padded:
+            self.mask = None
+            return new[None]
         query = new[:, None]                               # (T, 1)
         key = torch.arange(self.span, device=device)       # (S,)
-        text = key >= self.padding[:, None, None]          # (B, 1, S)
+        text = key >= self.padding[:, None, None, None]    # (B, 1, 1, S)
         # Padding attends at least to itself: softmax over nothing would be NaN.
-        seen = (key <= query) & (text | (key == query))
-        self.mask = seen[:, None]
+        self.mask = (key <= query) & (text | (key == query))
         return (new - self.padding[:, None]).clamp(min=0)
 
     @contextlib.contextmanager
     def attached(self, model):
         """A context in which the layers of the model attend through this cache; one at a time for each model."""
         layers = [block.self_attn for block in model.model.layers]
-        before = [layer.attend for layer in layers]
-        if isinstance(before[0], functools.partial):
+        before = layers[0].attend
+        if isinstance(before, functools.partial):
             raise ValueError("this model is generating another text already: finish that one first")
         for layer, buffers in zip(layers, self.kv):
             layer.attend = functools.partial(self.attend, buffers)
         try:
             yield
         finally:
-            for layer, attend in zip(layers, before):
-                layer.attend = attend
+            for layer in layers:
+                layer.attend = before
 
     def attend(self, buffers, q, k, v, doc=None):
         """Store a layer's k and v (B, K, T, D) and attend to all that is stored. q (B, H, T, D) -> (B, H, T, D)."""
@@ -213,11 +207,9 @@ class KVCache:
         k, v = (buffer[:, :, :self.span] for buffer in buffers)  # (B, K, S, D)
         # One token is one row of scores. On CUDA the formula reads k and v once, whereas kernels with a mask want their
         # heads repeated first; compiled on a CPU it is faster than the kernel.
-        if q.shape[2] == 1 and (q.is_cuda or self.fixed):
+        if q.shape[2] == 1 and self.mask is not None and (q.is_cuda or self.fixed):
             return by_formula(q, k, v, self.mask)
-        # A whole prompt without padding needs no mask, and flash attention takes none.
-        whole = q.shape[2] == self.span and not self.padded
-        return masked_attention(q, k, v, None if whole else self.mask)
+        return masked_attention(q, k, v, self.mask)
 
 
 def by_formula(q, k, v, mask):

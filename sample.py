@@ -33,13 +33,6 @@ thinking = False             # "Deliberation: enabled": the model may think befo
 tools = ""                   # a JSON list of tools the model may call: [{"name", "description", "parameters"}]
 
 
-def prompt_text():
-    """The prompt: the text of --start, or of the file that it names."""
-    if start.startswith("FILE:"):
-        return read_text(start.removeprefix("FILE:"))
-    return start
-
-
 def main():
     if temperature < 0 or top_k < 0 or not 0 <= top_p <= 1 or num_samples < 1 or max_new_tokens < 1:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must be 0 or more, top_p={top_p} from 0 to 1, "
@@ -54,7 +47,7 @@ def main():
     if chat:
         return attached("posttrain.talk").converse(model, tok, how, system, tools, thinking, max_new_tokens)
 
-    text = prompt_text()
+    text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     prompt = [tok.bos, *tok.encode(text)]
     stop = ends(tok)
     if num_samples > 1:

@@ -69,8 +69,9 @@ IN_TEXT = NAMED[14:18] + NAMED[36:39]
 
 
 def padded(names, n):
-    """Fill `names` up to n control tokens; the new ones are free for your own use."""
-    return names + [f"<SPECIAL_{i}>" for i in range(len(names), n)]
+    """{name: id} of n control tokens: `names`, and others that are free for your own use."""
+    more = [f"<SPECIAL_{i}>" for i in range(len(names), n)]
+    return dict(zip(names + more, range(n)))
 
 
 # `apertus` has the published 1,000 control tokens. All others have 64 with the same names, so that chat and SFT work:
@@ -97,14 +98,11 @@ class Tokenizer:
         system            the default system message of a conversation; None: that of chat.py
         foreign           why the model's conversations are not those of chat.py, or ""
 
-    special: a list of names from id 0 on, or {name: id}. ids: of the pieces, rising; None: directly after the control
-    tokens. ends: the names of bos, eos and pad.
+    ids: of the pieces, rising; None: directly after the control tokens. ends: the names of bos, eos and pad.
     """
 
     def __init__(self, name, pieces, special, ids=None, in_text=IN_TEXT, ends=("<s>", "</s>", "<pad>")):
         n = len(special)
-        if isinstance(special, list):
-            special = dict(zip(special, range(n)))
         usual = [*range(n, n + len(pieces))]
         self.name = name
         self.pieces = pieces
@@ -138,10 +136,8 @@ class Tokenizer:
         except ValueError:
             # The regular expression fails on a run of a million spaces. encode_to_numpy() fails on half a surrogate
             # pair, which is not UTF-8; encode() repairs it.
-            ids = []
-            for part in without_long_runs(text):
-                ids += self._bpe.encode(part, **special)
-            return np.array(ids, np.uint32)
+            parts = without_long_runs(text)
+            return np.array([i for part in parts for i in self._bpe.encode(part, **special)], np.uint32)
 
     def decode_bytes(self, ids):
         """
@@ -169,7 +165,7 @@ class Tokenizer:
 
     def tokens(self):
         """{id: bytes of a piece, or name of a control token}."""
-        return dict(zip(self.ids, self.pieces)) | {i: s for s, i in self.special.items()}
+        return dict(zip([*self.ids, *self.special.values()], [*self.pieces, *self.special]))
 
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary does not have it."""
@@ -194,20 +190,19 @@ class Tokenizer:
         """
         chat = attached("chat")
         ids, said = [], []
-        speaks = 0          # 1: the assistant
+        turn = 0            # odd: the assistant speaks
         for part in re.split(f"([{''.join(chat.NAMES)}])", text):
             if part in chat.NAMES:
                 ids.append(self.id_of(chat.NAMES[part]))
-                said.append(speaks == 1)
+                said.append(turn % 2 == 1)
                 continue
             texts = re.split(f"[{chat.BEGIN}{chat.END}]", part)       # the speaker changes between any two
-            speakers = b"".join(bytes([(speaks + n) % 2]) * len(words.encode()) for n, words in enumerate(texts))
-            at = 0
-            for i in self.encode("".join(texts)):
-                ids.append(i)
-                said.append(speakers[at] == 1)
-                at += len(self._bpe.decode_single_token_bytes(i))
-            speaks = (speaks + len(texts) - 1) % 2
+            by_assistant = [n % 2 == 1 for n, words in enumerate(texts, turn) for _ in words]   # of each character
+            turn += len(texts) - 1
+            new = self.encode("".join(texts))
+            _, begins = self._bpe.decode_with_offsets(new)
+            ids += new
+            said += [by_assistant[begin] for begin in begins]
         return ids, said
 
     def check_chat(self):
@@ -257,11 +252,17 @@ def load_for(folder):
     if os.path.isfile(f"{folder}/tokenizer.json"):
         return read_bpe(f"{folder}/tokenizer.json")
     for file in "meta.json", "config.json":                # config.json: of runs from before November 2026
-        named = os.path.isfile(f"{folder}/{file}") and read_json(f"{folder}/{file}").get("tokenizer")
+        named = beside(folder, file).get("tokenizer")
         if named and not named.endswith(".json"):
             return load(named)
     raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or "
                      "train.py, or copy tokenizer.json from the model's repository")
+
+
+def beside(folder, file):
+    """The object in a JSON file of a folder; {} if there is none."""
+    path = f"{folder}/{file}"
+    return read_json(path) if os.path.isfile(path) else {}
 
 
 @functools.cache
@@ -297,7 +298,7 @@ def train_bpe(texts, vocab_size, path):
     except ImportError:
         raise ValueError("rustbpe is missing: pip install rustbpe==0.1.0, or use --tokenizer=apertus:4096") from None
     bpe = rustbpe.Tokenizer()
-    parts = (part for text in texts for part in without_long_runs(text))
+    parts = itertools.chain.from_iterable(map(without_long_runs, texts))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)
     by_rank = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
     tok = Tokenizer(f"bpe:{path}", [bytes(piece) for piece, _ in by_rank], SMALL)
@@ -341,16 +342,16 @@ def hf_files(tok):
     split_special_tokens=True. The chat template is there if the model has conversations.
     """
     names = {i: s for s, i in tok.special.items()}
-    bos, eos, pad = (names[i] for i in (tok.bos, tok.eos, tok.pad))
+    ends = {end: names[i] for end, i in zip(ENDS, (tok.bos, tok.eos, tok.pad))}
     letter = letters()
-    spelled = ["".join(letter[b] for b in piece) for piece in tok.pieces]
-    content = json.loads(FRAME.replace('"<s>"', json.dumps(bos)))
-    content["post_processor"]["special_tokens"][bos]["ids"] = [tok.bos]
+    spelled = [piece.decode("latin-1").translate(letter) for piece in tok.pieces]
+    frame = FRAME.replace('"<s>"', json.dumps(ends["bos_token"])).replace("[1]", f"[{tok.bos}]")
+    content = json.loads(frame)
     content["model"] |= dict(vocab=tok.special | dict(zip(spelled, tok.ids)), merges=merges_of(spelled))
     content["added_tokens"] = [
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
         for s, i in tok.special.items()]
-    settings = SETTINGS | dict(bos_token=bos, eos_token=eos, pad_token=pad)
+    settings = SETTINGS | ends
     if not attached("chat").why_not(tok):
         settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
@@ -373,9 +374,11 @@ def merges_of(spelled):
     pieces whose union is a piece, by the union's rank, then by their own (Apertus: 269,443, in the published order).
     """
     rank = {s: i for i, s in enumerate(spelled)}
-    cuts = ((s, s[:i], s[i:]) for s in spelled for i in range(1, len(s)))
-    ranks = sorted((rank[s], rank[a], rank[b]) for s, a, b in cuts if a in rank and b in rank)
-    return [[spelled[a], spelled[b]] for _, a, b in ranks]
+    merges = []
+    for s in spelled:
+        pairs = [[s[:i], s[i:]] for i in range(1, len(s)) if s[:i] in rank and s[i:] in rank]
+        merges += sorted(pairs, key=lambda pair: rank[pair[0]])
+    return merges
 
 
 def read_bpe(path):
@@ -386,17 +389,17 @@ def read_bpe(path):
     from which transformers would make other ids of a text.
     """
     folder = os.path.dirname(path) or "."
-    beside = f"{folder}/tokenizer_config.json", f"{folder}/config.json"
-    settings, config = (read_json(file) if os.path.isfile(file) else {} for file in beside)
+    settings, config = beside(folder, "tokenizer_config.json"), beside(folder, "config.json")
     # Apertus 1.5 has the ids of pictures and sound behind those of text, and has given the names of two control tokens
     # to others, whose ids it keeps.
     most = (config.get("text_config") or {}).get("output_vocab_size") or math.inf
     renamed = {"<think>", "</think>"}
-    saved = read_json(path)
     byte = {c: bytes([b]) for b, c in letters().items()}
+    saved = read_json(path)
     try:
-        vocab = saved["model"].pop("vocab")
-        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in saved["model"].pop("merges")]
+        model = saved["model"]
+        vocab = model.pop("vocab")
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.pop("merges")]
         added = {token["content"]: token for token in saved["added_tokens"]}
         id_of = vocab | {s: token["id"] for s, token in added.items()}
         spelled = sorted(vocab.keys() - added.keys() - renamed, key=vocab.get)
@@ -409,48 +412,41 @@ def read_bpe(path):
     in_text = {s for s in control & added.keys() if s in IN_TEXT or not (s in SPECIAL or added[s].get("special"))}
 
     frame = json.loads(FRAME)
-    model = {key: value for key, value in saved["model"].items() if value and key not in ("unk_token", "fuse_unk")}
+    own = {key: value for key, value in model.items() if value and key not in ("unk_token", "fuse_unk")}
     # The normalizer of 1.5 makes a control token of a typed <think>, and nothing of <answer>: here both stay text.
     normalizer = json.dumps(saved.get("normalizer"))
-    normalizes = re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer)
     # transformers keeps the ids of the vocabulary, and numbers new tokens itself, on from its end.
-    new = [token["id"] for s, token in added.items() if s not in vocab]
-    claims = vocab | {token["content"]: int(i) for i, token in settings.get("added_tokens_decoder", {}).items()}
-    moved = [s for s in claims if id_of.get(s) != claims[s]]
+    there = [*vocab.items(), *zip([s for s in added if s not in vocab], itertools.count(len(vocab)))]
+    there += [(token["content"], int(i)) for i, token in settings.get("added_tokens_decoder", {}).items()]
+    moved = [s for s, i in there if id_of.get(s) != i]
+    # Of two tokens that begin alike transformers takes the longer one, tiktoken any.
+    odd = [s for s in in_text if any(map(added[s].get, EXACT))
+           or any(t != s and (t.startswith(s) or s.startswith(t)) for t in added)]
     faults = {
-        "it cuts text in another way": model != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
-        "it normalizes text": normalizes,
+        "it cuts text in another way": own != frame["model"] or saved.get("pre_tokenizer") != frame["pre_tokenizer"],
+        "it normalizes text": re.search(r'"type": "(?!Sequence|Replace)|"(String|Regex)": "(?!<)', normalizer),
         "it lacks some of the 256 bytes": not {*pieces}.issuperset(BYTES),
         "its merges are not all pairs of its pieces in the order of their ids": merges != merges_of(spelled),
         "two tokens have the same id": len({*id_of.values()}) < len(id_of),
-        f"it numbers {moved or new} by itself": moved or new != [*range(len(vocab), len(vocab) + len(new))],
+        f"it numbers {moved} by itself": moved,
+        f"its added tokens {odd} take white space with them, stand alone or begin like another": odd,
     }
-    for s in in_text:
-        alike = [t for t in added if t != s and (t.startswith(s) or s.startswith(t))]
-        odd = alike or any(map(added[s].get, EXACT))
-        faults[f"its added token {s!r} takes white space with it, stands alone or begins like {alike}"] = odd
     for fault, found in faults.items():
         if found:
             raise ValueError(f"{path}: {fault}: this program would make other ids of a text than transformers does")
 
-    names = chat_names(id_of)
+    # {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
+    # Their conversations have the ids of Apertus' chat tokens, without the names.
+    mini = [*map(id_of.get, RESERVED)] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
+    names = dict(zip(RESERVED, CHAT)) if mini else {}
     # By name, never by a number of config.json: that of a Mini says pad_token_id 3.
     ends = [settings.get(key) or usual for key, usual in ENDS.items()]
     ends = [end["content"] if isinstance(end, dict) else end for end in ends]
     special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
-    ids = [vocab[s] for s in spelled]
+    ids = [*map(vocab.get, spelled)]
     tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
     tok.system, tok.foreign = chat_format(folder, settings.get("chat_template"))
     return tok
-
-
-def chat_names(id_of):
-    """
-    {a token's name: Apertus' name for it}. The Minis have Mistral-Nemo's control tokens: id 3 is [INST], id 10 <pad>.
-    Their conversations have the ids of Apertus' chat tokens, without the names.
-    """
-    minis = [id_of.get(s) for s in RESERVED] == [*range(61, 73)] and not id_of.keys() & {*CHAT}
-    return dict(zip(RESERVED, CHAT)) if minis else {}
 
 
 # The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that

@@ -1,5 +1,4 @@
 """evaluate.py: log-likelihoods by hand, intervals against closed forms, choices against lm-evaluation-harness."""
-import copy
 import json
 import math
 from collections import Counter
@@ -8,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-import convert
 import evaluate
 import tokenizer
-from conftest import refused, script
-from generate import cut
+from conftest import script
 from model import Apertus, ApertusConfig
 
+TOK = tokenizer.load("byte")
 TEXTS = ["All human beings are born free and equal in dignity and rights.",
          "Tous les êtres humains naissent libres et égaux en dignité et en droits.",
          "Alle Menschen sind frei und an Würde und Rechten gleich geboren. " * 4]
@@ -39,46 +37,37 @@ def evaluated(folder, *args):
 
 
 @pytest.fixture(scope="module")
-def tok():
-    return tokenizer.load("byte")
-
-
-@pytest.fixture(scope="module")
 def model():
     return apertus(0, 96)
 
 
-@pytest.fixture(scope="module")
-def exported(model, tok, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("hf") / "model")
-    convert.save_hf(model, folder, tok)
-    return folder
-
-
+@torch.no_grad()
 def bits_by_hand(model, ids):
-    """-log2 p of ids[1:] added up, in fp64 and with one call of the model per token."""
+    """-log2 p of ids[1:] added up, with one call of the model per token."""
     T = model.config.block_size
     stride = T - T // 2
-    model = copy.deepcopy(model).double()
     bits = 0
     for i in range(1, len(ids)):
         # Of the strides of half a window, the first from which at most T tokens lead to token i.
         begin = stride * max(0, math.ceil((i - T) / stride))
-        with torch.no_grad():
-            logits, _ = model(torch.tensor([ids[begin:i]]))
+        logits, _ = model(torch.tensor([ids[begin:i]]))
         bits -= logits[0, -1].log_softmax(-1)[ids[i]].item() / math.log(2)
     return bits
 
 
-def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(tok, monkeypatch):
-    """Sizes of batches, windows and documents that do not divide one another; one text is not in ASCII at all."""
+def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monkeypatch):
+    """
+    In fp64. Sizes of batches, windows and documents that do not divide one another; a text ends in </s>, also if the
+    model is one for conversations.
+    """
     monkeypatch.setattr(evaluate, "batch_tokens", 31)
-    narrow = apertus(3, 12)
+    monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
+    narrow = apertus(3, 12).double()
     en, fr, de = TEXTS
     texts = ["a", "Würde", fr[:37], en[:12], en[:11], "αξιοπρέπεια", de[:24], en[:13], "b"]
     documents = [("xyz"[i % 3], text) for i, text in enumerate(texts)]
-    bits = [bits_by_hand(narrow, evaluate.text_ids(tok, text)) for text in texts]
-    rows = evaluate.text_scores(narrow, tok, documents)
+    bits = [bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")]) for text in texts]
+    rows = evaluate.text_scores(narrow, TOK, documents)
     assert [row["name"] for row in rows] == ["all", "x", "y", "z"]
     for row in rows:
         mine = [i for i, (group, _) in enumerate(documents) if row["name"] in ("all", group)]
@@ -87,33 +76,25 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(tok,
         assert (row["n"], row["bytes"]) == (len(mine), size)
 
 
-def test_intervals_over_documents_are_the_jackknifes(model, tok, monkeypatch):
-    """Another estimator of the same variance, of a score and of a paired difference; t(39) = 2.02269."""
-    monkeypatch.setattr(evaluate, "against", "the other")
-    documents = [("x", TEXTS[i % 3][i:i + 30 + i]) for i in range(40)]
-    sizes = np.array([len(text.encode()) for _, text in documents])
-    other = apertus(3, 12), tok
-    bits = evaluate.document_bits(model, tok, documents)
-    above = bits - evaluate.document_bits(*other, documents)
-    rows = evaluate.text_scores(model, tok, documents, other)[:2]
-    assert [row["metric"] for row in rows] == ["bits/byte", "bits/byte above the other"]
-    for row, values in zip(rows, (bits, above)):
-        score = values.sum() / sizes.sum()
-        left_out = (values.sum() - values) / (sizes.sum() - sizes)
-        half = 2.02269 * math.sqrt(39 * left_out.var())
-        assert row["score"] == pytest.approx(score)
-        assert (row["high"] - score, score - row["low"]) == pytest.approx((half, half), rel=0.03)
+def test_the_interval_over_documents_is_the_jackknifes():
+    """Another estimator of the same variance; t(39) = 2.02269."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(20, 80, 40)
+    bits = 2.0 * sizes + rng.normal(0, 9, 40)
+    row = evaluate.bits_row("x", "bits/byte", bits, sizes)
+    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
+    half = 2.02269 * math.sqrt(39 * left_out.var())
+    low, high = row["score"] - half, row["score"] + half
+    assert (row["low"], row["high"]) == pytest.approx((low, high), rel=2e-3)
 
 
-@pytest.mark.parametrize("values", [[0, 1], [1, 1], [4.0] * 3, [0.25, 0.75], [3.0, 5.0, 4.0]])
-def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values):
-    """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr); t(1) = 12.7062, t(2) = 4.30265."""
+@pytest.mark.parametrize("values, t", [
+    ([0, 1], 0), ([1, 1], 0), ([4.0] * 3, 1), ([0.25, 0.75], 12.7062), ([3, 5, 4], 4.30265)])
+def test_harness_means_get_wilsons_interval_for_shares_and_students_for_all_else(values, t):
+    """The standard error is the harness' own (lm_eval.api.metrics.mean_stderr). t: the quantile, 0 for a share."""
     metrics = pytest.importorskip("lm_eval.api.metrics")
-    n = len(values)
-    score = float(np.mean(values))
-    stderr = metrics.mean_stderr(values)
-    half = {2: 12.7062, 3: 4.30265}[n] * stderr
-    want = evaluate.wilson(sum(values), n) if set(values) <= {0, 1} else (score - half, score + half)
+    n, score, stderr = len(values), float(np.mean(values)), metrics.mean_stderr(values)
+    want = (score - t * stderr, score + t * stderr) if t else evaluate.wilson(sum(values), n)
     assert evaluate.harness_interval(score, stderr, n) == pytest.approx(want, abs=1e-4)
     assert evaluate.harness_interval(score, "N/A", n) == evaluate.harness_interval(score, stderr, 1) == (None, None)
 
@@ -127,24 +108,20 @@ def quiz(question, choices, answer):
 
 
 @pytest.mark.parametrize("answer, want", [
-    (0, "a1"), (2, "B"), ("a", "a1"), ("C", "B"), ("B", "B"), (None, None), (3, None), (-1, None), ("D", None),
-    ("no choice", None), (True, None), ([0], None)])
+    (0, "a1"), (2, "B"), ("a", "a1"), ("C", "B"), ("B", "B"), (3, None), (-1, None), ("no choice", None), (True, None)])
 def test_an_answer_is_a_choice_a_letter_or_an_index(answer, want):
     row = quiz("?", ["a1", "c3", "B"], answer)
     assert evaluate.accepted_answers(row) == ([want] if want else [])
 
 
-def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, tok, monkeypatch):
+def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, monkeypatch):
     monkeypatch.setattr(evaluate, "shots", 2)
     rows = [quiz("1 + 1?", ["3", "2"], "B"), quiz("2 + 2? ", ["4", "5"], "4")]
     rows += [quiz("3?", ["6", "7"], 0), quiz("4?", list("abcd"), "a")]
-    asked = []
-    pair = evaluate.pair
-    monkeypatch.setattr(evaluate, "pair", lambda tok, *texts_T: asked.append(texts_T[:2]) or pair(tok, *texts_T))
-    found = evaluate.choice_scores(model, tok, rows, "x")
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
-    assert asked == [(f"{context}{n}?\nAnswer:", f" {c}") for n, choices in ((3, "67"), (4, "abcd")) for c in choices]
-    for row in found:
+    prompts = f"{context}3?\nAnswer:", f"{context}4?\nAnswer:"
+    assert evaluate.asked(rows, "x") == [(prompts[0], ["6"], ["6", "7"]), (prompts[1], ["a"], list("abcd"))]
+    for row in evaluate.choice_scores(model, TOK, rows, "x"):
         assert (row["n"], row["shots"], row["chance"]) == (2, 2, 0.375)
         assert (row["low"], row["high"]) == evaluate.wilson(2 * row["score"], 2)
 
@@ -155,70 +132,51 @@ def say(monkeypatch):
     def say(ids):
         def generate(model, prompts, n, temperature, stop):
             say.prompts = prompts
-            assert all(len(prompt) + n <= model.config.block_size for prompt in prompts)
-            return [[*prompt, *cut(ids[:n], stop)] for prompt in prompts]
+            end = next((i for i, token in enumerate(ids[:n]) if token in stop), n)
+            return [[*prompt, *ids[:end + 1]] for prompt in prompts]
         monkeypatch.setattr(evaluate, "generate", generate)
     return say
 
 
-def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say, tok, monkeypatch):
+def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
     answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
     rows = [dict(question="?", answer=answer) for answer in answers]
     # Control tokens are no part of the answer.
-    say([tok.id_of("<|user_start|>"), *tok.encode(" 42 \n43"), tok.eos, *tok.encode("no")])
-    found, = evaluate.answer_scores(model, tok, rows, "sums")
+    say([TOK.id_of("<|user_start|>"), *TOK.encode(" 42 \n43"), TOK.eos, *TOK.encode("no")])
+    found, = evaluate.answer_scores(model, TOK, rows, "sums")
     assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0)
-    assert (found["low"], found["high"]) == evaluate.wilson(4, 7)
-    monkeypatch.setattr(evaluate, "shots", 5)
-    say([*tok.encode("a"), tok.eos, *tok.encode("b")])
-    assert evaluate.answer_scores(model, tok, rows, "sums")[0]["score"] == 0.5
+    say([*TOK.encode("a"), TOK.eos, *TOK.encode("b")])
+    assert evaluate.answer_scores(model, TOK, rows, "sums")[0]["score"] == 1 / 7
 
 
-def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, say, tok):
+def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, say):
     """Bytes are tokens: the last ones before the choice, and before the room for the answer, are known."""
     context = "".join(map(chr, range(40, 120))) * 2
-    ids, first = evaluate.pair(tok, context, " ab", 96)
-    assert ids == tok.encode(context[-94:] + " ab") and first == 94
-    say(tok.encode("1"))
-    evaluate.answer_scores(model, tok, [dict(question=context, answer=1)], "sums")
+    assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
+    assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
+    say(TOK.encode("1"))
+    evaluate.answer_scores(model, TOK, [dict(question=context, answer=1)], "sums")
     room = 96 - evaluate.max_new_tokens
-    assert say.prompts == [tok.encode(f"{context}\nAnswer:")[-room:]]
-
-
-def test_a_text_of_a_chat_model_ends_as_any_other(tok, monkeypatch):
-    ids = evaluate.text_ids(tok, "Würde")
-    monkeypatch.setattr(tok, "eos", tok.id_of("<|assistant_end|>"))
-    assert evaluate.text_ids(tok, "Würde") == ids and evaluate.text_bytes(tok, ids[1:]) == 6
-
-
-def test_a_task_that_cannot_be_scored_is_an_error(model, tok, monkeypatch):
-    for choice, says in (("", "adds 0 tokens"), ("x" * 97, "adds 97 tokens to its question: want 1 to 96")):
-        with pytest.raises(ValueError, match=says):
-            evaluate.pair(tok, "?", choice, 96)
-    monkeypatch.setattr(evaluate, "max_new_tokens", 95)
-    with pytest.raises(ValueError, match="leaves no room for a question"):
-        evaluate.answer_scores(model, tok, [dict(question="?", answer=1)], "sums")
-    monkeypatch.setattr(evaluate, "shots", 1)
-    for n, says in (2, "sums, question 1: no valid answer"), (1, "leaves no question of 1"):
-        with pytest.raises(ValueError, match=says):
-            evaluate.asked([dict(question="?")] * n, "sums")
+    assert say.prompts == [TOK.encode(f"{context}\nAnswer:")[-room:]]
 
 
 # -----------------------------------------------------------------------------
 # the script
 
 
-def test_one_command_gives_a_table_and_json(exported, tmp_path):
+def test_one_command_gives_a_table_and_json(lab, tmp_path):
     texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
     write_rows(texts, [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "a", " "], ("en", "fr", "de", "en", "it"))])
     write_rows(task, [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)])
-    table, rows = evaluated(tmp_path, texts, task, f"--init_from={exported}")
+    table, rows = evaluated(tmp_path, texts, task, f"--init_from={lab}/hf")
     names = [(row["name"], row["n"]) for row in rows]
     assert names == [("all", 4), ("de", 1), ("en", 2), ("fr", 1), *[("quiz.jsonl", 1)] * 3]
     # One document has no interval.
     assert rows[1]["low"] is None and rows[2]["low"] < rows[2]["score"] < rows[2]["high"]
     assert f"| de | bits/byte |  | 1 | {len(TEXTS[2].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
-    _, rows = evaluated(tmp_path, texts, f"--init_from={exported}", "--limit=2", "--by=source")
+    _, (other, above, *_) = evaluated(tmp_path, texts, f"--init_from={lab}/sft", f"--against={lab}/hf")
+    assert above["score"] == pytest.approx(other["score"] - rows[0]["score"]) and above["score"]
+    _, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf", "--limit=2", "--by=source")
     assert [(row["name"], row["n"]) for row in rows] == [("all", 2), ("texts.jsonl", 2)]
 
 
@@ -227,27 +185,16 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
     sizes = dict(one=7, two=19, three=4)
     texts = {f"{name} {i}: " + f"Würde {i * 37} " * (i % 5) + ".": name for name, n in sizes.items() for i in range(n)}
     write_rows(tmp_path / "x.jsonl", [dict(source=source, text=text) for text, source in texts.items()])
-    data = tmp_path / "own"
+    data = str(tmp_path / "own")
     script("prepare.py", tmp_path / "x.jsonl", "--tokenizer=apertus:400", "--source_by=source", f"--out={data}",
            "--val_share=0.5")
-    sources = json.loads((data / "meta.json").read_text())["sources"]
+    sources = evaluate.TokenDataset(data, "val", 1).meta["sources"]
     counts = {source: splits["val"]["documents"] for source, splits in sources.items()}
     # The model's own vocabulary; and another, to whose ids the text is translated.
     for vocabulary in ("apertus:400", "byte"):
-        found = list(evaluate.validation_documents(str(data), tokenizer.load(vocabulary)))
-        assert len(set(found)) == len(found) and all(texts[text] == source for source, text in found)
+        found = evaluate.validation_documents(data, tokenizer.load(vocabulary))
+        assert len({*found}) == len(found) and all(texts[text] == source for source, text in found)
         assert Counter(source for source, _ in found) == counts and len(counts) == 3
-
-
-@pytest.mark.parametrize("content, says", [
-    ("{}", 'line 1: want a JSON object with "text", or'), ('{"text": 1}', "line 1: want a JSON object"),
-    ('{"text": "a"}\nno json', "line 2: want a JSON object"), ('{"text": " "}', "nothing to evaluate"),
-    (None, "no such file or folder")])
-def test_a_file_that_is_neither_text_nor_task_is_an_error(exported, tmp_path, content, says):
-    path = tmp_path / "x.jsonl"
-    if content is not None:
-        path.write_text(content)
-    refused(script("evaluate.py", path, f"--init_from={exported}", f"--out={tmp_path / 'out'}"), says)
 
 
 # -----------------------------------------------------------------------------
@@ -271,7 +218,7 @@ metric_list:
 """
 
 
-def test_the_harness_runs_a_local_task_file(model, tok, exported, tmp_path, monkeypatch):
+def test_the_harness_runs_a_local_task_file(lab, tmp_path, monkeypatch):
     """The authority for our own scores of the same rows."""
     pytest.importorskip("lm_eval")
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
@@ -280,15 +227,13 @@ def test_the_harness_runs_a_local_task_file(model, tok, exported, tmp_path, monk
     rows = [quiz(f"What is {i} + 1?", [words[(i + j) % 7] for j in (0, 1, 3)], i % 7 % 3) for i in range(24)]
     write_rows(tmp_path / "quiz.jsonl", rows)
     (tmp_path / "own_quiz.yaml").write_text(TASK.format(file=tmp_path / "quiz.jsonl"))
-    flags = [f"--init_from={exported}", f"--harness_path={tmp_path}", "--device=cpu"]
-    _, found = evaluated(tmp_path, *flags, "--harness=own_quiz")
-    ours = evaluate.choice_scores(model, tok, rows, "quiz")
-    theirs = {row["metric"]: row for row in found}
+    flags = [f"--init_from={lab}/hf", f"--harness_path={tmp_path}", "--harness=own_quiz"]
+    _, theirs = evaluated(tmp_path, *flags)
+    _, ours = evaluated(tmp_path, tmp_path / "quiz.jsonl", flags[0])
+    theirs = {row.pop("metric"): row for row in theirs}
     for own, metric in zip(ours, ("acc,none", "acc_bytes,none"), strict=True):
-        assert [theirs[metric][key] for key in ("n", "score", "low", "high")] == pytest.approx(
-            [own[key] for key in ("n", "score", "low", "high")])
+        for key in ("n", "score", "low", "high"):
+            assert theirs[metric][key] == pytest.approx(own[key])
     assert ours[0]["score"] != ours[1]["score"]
-    table, found = evaluated(tmp_path, *flags, "--harness=own_quiz", "--shots=2", "--limit=5")
+    _, found = evaluated(tmp_path, *flags, "--shots=2", "--limit=5")
     assert {(row["n"], row["shots"]) for row in found} == {(5, 2)}
-    refused(script("evaluate.py", *flags, "--harness=own_quiz,nosuch"), "has no task 'nosuch'")
-    refused(script("evaluate.py", *flags, "--harness=own_quiz", "--base=int8"), "leave it out")

@@ -2,6 +2,7 @@
 import functools
 import importlib.util
 import json
+import operator
 import os
 import random
 import re
@@ -15,10 +16,9 @@ import chat
 import convert
 import tokenizer
 from conftest import ROOT
-from tokenizer import hf_files
 from engine.files import read_json
 from model import ApertusConfig
-from tokenizer import IN_TEXT, PATTERN, train_bpe
+from tokenizer import EXACT, PATTERN, hf_files, train_bpe
 
 load = functools.cache(tokenizer.load)
 # Accents, ligatures, right to left, no spaces, marks, emoji with joiners, digits, line breaks, code, odd bytes.
@@ -63,20 +63,13 @@ def test_the_pattern_is_the_published_one_and_its_other_spelling_cuts_alike():
     package = os.path.dirname(importlib.util.find_spec("mistral_common").origin)
     assert read_json(f"{package}/data/tekken_240718.json")["config"]["pattern"] == PATTERN
     ranks = dict(zip(load("apertus").pieces[:8192], range(8192)))
-    published, grouped = (
-        tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        for pattern in (PATTERN, tokenizer.GROUPED))
+    published = tiktoken.Encoding("x", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    grouped = tiktoken.Encoding("x", pat_str=tokenizer.GROUPED, mergeable_ranks=ranks, special_tokens={})
     letters = "  \t\n\r\u00a0\u3000\u2028\x1c\x85aBz19.,'/!\u00e9\u01c5\u02b0\u0301\u4e2d\u0e01\u0661\u2167\U0001f600"
-    rng = random.Random(0)
+    text = random.Random(0).choices(letters, k=120_000)
     for n in range(4000):
-        text = "".join(rng.choices(letters, k=n % 60))
-        assert grouped.encode_ordinary(text) == published.encode_ordinary(text)
-
-
-def test_control_tokens_in_text_stay_text_and_seven_do_not(tok):
-    others = "".join(tok.special.keys() - {*IN_TEXT})
-    assert min(tok.encode(others)) >= tok.n_special
-    assert tok.encode("".join(IN_TEXT)) == [tok.special[name] for name in IN_TEXT]
+        part = "".join(text[30 * n:30 * n + n % 60])
+        assert grouped.encode_ordinary(part) == published.encode_ordinary(part)
 
 
 def test_bytes_are_bytes_and_the_first_k_ranks_are_nested_in_apertus():
@@ -106,39 +99,25 @@ def test_a_trained_vocabulary_encodes_as_rustbpe_does_and_reads_back(trained, tm
     assert train_bpe(["no pair is worth an id"], 320, file).vocab_size == 320
 
 
-def test_hashes_stay_as_they_are_in_data_folders_and_runs(trained):
+def test_hashes_stay_as_they_are_in_data_folders_and_runs():
     """Of commit 1fa5c0e."""
     start = dict(byte="f19432a6208918df", apertus="44de7c0245cd71a3")
     assert {name: load(name).hash[:16] for name in start} == start
-    assert len({load(name).hash for name in ("byte", "apertus", "apertus:4096", "apertus:4095", trained[1])}) == 5
 
 
 def one_line(says):
     return pytest.raises(ValueError, match=f"^[^\n]*{says}[^\n]*$")
 
 
-@pytest.mark.parametrize("name, says", [
-    ("gpt2", "choose byte, apertus"),
-    ("apertus:255", "K must be from 256"),
-    ("apertus:130073", "K must be from 256"),
-])
-def test_an_error_is_one_line(name, says):
-    with one_line(says):
-        load(name)
-    with one_line("64 special ids are 320"):
-        train_bpe(["x"], 319, "none.json")
-    with one_line("byte has 0 to 319"):
-        load("byte").decode([320])
-
-
 def test_missing_packages_name_the_command_that_installs_them(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "rustbpe", None)
     tokenizer.tekken.cache_clear()
-    with pytest.raises(ValueError, match=r"pip install --no-deps mistral-common==1\.13\.1$"):
+    with one_line(r"pip install --no-deps mistral-common==1\.13\.1"):
         tokenizer.load("apertus")
-    with pytest.raises(ValueError, match="pip install rustbpe"):
-        train_bpe(["a"], 400, "none.json")
+    for size, says in (320, "pip install rustbpe"), (319, "64 special ids are 320"):
+        with one_line(says):
+            train_bpe(["a"], size, "none.json")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,11 +197,6 @@ def test_a_conversation_that_does_not_fit_raises_one_line(line):
         chat.marked(**json.loads(line))
 
 
-def test_an_unknown_role_is_named():
-    row = json.loads(MISFITS[0])
-    assert chat.learnable(load("byte"), row, 99) == "the unknown role 'wizard': want system, user, assistant, tool"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # transformers
 
@@ -243,6 +217,14 @@ def test_transformers_makes_our_ids_and_every_text_comes_back_in_whole_character
         shown = list(map(tok.stream(), ids))
         assert ids == tok.encode(text) and hf.decode(ids) == text
         assert tok.decode(np.array(ids, np.uint32)) == "".join(shown) == text and "\ufffd" not in shown
+
+
+def test_merges_are_all_pairs_of_pieces_whose_union_is_one_in_the_order_of_ranks():
+    model = hf_files(load("apertus:700"))["tokenizer.json"]["model"]
+    spelled = [*model["vocab"]][64:]
+    rank = {s: i for i, s in enumerate(spelled)}
+    want = sorted((rank[a + b], rank[a], rank[b]) for a in spelled for b in spelled if a + b in rank)
+    assert [(rank[a + b], rank[a], rank[b]) for a, b in model["merges"]] == want
 
 
 def test_our_template_in_transformers_is_our_chat_and_its_assistant_mask_what_we_train_on(tmp_path):
@@ -267,11 +249,9 @@ def test_tokens_that_a_fine_tune_added_keep_every_id_and_go_along_with_a_run(tmp
     theirs.add_special_tokens(dict(additional_special_tokens=["<|mine|>"], pad_token="<|mypad|>"))
     theirs.add_tokens(["Gruezi", "mitenand"])
     theirs.save_pretrained(str(tmp_path))
-    ours = convert.tokenizer_from_hf(str(tmp_path))
-    run = tmp_path / "run"
-    run.mkdir()
-    convert.describe(str(run), {}, ApertusConfig(vocab_size=368), ours)
-    back = tokenizer.load_for(str(run))
+    ours = load(str(tmp_path))
+    convert.describe(str(tmp_path), {}, ApertusConfig(vocab_size=368), ours)
+    back = tokenizer.load_for(str(tmp_path))
     for text in [*STRINGS, "Gruezi mitenand", "xGrueziy <|mine|>"]:
         ids = theirs.encode(text, add_special_tokens=False, split_special_tokens=True)
         assert ours.encode(text) == back.encode(text) == ids
@@ -281,22 +261,19 @@ def test_tokens_that_a_fine_tune_added_keep_every_id_and_go_along_with_a_run(tmp
 
 
 def edited(folder, path, value):
-    """tokenizer_from_hf of apertus:300 with one value in its files set, appended to a list, or deleted (None)."""
+    """The Tokenizer of a folder with apertus:300, one value in its files set, appended to a list, or deleted (None)."""
     files = hf_files(load("apertus:300"))
-    node = files
     *path, last = path.split("/")
-    for key in path:
-        node = node[key]
+    node = functools.reduce(operator.getitem, path, files)
     if isinstance(node, list):
-        exact = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        node.append(exact | value)
+        node.append(EXACT | dict(normalized=False, special=False) | value)
     elif value is None:
         del node[last]
     else:
         node[last] = value
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content))
-    return convert.tokenizer_from_hf(str(folder))
+    return tokenizer.load_for(str(folder))
 
 
 def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_ordinary(tmp_path):
@@ -306,9 +283,10 @@ def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_or
 
 
 CONTRADICTIONS = r"""
-    tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \[400\] by itself
-    tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | 'word' takes white space
-    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | begins like
+    tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \['far'\] by itself
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | \['word'\] take white space
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<email-pii>s"} | begin like another
+    tokenizer.json/added_tokens/+ | {"id": 364, "content": "<em", "special": true} | begin like another
     tokenizer.json/model/vocab/a | 300 | two tokens have the same id
     tokenizer.json/model/vocab/a | null | lacks some of the 256 bytes
     tokenizer.json/model/merges | [["a", "b"]] | its merges are not all pairs
@@ -327,12 +305,3 @@ def test_a_folder_whose_ids_could_be_others_raises_one_line(tmp_path, line):
     path, value, says = map(str.strip, line.split(" | "))
     with one_line(says):
         edited(tmp_path, path, json.loads(value))
-
-
-@pytest.mark.parametrize("content, says", [
-    (b"[]", "is damaged"), (b"[" * 100_000, "is damaged"), (b"\xff", "is damaged"),
-    (b'{"pattern": "", "pieces": []}', "older version .* prepare the data again")], ids=str)
-def test_a_damaged_or_old_file_raises_one_line(tmp_path, content, says):
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with one_line(f"tokenizer.json {says}" if "dam" in says else says):
-        tokenizer.load_for(str(tmp_path))
