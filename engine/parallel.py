@@ -132,6 +132,7 @@ class Ranks:
         dist.init_process_group(backend, store=store, timeout=wait, rank=self.rank, world_size=self.size)
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
         self.files = dist.new_group(backend="gloo", timeout=wait)
+        self.talk = dist.new_group(backend="gloo", timeout=wait)
         self.device = device
         shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
@@ -149,6 +150,14 @@ class Ranks:
             dist.all_reduce(total)
             total = total.tolist()
         return total
+
+    def agree(self, flag):
+        """Whether any rank says so. On the CPU, since a GPU would first finish all kernels that are queued."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags, group=self.talk)
+        return bool(flags)
 
     def leave(self):
         """Close the connections. Barrier: no rank exits while another still needs it."""
