@@ -91,16 +91,15 @@ def check_run(run, build):
         free, _ = torch.cuda.mem_get_info(device)
     # Ranks of one group share each window.
     tokens = run.val.T * ranks.groups // ranks.size
-    shards = ranks.shard if ranks.sharded else 1
 
     def takes(shards, **flags):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
-    kinds = takes(shards)
+    kinds = takes(ranks.shard)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
     line = f"GB that a step takes: {parts}; {device} has {gb(free)} of {gb(has)} free"
     if kinds["total"] > free:
-        advice = flags_that_fit(takes, settings, shards, free)
+        advice = flags_that_fit(takes, settings, ranks.shard, free)
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")

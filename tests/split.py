@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
-from engine.sequence import SplitForward, SplitRanks, by_heads, by_positions, split_attention
+from engine.sequence import HEADS, POSITIONS, SplitForward, SplitRanks, exchange, split_attention
 from tiny import small
 
 
@@ -63,9 +63,9 @@ def check(ranks):
         block.compile(backend="eager", fullgraph=True)     # a graph break would be an error
     close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
     x = torch.randn(2, 4, 8, 4).bfloat16()
-    there = by_heads(x, ranks)
+    there = exchange(x, ranks, HEADS, POSITIONS)
     assert there.shape == (2, 4 // ranks.P, 8 * ranks.P, 4)
-    assert by_positions(there, ranks).equal(x)
+    assert exchange(there, ranks, POSITIONS, HEADS).equal(x)
 
 
 if __name__ == "__main__":
