@@ -79,9 +79,10 @@ def check_run(run, build):
     """
     settings = run.config | dict(micro_batch=run.rows)
     ranks, device = run.ranks, run.device
+    if settings["recompute"] not in MODES:
+        raise ValueError(f"recompute={settings['recompute']!r}: there is none, selective and full")
     free = has = memory_of(device)
-    # recompute_activations() rejects other modes.
-    if not has or settings["recompute"] not in MODES:
+    if not has:
         return
     with torch.device("meta"):
         model = build(run)
