@@ -31,14 +31,6 @@ def trained(module):
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def held(model, optimizer, state_dtype):
-    """{weights, gradients, states: bytes} of a model, which may be on the meta device."""
-    bytes_of_states = 8 if optimizer == "adamw" or state_dtype == "bfloat16" else 12
-    return dict(
-        weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]),
-        gradients=4 * trained(model),
-        states=bytes_of_states * trained(model))
-
 
 def of_step(model, settings, tokens, size=2, shards=1):
     """
@@ -54,8 +46,11 @@ def of_step(model, settings, tokens, size=2, shards=1):
         selective=4 * C + 2 * K,
         full=C)
     positions = settings["micro_batch"] * tokens
-    whole = held(model, settings["optimizer"], settings["state_dtype"])
-    takes = {kind: n / shards for kind, n in whole.items()}
+    own = trained(model) / shards
+    takes = dict(
+        weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
+        gradients=4 * own,
+        states=own * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12))
     if settings["parallel"] == "ddp":
         takes["buckets"] = takes["gradients"]
     # 3 C: embedding, last norm, and gradient of the hidden states.
@@ -67,11 +62,12 @@ def of_step(model, settings, tokens, size=2, shards=1):
     in_head = 8 * min(logits, positions * c.vocab_size) + gradient
     # Activations and 0.7 of their gradients at once; weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * trained(model.model.layers[0])
-    # FSDP keeps the head gathered meanwhile.
+    beyond = 0.06
     if shards > 1:
-        in_block += 2 * head.numel()
+        in_block += 2 * head.numel()                       # FSDP keeps the head gathered meanwhile
+        beyond = 0.16
     takes["temporary"] = max(in_head, in_block)
-    takes["beyond"] = (0.16 if shards > 1 else 0.06) * sum(takes.values())
+    takes["beyond"] = beyond * sum(takes.values())
     return takes | dict(total=sum(takes.values()))
 
 
@@ -83,9 +79,10 @@ def check_run(run, build):
     """
     settings = run.config | dict(micro_batch=run.rows)
     ranks, device = run.ranks, run.device
+    if settings["recompute"] not in MODES:
+        raise ValueError(f"recompute={settings['recompute']!r}: there is none, selective and full")
     free = has = memory_of(device)
-    # recompute_activations() rejects other modes.
-    if not has or settings["recompute"] not in MODES:
+    if not has:
         return
     with torch.device("meta"):
         model = build(run)
@@ -95,16 +92,15 @@ def check_run(run, build):
         free, _ = torch.cuda.mem_get_info(device)
     # Ranks of one group share each window.
     tokens = run.val.T * ranks.groups // ranks.size
-    shards = ranks.shard if ranks.sharded else 1
 
     def takes(shards, **flags):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
-    kinds = takes(shards)
+    kinds = takes(ranks.shard)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
     line = f"GB that a step takes: {parts}; {device} has {gb(free)} of {gb(has)} free"
     if kinds["total"] > free:
-        advice = flags_that_fit(takes, settings, shards, free)
+        advice = flags_that_fit(takes, settings, ranks.shard, free)
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")

@@ -4,6 +4,7 @@ Read the checkpoints that engine/checkpoint.py has written: the newest whose eve
 Each process reads its own part, whatever the number of processes that wrote it. `group` as there.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -38,17 +39,15 @@ def newest_intact(folder, group=None, allow_restart=False, until=math.inf):
 
 def verified(path, group=None):
     """The manifest of a checkpoint. OSError names the first file whose hash differs from the manifest's."""
-    manifest = {}
-
     def check():
-        manifest.update(read_manifest(path))
+        manifest = read_manifest(path)
         # Each rank hashes its share of the files: a checkpoint of the 70B has 1.1 TB, too much for one process.
         for file in sorted(manifest["files"])[rank_in(group)::group.size() if group else 1]:
             if sha256(f"{path}/{file}") != manifest["files"][file]:
                 raise ValueError(f"{path}: {file} is not as it was written (sha256)")
+        return manifest
 
-    together(check, group)
-    return manifest
+    return together(check, group)[0]
 
 
 def read_manifest(path):
@@ -56,13 +55,12 @@ def read_manifest(path):
     The manifest of a checkpoint. ValueError if its own hash does not hold, or if it does not name the safetensors files
     of this folder and no others.
     """
-    try:
+    text = manifest = None
+    # RecursionError: a million brackets.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         text = read_text(f"{path}/manifest.json")
         manifest = json.loads(text)["manifest"]
-        sound = sealed(manifest) == text
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):   # RecursionError: a million brackets
-        sound = False
-    if not sound:
+    if sealed(manifest) != text:
         raise ValueError(f"{path}: manifest.json is missing, damaged, or not of this project")
     # DCP reads every safetensors file of the folder, so a foreign one is an error. Other files are never opened: file
     # systems leave some of their own (.DS_Store, .nfs0001).
