@@ -58,7 +58,7 @@ seed = 28                       # of the initial weights and of the order of win
 stages = ()                     # rows of (name, sources or {source: weight}, samples at its end, seed): configs/8b.py
 stage = ""                      # stop at the end of this stage; all = run through; "" = no stages, all of the data
 # the ranks (engine/parallel.py)
-parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
+parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
 recompute = "none"              # activations that backward recomputes: none | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
@@ -228,10 +228,14 @@ def build_all(run, build, found):
         run.usage = lambda speed: usage(flops * speed)
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
-        fill = torch.Tensor.copy_
-        if run.ranks.sharded:
-            from engine.restore import place as fill
-        model.init_weights(seed, fill)
+        # A start model has an init_weights() of its own, which reads a file.
+        if run.ranks.sharded and "init_weights" not in vars(model):
+            from engine.restore import draw
+            draw(model, seed)
+        else:
+            if (seconds := model.num_params() / 45e6) > 5:
+                print(f"initial weights: {seconds:.0f} s")
+            model.init_weights(seed)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
     # Adam, so its warm-ups last as long as the run, as in the report's own post-training. With --minutes they last as
     # long as total_samples would, since they must not depend on a clock.
@@ -293,8 +297,8 @@ def forward_backward(run, batch, step):
     """
     The gradients of a step, micro-batch by micro-batch. batch: idx, targets, keep, doc, each (samples, T), on the CPU.
 
-    Returns None if any rank is asked to stop meanwhile. Else {"loss": this rank's part of it, 0-d}, and other terms that a model has; the positions of the step, over all
-    ranks; and what else the log says of the step.
+    Returns None if any rank is asked to stop meanwhile. Else {"loss": this rank's part of it, 0-d}, and other terms
+    that a model has; the positions of the step, over all ranks; and a dict of further facts for the log.
     """
     model, ranks = run.model, run.ranks
     # Divided by the kept tokens of all ranks, losses and gradients of micro-batches and ranks add up to the step's.

@@ -21,6 +21,8 @@ class GPU(NamedTuple):
 # By a part of torch.cuda.get_device_name() in lower case. A GH200 contains H200 as well, so it comes first.
 GPUS = {
     "a100": GPU(312e12, 84.9e9, 240, 22, 8),
+    "h100 pcie": GPU(756e12, 84.9e9, 50, 22, 8),
+    "h100 nvl": GPU(835e12, 99.9e9, 50, 22, 8),
     "h100": GPU(989e12, 84.9e9, 360, 45, 8),
     "gh200": GPU(989e12, 101.4e9, 360, 22, 4),
     "h200": GPU(989e12, 150.0e9, 360, 45, 8),

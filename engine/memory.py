@@ -19,6 +19,9 @@ to 6 % less than the peaks of whole 8B steps in torch's allocator on one H200. E
 weights in bf16 for backward, 14 GB of the 8B.
 """
 
+import os
+import sys
+
 import torch
 
 from engine.gpus import memory_of
@@ -100,7 +103,7 @@ def check_run(run, build):
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
     line = f"GB that a step takes: {parts}; {device} has {gb(free)} of {gb(has)} free"
     if kinds["total"] > free:
-        advice = flags_that_fit(takes, settings, ranks.shard, free)
+        advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free))
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
@@ -112,23 +115,37 @@ def gb(size):
     return f"{size / 1e9:.1f}"
 
 
-def flags_that_fit(takes, settings, shards, room):
+def commands_that_fit(takes, settings, shards, room):
     """
-    The first flags with which a step takes at most `room` bytes, in words. takes(shards, **flags): as of_step.
+    Commands with which a step takes at most `room` bytes: with these devices, the fastest first, and with the fewest
+    more. takes(shards, **flags): as of_step.
 
-    A smaller micro-batch comes first, then recomputation, since both change results by rounding alone; then bf16
-    states; then more devices.
+    A smaller micro-batch costs least time, then recomputation; both change results by rounding alone. bf16 states are
+    the last resort.
     """
     most = settings["micro_batch"]
-    tried = [
-        (shards, dict(state_dtype=dtype, recompute=mode, micro_batch=rows))
-        for dtype in (settings["state_dtype"], "bfloat16")
-        for mode in MODES[MODES.index(settings["recompute"]):]
-        for rows in range(most, 0, -1) if most % rows == 0]
-    tried += [(shards * 2**n, dict(parallel="fsdp", recompute="full", micro_batch=1)) for n in range(1, 13)]
-    for devices, flags in tried:
-        size = takes(devices, **flags)["total"]
-        if size <= room:
-            words = " ".join(f"--{name}={value}" for name, value in flags.items())
-            return f"{words} takes {gb(size)} on each of {devices}"
-    return "take a shorter --block_size, or a larger device"
+    modes = MODES[MODES.index(settings["recompute"]):]
+    dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
+    # More devices change no setting that is seen in the result; bf16 states do.
+    tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype))
+             for dtype in dtypes
+             for devices in [shards * 2**n for n in range(13)]
+             for mode in modes
+             for rows in range(most, 0, -1) if most % rows == 0]
+    fits = [(devices, flags) for devices, flags in tried if takes(devices, **flags)["total"] <= room]
+    fewest = {flags["state_dtype"]: (devices, flags) for devices, flags in reversed(fits)}
+    return [command(*found, settings) for found in reversed(fewest.values())] or ["a shorter --block_size would fit"]
+
+
+def command(devices, changed, settings):
+    """The command line of this process on so many devices with some settings changed."""
+    script = os.path.relpath(sys.argv[0])
+    if "/" in script:
+        script = f"-m {script.removesuffix('.py').replace('/', '.')}"
+    start = "python"
+    if devices > 1:
+        start = f"torchrun --standalone --nproc_per_node={devices}"
+    if devices > 8:
+        start = f"torchrun --nnodes={devices // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    flags = [f"--{name}={value}" for name, value in changed.items() if value != settings[name]]
+    return " ".join([start, script, *sys.argv[1:], *flags, "--parallel=fsdp"][:None if devices > 1 else -1])

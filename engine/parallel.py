@@ -31,7 +31,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-MODES = ("none", "ddp", "fsdp", "hsdp")
+MODES = ("auto", "none", "ddp", "fsdp", "hsdp")
 
 # -----------------------------------------------------------------------------
 # the processes
@@ -59,8 +59,9 @@ class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
 
-    mode: none | ddp | fsdp | hsdp. exact: add gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs
-    sharding, which one process then does as well. shard: with hsdp, how many ranks share one copy of the model;
+    mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
+    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, which one process then does as
+    well. shard: with hsdp, how many ranks share one copy of the model;
     0 = those of a node. ValueError for what cannot work. No connection is opened before join().
     """
 
@@ -69,6 +70,9 @@ class Ranks:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
+        if mode == "auto":
+            _, size, _, node = found or (0, 1, 0, 1)
+            mode = "hsdp" if size > node else "fsdp" if size > 1 else "none"
         if mode != "none" and not found:
             raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
                              f"--parallel={mode}; one process alone is parallel=none")
@@ -101,6 +105,9 @@ class Ranks:
         if device != "cuda":
             return device
         gpus = torch.cuda.device_count()
+        # With srun --gpus-per-task=1 each process sees one GPU, its own.
+        if gpus == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+            return "cuda:0"
         if self.local >= gpus:
             raise ValueError(f"process {self.local} of this node has no GPU of its own: there are {gpus}, "
                              f"so --nproc_per_node={gpus}")

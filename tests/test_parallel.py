@@ -102,7 +102,7 @@ def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(lau
 
 # How many processes a launcher says there are, the flags, and the words of the error.
 REFUSED = """
-    2 |                                        | 2 processes were started and parallel=none is one
+    2 | --parallel=none                        | 2 processes were started and parallel=none is one
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
     2 | --parallel=fsdp --exact --micro_batch=8 | not a multiple of micro_batch=8 on each of 2 processes
     3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes: try --batch_size=12
@@ -184,7 +184,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
         model = Apertus(SMALL)
     model.dtype = dtype
     parallel.spread(model, one_shard, "cpu")
-    model.init_weights(5, restore.place)
+    restore.draw(model, 5)
     whole = Apertus(SMALL, 5).parameters()
     assert all(p.full_tensor().equal(q) for p, q in zip(model.parameters(), whole))
     block, sent, added = model.model.layers[0], set(), []
