@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(launch, data):
-    """train(ranks, out, *args): what a run says that ends well; 0 ranks: in this process."""
+    """train(ranks, out, *args): the output of a run that ends well; 0 ranks: in this process."""
 
     def train(ranks, out, *args):
         args = arguments(data, out, *args)
