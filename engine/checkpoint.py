@@ -69,7 +69,6 @@ def together(do, group):
     return results
 
 
-
 def steps_in(folder):
     """The steps of all checkpoints that have their final name, rising."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -235,4 +234,3 @@ class Saver:
         self.patience = 1
         self.wait()
         self.thread.shutdown()
-

@@ -19,7 +19,8 @@ def trained(compile, **options):
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     params.append(torch.nn.Parameter(torch.randn(9, 5).T))
     sizes = [p.numel() for p in params]
-    opt = AdEMAMix(params, **dict(betas=(0.9, 0.999, 0.99)) | options, alpha_warmup=10, beta3_warmup=10, compile=compile)
+    how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile) | options
+    opt = AdEMAMix(params, **how)
     for t in range(5):
         # As FSDP's: gradients that are parts of one buffer. In every other step they are on their own.
         for p, part in zip(params, torch.randn(sum(sizes)).split(sizes)):

@@ -63,7 +63,7 @@ def loaded(path, *how):
 
 
 # -----------------------------------------------------------------------------
-# what is saved
+# saving and loading
 
 
 @pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])

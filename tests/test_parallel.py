@@ -26,7 +26,7 @@ from trained import corpus
 FLAT = "--warmup_samples=0 --decay_samples=0 --checkpoint_every=5 --keep_checkpoints=0 --eval_every=5".split()
 # A learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens,
 # and very unequally; there is no clipping, which would hide a factor. SwiGLU, since xIELU's slope jumps left of 0.
-CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --grad_clip=0.0 --total_samples=80 --n_kv_head=4".split()
+CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --total_samples=80 --n_kv_head=4".split()
 
 
 def arguments(data, out, *args):
@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(launch, data):
-    """train(ranks, out, *args): what a run says that ends well; 0 ranks: in this process."""
+    """train(ranks, out, *args): the output of a run that ends well; 0 ranks: in this process."""
 
     def train(ranks, out, *args):
         args = arguments(data, out, *args)
@@ -74,7 +74,7 @@ def alone(train, data):
 def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(train, alone, tmp_path, ranks, args):
     train(ranks, tmp_path / "run", *CHAOTIC, *args.split())
     for one, other in zip(alone, entries(tmp_path / "run"), strict=True):
-        for name, bound in dict(loss=2e-5, val_loss=2e-5, grad_norm=1e-4 * one.get("grad_norm", 0)).items():
+        for name, bound in dict(loss=2e-6, val_loss=2e-6, grad_norm=5e-5 * one.get("grad_norm", 0)).items():
             assert other.get(name, 0) == pytest.approx(one.get(name, 0), abs=bound)
         for name in ("step", "tokens", "kept", "lr"):
             assert one.get(name) == other.get(name)
