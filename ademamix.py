@@ -61,8 +61,7 @@ def beta3_at(t, beta1, beta3, warmup):
     """b3 at step t = 1, 2, ...: from b1 to b3, linear in the half-life; None or 0 = no warm-up."""
     if not warmup or t >= warmup:
         return beta3
-    start = half_life(beta1)
-    end = half_life(beta3)
+    start, end = half_life(beta1), half_life(beta3)
     return 0.5 ** (1 / (start + t / warmup * (end - start)))
 
 
@@ -101,8 +100,7 @@ class AdEMAMix(torch.optim.Optimizer):
         group = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay)
         if min(group.values()) < 0:
             raise ValueError(f"{group}: want no negative number")
-        group.update(betas=betas, beta3_warmup=beta3_warmup, alpha_warmup=alpha_warmup)
-        super().__init__(params, group)
+        super().__init__(params, group | dict(betas=betas, beta3_warmup=beta3_warmup, alpha_warmup=alpha_warmup))
         if compile is None:
             compile = sum(p.numel() for group in self.param_groups for p in group["params"]) >= 1_000_000
         # torch.optim keeps `defaults` when an optimizer is copied or pickled.
@@ -117,6 +115,7 @@ class AdEMAMix(torch.optim.Optimizer):
         """
         # Here, since it adds nothing to the lesson: ademamix() for many tensors, in fewer passes or in less memory.
         from engine.averages import updater
+        from engine.parallel import local
 
         for group in self.param_groups:
             # Parameters with the same number of steps t share the scalars of the update.
@@ -127,6 +126,7 @@ class AdEMAMix(torch.optim.Optimizer):
                 state = self.state[p] or self.new_state(p)
                 state["step"] += 1
                 averages = (state[name] for name in ("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"))
+                # The update is elementwise, so each rank applies it to its own shard of a DTensor.
                 row = [local(x) for x in (p, p.grad, *averages)]
                 # If a tensor is split unevenly, the last ranks may hold none of it.
                 if row[0].numel():
@@ -156,17 +156,12 @@ class AdEMAMix(torch.optim.Optimizer):
         """
         square = torch.promote_types(p.dtype, torch.float32)
         average = square if square == torch.float64 else self.defaults["state_dtype"]
-        state = self.state[p]
-        state["step"] = torch.tensor(0.0)  # per parameter and on the CPU, as in torch.optim
-        state["exp_avg_fast"] = torch.zeros_like(p, dtype=average)
-        state["exp_avg_slow"] = torch.zeros_like(p, dtype=average)
-        state["exp_avg_sq"] = torch.zeros_like(p, dtype=square)
-        return state
-
-
-def local(x):
-    """This rank's shard of a DTensor: the update is elementwise, so each rank applies it to its own."""
-    return x.to_local() if hasattr(x, "to_local") else x
+        self.state[p] = dict(
+            step=torch.tensor(0.0),  # per parameter and on the CPU, as in torch.optim
+            exp_avg_fast=torch.zeros_like(p, dtype=average),
+            exp_avg_slow=torch.zeros_like(p, dtype=average),
+            exp_avg_sq=torch.zeros_like(p, dtype=square))
+        return self.state[p]
 
 
 # -----------------------------------------------------------------------------
@@ -179,11 +174,11 @@ def param_groups(model, weight_decay=0.1):
     weight_decay; RMSNorm and q/k gains and xIELU scalars (shape (1,)) without: a gain that decays to 0
     switches its channel off.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    return [
-        dict(params=[p for p in params if p.ndim >= 2], weight_decay=weight_decay),
-        dict(params=[p for p in params if p.ndim < 2], weight_decay=0.0),
-    ]
+    matrices, gains = [], []
+    for p in model.parameters():
+        if p.requires_grad:
+            (matrices if p.ndim >= 2 else gains).append(p)
+    return [dict(params=matrices, weight_decay=weight_decay), dict(params=gains, weight_decay=0.0)]
 
 
 def build_optimizer(
@@ -198,8 +193,8 @@ def build_optimizer(
     groups = param_groups(model, weight_decay)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr, betas[:2], eps, fused=True)
-    averages = getattr(torch, state_dtype)
-    return AdEMAMix(groups, lr, betas, alpha, eps, weight_decay, beta3_warmup, alpha_warmup, averages, compile)
+    dtype = getattr(torch, state_dtype)
+    return AdEMAMix(groups, lr, betas, alpha, eps, weight_decay, beta3_warmup, alpha_warmup, dtype, compile)
 
 
 def check_states(name, state_dtype):

@@ -30,10 +30,8 @@ TYPES = {
 
 def settings(*spaces):
     """The settings among the globals of scripts or the attributes of objects: lower-case names with plain values."""
-    found = {}
-    for space in map(names, spaces):
-        found |= {k: v for k, v in space.items() if k[0] != "_" and k == k.lower() and type(v) in TYPES}
-    return found
+    items = [item for space in spaces for item in names(space).items()]
+    return {key: value for key, value in items if key[0] != "_" and key.islower() and type(value) in TYPES}
 
 
 def names(space):

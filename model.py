@@ -306,18 +306,18 @@ class Apertus(nn.Module):
             self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed, fill=torch.Tensor.copy_):
+    def init_weights(self, seed):
         """
         Draw the initial values of all parameters.
 
         Each parameter has its own generator, seeded by (seed, name). So its values depend neither on the order of
         creation nor on the other parameters: ablations share what they have in common, and any number of processes
-        starts alike. fill(p, values) puts them there; FSDP fills only the rows that this rank holds. One core draws 45
-        million numbers a second, the 8B's in three minutes.
+        starts alike. One core draws 45 million numbers a second, the 8B's in three minutes; ranks that share the model
+        share the work (engine/restore.py: draw).
         """
         for name, p in self.named_parameters():
             if not p.is_meta:
-                fill(p, self.initial(name, p.shape, seed))
+                p.copy_(self.initial(name, p.shape, seed))
 
     def initial(self, name, shape, seed):
         """

@@ -10,8 +10,8 @@ $ python train.py configs/8b.py --data=data/mine --resume    # the real thing; r
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
-step, so a killed and resumed run ends bit-exact. SIGTERM, SIGUSR2, or a file named `stop` in the run
-folder: all ranks save after the current step, and exit.
+step, so a killed and resumed run ends bit-exact. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks
+drop the gradients of the current step at the next border of a micro-batch, save the weights before it, and exit.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
 folder, or SIGUSR1 without NCCL), or when time is short: --minutes=5 ends in time on any machine. --resume with
@@ -25,6 +25,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -57,7 +58,7 @@ seed = 28                       # of the initial weights and of the order of win
 stages = ()                     # rows of (name, sources or {source: weight}, samples at its end, seed): configs/8b.py
 stage = ""                      # stop at the end of this stage; all = run through; "" = no stages, all of the data
 # the ranks (engine/parallel.py)
-parallel = "none"               # none | ddp | fsdp | hsdp; all but none want torchrun or srun
+parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
 recompute = "none"              # activations that backward recomputes: none | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
@@ -93,12 +94,15 @@ weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
 # logging and saving
 eval_every = 250                # steps; 0 = at the end only
+eval_minutes = 60.0             # a validation after so many minutes without one, whatever the steps; 0 = never
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
+checkpoint_minutes = 30.0       # a checkpoint after so many minutes without one, whatever the steps; 0 = never
 keep_checkpoints = 2            # of the newest, and the last from before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
+profile = 0                     # write trace.json, a Chrome trace of the step after this many; 0 = of none
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
 wandb_log = False               # also log to Weights & Biases (pip install wandb)
@@ -192,7 +196,7 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, summary=None, bar=tqdm(disable=True),
+                          cores=None, summary=None, usage=lambda speed: {}, bar=tqdm(disable=True),
                           decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
@@ -218,12 +222,20 @@ def build_all(run, build, found):
         keep_freed_memory()
         attend_on(model, run.device)
     spread(model, run.ranks, run.device, recompute, run.compiled)
+    flops = model.flops_per_token(shape.block_size) / run.ranks.size
+    if run.device.startswith("cuda"):
+        from engine.gpus import usage
+        run.usage = lambda speed: usage(flops * speed)
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
-        fill = torch.Tensor.copy_
-        if run.ranks.sharded:
-            from engine.restore import place as fill
-        model.init_weights(seed, fill)
+        # A start model has an init_weights() of its own, which reads a file.
+        if run.ranks.sharded and "init_weights" not in vars(model):
+            from engine.restore import draw
+            draw(model, seed)
+        else:
+            if (seconds := model.num_params() / 45e6) > 5:
+                print(f"initial weights: {seconds:.0f} s")
+            model.init_weights(seed)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
     # Adam, so its warm-ups last as long as the run, as in the report's own post-training. With --minutes they last as
     # long as total_samples would, since they must not depend on a clock.
@@ -285,8 +297,8 @@ def forward_backward(run, batch, step):
     """
     The gradients of a step, micro-batch by micro-batch. batch: idx, targets, keep, doc, each (samples, T), on the CPU.
 
-    Returns {"loss": this rank's part of it, 0-d}, and other terms that a model has; the positions of the step, over all
-    ranks; and what else the log says of the step.
+    Returns None if any rank is asked to stop meanwhile. Else {"loss": this rank's part of it, 0-d}, and other terms
+    that a model has; the positions of the step, over all ranks; and a dict of further facts for the log.
     """
     model, ranks = run.model, run.ranks
     # Divided by the kept tokens of all ranks, losses and gradients of micro-batches and ranks add up to the step's.
@@ -294,6 +306,11 @@ def forward_backward(run, batch, step):
     terms = {}
     micro = list(zip(*(t.split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
+        # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
+        if i and ranks.agree(runs.asked_to_stop(out, run.stop, ranks)):
+            return None
+        if time.perf_counter() - run.step_began > 10:
+            run.bar.set_postfix_str(f"micro-batch {i + 1} of {len(micro)}")
         divide_by = n_tokens
         if loss_average == "micro":
             divide_by = tensors[2].sum().item() * len(micro) * ranks.groups
@@ -395,7 +412,10 @@ def finish(run, last):
     """After the last save of a finished run: the last validation, and what summary.json will say."""
     entry = validate(run, last_eval_windows)
     run.log(step=last - 1, **seen(last), **entry)
-    run.summary = entry | seen(last) | dict(steps=last, seconds=round(entry["seconds"]), torch=torch.__version__)
+    # The first steps compile.
+    speed = statistics.median(run.speeds[3:] or run.speeds or [0])
+    run.summary = entry | seen(last) | dict(steps=last, seconds=round(entry["seconds"]), tok_s=round(speed),
+                                            torch=torch.__version__) | run.usage(speed)
     if run.ranks.first:
         print(f"{out}: {entry['val_bpb']:.3f} bits per byte of validation text after {entry['seconds']:.0f} s")
 
@@ -406,9 +426,10 @@ def conclude(run):
         import convert
         convert.complete(out)
         write_flushed(f"{out}/summary.json", json.dumps(run.summary, indent=1))
-    from engine import plot                                # here, since matplotlib takes a second
-    plot.curves([out], f"{out}/loss.png", x_axis="tokens" if seen(0) else "step")
-    print(f"the curve: {out}/loss.png")
+    if run.speeds or run.summary:
+        from engine import plot                            # here, since matplotlib takes a second
+        plot.curves([out], f"{out}/loss.png", x_axis="tokens" if seen(0) else "step")
+        print(f"the curve: {out}/loss.png")
 
 
 # -----------------------------------------------------------------------------
@@ -429,6 +450,11 @@ def decay_wanted(run, cooldown, step):
     return bool(cooldown) or os.path.exists(f"{out}/cooldown")
 
 
+def overdue(run, what, minutes):
+    """Whether so many minutes have passed, by the first rank's clock, without a validation or a checkpoint (`what`)."""
+    return run.ranks.first and 0 < 60 * minutes < time.perf_counter() - run.latest[what]
+
+
 def begin_decay(run, done):
     """Begin the decay after `done` steps, if the rate does not fall already."""
     says = "asked for its decay, but the rate falls already"
@@ -444,6 +470,7 @@ def save(run, done, begun):
     """A checkpoint after `done` steps; begun: the decay has just begun."""
     about = dict(config=run.config, decay_at=run.decay_at, seconds=run.clock.seconds())
     run.saver.save(done, run.model, run.opt, about, spare=steps_until(run.decay_at))
+    run.latest["checkpoint"] = time.perf_counter()
     if begun:
         # The begin of the decay is on disk before its first step, so a killed run begins it there again.
         run.saver.wait()
@@ -476,11 +503,10 @@ def pretrain(run, build, stop, cooldown):
     # With --minutes the bar's end is an estimate, which each step makes anew.
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
                          disable=not first)
-    flops = run.model.flops_per_token(shape.block_size)
-    if run.device.startswith("cuda"):
-        from engine.gpus import usage
     loader = batches(run, start)
-    skipped, done, stopping = 0, start, False
+    skipped, done, saved, stopping = 0, start, start, False
+    run.stop, run.speeds, trace = stop, [], None
+    run.latest = dict.fromkeys(("validation", "checkpoint"), time.perf_counter())
     if run.validate_first and not start:
         run.log(step=0, **seen(0), **validate(run, eval_windows))
     if run.compiled:
@@ -488,12 +514,24 @@ def pretrain(run, build, stop, cooldown):
     while done < end and not stopping:
         if run.cores and done % 50 == 0 and (says := run.cores.take()):
             bar.write(says)
-        step, step_began = done, time.perf_counter()
+        step, run.step_began = done, time.perf_counter()
+        if profile and done == start + profile:
+            trace = torch.profiler.profile()
+            trace.start()
 
         # Gradients; then one sum over ranks of the squared norm, the loss, and what any rank was asked to do.
-        terms, positions, facts = forward_backward(run, next(loader), step)
-        asked = runs.asked_to_stop(out, stop, ranks), decay_wanted(run, cooldown, step)
-        square, stopping, decay, *sums = ranks.add(square_norm(run.model, ranks), *asked, *terms.values())
+        made = forward_backward(run, next(loader), step)
+        if not made:
+            stopping = True
+            run.opt.zero_grad(set_to_none=True)
+            if saved < done:
+                save(run, done, begun=False)
+            break
+        terms, positions, facts = made
+        asked = (runs.asked_to_stop(out, stop, ranks), decay_wanted(run, cooldown, step),
+                 overdue(run, "checkpoint", checkpoint_minutes), overdue(run, "validation", eval_minutes))
+        square, stopping, decay, save_now, validate_now, *sums = ranks.add(
+            square_norm(run.model, ranks), *asked, *terms.values())
         norm = math.sqrt(square)
         said = dict(zip(terms, sums))
         finite = math.isfinite(sum(sums) + norm)
@@ -508,6 +546,10 @@ def pretrain(run, build, stop, cooldown):
         if finite:
             update(run, rate, norm)
         run.opt.zero_grad(set_to_none=True)
+        if trace:
+            trace.stop()
+            trace.export_chrome_trace(f"{out}/trace.json")
+            trace = None
 
         # What happened.
         done = step + 1
@@ -515,22 +557,24 @@ def pretrain(run, build, stop, cooldown):
             cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)
-        speed = positions / (time.perf_counter() - step_began)
+        speed = positions / (time.perf_counter() - run.step_began)
+        run.speeds.append(speed)
         bar.set_postfix_str(f"loss {said['loss']:.3f}, {speed / 1e3:.1f}k tok/s", refresh=False)
         bar.update()
         if not finite:
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
-        gpu = usage(flops * speed / ranks.size) if run.device.startswith("cuda") else {}
         run.log(step=step, **seen(done), **said, grad_norm=norm, lr=rate, tok_s=round(speed), skipped=skipped, **facts,
-                **gpu)
+                **run.usage(speed))
         # The last validation comes after the last save.
-        if done < end and eval_every and done % eval_every == 0:
+        if done < end and (validate_now or eval_every and done % eval_every == 0):
             entry = validate(run, eval_windows)
+            run.latest["validation"] = time.perf_counter()
             run.log(step=step, **seen(done), **entry)
             if first:
                 bar.write(f"step {done:6}   " + "   ".join(f"{name} {value:.3f}" for name, value in entry.items()))
-        if done >= end or stopping or decay or checkpoint_every and done % checkpoint_every == 0:
+        if done >= end or stopping or decay or save_now or checkpoint_every and done % checkpoint_every == 0:
             save(run, done, begun=decay)
+            saved = done
         # On all ranks, since FSDP gathers weights from all.
         if sample_every and (done >= end or done % sample_every == 0):
             text = sample(run)
@@ -543,7 +587,7 @@ def pretrain(run, build, stop, cooldown):
     if done >= end:
         finish(run, max(start, end))
     elif first:
-        print(f"{out}: stopped as asked after step {done}, saved; --resume continues")
+        print(f"{out}: stopped as asked after step {done}{', saved' if done else ''}; --resume continues")
     if first:
         runs.forget(out, "stop", "cooldown")
 

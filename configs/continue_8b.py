@@ -13,7 +13,7 @@
 # Watch the old text too: after 15.5B tokens the loss on English was 0.045 nats above its best, while the Greek MMLU
 # rose from 49.7 to 57.1 %. evaluate.py compares two models on any text.
 #
-# New tokens for the language did not pay within 2B tokens: LOG.md, Removed.
+# New tokens for the language did not pay within 2B tokens: docs/decisions.md, Removed.
 #
 # Small models did not predict the 8B: over the checkpoints their curves ran against each other.
 #

@@ -1,5 +1,5 @@
 # A small Apertus on the source of Python's standard library, as good as a machine makes it in five minutes.
-# The default. What the values were chosen by: LOG.md.
+# The default. How the values were chosen: docs/decisions.md.
 out = "out/laptop"
 data = "data/stdlib"
 

@@ -63,27 +63,23 @@ def unfilled(doc, q, k, v):
 # by torch's kernel, document by document
 
 
-def documents(doc, tensors):
-    """
-    Yield views of `tensors`, (B, heads, T, ...) each, for one document at a time: (1, heads, length, ...).
-
-    If every row is one document, all rows at once.
-    """
-    if doc is None or not doc.diff().any():
-        yield tensors
-        return
-    for b, row in enumerate(doc):
-        borders = 1 + row.diff().nonzero()[:, 0]
-        yield from zip(*(x[b:b + 1].tensor_split(borders, dim=2) for x in tensors))
-
-
 def by_segments(attend, doc, inputs, outputs):
-    """Write attend(*inputs) into `outputs`, document by document. All tensors are (B, heads, T, ...)."""
+    """
+    Write attend(*inputs) into `outputs`, all (B, heads, T, ...): for each document by itself, (1, heads, length, ...),
+    or for all rows at once, if each is one document.
+    """
     # The kernel takes half the time in fp32 for short documents in bf16.
     if doc is not None:
         inputs = map(at_least_fp32, inputs)
+    tensors = [*inputs, *outputs]
+    parts = [tensors]
+    if doc is not None and doc.diff().any():
+        parts = []
+        for b, row in enumerate(doc):
+            borders = 1 + row.diff().nonzero()[:, 0]
+            parts += zip(*(x[b:b + 1].tensor_split(borders, dim=2) for x in tensors))
     n = len(outputs)
-    for views in documents(doc, [*inputs, *outputs]):
+    for views in parts:
         found = attend(*views[:-n], 0.0, True)                           # no dropout, causal
         torch._foreach_copy_(views[-n:], found)
 
@@ -121,16 +117,15 @@ def slices(q, k, v, kept):
 def formula(doc, q, k, v, y, *kept):
     """Write the output into y, and the probabilities of each slice into `kept`."""
     B, H, T, D = q.shape
-    if doc is None:
-        doc = torch.zeros(B, T)
-    i = torch.arange(T)
+    seen = torch.ones(B, T, T, dtype=torch.bool).tril_()
+    if doc is not None:
+        seen &= doc[:, :, None] == doc[:, None]
+    # Adding a bias is faster than filling in through a mask that all heads share.
+    bias = torch.where(seen, 0.0, -torch.inf).to(q.dtype)[:, None]       # (B, 1, T, T)
     for rows, p, queries, keys, values in slices(q, k, v, kept):
         S = rows.stop
         p.baddbmm_(queries, keys.mT, beta=0, alpha=D ** -0.5)
-        seen = (doc[:, rows, None] == doc[:, None, :S]) & (i[rows, None] >= i[:S])       # (B, R, S)
-        # Adding a bias is faster than filling in through a mask that all heads share.
-        bias = torch.where(seen, 0.0, -torch.inf).to(p.dtype)
-        p.view(B, H, -1, S).add_(bias[:, None])
+        p.view(B, H, -1, S).add_(bias[:, :, rows, :S])
         torch.softmax(p, -1, out=p)
         y[:, :, rows] = torch.bmm(p, values).view_as(q[:, :, rows])
 

@@ -58,20 +58,19 @@ def updater(update, device, compile):
             # Joined as well are large tensors that are not contiguous or no whole rows. They are rare.
             alone = n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row)
             (wide if alone else small).append(row)
-        if small:
-            # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.
-            n = sum(row[0].numel() for row in small)
-            small.append([x.new_zeros(2 * WIDE - n % WIDE) for x in small[0]])
-            columns = list(zip(*small))
-            wide.append(list(map(flatten, columns)))
-            together = wide[-1]
+        # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.
+        n = sum(row[0].numel() for row in small)
+        small.append([x.new_zeros(2 * WIDE - n % WIDE) for x in rows[0]])
+        columns = list(zip(*small))
+        together = list(map(flatten, columns))
+        wide.append(together)
         # Zeros fill up the last call: a shorter list would need another kernel.
         while len(wide) % MANY:
-            wide.append([x.new_zeros(2 * WIDE) for x in wide[0]])
+            wide.append([x.new_zeros(2 * WIDE) for x in rows[0]])
         for i in range(0, len(wide), MANY):
             fused([[in_rows(x) for x in row] for row in wide[i : i + MANY]], t, numbers)
         # Joined tensors are copies, so all but the gradients are copied back.
-        for i in (0, 2, 3, 4) if small else ():
+        for i in (0, 2, 3, 4):
             torch._foreach_copy_(columns[i], unflatten(together[i], columns[i]))
         # Autograd does not see changes through .data, but a backward pass through the old weights must still fail.
         torch.autograd.graph.increment_version([row[0] for row in rows])

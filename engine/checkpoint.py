@@ -17,6 +17,7 @@ gloo process group for this file alone (engine/parallel.py makes it), or None fo
 training continues.
 """
 
+import glob
 import json
 import math
 import os
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
+from engine.parallel import local
 
 # DCP warns where there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -67,11 +69,6 @@ def together(do, group):
     return results
 
 
-def local(t):
-    """The tensor, or this rank's shard of a DTensor."""
-    return t.to_local() if hasattr(t, "to_local") else t
-
-
 def steps_in(folder):
     """The steps of all checkpoints that have their final name, rising."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
@@ -94,10 +91,8 @@ def tensors_of(model, optimizer=None):
     """
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     tensors = {f"model/{name}": p.detach() for p, name in names.items()}
-    states = optimizer.state if optimizer else {}
-    for p, state in states.items():
-        for kind, value in state.items():
-            tensors[f"{kind}/{names[p]}"] = value.detach()
+    for p, state in optimizer.state.items() if optimizer else ():
+        tensors |= {f"{kind}/{names[p]}": value.detach() for kind, value in state.items()}
     return tensors
 
 
@@ -116,16 +111,12 @@ def write(folder, step, tensors, info, keep, spare, group):
     tmp = f"{final}.tmp"
     files = {}
 
-    def begin():
-        if rank == 0:
-            shutil.rmtree(tmp, ignore_errors=True)
-            make_folder(tmp)
-
     def write_my_part():
         """The sha256 of each file of this rank, once it is on disk."""
+        make_folder(tmp)
         writer = dcp.HuggingFaceStorageWriter(tmp, save_distributed=True, fqn_to_index_mapping=into_files(tensors))
         dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        mine = [file for file in os.listdir(tmp) if file.startswith(f"shard-{rank + 1:05d}-")]
+        mine = glob.glob(f"shard-{rank + 1:05d}-*", root_dir=tmp)
         for file in mine:
             flush(f"{tmp}/{file}")
         return {file: sha256(f"{tmp}/{file}") for file in mine}
@@ -140,7 +131,6 @@ def write(folder, step, tensors, info, keep, spare, group):
             delete_old(folder, step, keep, spare)
 
     try:
-        together(begin, group)
         for hashes in together(write_my_part, group):
             files.update(hashes)
         together(publish, group)
@@ -162,11 +152,11 @@ def into_files(tensors):
     """
     sizes = {name: local(t).nbytes for name, t in tensors.items()}
     most = max(FILE, *sizes.values())
-    files, number, taken = {}, 1, 0
+    files, number, left = {}, 1, most
     for name, size in sizes.items():
-        taken += size
-        if taken > most:
-            number, taken = number + 1, size
+        if size > left:
+            number, left = number + 1, most
+        left -= size
         files[name] = number
     return files
 
@@ -192,9 +182,7 @@ class Saver:
     """
 
     def __init__(self, folder, keep, group, patience):
-        self.folder = folder
-        self.keep = keep
-        self.group = group
+        self.folder, self.keep, self.group = folder, keep, group
         self.patience = patience
         self.failures = 0
         self.pending = None
@@ -218,7 +206,8 @@ class Saver:
         need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
         behind = need < 0.9 * (free_on_host() or math.inf)
         if behind:
-            tensors = {name: copy_to_cpu(t) for name, t in tensors.items()}
+            # Copies that later steps do not change. Of a DTensor, each rank copies its shard.
+            tensors = {name: t.to("cpu", copy=True) for name, t in tensors.items()}
         self.pending = self.thread.submit(write, self.folder, step, tensors, info, self.keep, spare, self.group)
         if not behind:
             self.say(f"the host has no room for a copy of the tensors to save, {need / 1e9:.1f} GB: "
@@ -245,9 +234,3 @@ class Saver:
         self.patience = 1
         self.wait()
         self.thread.shutdown()
-
-
-def copy_to_cpu(t):
-    """A copy on the CPU that later steps do not change. Of a DTensor, the shard of this rank is copied."""
-    copy = local(t).to("cpu", copy=True)
-    return type(t)(copy, t._spec, requires_grad=False) if hasattr(t, "to_local") else copy

@@ -31,8 +31,8 @@ class Cores:
     def look(self):
         """Seconds on the clock, and CPU seconds of all other processes of this machine."""
         with open("/proc/stat", encoding="utf-8") as f:
-            user, nice, system = map(int, f.readline().split()[1:4])
-        busy = (user + nice + system) / os.sysconf("SC_CLK_TCK")
+            user_nice_system = map(int, f.readline().split()[1:4])
+        busy = sum(user_nice_system) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy - sum(os.times()[:4])
 
     def take(self):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ class GPU(NamedTuple):
 # By a part of torch.cuda.get_device_name() in lower case. A GH200 contains H200 as well, so it comes first.
 GPUS = {
     "a100": GPU(312e12, 84.9e9, 240, 22, 8),
+    "h100 pcie": GPU(756e12, 84.9e9, 50, 22, 8),
+    "h100 nvl": GPU(835e12, 99.9e9, 50, 22, 8),
     "h100": GPU(989e12, 84.9e9, 360, 45, 8),
     "gh200": GPU(989e12, 101.4e9, 360, 22, 4),
     "h200": GPU(989e12, 150.0e9, 360, 45, 8),
@@ -52,19 +55,16 @@ def free_on_host():
     Bytes of main memory that are free; None if unknown (no Linux). A container or a Slurm job has a limit of its own
     (cgroup v2), against which the cache of files does not count.
     """
-    def number(path, name):
-        """The number after a name in a file."""
-        words = Path(path).read_text().split()
-        return int(words[words.index(name) + 1])
+    def number(path, before=""):
+        """The first number behind some words in a file."""
+        return int(re.search(rf"{before}\s*(\d+)", Path(path).read_text())[1])
 
     free = None
     # Without a limit there is no file, or it says "max".
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, TypeError):
         free = 1024 * number("/proc/meminfo", "MemAvailable:")
         _, _, job = Path("/proc/self/cgroup").read_text().rpartition("0::")
         group = f"/sys/fs/cgroup{job.strip()}"
-        limit = int(Path(f"{group}/memory.max").read_text())
-        used = int(Path(f"{group}/memory.current").read_text())
-        cached = number(f"{group}/memory.stat", "inactive_file")
-        free = min(free, limit - used + cached)
+        limit = number(f"{group}/memory.max") - number(f"{group}/memory.current")
+        free = min(free, limit + number(f"{group}/memory.stat", "inactive_file"))
     return free

@@ -28,6 +28,10 @@ def spin_briefly():
 
 
 spin_briefly()
+# On a GPU: blocks that grow leave fewer gaps; a rank that waits in vain says for which collective.
+for name, value in dict(PYTORCH_ALLOC_CONF="expandable_segments:True", TORCH_NCCL_DUMP_ON_TIMEOUT="1",
+                        TORCH_FR_BUFFER_SIZE="2000").items():
+    os.environ.setdefault(name, value)
 import torch  # noqa: E402
 
 
@@ -37,11 +41,8 @@ import torch  # noqa: E402
 
 def pick_device(device):
     """The name of a device; "auto" is the first of cuda, mps and cpu. ValueError if this machine has no such device."""
-    here = ["cpu"]
-    if torch.backends.mps.is_available():
-        here.insert(0, "mps")
-    if torch.cuda.is_available():
-        here.insert(0, "cuda")
+    known = dict(cuda=torch.cuda.is_available(), mps=torch.backends.mps.is_available(), cpu=True)
+    here = [kind for kind in known if known[kind]]
     if device == "auto":
         return here[0]
     kind, _, _ = device.partition(":")
@@ -73,12 +74,10 @@ def can_compile(device):
     # torch would first compile a program to see whether AVX works: seconds of every start.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     kind = torch.device(device).type
+    if kind == "cuda" and find_spec("triton"):
+        return any(shutil.which(os.environ.get("CC", usual)) for usual in ("gcc", "clang"))
     usual = "clang++" if sys.platform == "darwin" else "g++"
-    compilers = dict(cpu=[os.environ.get("CXX", usual)], cuda=["gcc", "clang"])
-    if "CC" in os.environ:
-        compilers["cuda"] = [os.environ["CC"]]
-    found = any(map(shutil.which, compilers.get(kind, ())))
-    return found and (kind == "cpu" or find_spec("triton") is not None)
+    return kind == "cpu" and shutil.which(os.environ.get("CXX", usual)) is not None
 
 
 # -----------------------------------------------------------------------------

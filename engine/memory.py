@@ -19,6 +19,9 @@ to 6 % less than the peaks of whole 8B steps in torch's allocator on one H200. E
 weights in bf16 for backward, 14 GB of the 8B.
 """
 
+import os
+import sys
+
 import torch
 
 from engine.gpus import memory_of
@@ -30,14 +33,6 @@ def trained(module):
     """The number of its trained parameters."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
-
-def held(model, optimizer, state_dtype):
-    """{weights, gradients, states: bytes} of a model, which may be on the meta device."""
-    bytes_of_states = 8 if optimizer == "adamw" or state_dtype == "bfloat16" else 12
-    return dict(
-        weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]),
-        gradients=4 * trained(model),
-        states=bytes_of_states * trained(model))
 
 
 def of_step(model, settings, tokens, size=2, shards=1):
@@ -54,8 +49,11 @@ def of_step(model, settings, tokens, size=2, shards=1):
         selective=4 * C + 2 * K,
         full=C)
     positions = settings["micro_batch"] * tokens
-    whole = held(model, settings["optimizer"], settings["state_dtype"])
-    takes = {kind: n / shards for kind, n in whole.items()}
+    own = trained(model) / shards
+    takes = dict(
+        weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
+        gradients=4 * own,
+        states=own * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12))
     if settings["parallel"] == "ddp":
         takes["buckets"] = takes["gradients"]
     # 3 C: embedding, last norm, and gradient of the hidden states.
@@ -67,11 +65,12 @@ def of_step(model, settings, tokens, size=2, shards=1):
     in_head = 8 * min(logits, positions * c.vocab_size) + gradient
     # Activations and 0.7 of their gradients at once; weights in bf16 and their gradients.
     in_block = 1.7 * kept["none"] * positions * size + 8 * trained(model.model.layers[0])
-    # FSDP keeps the head gathered meanwhile.
+    beyond = 0.06
     if shards > 1:
-        in_block += 2 * head.numel()
+        in_block += 2 * head.numel()                       # FSDP keeps the head gathered meanwhile
+        beyond = 0.16
     takes["temporary"] = max(in_head, in_block)
-    takes["beyond"] = (0.16 if shards > 1 else 0.06) * sum(takes.values())
+    takes["beyond"] = beyond * sum(takes.values())
     return takes | dict(total=sum(takes.values()))
 
 
@@ -83,9 +82,10 @@ def check_run(run, build):
     """
     settings = run.config | dict(micro_batch=run.rows)
     ranks, device = run.ranks, run.device
+    if settings["recompute"] not in MODES:
+        raise ValueError(f"recompute={settings['recompute']!r}: there is none, selective and full")
     free = has = memory_of(device)
-    # recompute_activations() rejects other modes.
-    if not has or settings["recompute"] not in MODES:
+    if not has:
         return
     with torch.device("meta"):
         model = build(run)
@@ -95,16 +95,15 @@ def check_run(run, build):
         free, _ = torch.cuda.mem_get_info(device)
     # Ranks of one group share each window.
     tokens = run.val.T * ranks.groups // ranks.size
-    shards = ranks.shard if ranks.sharded else 1
 
     def takes(shards, **flags):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
-    kinds = takes(shards)
+    kinds = takes(ranks.shard)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
     line = f"GB that a step takes: {parts}; {device} has {gb(free)} of {gb(has)} free"
     if kinds["total"] > free:
-        advice = flags_that_fit(takes, settings, shards, free)
+        advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free))
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
@@ -116,23 +115,37 @@ def gb(size):
     return f"{size / 1e9:.1f}"
 
 
-def flags_that_fit(takes, settings, shards, room):
+def commands_that_fit(takes, settings, shards, room):
     """
-    The first flags with which a step takes at most `room` bytes, in words. takes(shards, **flags): as of_step.
+    Commands with which a step takes at most `room` bytes: with these devices, the fastest first, and with the fewest
+    more. takes(shards, **flags): as of_step.
 
-    A smaller micro-batch comes first, then recomputation, since both change results by rounding alone; then bf16
-    states; then more devices.
+    A smaller micro-batch costs least time, then recomputation; both change results by rounding alone. bf16 states are
+    the last resort.
     """
     most = settings["micro_batch"]
-    tried = [
-        (shards, dict(state_dtype=dtype, recompute=mode, micro_batch=rows))
-        for dtype in (settings["state_dtype"], "bfloat16")
-        for mode in MODES[MODES.index(settings["recompute"]):]
-        for rows in range(most, 0, -1) if most % rows == 0]
-    tried += [(shards * 2**n, dict(parallel="fsdp", recompute="full", micro_batch=1)) for n in range(1, 13)]
-    for devices, flags in tried:
-        size = takes(devices, **flags)["total"]
-        if size <= room:
-            words = " ".join(f"--{name}={value}" for name, value in flags.items())
-            return f"{words} takes {gb(size)} on each of {devices}"
-    return "take a shorter --block_size, or a larger device"
+    modes = MODES[MODES.index(settings["recompute"]):]
+    dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
+    # More devices change no setting that is seen in the result; bf16 states do.
+    tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype))
+             for dtype in dtypes
+             for devices in [shards * 2**n for n in range(13)]
+             for mode in modes
+             for rows in range(most, 0, -1) if most % rows == 0]
+    fits = [(devices, flags) for devices, flags in tried if takes(devices, **flags)["total"] <= room]
+    fewest = {flags["state_dtype"]: (devices, flags) for devices, flags in reversed(fits)}
+    return [command(*found, settings) for found in reversed(fewest.values())] or ["a shorter --block_size would fit"]
+
+
+def command(devices, changed, settings):
+    """The command line of this process on so many devices with some settings changed."""
+    script = os.path.relpath(sys.argv[0])
+    if "/" in script:
+        script = f"-m {script.removesuffix('.py').replace('/', '.')}"
+    start = "python"
+    if devices > 1:
+        start = f"torchrun --standalone --nproc_per_node={devices}"
+    if devices > 8:
+        start = f"torchrun --nnodes={devices // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    flags = [f"--{name}={value}" for name, value in changed.items() if value != settings[name]]
+    return " ".join([start, script, *sys.argv[1:], *flags, "--parallel=fsdp"][:None if devices > 1 else -1])

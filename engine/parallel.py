@@ -18,6 +18,7 @@ github.com/pytorch/torchtitan.
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
+import bisect
 import contextlib
 import os
 import re
@@ -30,7 +31,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-MODES = ("none", "ddp", "fsdp", "hsdp")
+MODES = ("auto", "none", "ddp", "fsdp", "hsdp")
 
 # -----------------------------------------------------------------------------
 # the processes
@@ -58,8 +59,9 @@ class Ranks:
     """
     The processes of a run: the rank of this one, how many there are (size), and the few things that they exchange.
 
-    mode: none | ddp | fsdp | hsdp. exact: add gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs
-    sharding, which one process then does as well. shard: with hsdp, how many ranks share one copy of the model;
+    mode: none | ddp | fsdp | hsdp, or auto: none without a launcher, fsdp on one node, hsdp on several. exact: add
+    gradients in fp64, so that 1, 2 and 4 processes end bit-exact; it needs sharding, which one process then does as
+    well. shard: with hsdp, how many ranks share one copy of the model;
     0 = those of a node. ValueError for what cannot work. No connection is opened before join().
     """
 
@@ -68,6 +70,9 @@ class Ranks:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
+        if mode == "auto":
+            _, size, _, node = found or (0, 1, 0, 1)
+            mode = "hsdp" if size > node else "fsdp" if size > 1 else "none"
         if mode != "none" and not found:
             raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
                              f"--parallel={mode}; one process alone is parallel=none")
@@ -84,9 +89,9 @@ class Ranks:
         # Which samples this rank reads: part `group` of `groups`. Ranks that share a window are one group.
         self.group, self.groups = self.rank, self.size
         # How many ranks share one copy of the weights, and how many hold the same gradient.
-        self.shard = {"fsdp": self.size, "hsdp": shard or node}.get(self.mode, 1)
-        self.copies, rest = divmod(self.size, self.shard)
-        if rest:
+        self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
+        self.copies = self.size // self.shard
+        if self.size % self.shard:
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
                              f"try {nearest_divisors(self.size, self.shard)}")
         # The group that checkpoints are written with, from join() to leave().
@@ -100,6 +105,9 @@ class Ranks:
         if device != "cuda":
             return device
         gpus = torch.cuda.device_count()
+        # With srun --gpus-per-task=1 each process sees one GPU, its own.
+        if gpus == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
+            return "cuda:0"
         if self.local >= gpus:
             raise ValueError(f"process {self.local} of this node has no GPU of its own: there are {gpus}, "
                              f"so --nproc_per_node={gpus}")
@@ -109,10 +117,9 @@ class Ranks:
         """Samples in memory at once on each rank. ValueError for a batch that cannot be split so."""
         if batch_size < 1 or micro_batch < 1:
             raise ValueError(f"batch_size={batch_size} and micro_batch={micro_batch} must be at least 1")
-        each, rest = divmod(batch_size, self.groups)
         # exact adds up the same micro-batches for every number of ranks, so there it is not made smaller.
-        micro = micro_batch if self.exact else min(micro_batch, each)
-        if rest or each % micro:
+        micro = micro_batch if self.exact else min(micro_batch, max(1, batch_size // self.groups))
+        if batch_size % (micro * self.groups):
             batch = micro_batch * self.groups
             raise ValueError(f"batch_size={batch_size} is not a multiple of micro_batch={micro_batch} on each of "
                              f"{self.groups} processes: try --batch_size={batch * max(1, batch_size // batch)}")
@@ -129,9 +136,10 @@ class Ranks:
         # A single process meets no other and needs no network: a store in its own memory will do.
         store = dist.HashStore() if self.size == 1 else None
         backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, timeout=wait, rank=self.rank, world_size=self.size)
+        dist.init_process_group(backend, None, wait, self.size, self.rank, store)
         # A thread writes checkpoints while training continues. Its messages need a group of their own.
         self.files = dist.new_group(backend="gloo", timeout=wait)
+        self.talk = dist.new_group(backend="gloo", timeout=wait)
         self.device = device
         shape = (self.copies, self.shard) if self.mode == "hsdp" else (self.size,)
         self.mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
@@ -143,12 +151,19 @@ class Ranks:
 
     def add(self, *numbers):
         """Sums over ranks, in fp64, of a few numbers or 0-d tensors: the same floats on every rank."""
-        total = [float(x) for x in numbers]
+        total = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
         if self.size > 1:
-            total = torch.tensor(total, dtype=torch.float64, device=self.device)
+            total = total.to(self.device)
             dist.all_reduce(total)
-            total = total.tolist()
-        return total
+        return total.tolist()
+
+    def agree(self, flag):
+        """Whether any rank says so. On the CPU, since a GPU would first finish all kernels that are queued."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags, group=self.talk)
+        return bool(flags)
 
     def leave(self):
         """Close the connections. Barrier: no rank exits while another still needs it."""
@@ -164,9 +179,9 @@ class Ranks:
 
 def nearest_divisors(n, near):
     """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
-    below = next((d for d in range(near, 0, -1) if n % d == 0), 1)
-    above = next((d for d in range(near, n) if n % d == 0), n)
-    return f"{below} or {above}" if below < above else str(below)
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    above = bisect.bisect(divisors, near)
+    return " or ".join(map(str, divisors[max(0, above - 1):above + 1]))
 
 
 # -----------------------------------------------------------------------------
@@ -202,17 +217,23 @@ def shard(model, ranks):
     # Here, since it is slow to import and seldom needed.
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    policy = MixedPrecisionPolicy(param_dtype=model.dtype if model.dtype == torch.bfloat16 else None,
-                                  reduce_dtype=torch.float64 if ranks.exact else torch.float32)
-    parts = [*model.model.layers]
+    policy = MixedPrecisionPolicy(
+        param_dtype=model.dtype,
+        reduce_dtype=torch.float64 if ranks.exact else torch.float32)
+    parts = [*model.model.layers, model]
     if not model.config.tie_embeddings:
-        parts.append(model.model.embed_tokens)
-    for part in [*parts, model]:
+        parts.insert(0, model.model.embed_tokens)
+    for part in parts:
         fully_shard(part, mesh=ranks.mesh, mp_policy=policy)
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     # SFT and QRPO call it by itself: it gathers weights as forward() does.
     register_fsdp_forward_method(model, "hidden")
+
+
+def local(t):
+    """The tensor, or this rank's shard of a DTensor."""
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def drop_gathered(model):
@@ -243,20 +264,22 @@ def reduce_after(model, ranks, last):
 def add_gradients(model, ranks):
     """With ddp: add the gradients of all ranks, once a step. Sharded ones have been added."""
     if ranks.mode == "ddp":
-        works = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
-        for work in works:
-            work.wait()
+        sums = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
+        for found in sums:
+            found.wait()
 
 
 def square_norm(model, ranks):
-    """This rank's part of the squared L2 norm of all gradients, as a float. ranks.add() of it is the whole."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if ranks.sharded:
-        grads = [g.to_local() for g in grads]
-    if ranks.exact:
-        return sum(g.double().square().sum() for g in grads).item() / ranks.copies
-    norm = torch.nn.utils.get_total_norm(grads).item()
-    return norm * norm / ranks.copies
+    """
+    This rank's part of the squared L2 norm of all gradients, as a float. ranks.add() of it is the whole.
+
+    Summed in fp64: in fp32 the norms of shards and of whole tensors differ by 2e-6, and so do clipped updates.
+    """
+    grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    # MPS has no fp64.
+    dtype = torch.float32 if grads[0].is_mps else torch.float64
+    norms = torch.stack(torch._foreach_norm(grads, dtype=dtype))
+    return norms.square().sum().item() / ranks.copies
 
 
 # -----------------------------------------------------------------------------
@@ -272,20 +295,21 @@ def stop_signals(names=("SIGTERM", "SIGUSR2")):
     A signal to one rank ends all of them, and torchrun, with exit code 0. torchrun passes a SIGTERM on to its ranks. It
     passes SIGUSR2 on only with --signals-to-handle; without, it dies of it and the ranks run on.
     """
-    caught, before = [], {}
-    # Another thread than the main one, as in a notebook's worker, may not set handlers. Windows has no SIGUSR1.
-    here = threading.current_thread() is threading.main_thread()
-    for number in (getattr(signal, name) for name in names if here and hasattr(signal, name)):
-        before[number] = signal.signal(number, lambda received, frame: caught.append(received))
+    caught = []
+    # Windows has no SIGUSR1. Another thread than the main one, as in a notebook's worker, may not set handlers.
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        numbers.clear()
+    before = [signal.signal(number, lambda received, frame: caught.append(received)) for number in numbers]
     try:
         yield caught
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before):
             signal.signal(number, handler)
 
 
 # What gloo and NCCL say in the RuntimeError of a rank whose peer is gone.
-LOST = re.compile("gloo|NCCL|Connection closed by peer|Connection reset|[Tt]imed out")
+LOST = re.compile(".{0,90}(gloo|NCCL|Connection closed by peer|Connection reset|[Tt]imed out).{0,90}")
 
 
 @contextlib.contextmanager
@@ -305,16 +329,15 @@ def orderly_exit():
             raise
         if isinstance(e, SystemExit):
             code = e.code or 0
-        elif isinstance(e, RuntimeError) and LOST.search(str(e)):
-            print(f"rank {found[0]}: lost another rank ({str(e).strip().splitlines()[0][-120:]}). It died, or did not "
-                  "answer within --timeout. Its message is the cause; --resume continues from the last checkpoint",
-                  file=sys.stderr)
+        elif isinstance(e, RuntimeError) and (lost := LOST.search(str(e))):
+            print(f"rank {found[0]}: lost another rank ({lost[0]}). It died, or did not answer within --timeout. Its "
+                  "message is the cause; --resume continues from the last checkpoint", file=sys.stderr)
         else:
             traceback.print_exc()
     finally:
-        if dist.is_initialized() and not found:
+        if found:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        if dist.is_initialized():
             dist.destroy_process_group()
-    if found:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -126,9 +126,11 @@ def comparable(folders):
     configs = [settings_of(folder) for folder in folders]
     if len({config["data_hash"] for config in configs}) == 1:
         return PANELS
-    metas = [read_json(f"{config['data']}/meta.json") for config in configs]
-    splits = [[source["val"] for source in meta["sources"].values()] for meta in metas]
-    if len({str(sorted((val["documents"], val["bytes"]) for val in split)) for split in splits}) > 1:
+    texts = set()
+    for config in configs:
+        sources = read_json(f"{config['data']}/meta.json")["sources"].values()
+        texts.add(str(sorted((source["val"]["documents"], source["val"]["bytes"]) for source in sources)))
+    if len(texts) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return dict(val_bpb=PANELS["val_bpb"])

@@ -15,10 +15,7 @@ def recompute_activations(model, mode):
     selective  keeps tensors that are expensive to compute and small to store: q, k, v, the output projection and
                attention. It recomputes norms, activations and the widest matrix, up, whose result is 5.25 C wide:
                43 % of the memory of a block.
-    ValueError for another mode.
     """
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={mode!r}: there is none, selective and full")
     if mode == "none":
         return
     wide, narrow = model.config.ffn_width, model.config.n_embd // 4

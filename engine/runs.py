@@ -38,11 +38,11 @@ def claim(out, resume, ranks):
     if found & {"log.jsonl", "ckpt"}:
         if not resume:
             raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
+    elif "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
+        raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
     else:
         # The file was meant for an earlier run.
         forget(out, "cooldown")
-        if "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
-            raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
     return lock(out)
 
 
@@ -55,14 +55,11 @@ def lock(out):
     try:
         make_folder(out)
         file = open(f"{out}/.lock", "a+", encoding="utf-8")
-    except OSError as e:
-        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
-                         "name another with --out") from None
-    try:
         locked = lock_file(file)
     except OSError as e:
         if e.errno not in NO_LOCKS:
-            raise ValueError(f"{out}: its lock cannot be taken ({e.strerror}): name another with --out") from None
+            raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
+                             "name another with --out") from None
         print(f"{out}: this file system has no locks ({e.strerror}): make sure that no other run writes there")
         locked = True
     if not locked:
@@ -102,9 +99,8 @@ def open_log(out, start, ranks, validate=False, project=""):
         wandb.init(project=project, name=os.path.basename(out), config=settings_of(out))
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
-            entries = ((line, entry_of(line)) for line in f)
-            kept = [line for line, entry in entries
-                    if entry and entry["step"] < start - (validate and "loss" not in entry)]
+            kept = [line for line in f
+                    if (entry := entry_of(line)) and entry["step"] < start - (validate and "loss" not in entry)]
         write_flushed(path, "".join(kept))
     file = open(path, "a", encoding="utf-8", buffering=1)
 

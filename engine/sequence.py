@@ -17,23 +17,19 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from engine.parallel import Ranks, nearest_divisors
 
 
-def exchange(x, ranks):
-    """All-to-all within a window's ranks: x[j] goes to rank j, and y[i] comes from rank i. x, y (P, ...)."""
-    return all_to_all_single_autograd(x.contiguous(), None, None, ranks.window)
+HEADS, POSITIONS = 1, 2            # dimensions of q, k and v
 
 
-def by_heads(x, ranks):
-    """All heads of this rank's positions (B, H, T/P, D) -> some heads of all positions (B, H/P, T, D)."""
-    x = x.unflatten(1, (ranks.P, -1))                      # (B, P, H/P, T/P, D)
-    x = exchange(x.transpose(0, 1), ranks)                 # (P, B, H/P, T/P, D)  by positions
-    return x.movedim(0, 2).flatten(2, 3)                   # (B, H/P, T, D)
+def exchange(x, ranks, give, take):
+    """
+    All-to-all within a window's ranks: part j of dimension `give` goes to rank j, and the parts that come are joined
+    along dimension `take`.
 
-
-def by_positions(x, ranks):
-    """And back: (B, H/P, T, D) -> (B, H, T/P, D)."""
-    x = x.unflatten(2, (ranks.P, -1))                      # (B, H/P, P, T/P, D)
-    x = exchange(x.movedim(2, 0), ranks)                   # (P, B, H/P, T/P, D)  by heads
-    return x.transpose(0, 1).flatten(1, 2)                 # (B, H, T/P, D)
+    give heads, take positions: all heads of this rank's positions (B, H, T/P, D) -> some heads of all (B, H/P, T, D).
+    """
+    parts = torch.stack(x.chunk(ranks.P, give))            # (P, B, H/P, T/P, D)
+    parts = all_to_all_single_autograd(parts, None, None, ranks.window)
+    return torch.cat(parts.unbind(), take)
 
 
 class SplitRanks(Ranks):
@@ -71,8 +67,8 @@ def split_attention(model, ranks):
     whole = layers[0].attend
 
     def attend(q, k, v, doc=None):
-        q, k, v = (by_heads(x, ranks) for x in (q, k, v))
-        return by_positions(whole(q, k, v, doc), ranks)
+        q, k, v = (exchange(x, ranks, HEADS, POSITIONS) for x in (q, k, v))
+        return exchange(whole(q, k, v, doc), ranks, POSITIONS, HEADS)
 
     for layer in layers:
         layer.attend = attend

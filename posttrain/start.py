@@ -85,11 +85,11 @@ def build(run):
     if adapters and not torch.empty(0).is_meta:
         model, run.start_hash = load_adapted(run)
         model.config = run.shape                           # the same, but train.py may change its window and RoPE
-        model.init_weights = lambda seed, fill: None
+        model.init_weights = lambda seed: None
         return model
     model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
 
-    def init_weights(seed, fill):
+    def init_weights(seed):
         convert.fill(model, run.path)
         if adapters:
             run.start_hash = convert.fingerprint(model)
@@ -104,8 +104,8 @@ def ready(run):
         model = build(run)
     model.dtype = run.dtype
     spread(model, run.ranks, run.device)
-    model.init_weights(train.seed, torch.Tensor.copy_)
-    model.init_weights = lambda seed, fill: None
+    model.init_weights(train.seed)
+    model.init_weights = lambda seed: None
     attend_on(model, run.device)
     run.policy = model
 

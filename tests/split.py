@@ -7,74 +7,54 @@ import torch.distributed as dist
 
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
-from engine.sequence import SplitForward, SplitRanks, by_heads, by_positions, split_attention
+from engine.sequence import SplitForward, SplitRanks, split_attention
+from model import Apertus
 from tiny import small
 
+# Two windows: documents end at 5, 13, 21 and 30, across the cuts; the last quarter has no loss at all.
+IDX = torch.arange(64).view(2, 32) * 7 % 97
+DOC = (torch.arange(32) >= torch.tensor([[5, 21, 30], [13, 32, 32]])[..., None]).sum(1)
+KEEP = (IDX % 2 == 0) & (torch.arange(32) < 24)
+BATCH = IDX, (IDX + 7) % 97, KEEP, DOC
 
-def model_of(dtype, ranks=None):
-    """A model; with ranks, one whose windows they share."""
+
+class Split(SplitForward, Apertus):
+    pass
+
+
+def step(dtype, ranks=None, mode="none", compiled=False):
+    """The loss, all gradients and the loss of each token; with ranks, of this rank's part of the windows."""
     model = small(n_head=8, n_kv_head=4, n_embd=32).to(dtype)
+    P = 1
     if ranks:
-        model.__class__ = type("Split", (SplitForward, type(model)), {})
-        model.ranks = ranks
+        model.__class__, model.ranks, P = Split, ranks, ranks.P
         split_attention(model, ranks)
-    return model
-
-
-def batch():
-    """Two windows: documents end at 5, 13, 21 and 30, across the cuts; the last quarter has no loss at all."""
-    draw = torch.Generator().manual_seed(1)
-    idx = torch.randint(97, (2, 32), generator=draw)
-    ends = torch.tensor([[5, 21, 30], [13, 32, 32]])
-    doc = (torch.arange(32) >= ends[..., None]).sum(1)
-    keep = torch.rand(2, 32, generator=draw) < 0.5
-    keep[:, 24:] = False
-    return idx, (idx + 7) % 97, keep, doc
-
-
-def step(model, tensors, P=1):
-    """The loss and all gradients. Each of the P ranks has counted all tokens of the window."""
-    _, loss = model(*tensors, n_tokens=P * tensors[2].sum().item())
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters())]
-
-
-def close(found, wanted, times, tolerance):
-    """Sums over ranks are `times` those of the whole, to a share of the largest number of each tensor."""
-    for a, b in zip(found, wanted, strict=True):
-        dist.all_reduce(a)
-        off = (a / times - b).abs().max() / b.abs().max()
-        assert off <= tolerance, off
-
-
-def check(ranks):
-    tensors = batch()
-    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-12)):
-        wanted = step(model_of(dtype), tensors)
-        for mode in ("none", "full", "selective"):
-            part = model_of(dtype, ranks)
-            recompute_activations(part, mode)
-            close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
-    part = model_of(dtype, ranks)
-    # Losses come back P times as large, since each rank has counted all tokens.
-    nll, whole = (model(*tensors, per_token=True)[1] for model in (part, model_of(dtype)))
-    close([nll], [whole], ranks.size, tolerance)
-    for block in part.model.layers:
+    recompute_activations(model, mode)
+    for block in model.model.layers if compiled else ():
         block.compile(backend="eager", fullgraph=True)     # a graph break would be an error
-    close(step(part, tensors, ranks.P), wanted, ranks.groups, tolerance)
-    x = torch.randn(2, 4, 8, 4).bfloat16()
-    there = by_heads(x, ranks)
-    assert there.shape == (2, 4 // ranks.P, 8 * ranks.P, 4)
-    assert by_positions(there, ranks).equal(x)
+    # Each of the P ranks has counted all tokens of the window.
+    _, loss = model(*BATCH, n_tokens=P * KEEP.sum().item())
+    loss.backward()
+    # Losses of tokens come back P times as large.
+    return [loss.detach(), *(p.grad for p in model.parameters()), model(*BATCH, per_token=True)[1].detach() / P]
+
+
+def check(ranks, dtype, tolerance, *how):
+    """Sums over ranks are those of the whole, to a share of the largest number of each tensor."""
+    for part, whole in zip(step(dtype, ranks, *how), step(dtype), strict=True):
+        dist.all_reduce(part)
+        assert (part / ranks.groups - whole).abs().max() <= tolerance * whole.abs().max()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with orderly_exit():
-        halves = SplitRanks(2, "ddp")
-        halves.join("cpu", 60)
-        check(halves)
+        ranks = SplitRanks(2, "ddp")
+        ranks.join("cpu", 60)
         quarters = SplitRanks(4, "ddp")
         quarters.window, _ = dist.new_subgroups(4)
-        check(quarters)
-        halves.leave()
+        for each in (ranks, quarters):
+            check(each, torch.float32, 2e-5)
+            for how in (["full"], ["selective"], ["none", True]):
+                check(each, torch.float64, 1e-12, *how)
+        ranks.leave()

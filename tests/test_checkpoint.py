@@ -10,13 +10,13 @@ import shutil
 import struct
 import sys
 import threading
-import types
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ademamix import AdEMAMix, build_optimizer
+from ademamix import build_optimizer
 from conftest import save_checkpoint
 from engine import checkpoint, files, gpus, restore, runs
 
@@ -28,8 +28,8 @@ def fails_with(number):
     return fail
 
 
-def trained(seed=0, name="adamw", steps=1, dtype="float32"):
-    """A model and its optimizer after some steps, so that it has states."""
+def trained(seed=0, steps=1, name="adamw", dtype="float32"):
+    """A model and its optimizer after some steps: 488 bytes of weights and states with AdamW."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
     optimizer = build_optimizer(model, name, 0.1, (0.9, 0.99, 0.999), 8.0, 1e-8, 0.1, 5, 5, False, dtype)
@@ -44,42 +44,40 @@ def train(model, optimizer, step):
     optimizer.zero_grad()
 
 
-def folder_with(folder, *steps, **how):
-    """Checkpoints of these steps, and the path of the last."""
-    for step in steps:
-        save_checkpoint(str(folder), step, *trained(step), dict(note="x"), **how)
-    return f"{folder}/step-{steps[-1]:08d}"
+@pytest.fixture
+def path(tmp_path):
+    """The newest of two checkpoints."""
+    for step in (1, 2):
+        save_checkpoint(f"{tmp_path}/ckpt", step, *trained(step), dict(note="x"))
+    return tmp_path / "ckpt" / "step-00000002"
 
 
 def bits(pair):
     return {name: (t.dtype, t.device, t.tolist()) for name, t in checkpoint.tensors_of(*pair).items()}
 
 
-def loaded(path, name="adamw", dtype="float32"):
-    pair = trained(9, name, 0, dtype)
-    restore.load(path, *pair)
+def loaded(path, *how):
+    pair = trained(9, 0, *how)
+    restore.load(str(path), *pair)
     return pair
 
 
 # -----------------------------------------------------------------------------
-# what is saved
+# saving and loading
 
 
-@pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "float32"), ("ademamix", "bfloat16")])
+@pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])
 def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
     """The sizes are those of the safetensors format: a length of 8 bytes, the header, the numbers."""
-    monkeypatch.setattr(checkpoint, "FILE", 100)
-    pair = trained(0, how[0], 3, how[1])
+    monkeypatch.setattr(checkpoint, "FILE", 160)
+    pair = trained(0, 3, *how)
     save_checkpoint(str(tmp_path), 3, *pair, dict(note="x"))
     path, manifest = restore.newest_intact(str(tmp_path))
     assert (manifest["step"], manifest["note"]) == (3, "x")
-    sizes = []
-    for file in manifest["files"]:
-        with open(f"{path}/{file}", "rb") as f:
-            [header] = struct.unpack("<Q", f.read(8))
-            sizes.append(os.fstat(f.fileno()).st_size - 8 - header)
-    nbytes = [t.nbytes for t in checkpoint.tensors_of(*pair).values()]
-    assert sum(sizes) == sum(nbytes) and len(sizes) > 3 and max(sizes) == max(nbytes) == 140
+    contents = [Path(path, file).read_bytes() for file in manifest["files"]]
+    sizes = [len(content) - 8 - struct.unpack_from("<Q", content)[0] for content in contents]
+    assert sum(sizes) == sum(t.nbytes for t in checkpoint.tensors_of(*pair).values())
+    assert max(sizes) <= 160 and len(sizes) == 4
     again = loaded(path, *how)
     assert bits(again) == bits(pair)
     train(*pair, 3)
@@ -90,10 +88,9 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
 @pytest.mark.parametrize("wanted, says", [
     (dict(bias=False), r"bias is \(5,\) there and None here"),
     (dict(out_features=6), r"bias is \(5,\) there and \(6,\) here")])
-def test_a_checkpoint_of_another_model_names_the_difference(tmp_path, wanted, says):
-    path = folder_with(tmp_path, 1)
+def test_a_checkpoint_of_another_model_names_the_difference(path, wanted, says):
     with pytest.raises(ValueError, match=says):
-        restore.load(path, torch.nn.Linear(**dict(in_features=7, out_features=5) | wanted))
+        restore.load(str(path), torch.nn.Linear(**dict(in_features=7, out_features=5) | wanted))
 
 
 @pytest.mark.parametrize("how", [dict(fused=True), dict(foreach=True)])
@@ -101,13 +98,11 @@ def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
     """By torch's own load_state_dict. The parameter lies on meta, the one other device that every machine has."""
     param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
     optimizer = torch.optim.AdamW([param], **how)
-    states = dict(step=torch.tensor(4.0), exp_avg=torch.zeros(3, 2), exp_avg_sq=torch.zeros(3, 2))
+    states = dict(step=torch.tensor(4.0), exp_avg=torch.zeros(3, 2))
     optimizer.load_state_dict(dict(optimizer.state_dict(), state={0: states}))
     for want in optimizer.state[param].values():
         got = restore.empty_state(optimizer, param, want.shape, want.dtype)
         assert (got.device, got.shape, got.dtype) == (want.device, want.shape, want.dtype)
-    ours = restore.empty_state(AdEMAMix([param]), param, (), torch.float64)
-    assert (ours.device.type, ours.dtype) == ("cpu", torch.float64)
 
 
 def test_a_seal_is_the_same_for_the_same_settings_in_any_order():
@@ -126,58 +121,64 @@ def test_a_seal_is_the_same_for_the_same_settings_in_any_order():
 # behind the training
 
 
-def test_a_save_behind_the_training_holds_the_weights_of_its_step(tmp_path, monkeypatch):
+@pytest.fixture
+def saver(tmp_path):
+    return checkpoint.Saver(f"{tmp_path}/ckpt", keep=0, group=None, patience=3)
+
+
+def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeypatch):
     """They change in place before a byte is on disk."""
     go, write = threading.Event(), checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (go.wait(10), write(*args)))
-    saver, pair = checkpoint.Saver(str(tmp_path), 2, None, 3), trained()
+    pair = trained()
     before = bits(pair)
     saver.save(1, *pair, {})
     train(*pair, 1)
     go.set()
     saver.finish()
-    assert bits(loaded(f"{tmp_path}/step-00000001")) == before != bits(pair)
+    assert bits(loaded(f"{saver.folder}/step-00000001")) == before != bits(pair)
 
 
-def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(tmp_path, monkeypatch, capsys):
+def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
     """Saves 1 and 2 find a full disk, save 3 has room, so that the count begins again; 4, 5 and 6 find none."""
-    saver, true = checkpoint.Saver(str(tmp_path), 2, None, patience=3), dcp.save
+    true = dcp.save
     with pytest.raises(OSError, match="failed 3 times in a row"):
         for step in range(1, 9):
             saver.wait()
             monkeypatch.setattr(dcp, "save", true if step == 3 else fails_with(errno.ENOSPC))
             saver.save(step, *trained(), {})
-    assert step == 7 and os.listdir(tmp_path) == ["step-00000003"]
+    assert step == 7 and os.listdir(saver.folder) == ["step-00000003"]
     said = capsys.readouterr().out
     assert "No space left" in said and said.count("(failure 2 of 3; training continues") == 2
-    last = checkpoint.Saver(str(tmp_path), 2, None, patience=99)
-    last.save(9, *trained(), {})
+    saver.patience = 99
+    saver.save(9, *trained(), {})
     with pytest.raises(OSError, match="checkpoint of step 9 was not written"):
-        last.finish()
+        saver.finish()
 
 
-def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("free, ranks, waits", [(500, 1, True), (560, 1, False), (560, 2, True)])
+def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(
+    saver, monkeypatch, capsys, free, ranks, waits
+):
     """488 bytes of weights and states: of 500 free ones a tenth stays free, of 560 too, and two ranks copy at once."""
-    saver = checkpoint.Saver(str(tmp_path), 0, None, 3)
-    for step, (free, ranks, waits) in enumerate([(500, 1, True), (560, 1, False), (560, 2, True)]):
-        monkeypatch.setattr(gpus, "free_on_host", lambda: free)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        saver.save(step, *trained(), {})
-        assert (not saver.pending) == waits and not (waits and checkpoint.steps_in(tmp_path)[-1] != step)
-        assert ("training waits while a checkpoint is written" in capsys.readouterr().out) == waits
+    monkeypatch.setattr(gpus, "free_on_host", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    saver.save(7, *trained(), {})
+    assert (saver.pending is None) == waits and (not waits or checkpoint.steps_in(saver.folder) == [7])
+    assert ("training waits while a checkpoint is written" in capsys.readouterr().out) == waits
     saver.finish()
 
 
 @pytest.mark.parametrize("keep, spare, stay", [
     (0, None, [1, 2, 3, 4, 5]), (3, None, [3, 4, 5]), (1, 0, [5]), (1, 3, [3, 5]), (1, 9, [5]), (2, 5, [4, 5])])
-def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(tmp_path, keep, spare, stay):
+def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, spare, stay):
     """Those after the step of the save are damaged, and do not count: the resumed run has passed them over."""
-    saver = checkpoint.Saver(str(tmp_path), keep, None, 3)
-    os.makedirs(tmp_path / "step-00000009")
+    saver.keep = keep
+    os.makedirs(f"{saver.folder}/step-00000009")
     for step in range(1, 6):
         saver.save(step, *trained(), {}, spare=spare)
     saver.finish()
-    assert checkpoint.steps_in(tmp_path) == [*stay, 9]
+    assert checkpoint.steps_in(saver.folder) == [*stay, 9]
 
 
 # -----------------------------------------------------------------------------
@@ -185,52 +186,43 @@ def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(tmp_path,
 
 
 def shard(path):
-    return min(f"{path}/{name}" for name in os.listdir(path) if name.endswith(".safetensors"))
+    return min(path.glob("*.safetensors"))
 
 
-def written(path, content):
-    with open(path, "wb") as f:
-        f.write(content)
+def names(path, *found):
+    """Give a checkpoint a manifest whose own hash holds, and which names these files with hashes that hold."""
+    manifest = restore.read_manifest(path) | dict(files={name: files.sha256(path / name) for name in found})
+    (path / "manifest.json").write_text(checkpoint.sealed(manifest))
 
 
-def with_files(path, *names):
-    """A manifest whose own hash holds, and which names these files with hashes that hold."""
-    named = {name: files.sha256(f"{path}/{name}") for name in names}
-    manifest = restore.read_manifest(path) | dict(files=named)
-    files.write_flushed(f"{path}/manifest.json", checkpoint.sealed(manifest))
-
-
-def without_a_bit(path):
-    with open(f"{path}/manifest.json", "rb") as f:
-        text = f.read()
-    written(f"{path}/manifest.json", text.replace(b'"note": "x"', b'"note": "y"'))
+def alters_a_letter(path):
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace('"note": "x"', '"note": "y"'))
 
 
 DAMAGE = {
     "cut": lambda path: os.truncate(shard(path), 500),
-    "of another step": lambda path: shutil.copy(shard(path[:-1] + "1"), shard(path)),
-    "foreign": lambda path: written(f"{path}/shard-00009-model-00001-of-00001.safetensors", b""),
-    "no manifest": lambda path: os.remove(f"{path}/manifest.json"),
-    "brackets": lambda path: written(f"{path}/manifest.json", b"[" * 100_000),
-    "outside": lambda path: with_files(path, os.path.basename(shard(path)), "../step-00000001/manifest.json"),
-    "a bit of the manifest": without_a_bit,
+    "of another step": lambda path: shutil.copy(shard(path.with_name("step-00000001")), shard(path)),
+    "foreign": lambda path: (path / "shard-00009-model-00001-of-00001.safetensors").touch(),
+    "no manifest": lambda path: (path / "manifest.json").unlink(),
+    "brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
+    "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json"),
+    "altered": alters_a_letter,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, capsys, damage):
-    path = folder_with(tmp_path / "ckpt", 1, 2)
-    for name in (".DS_Store", ".nfs00000123"):
-        written(f"{path}/{name}", b"\x80\x04 of a file system, which damages nothing")
-    assert restore.newest_intact(tmp_path / "ckpt")[1]["step"] == 2
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(path, capsys, damage):
+    (path / ".nfs00000123").write_text("of a file system, which damages nothing")
+    assert restore.newest_intact(path.parent)[1]["step"] == 2
     DAMAGE[damage](path)
-    assert restore.newest_intact(tmp_path / "ckpt")[1]["step"] == 1
+    assert restore.newest_intact(path.parent)[1]["step"] == 1
     assert f"passed over: {path}: " in capsys.readouterr().out
-    assert restore.newest_intact(tmp_path / "ckpt", until=0) is restore.newest_intact(tmp_path / "nowhere") is None
-    shutil.rmtree(tmp_path / "ckpt" / "step-00000001")
+    assert restore.newest_intact(path.parent, until=0) is restore.newest_intact(path / "nowhere") is None
+    shutil.rmtree(path.with_name("step-00000001"))
     with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*--allow_restart"):
-        restore.newest_intact(tmp_path / "ckpt")
-    assert restore.newest_intact(tmp_path / "ckpt", allow_restart=True) is None
+        restore.newest_intact(path.parent)
+    assert restore.newest_intact(path.parent, allow_restart=True) is None
 
 
 class Marker:
@@ -239,15 +231,13 @@ class Marker:
 
 
 @pytest.mark.parametrize("content", [None, (2**63 - 1).to_bytes(8, "little") + b"{}", b"\5" + bytes(7) + b"[[[[["])
-def test_a_hostile_file_behind_hashes_that_hold_is_refused_and_nothing_runs(tmp_path, monkeypatch, content):
+def test_a_hostile_file_behind_hashes_that_hold_is_refused_and_nothing_runs(path, monkeypatch, content):
     """None: a pickle that would leave a mark."""
-    monkeypatch.chdir(tmp_path)
-    path = folder_with(tmp_path / "ckpt", 1)
-    file = shard(path)
-    torch.save(Marker(), file)
+    monkeypatch.chdir(path.parent)
+    torch.save(Marker(), shard(path))
     if content:
-        written(file, content)
-    with_files(path, os.path.basename(file))
+        shard(path).write_bytes(content)
+    names(path, shard(path).name)
     restore.verified(path)
     with pytest.raises(ValueError, match="not readable as safetensors"):
         restore.load(path, trained()[0])
@@ -276,22 +266,19 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
 
     def flushed(fd):
         if "torch" not in sys._getframe(1).f_code.co_filename:
-            done.append(os.readlink(f"/proc/self/fd/{fd}"))
+            done.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
         fsync(fd)
     monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(os, "rename", lambda a, b: done.append((a, b)) or rename(a, b))
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(("remove", path)) or rmtree(path, **how))
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append("renamed") or rename(a, b))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(f"no {path[-1]}") or rmtree(path, **how))
     run = f"{tmp_path}/out/run"
-    runs.claim(run, False, types.SimpleNamespace(first=True)).close()
-    first = folder_with(f"{run}/ckpt", 1, keep=1)
-    assert {str(tmp_path), f"{tmp_path}/out", run} <= set(done)
+    runs.lock(run).close()
+    save_checkpoint(f"{run}/ckpt", 1, *trained(), {}, keep=1)
+    assert {tmp_path.name, "out", "run"} <= set(done)
     done.clear()
-    path = folder_with(f"{run}/ckpt", 2, keep=1)
-    named, gone = done.index((f"{path}.tmp", path)), done.index(("remove", first))
-    shards = {f"{path}.tmp/{name}" for name in os.listdir(path) if name != "manifest.json"}
-    before = [at for at in done[:named] if at in shards | {f"{path}.tmp/manifest.json.tmp", f"{path}.tmp"}]
-    assert len(set(before)) == len(shards) + 2 and before[-1] == f"{path}.tmp"
-    assert f"{run}/ckpt" in done[named:gone]
+    save_checkpoint(f"{run}/ckpt", 2, *trained(), {}, keep=1)
+    [shard] = Path(run).glob("ckpt/*/*.safetensors")
+    assert done == ["ckpt", shard.name, "manifest.json.tmp", "step-00000002.tmp", "no 2", "renamed", "ckpt", "no 1"]
 
 
 # -----------------------------------------------------------------------------
@@ -312,13 +299,9 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
         runs.lock(f"{tmp_path}/.lock/run")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EIO])
-def test_a_file_system_without_locks_is_said_and_another_error_stops(tmp_path, monkeypatch, capsys, number):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
     """Lustre mounted without flock answers ENOSYS, NFS without lockd ENOLCK: no other run is writing there."""
     monkeypatch.setattr(fcntl, "flock", fails_with(number))
-    if number == errno.EIO:
-        with pytest.raises(ValueError, match="its lock cannot be taken .Input/output error"):
-            runs.lock(str(tmp_path))
-    else:
-        runs.lock(str(tmp_path)).close()
-        assert f"has no locks ({os.strerror(number)})" in capsys.readouterr().out
+    runs.lock(str(tmp_path)).close()
+    assert f"has no locks ({os.strerror(number)})" in capsys.readouterr().out

@@ -5,10 +5,8 @@ one warm process (tests/faults/launch.py). What many ranks compute is held again
 
 import json
 import os
-import shutil
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from trained import corpus
 FLAT = "--warmup_samples=0 --decay_samples=0 --checkpoint_every=5 --keep_checkpoints=0 --eval_every=5".split()
 # A learning rate that is chaotic on purpose: a small difference grows. Goldfish with k = 2 drops half of the tokens,
 # and very unequally; there is no clipping, which would hide a factor. SwiGLU, since xIELU's slope jumps left of 0.
-CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --grad_clip=0.0 --total_samples=80 --n_kv_head=4".split()
+CHAOTIC = "--activation=swiglu --lr=1e-2 --goldfish_k=2 --total_samples=80 --n_kv_head=4".split()
 
 
 def arguments(data, out, *args):
@@ -43,7 +41,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(launch, data):
-    """train(ranks, out, *args): what a run says that ends well; 0 ranks: in this process."""
+    """train(ranks, out, *args): the output of a run that ends well; 0 ranks: in this process."""
 
     def train(ranks, out, *args):
         args = arguments(data, out, *args)
@@ -69,7 +67,6 @@ def alone(train, data):
 
 
 @pytest.mark.parametrize("ranks, args", [
-    (0, "--micro_batch=1"),
     (2, "--parallel=ddp"),
     (4, "--parallel=fsdp --micro_batch=1"),
     (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective"),
@@ -77,7 +74,7 @@ def alone(train, data):
 def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(train, alone, tmp_path, ranks, args):
     train(ranks, tmp_path / "run", *CHAOTIC, *args.split())
     for one, other in zip(alone, entries(tmp_path / "run"), strict=True):
-        for name, bound in dict(loss=2e-5, val_loss=2e-5, grad_norm=1e-4 * one.get("grad_norm", 0)).items():
+        for name, bound in dict(loss=2e-6, val_loss=2e-6, grad_norm=5e-5 * one.get("grad_norm", 0)).items():
             assert other.get(name, 0) == pytest.approx(one.get(name, 0), abs=bound)
         for name in ("step", "tokens", "kept", "lr"):
             assert one.get(name) == other.get(name)
@@ -98,40 +95,18 @@ def test_exact_mode_has_the_same_bits_on_1_and_4_ranks_and_from_2_to_1_to_4(trai
     assert one == four == elastic and len(one[1]) == 15
 
 
-def test_two_ranks_that_were_killed_end_in_the_same_bits_and_say_who_was_lost(
-    launch, train, data, tmp_path
-):
-    args = "--parallel=ddp", "--total_samples=120"
-    train(2, tmp_path / "whole", *args)
-    run = tmp_path / "run"
-    trial = launch.start(2, *arguments(data, run, *args), fault="faults.suite.slow:0.05", logs=f"{run}.log")
-    while max(losses(run), default=0) < 7:
-        assert None in trial.codes(), trial.text()[-3000:]
-        time.sleep(0.02)
-    trial.kill(trial.pids[1:])
-    assert trial.wait() == [1, -signal.SIGKILL] and "rank 0: lost another rank (" in trial.text()
-    shutil.rmtree(run / "ckpt" / "step-00000010", ignore_errors=True)
-    assert "step-00000005" in train(2, run, *args, "--resume")
-    assert sha_of(run) == sha_of(tmp_path / "whole") and losses(run) == losses(tmp_path / "whole")
-
-
 def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(launch, tmp_path):
     codes, text = launch(4, script=f"{ROOT}/tests/split.py", logs=tmp_path / "log")
     assert codes == [0] * 4, text[-3000:]
 
 
-# How many processes a launcher says there are (0: there is none), the flags, and the words of the error.
+# How many processes a launcher says there are, the flags, and the words of the error.
 REFUSED = """
-    0 | --parallel=fsdp                        | wants a launcher: torchrun --nproc_per_node=2
-    0 | --parallel=tp                          | there is none, ddp, fsdp, hsdp
-    0 | --micro_batch=0                        | batch_size=8 and micro_batch=0 must be at least 1
-    0 | --recompute=some                       | there is none, selective and full
-    2 |                                        | 2 processes were started and parallel=none is one
+    2 | --parallel=none                        | 2 processes were started and parallel=none is one
     2 | --parallel=ddp --exact                 | take --parallel=fsdp
     2 | --parallel=fsdp --exact --micro_batch=8 | not a multiple of micro_batch=8 on each of 2 processes
     3 | --parallel=fsdp                        | micro_batch=4 on each of 3 processes: try --batch_size=12
     4 | --parallel=hsdp --hsdp_shard=3         | does not divide 4 processes: try 2 or 4
-    0 | --sequence_parallel=2                  | does not divide 1 processes: try 1, or start a multiple of it
     4 | --parallel=fsdp --sequence_parallel=0  | sequence_parallel=0: want how many ranks share a window
     4 | --parallel=fsdp --sequence_parallel=4  | n_kv_head=2 cannot be split over sequence_parallel=4 ranks: 2
     2 | --parallel=fsdp --sequence_parallel=2 --block_size=63 | block_size=63 cannot be split
@@ -142,17 +117,16 @@ REFUSED = """
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
 def test_what_cannot_work_is_told_before_any_process_is_met(data, monkeypatch, tmp_path, row):
     ranks, args, says = map(str.strip, row.split("|"))
-    if ranks != "0":
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.setattr(os, "_exit", sys.exit)
     refused(script("train.py", *arguments(data, tmp_path / "run", *args.split())), says)
 
 
 def test_srun_says_which_rank_a_process_is(monkeypatch):
     """One process inside a job is one process; so is a script that sbatch starts without srun."""
-    env = dict(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1", SLURM_JOB_ID="123456",
-               SLURM_STEP_TASKS_PER_NODE="4(x2)", SLURM_LAUNCH_NODE_IPADDR="10.0.0.1")
+    env = dict(word.split("=") for word in """SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_LOCALID=1 SLURM_JOB_ID=123456
+        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_LAUNCH_NODE_IPADDR=10.0.0.1""".split())
     monkeypatch.setattr(os, "environ", env)
     assert parallel.launched() == (5, 8, 1, 4)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", str(20000 + 123456 % 20000))
@@ -189,32 +163,38 @@ SMALL = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_hea
 IDX = torch.arange(16).view(2, 8)
 
 
-@pytest.mark.parametrize("exact, dtype", [(True, torch.float32), (False, torch.bfloat16)])
-def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_batch_unless_exact(exact, dtype):
-    """One shard. A rank that kept whole gradients until the last micro-batch would need 282 GB at 70B."""
+@pytest.fixture
+def one_shard():
+    """The ranks of a single process in exact mode."""
     ranks = parallel.Ranks(exact=True)
     ranks.join("cpu", 10)
-    try:
-        assert torch.are_deterministic_algorithms_enabled()
-        with torch.device("meta"):
-            model = Apertus(SMALL)
-        model.dtype = dtype
-        parallel.spread(model, ranks, "cpu")
-        model.init_weights(5, restore.place)
-        whole = dict(Apertus(SMALL, 5).named_parameters())
-        assert all(p.full_tensor().equal(whole[name]) for name, p in model.named_parameters())
-        block, sent, added = model.model.layers[0], set(), []
-        block.register_forward_pre_hook(lambda *_: sent.update(p.dtype for p in block.parameters()))
-        ranks.exact = exact
-        for last in (False, True):
-            parallel.reduce_after(model, ranks, last)
-            model(IDX, IDX)[1].backward()
-            added.append(all(p.grad is not None for p in model.parameters()))
-        assert added == [not exact, True] and sent == {dtype}
-    finally:
-        ranks.exact = True
-        ranks.leave()
+    assert torch.are_deterministic_algorithms_enabled()
+    yield ranks
+    ranks.exact = True
+    ranks.leave()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("exact, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_batch_unless_exact(
+    one_shard, exact, dtype
+):
+    """A rank that kept whole gradients until the last micro-batch would need 282 GB at 70B."""
+    with torch.device("meta"):
+        model = Apertus(SMALL)
+    model.dtype = dtype
+    parallel.spread(model, one_shard, "cpu")
+    restore.draw(model, 5)
+    whole = Apertus(SMALL, 5).parameters()
+    assert all(p.full_tensor().equal(q) for p, q in zip(model.parameters(), whole))
+    block, sent, added = model.model.layers[0], set(), []
+    block.register_forward_pre_hook(lambda *_: sent.update(p.dtype for p in block.parameters()))
+    one_shard.exact = exact
+    for last in (False, True):
+        parallel.reduce_after(model, one_shard, last)
+        model(IDX, IDX)[1].backward()
+        added.append(all(p.grad is not None for p in model.parameters()))
+    assert added == [not exact, True] and sent == {dtype}
 
 
 def test_blocks_and_the_loss_of_a_chunk_are_compiled():
@@ -263,7 +243,7 @@ def test_selective_recomputes_wide_and_low_rank_products_and_full_all_of_a_block
 
 def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
     """torch.compile skips torch's own files: with a bare checkpoint() around a block, 7 of 47 operations are left."""
-    sizes, grads = {}, {}
+    sizes, grads = [], []
     for mode in MODES:
         captured = []
 
@@ -277,7 +257,8 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
         recompute_activations(model, mode)
         for block in model.model.layers:
             block.compile(backend=backend)
-        grads[mode], sizes[mode] = gradients(model), len(captured)
+        grads.append(gradients(model))
+        sizes.append(len(captured))
     torch._dynamo.reset()
-    assert min(sizes.values()) >= sizes["none"] > 40
-    assert all(map(torch.equal, grads["none"] * 2, grads["selective"] + grads["full"]))
+    assert min(sizes) >= sizes[0] > 40
+    assert all(map(torch.equal, grads[0] * 2, grads[1] + grads[2]))

@@ -5,18 +5,18 @@ each rank, with the environment that torchrun would give it.
 fault="module.function:a,b" calls that function of a module in tests/, with these texts, in each rank before the script
 begins, which injects a fault. The product has no code for it.
 """
-import contextlib
 import hashlib
-import importlib
 import json
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import signal
 import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 server = multiprocessing.get_context("forkserver")
@@ -56,8 +56,7 @@ class Trial:
         # A child imports the main module of its parent anew: this one, instead of pytest's.
         main, sys.modules["__main__"] = sys.modules["__main__"], sys.modules[__name__]
         for rank, log in enumerate(self.logs):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(log)
+            Path(log).unlink(missing_ok=True)
             here = env | dict(RANK=rank, LOCAL_RANK=rank) if ranks else {}
             process = server.Process(target=child, args=(command, fault, log, here), daemon=True)
             process.start()
@@ -67,11 +66,7 @@ class Trial:
 
     def text(self):
         """The output of all ranks so far."""
-        said = []
-        for log in filter(os.path.exists, self.logs):
-            with open(log, encoding="utf-8") as f:
-                said.append(f.read())
-        return "".join(said)
+        return "".join(Path(log).read_text(encoding="utf-8") for log in self.logs if os.path.exists(log))
 
     def codes(self):
         """Exit code of each rank, None while it runs."""
@@ -114,21 +109,20 @@ def child(command, fault, log, env):
     plot.curves = lambda *args, **how: None                # not needed, and it takes time
     if fault:
         name, _, args = fault.partition(":")
-        module, function = name.rsplit(".", 1)
-        getattr(importlib.import_module(module), function)(*filter(None, args.split(",")))
+        pkgutil.resolve_name(name)(*filter(None, args.split(",")))
     sys.argv = command
     folder, script = os.path.split(os.path.join(ROOT, command[0]))
     sys.path.insert(0, folder)
-    code = 0
+    code = 1
     try:
         runpy.run_module(script.removesuffix(".py"), run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as e:
         code = e.code or 0
     except BaseException:
         traceback.print_exc()
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
@@ -145,10 +139,7 @@ def sha_of(run):
 
 def losses(run):
     """{step: loss} of a run folder's log; a torn last line is passed over."""
-    found = {}
-    with contextlib.suppress(FileNotFoundError), open(f"{run}/log.jsonl", encoding="utf-8") as f:
-        for line in f:
-            entry = json.loads(line) if line.endswith("\n") else {}
-            if "loss" in entry:
-                found[entry["step"]] = entry["loss"]
-    return found
+    log = Path(run, "log.jsonl")
+    lines = log.read_text(encoding="utf-8").splitlines(True) if log.exists() else []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}

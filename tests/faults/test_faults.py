@@ -17,8 +17,7 @@ def lab(launch, tmp_path_factory):
     (suite.disk_full, 1, {}),
     (suite.not_a_number, 1, dict(values=["nan"])),
     (suite.signals, 1, dict(worlds=[2], ways=[signal.SIGTERM])),
-    (suite.hang, 1, {}),
-])
+    (suite.hang, 1, {})])
 def test_a_run_survives(lab, fault, times, how):
     """The fault's own assertions compare with the weights and losses of an undisturbed run."""
-    assert fault(lab, times, **how)[1] > 0
+    assert fault(lab, times, **how)
