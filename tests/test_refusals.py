@@ -48,4 +48,4 @@ def test_a_mistake_is_one_line_and_changes_nothing(lab, files, tmp_path, command
     for name, folder in dict(LAB=lab, FILES=files, NEW=tmp_path / "new").items():
         line = line.replace(name, str(folder))
     refused(script(*shlex.split(line)), *words)
-    assert state(lab, files) == before and not any(tmp_path.iterdir())
+    assert state(lab, files) == before and not state(tmp_path)

@@ -163,6 +163,7 @@ def test_what_is_left_out_is_counted_by_kind(lab, tmp_path):
     said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
     assert f"left out 3 of 4 conversations: {reasons}" in said and "1 conversations, 1 step\n" in said
+    refused(script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "is of another run: data_hash")
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
