@@ -14,7 +14,7 @@ import convert
 import tokenizer
 from conftest import ROOT, script
 from engine.files import read_json
-from posttrain import judge, references
+from posttrain import judge
 from tiny import small
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
@@ -226,17 +226,6 @@ def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp
 
 # -----------------------------------------------------------------------------
 # --rewards
-
-
-@pytest.mark.parametrize("content, says", [
-    ("", "is empty"), ("<!DOCTYPE html><p>", "is a web page"), (None, "Appendix O of arXiv 2509.14233")
-])
-def test_a_file_without_a_charter_is_an_error(tmp_path, content, says):
-    file = tmp_path / "charter.md"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=says):
-        references.load_reward(f"charter:http://host/a,b#c,{file}", "cpu")
 
 
 def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once(served, tmp_path):

@@ -94,3 +94,6 @@ def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
     one = run(kind, killed(two, tmp_path / "one", [1, -2]), *exact)
     assert losses(one) == (losses(want) if exact else pytest.approx(losses(want), rel=2e-5, abs=2e-5))
     assert not exact or same(weights(want), weights(one))
+    if kind == "adapted":
+        # What shards have saved for PEFT.
+        assert same(weights(two), weights(two / "adapter"))
