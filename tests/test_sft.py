@@ -74,23 +74,6 @@ def test_all_the_assistant_says_is_learnt_with_thoughts_and_calls_and_nothing_el
     assert TOK.decode([i for i, mine in zip(ids, said) if mine]) == want.replace("END", "<|assistant_end|>")
 
 
-@pytest.mark.parametrize("why, messages", [
-    ("no assistant turn", [SYSTEM, user("a")]),
-    ("roles out of order", [assistant("first")]),
-    ("roles out of order", [user("a"), user("b"), assistant("c")]),
-    ("an empty turn", [user(" "), assistant("c")]),
-    ("an empty turn", [user("a"), assistant(None)]),
-    ("ends with a tool's output", [user("a"), assistant("b"), dict(role="tool", content="c")]),
-    ("more than max_length=300 tokens", [user("a"), assistant("x" * 500)]),
-    (chat.ODD, [user(5), assistant("c")]),
-    (chat.ODD, [user("a"), assistant(dict(blocks=["x"]))]),
-    (chat.ODD, [user("a"), assistant("half \ud83d a pair")]),
-    (chat.ODD, [user("a"), assistant("", tool_calls=[5])]),
-])
-def test_what_cannot_be_learnt_from_has_a_reason(why, messages):
-    assert chat.learnable(TOK, chat_row(*messages), 300) == why
-
-
 # -----------------------------------------------------------------------------
 # the schedule and the order
 
