@@ -190,17 +190,17 @@ def wrap_loop(tok):
         run.validate_first = bool(init_from and (train.eval_every or old))
 
     def load_guides(run, found):
-        if hasattr(run, "guides"):
-            run.guides.end(found[1]["step"], run.opt, found[1]["config"])
+        run.guides.end(found[1]["step"], run.opt, found[1]["config"])
         load(run, found)
 
     def update_guided(run, rate, norm):
         update(run, rate, norm)
-        if hasattr(run, "guides"):
-            step, _ = run.model.now
-            run.guides.end(step + 1, run.opt)
+        step, _ = run.model.now
+        run.guides.end(step + 1, run.opt)
 
-    train.build_all, train.load, train.update = then_attach, load_guides, update_guided
+    train.build_all = then_attach
+    if ffn != "dense" or self_guided:
+        train.load, train.update = load_guides, update_guided
 
 
 def take_over():
