@@ -150,20 +150,20 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     judge = functools.partial(verdict, tok, max_length, date, selection.column_rules(licenses), contamination)
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
-    named = []
-    for source, file in ((source, file) for source, files in enumerate(sources) for file in files):
-        if file["problem"]:
-            raise ValueError(f"{file['path']}: {file['problem']}")
-        # The hub has no sha256 of small files, but their path names the commit.
-        key = sha256_of([file["sha256"] or file["path"], file["parts"], decisive])
-        named += [(source, f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
+    named = [[] for _ in sources]
+    for parts, files in zip(named, sources):
+        for file in files:
+            if file["problem"]:
+                raise ValueError(f"{file['path']}: {file['problem']}")
+            # The hub has no sha256 of small files, but their path names the commit.
+            key = sha256_of([file["sha256"] or file["path"], file["parts"], decisive])
+            parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
     os.makedirs(folder, exist_ok=True)
-    files = [f"{folder}/{name}.json" for _, name, *_ in named]
-    written = common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *named[k][1:]))
-    names, found = ([[] for _ in sources] for _ in range(2))
-    for (source, name, *_), part in zip(named, written):
-        names[source].append(name)
-        found[source].append(part | dict(name=f"{folder}/{name}"))
+    all_parts = list(itertools.chain(*named))
+    files = [f"{folder}/{name}.json" for name, *_ in all_parts]
+    written = iter(common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *all_parts[k])))
+    names = [[name for name, *_ in parts] for parts in named]
+    found = [[next(written) | dict(name=f"{folder}/{name}") for name in some] for some in names]
     for source, parts in zip(weights, found):
         if not any(part["lengths"] for part in parts):
             bad = reasons(parts)
@@ -198,7 +198,7 @@ def verdict(tok, max_length, date, rules, contamination, row):
 
 def tokenize(folder, judge, name, file, part):
     """
-    Write the ids of the conversations in a part of a file to folder/name.ids. Returns what is to be known of them.
+    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows left out.
 
     ValueError: a line is no JSON object.
     """

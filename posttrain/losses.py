@@ -68,7 +68,9 @@ def beta_log_z(beta, transform="identity"):
     beta log Z with Z = E exp(f(R_q) / beta) for R_q uniform on (0, 1), exact for every beta > 0.
 
     With the identity it is also the share of the reference's completions whose log-prob must fall, since their R_q is
-    below it: 77 % at beta .1, 98 % at .003. So the chosen ones fall too. beta: a number or a tensor; returns the same kind. ValueError for another transform than those of LOG_Z.
+    below it: 77 % at beta .1, 98 % at .003. So the chosen ones fall too.
+
+    beta: a number or a tensor; returns the same kind. ValueError for another transform than those of LOG_Z.
     """
     if transform not in LOG_Z:
         raise ValueError(f"transform={transform!r}: there is {', '.join(LOG_Z)}")

@@ -1,6 +1,6 @@
 """
-A run that is killed, or carried on by another number of ranks, ends as the run that nobody disturbed: each kind of run
-against itself. One process resumes bit-exact. Ranks add in another order, so their losses are close; with --exact,
+A run that is killed, or carried on by another number of ranks, ends as the undisturbed run: each kind of run against
+itself. One process resumes bit-exact. Ranks add in another order, so their losses are close; with --exact,
 which train.py has, all weights are bit-exact on any number of ranks too.
 """
 import json
@@ -48,7 +48,7 @@ def run(lab, launch):
 
 @pytest.fixture(scope="module")
 def whole(lab, run, tmp_path_factory):
-    """whole(kind, *args): the folder of the run that nobody disturbed."""
+    """whole(kind, *args): the folder of the undisturbed run."""
     made = {(kind,): lab / kind for kind in ("sft", "adapted", "qrpo")}
 
     def whole(kind, *args):

@@ -197,7 +197,8 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, beta, n
 def test_references_on_disk_are_sampled_ids_their_rewards_and_fp64_log_probs(lab):
     """Log-probs are of the finished ones; six prompts, two in a file."""
     plain, reward = Plain(lab / "sft"), runpy.run_path(lab / "reward.py")["reward"]
-    files = {stage: sorted((lab / "qrpo" / "references").glob(f"{stage}-*")) for stage in ("samples-2", "rewards", "logp")}
+    folder = lab / "qrpo" / "references"
+    files = {stage: sorted(folder.glob(f"{stage}-*")) for stage in ("samples-2", "rewards", "logp")}
     sampled, rewards, logp = (sum((json.loads(file.read_text()) for file in files[stage]), []) for stage in files)
     assert [len(ids) for ids in sampled] == [6] * 6 and len(files["samples-2"]) == 3
     assert rewards == [[[reward("", references.words(TOK, said)) for said in ids], []] for ids in sampled]

@@ -193,7 +193,8 @@ with orderly_exit():
     ranks.join("cpu", 60)
     for folder in sys.argv[1:]:
         shape, _, path = convert.start_of(folder)
-        run = SimpleNamespace(ranks=ranks, config=dict(base="fp32"), shape=shape, path=path, device="cpu", dtype=torch.float32)
+        config = dict(base="fp32")
+        run = SimpleNamespace(ranks=ranks, config=config, shape=shape, path=path, device="cpu", dtype=torch.float32)
         with Largest() as largest:
             start.ready(run)
         want = dict(convert.load_any(folder)[0].named_parameters())
