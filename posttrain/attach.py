@@ -78,11 +78,6 @@ def check_settings():
                          "sequence_parallel out")
 
 
-def chosen(names):
-    """{name: value} of some of the settings."""
-    return {name: globals()[name] for name in names}
-
-
 def same_vocabulary(ours, theirs, name):
     """ValueError, naming the first id, if two tokenizers differ: of the data and of the model `name`."""
     if difference := tokenizer.first_difference(ours, theirs):
@@ -111,27 +106,28 @@ def take_shape(found):
 def main():
     check_settings()
     tok = tokenizer.load_for(train.data)
-    more, path, professor = {}, None, None
+    more, decides = settings(globals()), []
+    path = professor = None
     if init_from:
         found, theirs, path = convert.start_of(init_from)
         take_shape(found)
         same_vocabulary(tok, theirs, init_from)
-        more = dict(init_from=init_from, vocab_size=max(found.vocab_size, read_meta(train.data)["vocab_size"]))
+        more["vocab_size"] = max(found.vocab_size, read_meta(train.data)["vocab_size"])
     if lora_r:
-        more |= chosen(start.ADAPTERS)
+        decides += start.ADAPTERS
     if teacher and distill:
         professor, theirs = convert.load_any(teacher)
         same_vocabulary(tok, theirs, teacher)
         check_teacher(professor.config)
-        more |= dict(teacher_hash=convert.fingerprint(professor)[:16], distill=distill)
+        more["teacher_hash"] = convert.fingerprint(professor)[:16]
+        decides += ["teacher_hash", "distill"]
     if ffn != "dense" or self_guided:
-        more |= chosen(["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"])
+        decides += ["ffn", "ffn_rank", "ffn_blocks", "self_guided", "guide_saving"]
     if sequence_parallel != 1:
         train.Ranks = functools.partial(sequence.SplitRanks, sequence_parallel)
         sequence.check_split(sequence_parallel, block_size=train.shape.block_size, n_kv_head=train.shape.n_kv_head)
     wrap_loop(tok)
-    decides = more.keys() - {"init_from", "vocab_size"}
-    train.main(functools.partial(build, path=path, professor=professor), settings(globals()) | more, decides)
+    train.main(functools.partial(build, path=path, professor=professor), more, decides)
 
 
 def build(run, path, professor):
@@ -194,17 +190,17 @@ def wrap_loop(tok):
         run.validate_first = bool(init_from and (train.eval_every or old))
 
     def load_guides(run, found):
-        if hasattr(run, "guides"):
-            run.guides.end(found[1]["step"], run.opt, found[1]["config"])
+        run.guides.end(found[1]["step"], run.opt, found[1]["config"])
         load(run, found)
 
     def update_guided(run, rate, norm):
         update(run, rate, norm)
-        if hasattr(run, "guides"):
-            step, _ = run.model.now
-            run.guides.end(step + 1, run.opt)
+        step, _ = run.model.now
+        run.guides.end(step + 1, run.opt)
 
-    train.build_all, train.load, train.update = then_attach, load_guides, update_guided
+    train.build_all = then_attach
+    if ffn != "dense" or self_guided:
+        train.load, train.update = load_guides, update_guided
 
 
 def take_over():

@@ -6,19 +6,23 @@ themselves. Both scripts keep their settings as globals, lend them to train.py, 
 that read the data and compute the loss.
 """
 
+import json
 import math
+import os
 from types import SimpleNamespace
 
 import numpy as np
-import torch
+from tqdm import tqdm
 
 import convert
 import train
 from ademamix import build_optimizer
 from configurator import settings
 from data import by_epoch
-from engine import checkpoint, parallel, restore
+from engine.checkpoint import everyone, steps_in
+from engine.files import read_text, write_flushed
 from engine.resume import refuse_another
+from engine.runs import settings_of
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
@@ -42,7 +46,6 @@ def tune(script, what, prepare, batches, forward_backward):
     """
     shape, tok, path = convert.start_of(script["init_from"])
     tok.check_chat()
-    start.check_base(script["base"], start.adapters_of(script))
     if not 0 <= script["warmup"] <= 1:
         raise ValueError(f"warmup={script['warmup']} is a share of the steps: want 0 to 1")
     for name in ("epochs", "batch_size", "micro_batch"):
@@ -76,13 +79,8 @@ def tune(script, what, prepare, batches, forward_backward):
     def prepare_items(run):
         run.tok, run.longest, run.path = tok, longest, path
         # Another run is refused before its data are read and its references are sampled.
-        steps = checkpoint.steps_in(f"{train.out}/ckpt") if train.resume else ()
-        for folder in (f"{train.out}/ckpt/step-{step:08d}" for step in steps[-1:]):
-            try:
-                before = restore.read_manifest(folder)["config"]
-            except ValueError:
-                break                                      # damaged: an older one may be intact
-            refuse_another(folder, before, {name: run.config[name] for name in sorted(run.decides)})
+        if train.resume and steps_in(f"{train.out}/ckpt"):
+            refuse_another(train.out, settings_of(train.out), {name: mine[name] for name in sorted(run.decides)})
         prepare(run)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
@@ -116,6 +114,23 @@ def tune(script, what, prepare, batches, forward_backward):
     train.main(start.build, mine | dict(vocab_size=shape.vocab_size), mine.keys() - free, prepare_items)
 
 
+def cached(files, ranks, what, compute, together=False):
+    """
+    The contents of JSON files: compute(k) for the k-th of them, if it is not there.
+
+    The ranks share the missing files, and each of them returns all contents. together: all ranks compute equally often,
+    because they gather each other's weights; a rank that is done makes the first file again. what: a word for the bar.
+    """
+    mine = [k for k in range(len(files))[ranks.rank::ranks.size] if not os.path.exists(files[k])]
+    if together:
+        most = max(everyone(len(mine), ranks.files))
+        mine += [0] * (most - len(mine))
+    for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.first):
+        write_flushed(files[k], json.dumps(compute(k)), shared=True)
+    ranks.add(0)        # Barrier: no rank reads before every rank has written.
+    return [json.loads(read_text(file)) for file in files]
+
+
 # -----------------------------------------------------------------------------
 # the order of the data and the learning rate, as pure functions of the step
 
@@ -145,20 +160,15 @@ def slices(n, micro_batch, ranks):
     """
     The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one).
 
-    Sharded ranks gather each other's weights, so all of them must run equally often: a slice may lie beyond n. It is
-    then empty, and the rank runs something that adds nothing.
+    All ranks run equally often, because sharded ones gather each other's weights: a slice may lie beyond n. It is then
+    empty, and the rank runs something that adds nothing.
     """
-    count = -(-n // micro_batch)
-    if ranks.sharded:
-        count = -(-count // ranks.size) * ranks.size
-    mine = range(ranks.rank, count, ranks.size)
-    for k in mine:
-        yield slice(k * micro_batch, (k + 1) * micro_batch), k == mine[-1]
+    each = -(-n // (micro_batch * ranks.size))
+    for k in range(each):
+        begin = (k * ranks.size + ranks.rank) * micro_batch
+        yield slice(begin, begin + micro_batch), k + 1 == each
 
 
-def add_gradients(run):
-    """Add the gradients of all ranks. A rank without a micro-batch adds zeros."""
-    for p in run.model.parameters():
-        if p.requires_grad and p.grad is None:
-            p.grad = torch.zeros_like(p)
-    parallel.add_gradients(run.model, run.ranks)
+def diagnosed(step, every):
+    """Whether posttrain/collapse.py looks at a step: each of a multiple of `every`, and the last one."""
+    return every and (step % every == 0 or step + 1 == train.steps_until(train.total_samples))

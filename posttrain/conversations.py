@@ -16,19 +16,18 @@ $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" 
 
 import functools
 import itertools
-import json
 import os
 
 import numpy as np
-from tqdm import tqdm
 
 import chat
 from chat import count, learnable, left_out
 from configurator import attached, literal
 from data import by_epoch
 from engine import checkpoint, readers
-from engine.files import read_json, sha256, sha256_of, write_flushed
+from engine.files import sha256, sha256_of, write_flushed
 from engine.mixture import SLOTS, mix_weights
+from posttrain import common
 
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 
@@ -104,7 +103,7 @@ def look(data):
 
 
 # -----------------------------------------------------------------------------
-# ids on disk, four bytes a token, mapped by every rank
+# ids on disk, four bytes a token
 
 
 class Conversations:
@@ -112,7 +111,7 @@ class Conversations:
     conversations[k] -> (ids, said), two arrays (T,), int64 and bool; sizes: how many there are of each source; tokens,
     learnt: of all of them. sources: for each source the parts that tokenize() has written.
 
-    Ranks share the pages of the files. Each holds 8 bytes a conversation itself.
+    They are read when they are needed. Each rank holds 8 bytes a conversation itself.
     """
 
     def __init__(self, sources):
@@ -131,13 +130,8 @@ class Conversations:
     def __getitem__(self, k):
         begin, end = self.starts[k:k + 2]
         n = np.searchsorted(self.borders, begin, "right") - 1
-        tokens = mapped(self.parts[n]["name"])[begin - self.borders[n]:end - self.borders[n]]
+        tokens = np.fromfile(f"{self.parts[n]['name']}.ids", "<u4", end - begin, offset=4 * (begin - self.borders[n]))
         return (tokens & ~SAID).astype(np.int64), tokens >= SAID
-
-
-@functools.lru_cache(64)        # files open at a time
-def mapped(name):
-    return np.memmap(f"{name}.ids", "<u4", "r")
 
 
 def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", decontaminate=""):
@@ -156,28 +150,24 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     judge = functools.partial(verdict, tok, max_length, date, selection.column_rules(licenses), contamination)
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
-    named = []
-    for files in sources:
-        named.append([])
+    named = [[] for _ in sources]
+    for parts, files in zip(named, sources):
         for file in files:
             if file["problem"]:
                 raise ValueError(f"{file['path']}: {file['problem']}")
             # The hub has no sha256 of small files, but their path names the commit.
             key = sha256_of([file["sha256"] or file["path"], file["parts"], decisive])
-            named[-1] += [(f"{folder}/{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
+            parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
     os.makedirs(folder, exist_ok=True)
-    mine = list(itertools.chain(*named))[ranks.rank::ranks.size]
-    for name, file, part in tqdm(mine, "tokenizing", delay=2, leave=False, disable=not ranks.first):
-        if not os.path.exists(f"{name}.json"):
-            tokenize(name, file, part, judge)
-    ranks.add(0)        # Barrier: no rank reads before every rank has written.
-
-    found = [[dict(read_json(f"{name}.json"), name=name) for name, *_ in parts] for parts in named]
+    all_parts = list(itertools.chain(*named))
+    files = [f"{folder}/{name}.json" for name, *_ in all_parts]
+    written = iter(common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *all_parts[k])))
+    names = [[name for name, *_ in parts] for parts in named]
+    found = [[next(written) | dict(name=f"{folder}/{name}") for name in some] for some in names]
     for source, parts in zip(weights, found):
         if not any(part["lengths"] for part in parts):
             bad = reasons(parts)
             raise ValueError(f"{source}: {left_out(bad, 0, 'conversations')}" if bad else f"{source} is empty")
-    names = [[os.path.basename(name) for name, *_ in parts] for parts in named]
     return Conversations(found), reasons(itertools.chain(*found)), sha256_of([names, [*weights.values()]])
 
 
@@ -206,8 +196,12 @@ def verdict(tok, max_length, date, rules, contamination, row):
     return "contaminated" if contamination.find(texts, *dedup.words(texts)) else found
 
 
-def tokenize(name, file, part, judge):
-    """Write name.ids, then name.json: the conversations in a part of a file. ValueError: a line is no JSON object."""
+def tokenize(folder, judge, name, file, part):
+    """
+    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows left out.
+
+    ValueError: a line is no JSON object.
+    """
     tokens, lengths, bad = [], [], {}
     for place, row in numbered(file, part):
         found = judge(row)
@@ -218,9 +212,8 @@ def tokenize(name, file, part, judge):
         tokens.append(ids | SAID * said)
         lengths.append(len(ids))
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
-    write_flushed(f"{name}.ids", tokens.astype("<u4").tobytes(), shared=True)
-    written = dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad)
-    write_flushed(f"{name}.json", json.dumps(written), shared=True)
+    write_flushed(f"{folder}/{name}.ids", tokens.astype("<u4").tobytes(), shared=True)
+    return dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad)
 
 
 # -----------------------------------------------------------------------------

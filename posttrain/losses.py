@@ -67,6 +67,9 @@ def beta_log_z(beta, transform="identity"):
     """
     beta log Z with Z = E exp(f(R_q) / beta) for R_q uniform on (0, 1), exact for every beta > 0.
 
+    With the identity it is also the share of the reference's completions whose log-prob must fall, since their R_q is
+    below it: 77 % at beta .1, 98 % at .003. So the chosen ones fall too.
+
     beta: a number or a tensor; returns the same kind. ValueError for another transform than those of LOG_Z.
     """
     if transform not in LOG_Z:
@@ -86,18 +89,6 @@ def discrete_beta_log_z(ref_quantiles, beta):
     """
     log_sum = torch.logsumexp(ref_quantiles / beta[..., None], -1)
     return beta * (log_sum - math.log(ref_quantiles.shape[-1]))
-
-
-def optimum(beta):
-    """
-    The numbers that perfect QRPO reaches with the identity transform.
-
-    quantile: its mean quantile; kl: KL(pi* || pi_ref) in nats; falling: the share of the reference's completions whose
-    log-prob must fall (R_q below beta log Z). It answers why the chosen ones fall too: at beta .003, 98 % do.
-    """
-    mean = -1 / math.expm1(-1 / beta) - beta
-    falling = beta_log_z(beta)
-    return dict(quantile=mean, kl=(mean - falling) / beta, falling=falling)
 
 
 # -----------------------------------------------------------------------------
@@ -150,12 +141,12 @@ def tie_report(groups, beta):
     mass: the mean of sum_y pi_ref exp(target / beta), which is 1 if the target can be reached at all. Distinct rewards
     give about 1 + 1/(2 n beta), since their quantiles are multiples of 1/n.
     """
-    tied, mass = [0.0], [1.0]
     groups = [r for r in groups if len(r) > 1]
-    if groups:
-        # Each reward equals itself, which is no pair.
-        tied = [((r[:, None] == r).sum().item() / len(r) - 1) / (len(r) - 1) for r in groups]
-        mass = [torch.exp((quantile(r, r) - beta_log_z(beta)) / beta).mean().item() for r in groups]
+    if not groups:
+        return 0.0, 1.0
+    # Each reward equals itself, which is no pair.
+    tied = [((r[:, None] == r).sum().item() / len(r) - 1) / (len(r) - 1) for r in groups]
+    mass = [torch.exp((quantile(r, r) - beta_log_z(beta)) / beta).mean().item() for r in groups]
     return np.mean(tied), np.mean(mass)
 
 

@@ -57,7 +57,7 @@ from chat import count, left_out, numbered_rows, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine.files import sha256_of
-from engine.parallel import drop_gathered, orderly_exit, reduce_after
+from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
 from generate import generate
 from posttrain import collapse, common, lora, start
 from posttrain.judge import Charter
@@ -66,7 +66,7 @@ from posttrain.losses import (
     quantile, tie_report,
 )
 from posttrain.references import (
-    cached, file_of, load_reward, numbers, padded, reward_hash, same_or_refuse, scored, sequence_logp, words,
+    file_of, in_one_line, load_reward, numbers, of_stage, padded, reward_hash, same_or_refuse, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def prepare(run):
     score = load_reward(rewards, run.device) if rewards else None
     version = reward_hash(rewards)
     run.folder = references or f"{out}/references"
-    run.cache = functools.partial(cached, run.folder, run.ranks)
+    run.cache = functools.partial(of_stage, run.folder, run.ranks)
     # A judge that cannot read these prompts is an error before sampling. With rewards on disk it is not loaded.
     if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
         score.check([p.row for p in asked], room_for(run, [p.ids for p in asked]))
@@ -185,7 +185,7 @@ def prepare(run):
             p.refs = p.refs if use_references else []
     del score           # a reward model leaves the device
     pools = [candidates(run, p) for p in asked]
-    # Log-probs do not depend on the rewards, so runs with other rewards share them. Adapters store none: log_ref().
+    # Log-probs do not depend on the rewards, so runs with other rewards share them. Runs of adapters store none.
     if not lora_r:
         store_logp(run, list(itertools.chain(*pools)))
     run.policy.train()
@@ -244,12 +244,10 @@ def sample(run, asked, score):
     per_file = max(1, sample_batch // n_refs)
     stage = f"samples-{per_file}"
 
-    def missing():
-        return any(not os.path.exists(file_of(run.folder, stage, k)) for k in range(0, len(prompts), per_file))
-
+    missing = [k for k in range(0, len(prompts), per_file) if not os.path.exists(file_of(run.folder, stage, k))]
     model = run.policy
-    if run.ranks.sharded and missing():
-        model, _ = start.load_adapted(run)
+    if run.ranks.sharded and missing:
+        model = start.load_whole(run)
 
     def draw(k, some):
         # Seeded by the batch and not by the run, so that a resumed run draws the same.
@@ -264,16 +262,28 @@ def sample(run, asked, score):
 
     # The first prompt is scored at once, so that an error in the reward function comes before hours of sampling.
     [asked[0].refs, *_] = run.cache(stage, prompts[:per_file], per_file, draw)
-    if missing():
+    if any(missing):                                       # more than the first file, whose number is 0
         rewards_of(tok, asked[0], score)
     for p, refs in zip(asked, run.cache(stage, prompts, per_file, draw)):
         p.refs = refs
 
 
 def rewards_of(tok, p, score):
-    """[rewards of a prompt's references, those of the given completions], scored together: a reward may compare all."""
+    """
+    [rewards of a prompt's references, those of the given completions], scored together: a reward may compare all.
+
+    ValueError if the function raises, or returns something else than finite numbers, one for each.
+    """
     texts = [words(tok, ids) for ids in p.refs + p.given]
-    values = scored(p.row, texts, score, f"{data}, line {p.line}: --rewards={rewards}")
+    where = f"{data}, line {p.line}: --rewards={rewards}"
+    try:
+        values = [float(value) for value in score(p.row, texts)]
+    except Exception as e:      # anything may come from the user's code
+        raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
+                         "--resume") from None
+    if len(values) != len(texts):
+        raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
+    numbers(dict(rewards=values), "rewards", len(texts), where)
     return [values[:len(p.refs)], values[len(p.refs):]]
 
 
@@ -373,52 +383,46 @@ def part_of(known, part):
     return SimpleNamespace(**{name: values[part] for name, values in vars(known).items()})
 
 
-def logp_of(run, texts):
+def logp_of(run, texts, learn=None):
     """
-    Log-probs of pairs under the model, a micro-batch of this rank at a time: yields (slice, (pairs of the slice, 2)).
+    Log-probs of pairs under the model, (pairs, 2), without gradient, on every rank.
 
-    An empty micro-batch runs along with the first pair of the step, of which nothing is left.
+    learn(slice, log-probs of its pairs) is called for each micro-batch of this rank. An empty one runs along with the
+    first pair of the step, of which nothing is left.
     """
+    logp = torch.zeros(len(texts), 2)
     for part, last in common.slices(len(texts), micro_batch, run.ranks):
         mine = texts[part]
         reduce_after(run.model, run.ranks, last)
-        logp = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
-        yield part, logp.view(-1, 2)[:len(mine)].cpu()
-
-
-def added(ranks, values):
-    """The sum over ranks of a tensor on the CPU."""
-    return torch.tensor(ranks.add(*values.flatten())).view_as(values)
-
-
-def log_ref(run, texts):
-    """log pi_ref of a step's pairs, (pairs, 2), from a model with adapters, while they are off."""
-    ref = torch.zeros(len(texts), 2)
-    with torch.no_grad(), lora.off(run.model):
-        for part, logp in logp_of(run, texts):
-            ref[part] = logp
-    drop_gathered(run.model)
-    return added(run.ranks, ref)
+        pi = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
+        pi = pi.view(-1, 2)[:len(mine)].cpu()
+        if learn:
+            learn(part, pi)
+        logp[part] = pi.detach()
+    # Each rank knows the log-probs of its own pairs, and has zeros for the others.
+    return torch.tensor(run.ranks.add(*logp.flatten())).view_as(logp)
 
 
 def forward_backward(run, batch, step):
     """The gradients of a step, as in train.py. batch: the numbers of its pairs."""
     texts = [run.texts[k] for k in batch]
     facts = {}
-    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
+    if common.diagnosed(step, rank_every):
         idx, keep = padded([better for better, _ in texts[:4 * micro_batch]])
         facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
     known = part_of(run.known, batch)
     if lora_r:
-        known.ref = log_ref(run, texts)
-    logp = torch.zeros_like(known.ref)
-    for part, pi in logp_of(run, texts):
+        # The reference is the model without its adapters.
+        with torch.no_grad(), lora.off(run.model):
+            known.ref = logp_of(run, texts)
+        drop_gathered(run.model)
+
+    def learn(part, pi):
         part_loss = losses[loss](pi, part_of(known, part), run.beta, gamma).sum() / len(batch)
         part_loss.backward()
-        logp[part] = pi.detach()
-    common.add_gradients(run)
-    # Each rank knows the log-probs of its own pairs, and has zeros for the others.
-    logp = added(run.ranks, logp)
+
+    logp = logp_of(run, texts, learn)
+    add_gradients(run.model, run.ranks)
     ratio = logp - known.ref
     off = (ratio / known.tokens).abs().mean()
     if step == 0 and off > 0.02:

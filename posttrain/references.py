@@ -11,6 +11,7 @@ killed anywhere, and runs with the same start model share the folder.
 """
 
 import inspect
+import itertools
 import json
 import math
 import os
@@ -20,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
-from tqdm import tqdm
 
 from chat import content_of
-from engine import checkpoint
 from engine.files import read_json, write_flushed
 from loss import at_least_fp32, chunk_rows
+from posttrain.common import cached
 from posttrain.judge import Charter, hash_of, of_spec, version
 from tokenizer import IN_TEXT
 
@@ -54,27 +54,17 @@ def file_of(folder, stage, k):
     return f"{folder}/{stage}-{k:07d}.json"
 
 
-def cached(folder, ranks, stage, inputs, per_file, compute, together=False):
+def of_stage(folder, ranks, stage, inputs, per_file, compute, **how):
     """
     A list with an entry for each of the inputs, per_file of them in a file: compute(k, part) for part = inputs[k:...].
 
-    The ranks share the missing files, and each rank returns all entries. together: all ranks compute equally often,
-    because they gather each other's weights; a rank that is done makes the first file again.
+    how: as in common.cached.
     """
     starts = range(0, len(inputs), per_file)
-    mine = [k for k in starts[ranks.rank::ranks.size] if not os.path.exists(file_of(folder, stage, k))]
-    if together:
-        most = max(checkpoint.everyone(len(mine), ranks.files))
-        mine += [0] * (most - len(mine))
-    for k in tqdm(mine, stage, delay=2, leave=False, disable=not ranks.first):
-        entries = compute(k, inputs[k:k + per_file])
-        write_flushed(file_of(folder, stage, k), json.dumps(entries), shared=True)
-    ranks.add(0)        # Barrier: no rank reads before every rank has written.
-    entries = []
-    for k in starts:
-        with open(file_of(folder, stage, k), encoding="utf-8") as f:
-            entries += json.load(f)
-    return entries
+    files = [file_of(folder, stage, k) for k in starts]
+    parts = [inputs[k:k + per_file] for k in starts]
+    found = cached(files, ranks, stage, lambda n: compute(starts[n], parts[n]), **how)
+    return list(itertools.chain(*found))
 
 
 # -----------------------------------------------------------------------------
@@ -113,8 +103,7 @@ def sequence_logp(model, sequences):
     where = keep[:, 1:].flatten().nonzero()[:, 0]
     targets = idx[:, 1:].flatten()[where]           # (n,)
     idx, where, targets = (t.to(head.device, non_blocking=True) for t in (idx, where, targets))
-    h = model.hidden(idx[:, :-1]).flatten(0, 1)     # (B (T - 1), C)
-    h = h[where]                                    # (n, C), at the position before each token
+    h = model.hidden(idx[:, :-1]).flatten(0, 1)[where]      # (n, C), at the position before each token
     head = model.lm_head.weight                     # again, since sharded ranks have gathered it in hidden()
     rows = chunk_rows(model.config.vocab_size, h.device)
     chunks = zip(h.split(rows), targets.split(rows))
@@ -131,22 +120,6 @@ def words(tok, ids):
     """The text of a completion without control tokens: its end, the brackets of thoughts, whatever else was sampled."""
     control = {i for name, i in tok.special.items() if name not in IN_TEXT}
     return tok.decode([i for i in ids if i not in control])
-
-
-def scored(row, texts, score, where):
-    """
-    Rewards of the completions of a row's prompt, as floats.
-
-    ValueError begins with `where` if the function raises, or returns something else than finite numbers, one for each.
-    """
-    try:
-        values = [float(value) for value in score(row, texts)]
-    except Exception as e:      # anything may come from the user's code
-        raise ValueError(f"{where} failed ({in_one_line(e)}). The samples are kept: repair it and "
-                         "--resume") from None
-    if len(values) != len(texts):
-        raise ValueError(f"{where} gave {len(values)} rewards for {len(texts)} completions")
-    return numbers(dict(rewards=values), "rewards", len(texts), where)
 
 
 def in_one_line(error):
@@ -170,10 +143,9 @@ def load_reward(spec, device):
     argument gets the whole row of the data, which may hold a gold answer. Or its function rewards(row, completions),
     known by the name of that argument. charter:MODEL[,FILE]: posttrain/judge.py. ValueError: there is no such function.
     """
-    kind, _, rest = spec.partition(":")
-    if kind == "charter":
-        return Charter(*of_spec(rest), device)
     path, _, name = spec.partition(":")
+    if path == "charter":
+        return Charter(*of_spec(name), device)
     try:
         found = runpy.run_path(path)
     except Exception as e:          # anything may come from the user's code
@@ -195,10 +167,9 @@ def load_reward(spec, device):
         most = 2
 
     def one_by_one(row, completions):
-        question = next(m for m in reversed(row["messages"]) if m["role"] == "user")
+        question = content_of(row["messages"][-1])
         for completion in completions:
-            arguments = content_of(question), completion, row
-            yield function(*arguments[:most])
+            yield function(*(question, completion, row)[:most])
     return one_by_one
 
 

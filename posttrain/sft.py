@@ -42,13 +42,12 @@ import os
 import numpy as np
 import train                        # before torch: it sets the environment that torch reads
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import convert
 import tokenizer
 from chat import learnable
 from configurator import run as run_script
-from engine.parallel import orderly_exit, reduce_after
+from engine.parallel import add_gradients, orderly_exit, reduce_after
 from posttrain import collapse, common
 from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
 
@@ -128,21 +127,18 @@ def rows_of(conversations, pack, max_length):
 
 def tensors(rows, pad, device="cpu"):
     """Rows of conversations -> idx, targets (-1 where nothing is learnt), doc, each (rows, T), padded on the right."""
-    idx, targets, doc = [], [], []
-    for row in rows:
+    lengths = [[len(ids) for ids, _ in row] for row in rows]
+    found = np.full((3, len(rows), max(map(sum, lengths))), -1)
+    found[0] = pad
+    for n, row in enumerate(rows):
         ids, said = map(np.concatenate, zip(*row))
-        idx.append(ids)
+        T = len(ids)
         # Position i predicts token i + 1. At the end of a conversation that is the <s> of the next, which is not said.
         learnt = np.where(said, ids, -1)
-        targets.append(np.append(learnt[1:], -1))
-        lengths = [len(ids) for ids, _ in row]
-        numbers = np.arange(len(row))
-        doc.append(np.repeat(numbers, lengths))
-
-    def padded(rows, fill):
-        rows = list(map(torch.from_numpy, rows))
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(device, non_blocking=True)
-    return padded(idx, pad), padded(targets, -1), padded(doc, -1)
+        found[0, n, :T] = ids
+        found[1, n, :T - 1] = learnt[1:]
+        found[2, n, :T] = np.repeat(np.arange(len(row)), lengths[n])
+    return torch.from_numpy(found).to(device, non_blocking=True)
 
 
 # -----------------------------------------------------------------------------
@@ -176,10 +172,9 @@ def batches(run, step):
 
 def forward_backward(run, rows, step):
     """The gradients of a step, as in train.py."""
-    conversations = list(itertools.chain(*rows))
-    learnt = int(sum(said.sum() for _, said in conversations))
-    facts = dict(tokens=sum(len(ids) for ids, _ in conversations), learnt=learnt)
-    if rank_every and (step % rank_every == 0 or step + 1 == train.steps_until(train.total_samples)):
+    ids, said = map(np.concatenate, zip(*itertools.chain(*rows)))
+    facts = dict(tokens=len(ids), learnt=int(said.sum()))
+    if common.diagnosed(step, rank_every):
         idx, targets, doc = tensors(rows[:4 * micro_batch], run.tok.pad, run.device)
         facts |= collapse.diagnose(run.model, idx, targets >= 0, doc if pack else None)
     loss, size = torch.zeros((), device=run.device), 0
@@ -189,11 +184,11 @@ def forward_backward(run, rows, step):
         if not mine:
             targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
         reduce_after(run.model, run.ranks, last)
-        _, part_loss = run.model(idx, targets, doc=doc if pack else None, n_tokens=learnt)
+        _, part_loss = run.model(idx, targets, doc=doc if pack else None, n_tokens=facts["learnt"])
         part_loss.backward()
         loss += part_loss.detach()
         size += idx.numel()
-    common.add_gradients(run)
+    add_gradients(run.model, run.ranks)
     return dict(loss=loss), size * run.ranks.size, facts
 
 
@@ -202,26 +197,22 @@ def show_conversations():
     tok = tokenizer.load_for(convert.local(init_from))
     longest = max_length or convert.shape_of(init_from).block_size
     tok.check_chat()
-    rows = itertools.chain(*(first_rows(source, 3) for source in weights_of(data)))
-    for place, row in rows:
+    for place, row in itertools.chain(*(first_rows(source, 3) for source in weights_of(data))):
         found = learnable(tok, row, longest, date)
         if isinstance(found, str):
             print(f"{place} is left out: {found}")
             continue
         ids, said = found
         # A token each; single bytes together, so that their letters and words stay whole.
-        together = len(tok.pieces) == 256
-        runs = itertools.groupby(range(len(ids)), lambda n: said[n] if together else n)
-        print("·".join(coloured(tok, ids, said, list(run)) for _, run in runs))
+        together = said.__getitem__ if len(tok.pieces) == 256 else None
+        shown = []
+        for _, run in itertools.groupby(range(len(ids)), together):
+            run = list(run)
+            text = tok.decode_bytes(ids[run[0]:run[-1] + 1]).decode("utf-8", errors="backslashreplace")
+            colour = 32 if said[run[0]] else 90
+            shown.append(f"\x1b[{colour}m{text}\x1b[0m".replace("\n", "⏎"))
+        print("·".join(shown))
         print(f"{sum(said)} of {len(ids)} tokens are learnt (green)\n")
-
-
-def coloured(tok, ids, said, run):
-    """The tokens of a run for the terminal, green if they are learnt, otherwise grey; a line break stays visible."""
-    text = tok.decode_bytes([ids[n] for n in run]).decode("utf-8", errors="backslashreplace")
-    text = text.replace("\n", "⏎")
-    colour = 32 if said[run[0]] else 90
-    return f"\x1b[{colour}m{text}\x1b[0m"
 
 
 if __name__ == "__main__":

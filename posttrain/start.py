@@ -59,15 +59,12 @@ def shapes_of(shape, adapters=None, base="fp32"):
     return model
 
 
-def load_adapted(run):
-    """The start model of a run, whole, with the adapters that it asks for; and the hash of its frozen weights."""
+def load_whole(run):
+    """The start model of a run, whole, in the dtype of `base`."""
     base = run.config["base"]
     model, _ = convert.load_any(run.config["init_from"], run.device, DTYPES[base], base="" if DTYPES[base] else base)
     model.dtype = run.dtype
-    start_hash = convert.fingerprint(model)
-    if adapters := adapters_of(run.config):
-        lora.adapt(model, adapters, train.seed)
-    return model, start_hash
+    return model
 
 
 def build(run):
@@ -80,17 +77,18 @@ def build(run):
     if hasattr(run, "policy"):
         return run.policy
     adapters = adapters_of(run.config)
-    base = run.config.get("base", "fp32")
+    base = run.config["base"]
     check_base(base, adapters, run.ranks.sharded)
-    if adapters and not torch.empty(0).is_meta:
-        model, run.start_hash = load_adapted(run)
+    whole = adapters and not torch.empty(0).is_meta
+    if whole:
+        model = lora.adapt(load_whole(run), adapters)
         model.config = run.shape                           # the same, but train.py may change its window and RoPE
-        model.init_weights = lambda seed: None
-        return model
-    model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
+    else:
+        model = shapes_of(run.shape, adapters, base) if adapters else Apertus(run.shape, seed=None)
 
     def init_weights(seed):
-        convert.fill(model, run.path)
+        if not whole:
+            convert.fill(model, run.path)
         if adapters:
             run.start_hash = convert.fingerprint(model)
             lora.draw(model, seed)

@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT, script
 
-SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=2 --n_kv_head=1 --n_embd=32
+SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32
     --ffn_dim=64 --init_std=0.05""".split()
 REWARD = """
 def reward(prompt, completion): return sum(map(ord, completion)) % 97 + 1e-3 * len(completion)

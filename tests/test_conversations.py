@@ -3,6 +3,7 @@ import collections
 import gzip
 import json
 import os
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -10,6 +11,7 @@ import pytest
 
 import chat
 import tokenizer
+from conftest import ROOT
 from engine import readers
 from engine.parallel import Ranks
 from posttrain import conversations
@@ -40,17 +42,15 @@ def write_rows(path, rows):
 # the forms
 
 SAME = chat_row("2+2?", "4")
-SHAREGPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+ROWS = Path(ROOT, "tests", "rows.txt").read_text().splitlines()[1:]
 
 
-@pytest.mark.parametrize("row", [
-    dict(conversations=SHAREGPT), dict(conversations=SHAREGPT[1:], system="s"), dict(conversations=SAME["messages"]),
-    dict(prompt="2+2?", completion="4", system="s"), dict(messages=SAME["messages"][1:], system="s"),
-    dict(SAME, system="another"), dict(prompt=SAME["messages"][:2], completion=SAME["messages"][2:]),
-    dict(SAME, prompt="another", completion="text"), dict(SAME, tools="[]")])
-def test_a_row_of_any_form_is_the_conversation_that_it_says(row):
+@pytest.mark.parametrize("line", ROWS)
+def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     """A row with messages and more, as in ultrachat_200k, is read by its messages."""
-    assert ids_of(row) == ids_of(SAME)
+    why, _, row = line.partition(" | ")
+    want = ids_of(SAME) if why == "SAME" else why.replace("ODD", chat.ODD)
+    assert chat.learnable(TOK, json.loads(row), 100, DATE) == want
 
 
 # Source: PROMPT_DICT of tatsu-lab/stanford_alpaca, train.py.
@@ -82,17 +82,6 @@ def test_sharegpts_calls_of_tools_are_openais():
     asked = turn("assistant", None) | dict(tool_calls=[call])
     openai = [turn("user", "go"), asked, turn("tool", "OUT"), turn("assistant", "ok")]
     assert ids_of(row) == ids_of(dict(messages=openai, tools=[tool])) and isinstance(ids_of(row), tuple)
-
-
-@pytest.mark.parametrize("why, row", [
-    ("no known form of a conversation", dict(instruction="no output")), (chat.ODD, dict(messages=None)),
-    (chat.ODD, dict(conversations=[{"from": "bing", "value": "x"}])), (chat.ODD, dict(instruction=5, output="x")),
-    (chat.ODD, dict(conversations=[*SHAREGPT[:2], {"from": "function_call", "value": "no JSON"}])),
-    ("an empty turn", dict(instruction="a", output=" ")), (chat.ODD, dict(prompt="a", completion="b", tools="no JSON")),
-    ("roles out of order", dict(messages=[turn("user", "a"), *SAME["messages"]])),
-    ("the unknown role 'wizard': want system, user, assistant, tool", dict(messages=[turn("wizard", "a")]))])
-def test_a_row_without_a_conversation_is_left_out_by_its_kind(row, why):
-    assert ids_of(row) == why
 
 
 # -----------------------------------------------------------------------------
@@ -145,38 +134,11 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     os.remove(first.with_suffix(".json"))               # killed between the two files
     first.write_bytes(b"half")
     before = [other.stat().st_mtime_ns for other in others]
-    conversations.mapped.cache_clear()
     assert everything(read(tmp_path, data, "tokens")[0]) == whole
     assert [other.stat().st_mtime_ns for other in others] == before != []
     for change in dict(date="2026-01-01"), dict(tok=tokenizer.load("apertus:300")), dict(longest=75):
         changed = everything(read(tmp_path, data, "tokens", **change)[0])
         assert changed == ([ids for ids in whole if len(ids) <= 75] if "longest" in change else changed) != whole
-
-
-PARTS = """
-import sys
-import tokenizer
-from posttrain import conversations
-from engine import readers
-from engine.parallel import Ranks, orderly_exit
-readers.PART = 300
-with orderly_exit():
-    ranks = Ranks("ddp")
-    ranks.join("cpu", 60)
-    found, *_ = conversations.tokenized(sys.argv[2], tokenizer.load("byte"), sys.argv[1], 512, "2025-01-01", ranks)
-    print(f"rank {ranks.rank}", [found[k][0].tolist() for k in range(len(found))], flush=True)
-    ranks.leave()
-"""
-
-
-def test_two_processes_tokenize_a_share_each_and_both_read_all_of_it(launch, tmp_path):
-    write_rows(tmp_path / "chats.jsonl", rows_like(12))
-    (tmp_path / "parts.py").write_text(PARTS)
-    files = tmp_path / "chats.jsonl", tmp_path / "tokens"
-    codes, text = launch(2, *files, script=tmp_path / "parts.py", logs=tmp_path / "log")
-    assert codes == [0, 0], text[-2000:]
-    want = rendered(rows_like(12))
-    assert f"rank 0 {want}\n" in text and f"rank 1 {want}\n" in text
 
 
 def write_parquet(path, rows, **how):
@@ -196,24 +158,6 @@ def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_pa
     (folder / "README.md").write_text("# A data set")
     for data, part in (folder / "a.parquet", want[:7]), (folder, want), (folder / "**" / "*.gz", want[7:]):
         assert everything(read(tmp_path, data)[0]) == part
-
-
-@pytest.mark.parametrize("data, says", [
-    ("{'a.jsonl': -1}", "want a positive number for each source"), ("{'a.jsonl': '1'}", "or weights by path"),
-    ("{'a.jsonl': 1, 'none.jsonl': 1}", "no such file, folder or pattern: 'none.jsonl'"),
-    ("b.jsonl", "b.jsonl: none of 1 conversations can be learnt from: 1 no assistant turn"),
-    ("c.jsonl", "c.jsonl, line 9: want a JSON object with"), ("d.jsonl", "d.jsonl, line 1: want a JSON object with"),
-    ("notes.txt", "notes.txt: want .jsonl, .json or .parquet"), ("torn.parquet", "torn.parquet: damaged, or not what")])
-def test_data_that_cannot_be_read_is_an_error_of_one_line(tmp_path, monkeypatch, data, says):
-    monkeypatch.chdir(tmp_path)
-    for name, rows in dict(a=rows_like(3), b=[chat_row("?")], c=[*rows_like(4), [1, 2]], d=[dict(no="form")]).items():
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-    (tmp_path / "notes.txt").write_text("What was said.")
-    (tmp_path / "torn.parquet").write_bytes(b"PAR1, and no more")
-    with pytest.raises(ValueError, match="^[^\n]*$") as error:
-        conversations.look(data)
-        read(tmp_path, data)
-    assert says in str(error.value)
 
 
 # -----------------------------------------------------------------------------
@@ -269,3 +213,6 @@ def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_
     write_rows(tmp_path / "b.jsonl", rows_like(2))
     with pytest.raises(ValueError, match="no column license in the data; it has messages"):
         read(tmp_path, tmp_path / "b.jsonl", keep_licenses="mit")
+    write_rows(tmp_path / "b.jsonl", [chat_row("?")])
+    with pytest.raises(ValueError, match="b.jsonl: none of 1 conversations can be learnt from: 1 no assistant turn"):
+        read(tmp_path, tmp_path / "b.jsonl")

@@ -14,8 +14,9 @@ import convert
 import tokenizer
 from conftest import ROOT, script
 from engine.files import read_json
-from posttrain import judge, references
+from posttrain import judge
 from tiny import small
+from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
 CHARTER = f"{ROOT}/posttrain/charter.md"
@@ -228,17 +229,6 @@ def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp
 # --rewards
 
 
-@pytest.mark.parametrize("content, says", [
-    ("", "is empty"), ("<!DOCTYPE html><p>", "is a web page"), (None, "Appendix O of arXiv 2509.14233")
-])
-def test_a_file_without_a_charter_is_an_error(tmp_path, content, says):
-    file = tmp_path / "charter.md"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ValueError, match=says):
-        references.load_reward(f"charter:http://host/a,b#c,{file}", "cpu")
-
-
 def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once(served, tmp_path):
     """One order of all four: "" is last, "x..." first, and two sampled texts of four bytes are between them."""
     policy, prompts = saved(tmp_path / "policy", "byte"), tmp_path / "prompts.jsonl"
@@ -247,10 +237,12 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once
     for out in "ab":
         done = script("posttrain.qrpo", f"--init_from={policy}", f"--data={prompts}", f"--out={tmp_path / out}",
                       f"--references={tmp_path / 'refs'}", f"--rewards=charter:{URL},{CHARTER}", "--n_refs=2",
-                      "--max_new_tokens=4", "--batch_size=1", "--micro_batch=1")
+                      "--max_new_tokens=4", "--batch_size=1", "--micro_batch=1", "--use_references=False")
         assert done.returncode == 0, done.stderr
         # A check of the server, four ratings without the empty one, and pairs in both orders; then nothing.
         assert 8 <= len(requests) <= 10
     [file] = (tmp_path / "refs").glob("rewards-*.json")
     [[of_refs, of_given]] = json.loads(file.read_text())
     assert of_given == [1, 4] and sorted(of_refs) == [2, 3]
+    # The pair is of the given completions alone, which have 1 and 10 tokens.
+    assert log(tmp_path / "a")[0]["length"] == 5.5

@@ -14,17 +14,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import convert
-import tokenizer
-from conftest import refused, same, script
+from conftest import same, script
 from engine.files import read_json
-from engine.plot import read_log
+from lab import ADAPTERS, tuning
 from posttrain import lora
-from tiny import GOLDEN, small, tensors
+from tiny import GOLDEN, tensors
+from trained import log
 
 FOLDER = f"{GOLDEN}/lora"
 VALUES = tensors("lora", "io.npz")
 IDX = VALUES["idx"]             # (2, 24)
-TOK = tokenizer.load("byte")
 
 
 def base():
@@ -126,102 +125,43 @@ def test_a_setting_that_changes_a_logit_and_another_models_adapter_are_errors_by
         refused_with(key)
 
 
-@pytest.mark.parametrize("r, on, says", [
-    (0, "all", "lora_r=0"), (4, "lm_head", "all or some of q_proj"), (4, "gate_proj", "names no matrix")])
-def test_a_rank_or_a_matrix_that_cannot_be_is_an_error(r, on, says):
-    with pytest.raises(ValueError, match=says):
-        lora.adapt(base(), lora.settings_of(r, 8, on))
-
-
 # -----------------------------------------------------------------------------
 # runs of posttrain/sft.py
 
-RUN = """--epochs=4 --batch_size=6 --micro_batch=2 --dtype=float32 --checkpoint_every=4 --keep_checkpoints=0
-    --lora_r=4 --lora_alpha=8 --lr=1e-2 --rank_every=0""".split()
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A model, and conversations for a run of 12 steps."""
-    root = tmp_path_factory.mktemp("lora")
-    convert.save_hf(small(vocab_size=320, block_size=512), str(root / "model"), TOK)
-    rows = [[("user", f"question {i}"), ("assistant", f"a{i} bb")] for i in range(18)]
-    rows = [dict(messages=[dict(role=role, content=text) for role, text in row]) for row in rows]
-    (root / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return root
-
-
-def arguments(start, out, *args):
-    return [f"--init_from={start / 'model'}", f"--data={start / 'chats.jsonl'}", f"--out={out}", *RUN, *args]
-
-
-def tune(start, out, *args):
-    return script("posttrain.sft", *arguments(start, out, *args))
-
-
-@pytest.fixture(scope="module")
-def tuned(start):
-    done = tune(start, start / "tuned")
-    assert done.returncode == 0, done.stderr
-    return start / "tuned"
-
 
 def losses(run):
-    return [entry["loss"] for entry in read_log(str(run))]
+    return [entry["loss"] for entry in log(run)]
 
 
 def answers(name, **how):
     return logits(convert.load_any(str(name), **how)[0])
 
 
-def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(start, tuned, tmp_path):
+def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tmp_path):
     """Within the rounding of fp32: the sum W x + s B A x, or of the matrices before the product."""
-    assert sum(losses(tuned)[-3:]) < 0.9 * sum(losses(tuned)[:3])
-    want = answers(tuned)
-    assert answers(tuned / "adapter").equal(want)
-    assert not torch.allclose(answers(start / "model"), want, atol=1e-2)
-    close(peft.PeftModel.from_pretrained(published(start / "model"), tuned / "adapter")(IDX).logits, want)
-    save = ["convert.py", f"--load={tuned}", f"--save={tmp_path / 'hf'}"]
-    refused(script(*save), "--merge")
-    done = script(*save, "--merge")
+    run = lab / "adapted"
+    assert sum(losses(run)[-3:]) < 0.95 * sum(losses(run)[:3])
+    want = answers(run)
+    assert answers(run / "adapter").equal(want)
+    assert not torch.allclose(answers(lab / "hf"), want, atol=1e-2)
+    close(peft.PeftModel.from_pretrained(published(lab / "hf"), run / "adapter")(IDX).logits, want)
+    done = script("convert.py", f"--load={run}", f"--save={tmp_path / 'hf'}", "--merge")
     assert "100.0% of the adapters' update survives" in done.stdout, done.stderr
     close(answers(tmp_path / "hf"), want)
 
 
-def test_two_ranks_and_one_resume_a_killed_run(launch, start, tuned, tmp_path):
-    """One process to the same bits, sharded ranks to the rounding of sums."""
-    for name in ("one", "two"):
-        shutil.copytree(tuned, tmp_path / name)
-        for path in sorted((tmp_path / name / "ckpt").iterdir())[1:]:
-            shutil.rmtree(path)
-    done = tune(start, tmp_path / "one", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert answers(tmp_path / "one").equal(answers(tuned)) and losses(tmp_path / "one") == losses(tuned)
-    args = arguments(start, tmp_path / "two", "--resume", "--parallel=fsdp", "--device=cpu")
-    codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
-    assert codes == [0, 0], text
-    assert losses(tmp_path / "two") == pytest.approx(losses(tuned), rel=1e-5)
-    off, moved = (answers(run) - answers(tuned) for run in (tmp_path / "two", start / "model"))
-    assert off.norm() <= 1e-4 * moved.norm()
-    assert answers(tmp_path / "two" / "adapter").equal(answers(tmp_path / "two"))
-
-
-def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(start, tuned, tmp_path):
+def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
     """The base model is recognised by its values in bf16 and in fp32."""
-    done = tune(start, tmp_path / "run", "--base=int8", "--recompute=full")
+    done = script(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
     assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(tuned), rel=0.1)
+    assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.1)
     for dtype in (None, torch.bfloat16):
         assert answers(tmp_path / "run", dtype=dtype).equal(answers(tmp_path / "run" / "adapter", dtype=dtype))
 
 
-def test_another_base_or_setting_is_an_error(start, tuned, tmp_path):
-    refused(tune(start, tuned, "--resume", "--lora_r=2"), "lora_r 4 -> 2")
-    refused(tune(start, tmp_path / "run", f"--init_from={tuned}"), "--merge")
-    convert.save_hf(small(seed=29, vocab_size=320, block_size=512), str(tmp_path / "model"), TOK)
-    shutil.copytree(tuned / "adapter", tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    for name, says in (("model", "was trained on other weights"), ("gone", "is an adapter of .*gone")):
-        path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=str(tmp_path / name))))
+def test_an_adapter_of_other_weights_or_of_none_is_an_error(lab, tmp_path):
+    path = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter") / "adapter_config.json"
+    for base, says in ((lab / "sft", "was trained on other weights"), ("/gone", "is an adapter of '/gone'")):
+        path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=str(base))))
         with pytest.raises(ValueError, match=says):
             convert.load_any(str(tmp_path / "adapter"))

@@ -13,15 +13,15 @@ from scipy import integrate
 
 import chat
 import convert
-from conftest import ROOT, refused, same, script, weights
+from conftest import ROOT, refused, script
 from engine.files import read_json
-from model import Apertus, ApertusConfig
+from lab import ADAPTERS, aligning
 from plain import Plain
 from posttrain import common, losses, qrpo, references
-from test_sft import TOK, assistant, chat_row, cut_back, user, write_rows
+from test_sft import TOK, assistant, chat_row, user, write_rows
+from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
-TINY = dict(block_size=256, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.05)
 END = TOK.special["<|assistant_end|>"]
 
 
@@ -53,17 +53,12 @@ def test_losses_are_the_published_implementations(case):
         torch.testing.assert_close(found, want, rtol=rtol, atol=0)
 
 
-@pytest.mark.parametrize("beta", [0.01, 0.03, 0.1, 0.3, 1.0, 5.0])
-def test_partition_functions_and_optimum_are_the_integrals(beta):
+@pytest.mark.parametrize("beta", [0.01, 0.1, 1.0, 5.0])
+def test_partition_functions_are_the_integrals(beta):
     """log E exp(log t / beta) is log(beta / (1 + beta)); log E exp(x / beta) of a standard normal is 1 / (2 beta^2)."""
     z = integrate.quad(lambda t: math.exp((t - 1) / beta), 0, 1)[0]         # Z e^(-1/beta), which does not overflow
-    mean = integrate.quad(lambda t: t * math.exp((t - 1) / beta), 0, 1)[0] / z
-    log_z = beta * math.log(z) + 1
-    # A uniform t is below beta log Z with that probability.
-    want = dict(quantile=mean, kl=(mean - log_z) / beta, falling=log_z)
-    assert losses.optimum(beta) == pytest.approx(want, abs=1e-9)
-    found = [losses.beta_log_z(beta, kind) for kind in ("identity", "log", "normal")]
-    assert found == pytest.approx([log_z, beta * math.log(beta / (1 + beta)), 1 / (2 * beta)], abs=1e-9)
+    want = [beta * math.log(z) + 1, beta * math.log(beta / (1 + beta)), 1 / (2 * beta)]
+    assert [losses.beta_log_z(beta, kind) for kind in losses.LOG_Z] == pytest.approx(want, abs=1e-9)
     assert losses.beta_log_z(torch.tensor([1e-6, 1e3])).isfinite().all()
 
 
@@ -98,82 +93,23 @@ def ask(text, **more):
     return chat_row(dict(role="system", content="x"), user(text), **more)
 
 
-REWARDS = """
-def reward(prompt, completion): return sum(map(ord, completion)) % 97 + 1e-3 * len(completion)
-def one(prompt, completion): return 1 + len(completion)
-def two(prompt, completion): return -1 - len(completion)
-def nan(prompt, completion): return float("nan")
-def fails(prompt, completion): return 1 / 0
-def few(row, completions): return [1]
-"""
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    """A model that says something short and ends; prompts; a reward function with few ties."""
-    root = tmp_path_factory.mktemp("qrpo")
-    convert.save_hf(Apertus(ApertusConfig(**TINY)), str(root / "untrained"), TOK)
-    chats = [ask(f"say {i % 6}") for i in range(60)]
-    for i, row in enumerate(chats):
-        row["messages"].append(assistant("ab"[i % 2] * (1 + i % 5)))
-    write_rows(root / "chats.jsonl", chats)
-    write_rows(root / "prompts.jsonl", [ask(f"say {i}") for i in range(6)])
-    how = "--batch_size=12 --micro_batch=12 --lr=1e-2 --epochs=6 --optimizer=adamw".split()
-    files = f"--init_from={root}/untrained --data={root}/chats.jsonl --out={root}/model".split()
-    done = script("posttrain.sft", *files, *how)
+def align(lab, out, *args):
+    """The log of a run that has to end well."""
+    done = script(*aligning(lab, out, *args))
     assert done.returncode == 0, done.stderr
-    (root / "reward.py").write_text(REWARDS)
-    (root / "both.py").write_text("reward = rewards = print")
-    return root
+    return log(out)
 
 
-def arguments(start, out, *args):
-    """The command line of a run; args come last, and win."""
-    how = """--n_refs=6 --sample_batch=12 --max_new_tokens=40 --batch_size=4 --micro_batch=2 --lr=1e-3 --rank_every=1
-        --pairs_per_prompt=0 --checkpoint_every=3 --dtype=float32 --keep_checkpoints=0 --epochs=2 --device=cpu"""
-    files = f"--init_from={start}/model --data={start}/prompts.jsonl --rewards={start}/reward.py --out={out}"
-    return [*how.split(), *files.split(), *args]
-
-
-def align(start, out, *args):
-    return script("posttrain.qrpo", *arguments(start, out, *args))
-
-
-@pytest.fixture(scope="module")
-def aligned(start):
-    done = align(start, start / "whole")
-    assert done.returncode == 0, done.stderr
-    return start / "whole"
-
-
-def log(folder):
-    """The entries of a run's log without the speed, which no two runs share."""
-    return [dict(json.loads(line), tok_s=0) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def test_it_starts_at_the_reference_is_watched_and_resumes_to_the_same_bits(aligned, start, tmp_path):
-    first = log(aligned)[0]
+def test_it_starts_at_the_reference_and_is_watched_and_adapters_have_their_model_without_them_as_reference(
+    lab, tmp_path
+):
+    first, *_ = log(lab / "qrpo")
     watched = {"target", "correlation", "reward_policy", "length", "rank_effective", "dead_units"}
     assert watched <= first.keys() and abs(first["log_ratio"]) < 1e-4 and first["kl"] < 1e-4
-    cut_back(aligned, tmp_path / "run")
-    done = align(start, tmp_path / "run", "--resume")
-    assert done.returncode == 0, done.stderr
-    assert same(weights(aligned), weights(tmp_path / "run")) and log(aligned) == log(tmp_path / "run")
-
-
-@pytest.mark.parametrize("parallel, micro_batch", [("ddp", 2), ("fsdp", 4)])
-def test_two_ranks_do_what_one_does(launch, aligned, start, tmp_path, parallel, micro_batch):
-    """
-    fsdp from the start, where both make references and one has no micro-batch; ddp resumes what one process left.
-    """
-    if parallel == "ddp":
-        cut_back(aligned, tmp_path / "two")
-    args = arguments(start, tmp_path / "two", f"--micro_batch={micro_batch}", "--resume", f"--parallel={parallel}")
-    codes, text = launch(2, *args, script="posttrain.qrpo", logs=tmp_path / "log")
-    assert codes == [0, 0], text[-2000:]
-    for one, two in zip(log(aligned), log(tmp_path / "two"), strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    begun, *_, last = align(lab, tmp_path / "run", *ADAPTERS, f"--references={lab}/qrpo/references")
+    for name in "target", "loss", "reward", "log_ratio":
+        assert begun[name] == pytest.approx(first[name], abs=1e-4)
+    assert last["kl"] > 1e-3
 
 
 # Two completions a prompt, (text, reward), and the rewards of its references. The better completion is the first,
@@ -219,7 +155,7 @@ def plain_loss(kind, lp, p, beta, norm, ties):
     ("rebel", 4.0, True, "le", "adamw", 0.05),
     ("simpo", 0.4, False, "le", "adamw", 0.01),
 ])
-def test_it_is_the_same_run_written_plainly_in_fp64(start, tmp_path, kind, beta, norm, ties, optimizer, clip):
+def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, beta, norm, ties, optimizer, clip):
     """Two steps of two batches of two pairs: the right one is better, lengths are tokens, Z is the prompt's own."""
     rows = []
     for k, (*couple, refs) in enumerate(COUPLES):
@@ -230,10 +166,8 @@ def test_it_is_the_same_run_written_plainly_in_fp64(start, tmp_path, kind, beta,
         --beta={beta} --length_norm={norm} --beta_max=0.25 --ties={ties} --optimizer={optimizer}
         --grad_clip={clip} --gamma=0.3 --lr=1e-2 --eps=1e-2 --weight_decay=0.1 --warmup=0.5 --epochs=1
         --betas=(0.9,0.999,0.99)"""
-    done = align(start, tmp_path / "run", *how.split())
-    assert done.returncode == 0, done.stderr
-
-    plain, pairs = Plain(start / "model"), []
+    logged = align(lab, tmp_path / "run", *how.split())
+    plain, pairs = Plain(lab / "sft"), []
     for row, (*couple, refs) in zip(rows, COUPLES):
         texts, r = zip(*sorted(couple, key=lambda c: -c[1]))
         said = [(prompt_of(row), TOK.encode(text) + [END]) for text in texts]
@@ -248,7 +182,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(start, tmp_path, kind, beta,
         ratio = torch.tensor([[lp.item() for lp in pair] for pair in policy]) - torch.tensor([p.ref for p in batch])
         r = torch.tensor([p.r for p in batch])
         w = ratio.flatten().softmax(0)
-        found = log(tmp_path / "run")[step]
+        found = logged[step]
         names = "loss", "margin", "reward_policy", "kl"
         want = value, ratio.diff().mean().neg(), w @ r.flatten(), w @ (4 * w).log()
         assert [found[name] for name in names] == pytest.approx([x.item() for x in want], rel=2e-5, abs=2e-5)
@@ -260,10 +194,11 @@ def test_it_is_the_same_run_written_plainly_in_fp64(start, tmp_path, kind, beta,
 # from prompts to pairs
 
 
-def test_references_on_disk_are_sampled_ids_their_rewards_and_fp64_log_probs(aligned, start):
+def test_references_on_disk_are_sampled_ids_their_rewards_and_fp64_log_probs(lab):
     """Log-probs are of the finished ones; six prompts, two in a file."""
-    plain, reward = Plain(start / "model"), runpy.run_path(start / "reward.py")["reward"]
-    files = {stage: sorted((aligned / "references").glob(f"{stage}-*")) for stage in ("samples-2", "rewards", "logp")}
+    plain, reward = Plain(lab / "sft"), runpy.run_path(lab / "reward.py")["reward"]
+    folder = lab / "qrpo" / "references"
+    files = {stage: sorted(folder.glob(f"{stage}-*")) for stage in ("samples-2", "rewards", "logp")}
     sampled, rewards, logp = (sum((json.loads(file.read_text()) for file in files[stage]), []) for stage in files)
     assert [len(ids) for ids in sampled] == [6] * 6 and len(files["samples-2"]) == 3
     assert rewards == [[[reward("", references.words(TOK, said)) for said in ids], []] for ids in sampled]
@@ -326,17 +261,17 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
 # rewards and errors
 
 
-def test_a_repaired_reward_is_given_to_the_references_that_there_are(start, tmp_path):
+def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_path):
     """Of another function of the same file the scores are others. The first batch is scored before all is sampled."""
-    run, args = tmp_path / "run", ["--sample_batch=6", f"--references={tmp_path}/refs"]
-    refused(align(start, run, *args, f"--rewards={start}/reward.py:fails"), "line 1", "ZeroDivisionError")
+    args = ["--sample_batch=6", f"--references={tmp_path}/refs"]
+    for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="gave 1 rewards for 6").items():
+        line = f"line 1: --rewards={lab}/reward.py:{wrong} "
+        refused(script(*aligning(lab, tmp_path / wrong, *args, f"--rewards={lab}/reward.py:{wrong}")), line, says)
     [samples] = (tmp_path / "refs").glob("samples-*")
     before = samples.stat().st_mtime_ns
-    for name in ("one", "two"):
-        done = align(start, tmp_path / name, *args, f"--rewards={start}/reward.py:{name}", "--epochs=1")
-        assert done.returncode == 0, done.stderr
-    assert samples.stat().st_mtime_ns == before
-    assert log(tmp_path / "one")[0]["reward"] > 0 > log(tmp_path / "two")[0]["reward"]
+    one, two = (align(lab, tmp_path / name, *args, f"--rewards={lab}/reward.py:{name}", "--epochs=1")
+                for name in ("one", "two"))
+    assert samples.stat().st_mtime_ns == before and one[0]["reward"] > 0 > two[0]["reward"]
 
 
 @pytest.mark.parametrize("name, signature, body, want", [
@@ -355,36 +290,14 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, name, signature, body
     assert list(references.load_reward(spec, "cpu")(row, ["yes", "a"])) == want
 
 
-ASKED = chat_row(user("hi"))
-ANSWERED = dict(ASKED, completions=["a", "b"])
-
-
-@pytest.mark.parametrize("row, args, says", [
-    (dict(ANSWERED, rewards=[1, 2], ref_rewards=[1, 2]), "--rewards=", "line 1: without --rewards, ref_rewards=[1, 2]"),
-    (dict(ANSWERED, rewards=[1, math.nan], ref_rewards=[1] * 6), "--rewards=", "rewards=[1, nan]: want 2 finite"),
-    (dict(ANSWERED, rewards=[1, 1], ref_rewards=[1] * 6), "--rewards=", "nothing to learn from"),
-    (ASKED, "--loss=ppo", "there is qrpo, dpo, rebel, simpo"),
-    (ASKED, "--transform=some", "transform='some': there is identity, "),
-    (ASKED, "--n_refs=1", "at least 2 with loo=1"),
-    (ASKED, "--rewards=nowhere.py", "nowhere.py cannot be read (FileNotFoundError"),
-    (ASKED, "--rewards=ROOT/reward.py:none", "has 0 functions named none"),
-    (ASKED, "--rewards=ROOT/reward.py:nan", "rewards=[nan, nan"),
-    (ASKED, "--rewards=ROOT/reward.py:few", "line 1: --rewards=ROOT/reward.py:few gave 1 rewards for 6 completions"),
-    (ASKED, "--rewards=ROOT/both.py", "has 2 functions named reward or rewards"),
-    (None, "--references=ROOT/whole/references --max_length=200", "max_length 256 -> 200"),
-    (None, "--references=ROOT/whole/references --init_from=ROOT/untrained", "of other settings: another start"),
-    (None, "--references=MOVED", "differs from its own reference log-probs"),
-    (None, "--out=ROOT/whole --resume --beta=0.3", "beta 0.0 -> 0.3"),
-    (None, "--out=ROOT/whole --resume --rewards=ROOT/reward.py:two", "rewards_hash"),
-])
-def test_what_cannot_work_is_told_in_one_line(aligned, start, tmp_path, row, args, says):
-    """None: the prompts of the fixture. MOVED: references whose log-probs are not the start model's."""
-    write_rows(tmp_path / "data.jsonl", [row])
-    shutil.copytree(aligned / "references", tmp_path / "moved")
-    for file in (tmp_path / "moved").glob("logp-*.json"):
+def test_another_reward_equal_ones_or_log_probs_of_another_model_are_errors(lab, tmp_path):
+    tied = ask("x", completions=["a", "b"], rewards=[1, 1], ref_rewards=[1] * 6)
+    write_rows(tmp_path / "tied.jsonl", [tied])
+    done = script(*aligning(lab, tmp_path / "tied", f"--data={tmp_path}/tied.jsonl", "--rewards="))
+    refused(done, "nothing to learn from")
+    run = shutil.copytree(lab / "qrpo", tmp_path / "run")
+    refused(script(*aligning(lab, run, "--resume", f"--rewards={lab}/reward.py:two")), "rewards_hash")
+    for file in (run / "references").glob("logp-*.json"):
         file.write_text(json.dumps([x - 5 for x in json.loads(file.read_text())]))
-    args, says = (text.replace("ROOT", str(start)).replace("MOVED", f"{tmp_path}/moved") for text in (args, says))
-    data = [f"--data={tmp_path}/data.jsonl"] if row else []
-    done = align(start, tmp_path / "run", *data, *args.split())
-    last = done.stderr.strip().splitlines()[-1]
-    assert done.returncode == 2 and last.startswith("qrpo.py: ") and says in last, done.stderr
+    done = script(*aligning(lab, tmp_path / "new", f"--references={run}/references"))
+    assert done.returncode == 2 and "differs from its own reference log-probs" in done.stderr

@@ -1,24 +1,24 @@
 """posttrain/sft.py: what is learnt, against the published template's ids; the loss against torch; as users run it."""
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 import chat
 import convert
 import tokenizer
-from conftest import ROOT, refused, same, script, weights
+from conftest import ROOT, refused, script
 from engine import memory
 from generate import generate
+from lab import tuning
 from model import Apertus, ApertusConfig
 from plain import Plain
-from posttrain import collapse, common
+from posttrain import common
+from trained import log
 
-TINY = dict(block_size=512, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, init_std=0.05)
 TOK = tokenizer.load("byte")
 SYSTEM = dict(role="system", content="s")
 GOLDEN = json.loads(Path(ROOT, "tests", "golden", "chat.json").read_text(encoding="utf-8"))
@@ -74,31 +74,12 @@ def test_all_the_assistant_says_is_learnt_with_thoughts_and_calls_and_nothing_el
     assert TOK.decode([i for i, mine in zip(ids, said) if mine]) == want.replace("END", "<|assistant_end|>")
 
 
-@pytest.mark.parametrize("why, messages", [
-    ("no assistant turn", [SYSTEM, user("a")]),
-    ("roles out of order", [assistant("first")]),
-    ("roles out of order", [user("a"), user("b"), assistant("c")]),
-    ("an empty turn", [user(" "), assistant("c")]),
-    ("an empty turn", [user("a"), assistant(None)]),
-    ("ends with a tool's output", [user("a"), assistant("b"), dict(role="tool", content="c")]),
-    ("more than max_length=300 tokens", [user("a"), assistant("x" * 500)]),
-    (chat.ODD, [user(5), assistant("c")]),
-    (chat.ODD, [user("a"), assistant(dict(blocks=["x"]))]),
-    (chat.ODD, [user("a"), assistant("half \ud83d a pair")]),
-    (chat.ODD, [user("a"), assistant("", tool_calls=[5])]),
-])
-def test_what_cannot_be_learnt_from_has_a_reason(why, messages):
-    assert chat.learnable(TOK, chat_row(*messages), 300) == why
-
-
 # -----------------------------------------------------------------------------
 # the schedule and the order
 
 
 def test_the_schedule_is_transformers_linear_without_its_zeros():
     """transformers' schedule of one step more begins and ends at 0; ours lies between, so that every step learns."""
-    from transformers import get_linear_schedule_with_warmup
-
     theirs = get_linear_schedule_with_warmup(torch.optim.SGD([torch.zeros(1)], 1.0), 3, 31).lr_lambdas[0]
     for step in range(30):
         assert common.linear(step, 30, 0.1) == pytest.approx(theirs(step + 1), abs=1e-12)
@@ -117,60 +98,22 @@ def test_each_epoch_takes_every_conversation_once_in_an_order_of_its_own():
 # the script
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A start model, conversations, and a model without <|assistant_end|>."""
-    root = tmp_path_factory.mktemp("sft")
-    convert.save_hf(Apertus(ApertusConfig(**TINY)), str(root / "model"), TOK)
-    rows = [chat_row(SYSTEM, user(f"question {i}"), assistant(f"a{i} bb")) for i in range(18)]
-    write_rows(root / "chats.jsonl", rows)
-    file = shutil.copytree(root / "model", root / "dumb") / "tokenizer.json"
-    file.write_text(file.read_text().replace("<|assistant_end|>", "<|something|>"))
-    return root
-
-
-def arguments(lab, out, *args):
-    """The command line of a run of 12 steps; args come last, and win."""
-    how = """--batch_size=6 --micro_batch=2 --lr=3e-3 --epochs=4 --warmup=0.1 --checkpoint_every=4 --dtype=float32
-        --keep_checkpoints=0 --device=cpu"""
-    return [*how.split(), f"--init_from={lab}/model", f"--data={lab}/chats.jsonl", f"--out={out}", *args]
-
-
 def tune(lab, out, *args):
-    return script("posttrain.sft", *arguments(lab, out, *args))
-
-
-@pytest.fixture(scope="module")
-def tuned(lab):
-    done = tune(lab, lab / "whole")
+    """A run of conversations, which has to end well."""
+    done = script(*tuning(lab, out, *args))
     assert done.returncode == 0, done.stderr
-    return lab / "whole"
-
-
-def log(folder):
-    return list(map(json.loads, (folder / "log.jsonl").read_text().splitlines()))
+    return done.stdout
 
 
 def losses(folder):
     return [entry["loss"] for entry in log(folder)]
 
 
-def cut_back(run, new):
-    """A copy of a run, as if it had been killed after its first checkpoint, in the middle of a line of the log."""
-    shutil.copytree(run, new)
-    for path in sorted((new / "ckpt").iterdir())[1:]:
-        shutil.rmtree(path)
-    with open(new / "log.jsonl", "a") as f:
-        f.write('{"step": 12, "lo')
-
-
-def test_it_learns_watches_its_ranks_and_is_a_hugging_face_folder(tuned):
-    entries = log(tuned)
+def test_it_learns_at_the_rates_of_the_schedule_and_watches_its_ranks(lab):
+    first, second, *_, last = log(lab / "sft")
     watched = {"rank_effective", "rank_pca99", "rank_stable", "dead_units", "preactivation"}
-    assert watched <= entries[0].keys() & entries[11].keys() - entries[1].keys()
-    assert [e["step"] for e in entries] == list(range(12)) and entries[0]["lr"] == 1.5e-3
-    assert entries[-1]["loss"] < entries[0]["loss"] - 0.5
-    assert same(weights(tuned), dict(convert.load_hf(str(tuned)).named_parameters()))
+    assert watched <= first.keys() & last.keys() - second.keys()
+    assert (last["step"], last["lr"]) == (19, pytest.approx(1e-2 / 20)) and last["loss"] < first["loss"] - 0.5
 
 
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])
@@ -180,9 +123,8 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
     write_rows(tmp_path / "rows.jsonl", rows)
     how = f"""--data={tmp_path}/rows.jsonl --batch_size=4 --epochs=2 --micro_batch=3 --lr=1e-2 --warmup=0.5
         --optimizer={optimizer} --grad_clip={clip} --eps=1e-3 --weight_decay=0.2"""
-    done = tune(lab, tmp_path / "run", *how.split())
-    assert done.returncode == 0, done.stderr
-    plain, found = Plain(lab / "model"), losses(tmp_path / "run")
+    tune(lab, tmp_path / "run", *how.split())
+    plain, found = Plain(lab / "hf"), losses(tmp_path / "run")
     for step, rate in enumerate((0.5, 1, 0.5)):
         batch = [chat.render(TOK, rows[k]) for k in common.items(step, 4, 6, 2, 28)]
         logp = torch.cat([plain.logp(ids)[torch.tensor(said[1:])] for ids, said in batch])
@@ -193,89 +135,34 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
     assert plain.distance(convert.load_run(str(tmp_path / "run"))[0]) < 1e-4
 
 
-def test_killed_or_asked_to_stop_it_resumes_to_the_same_bits(tuned, lab, tmp_path, monkeypatch):
-    cut_back(tuned, tmp_path / "killed")
-    shutil.rmtree(f"{tmp_path}/killed/tokens")
-    refused(tune(lab, f"{tmp_path}/killed", "--resume", "--lr=1"), " lr ")
-    assert not os.path.exists(f"{tmp_path}/killed/tokens")   # another run is refused before its data are read
-
-    def ask(*args):  # in the middle of the first step
-        signal.raise_signal(signal.SIGTERM)
-        return {}
-
-    monkeypatch.setattr(collapse, "diagnose", ask)
-    done = tune(lab, f"{tmp_path}/stopped")
-    assert "stopped as asked after step 1, saved; --resume" in done.stdout, done.stderr
-    assert os.listdir(f"{tmp_path}/stopped/ckpt") == ["step-00000001"]
-    monkeypatch.undo()
-    for name in ("killed", "stopped"):
-        done = tune(lab, f"{tmp_path}/{name}", "--resume")
-        assert done.returncode == 0, done.stderr
-        assert same(weights(f"{tmp_path}/{name}"), weights(tuned)) and losses(tmp_path / name) == losses(tuned)
-
-
-@pytest.mark.parametrize("parallel, micro_batch", [("ddp", 6), ("fsdp", 2)])
-def test_two_ranks_do_what_one_does(launch, tuned, lab, tmp_path, parallel, micro_batch):
-    """ddp from the start, one rank without a micro-batch; fsdp resumes what one process left when it was killed."""
-    if parallel == "fsdp":
-        cut_back(tuned, tmp_path / "two")
-    args = arguments(lab, tmp_path / "two", "--resume", f"--parallel={parallel}", f"--micro_batch={micro_batch}")
-    codes, text = launch(2, *args, script="posttrain.sft", logs=tmp_path / "log")
-    assert codes == [0, 0], text[-2000:]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tuned), abs=2e-5)
-
-
-def test_packing_changes_no_number_and_a_run_folder_starts_a_run(tuned, lab, tmp_path):
-    for name, args in ("packed", ["--pack", "--max_length=400", "--micro_batch=6"]), ("next", [f"--init_from={tuned}"]):
-        assert tune(lab, tmp_path / name, *args).returncode == 0
-    assert losses(tmp_path / "packed") == pytest.approx(losses(tuned), abs=2e-5)
-    assert losses(tmp_path / "next")[0] < losses(tuned)[-1] + 0.2
+def test_packing_changes_no_number(lab, tmp_path):
+    tune(lab, tmp_path / "packed", "--pack", "--max_length=200", "--micro_batch=6")
+    assert losses(tmp_path / "packed") == pytest.approx(losses(lab / "sft"), abs=2e-5)
 
 
 def test_what_is_left_out_is_counted_by_kind(lab, tmp_path):
     odd = chat_row(user(5), assistant("c"))
-    write_rows(tmp_path / "rows.jsonl", [GOOD, odd, chat_row(user("a")), odd])
-    done = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
+    write_rows(tmp_path / "rows.jsonl", [chat_row(user("hi"), assistant("ho")), odd, chat_row(user("a")), odd])
+    said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--epochs=1")
     reasons = f"2 {chat.ODD} (first in line 2 of rows.jsonl); 1 no assistant turn (first in line 3 of rows.jsonl)\n"
-    assert done.returncode == 0 and f"left out 3 of 4 conversations: {reasons}" in done.stdout, done.stderr
-    assert "1 conversations, 1 step\n" in done.stdout
+    assert f"left out 3 of 4 conversations: {reasons}" in said and "1 conversations, 1 step\n" in said
+    refused(script(*tuning(lab, tmp_path / "run", "--epochs=1", "--resume")), "is of another run: data_hash")
 
 
 def test_show_prints_bytes_as_text_and_what_is_learnt_in_green(lab, tmp_path):
-    write_rows(tmp_path / "rows.jsonl", [chat_row(SYSTEM, user("hi"), assistant("hör zu"))])
-    done = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--show")
-    line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör zu<|assistant_end|>\x1b[0m"
-    assert done.returncode == 0 and line in done.stdout, done.stderr
+    write_rows(tmp_path / "rows.jsonl", [chat_row(user("a")), chat_row(SYSTEM, user("hi"), assistant("hör\nzu"))])
+    said = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", "--show")
+    line = "<|user_start|>hi<|user_end|><|assistant_start|>\x1b[0m·\x1b[32mhör⏎zu<|assistant_end|>\x1b[0m\n"
+    assert f"{line}8 of 69 " in said and "line 1 is left out: no assistant turn\n" in said
 
 
-GOOD = chat_row(SYSTEM, user("hi"), assistant("ho"))
-AGAIN = "--out=LAB/whole --resume --data=LAB/chats.jsonl"
-FREE = "--micro_batch=3 --pack --rank_every=7 --keep_checkpoints=3 --recompute=full --lora_alpha=3.0"
-
-
-@pytest.mark.parametrize("row, args, says", [
-    (GOOD, "--max_length=513", "max_length=513 is beyond the window of the start model, 512 tokens"),
-    (dict(text="x"), "", "line 1: want a JSON object with a list `messages`"),
-    (chat_row(user("a")), "", "none of 1 conversations can be learnt from: 1 no assistant turn"),
-    (GOOD, "--data=/nowhere.jsonl", "no such file"),
-    (GOOD, "--warmup=2", "a share of the steps"),
-    (GOOD, "--init_from=LAB/dumb", "its vocabulary has no <|assistant_end|>"),
-    (GOOD, "--out=LAB/whole", "--resume continues it"),
-    (GOOD, "--out=LAB/whole --resume", "is of another run: data_hash"),
-    *((GOOD, f"{AGAIN} --{setting}", f" {setting.split('=')[0]} ")
-      for setting in "lr=1e-3 warmup=0.2 date=2020-01-01 epochs=5 grad_clip=2.0 lora_r=2".split()),
-    (GOOD, f"{AGAIN} {FREE}", "is finished: all 12 steps are done"),
-])
-def test_what_cannot_work_is_told_in_one_line(tuned, lab, tmp_path, row, args, says):
-    """A setting that changes the numbers is compared when a run resumes; those of FREE are not."""
-    write_rows(tmp_path / "rows.jsonl", [row])
-    done = tune(lab, tmp_path / "run", f"--data={tmp_path}/rows.jsonl", *args.replace("LAB", str(lab)).split())
-    refused(done, "sft.py: ", says)
-
-
-def test_a_run_that_cannot_fit_says_so_before_it_reads_a_weight(lab, tmp_path, monkeypatch):
+def test_a_start_that_cannot_chat_or_does_not_fit_is_an_error_before_a_weight_is_read(lab, tmp_path, monkeypatch):
+    file = shutil.copytree(lab / "hf", tmp_path / "dumb") / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|assistant_end|>", "<|something|>"))
+    dumb = tuning(lab, tmp_path / "run", f"--init_from={tmp_path}/dumb")
+    refused(script(*dumb), "sft.py: ", "its vocabulary has no <|assistant_end|>")
     monkeypatch.setattr(memory, "memory_of", lambda device: 1e5)
-    refused(tune(lab, tmp_path / "run"), "GB that a step takes", "--lora_r=16 --base=bf16")
+    refused(script(*tuning(lab, tmp_path / "run")), "GB that a step takes", "--lora_r=16 --base=bf16")
 
 
 # A program for two ranks: an AssertionError is a failure.
@@ -306,7 +193,8 @@ with orderly_exit():
     ranks.join("cpu", 60)
     for folder in sys.argv[1:]:
         shape, _, path = convert.start_of(folder)
-        run = SimpleNamespace(ranks=ranks, config={}, shape=shape, path=path, device="cpu", dtype=torch.float32)
+        config = dict(base="fp32")
+        run = SimpleNamespace(ranks=ranks, config=config, shape=shape, path=path, device="cpu", dtype=torch.float32)
         with Largest() as largest:
             start.ready(run)
         want = dict(convert.load_any(folder)[0].named_parameters())
@@ -318,25 +206,23 @@ with orderly_exit():
 """
 
 
-def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(launch, tuned, lab, tmp_path):
+def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(launch, lab, tmp_path):
     """From an export, a run folder and a model whose head is its embedding."""
-    tied = Apertus(ApertusConfig(**TINY, tie_embeddings=True))
-    convert.save_hf(tied, str(tmp_path / "tied"), TOK)
+    shape = dict(block_size=64, vocab_size=320, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64)
+    convert.save_hf(Apertus(ApertusConfig(**shape, tie_embeddings=True)), str(tmp_path / "tied"), TOK)
     (tmp_path / "shards.py").write_text(SHARDS)
-    folders = lab / "model", tuned, tmp_path / "tied"
+    folders = lab / "hf", lab / "sft", tmp_path / "tied"
     codes, text = launch(2, *folders, script=tmp_path / "shards.py", logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
 
 
-def test_the_run_chats_in_transformers_with_the_same_greedy_tokens(tuned):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    theirs, tok = AutoModelForCausalLM.from_pretrained(tuned).eval(), AutoTokenizer.from_pretrained(tuned)
-    messages = [SYSTEM, user("question 3")]
+def test_the_run_chats_in_transformers_with_the_same_greedy_tokens(lab):
+    theirs, tok = (kind.from_pretrained(lab / "sft") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    messages = [SYSTEM, user("say 3")]
     ids = tok.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     assert ids[0].tolist() == TOK.chat(messages, add_generation_prompt=True)[1]
     # As in the published file, [2, 68, 72]: it ends a turn, and stops where a tool has to answer.
     ends = [TOK.special[f"<|{name}|>"] for name in ("assistant_end", "tools_suffix")]
     assert tok.eos_token_id == ends[0] and theirs.generation_config.eos_token_id == [2, *ends]
-    ours = generate(convert.load_run(str(tuned))[0], ids.tolist(), 30, chat.ends(TOK), temperature=0)
+    ours = generate(convert.load_run(str(lab / "sft"))[0], ids.tolist(), 30, chat.ends(TOK), temperature=0)
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours

@@ -1,0 +1,99 @@
+"""
+A run that is killed, or carried on by another number of ranks, ends as the undisturbed run: each kind of run against
+itself. One process resumes bit-exact. Ranks add in another order, so their losses are close; with --exact,
+which train.py has, all weights are bit-exact on any number of ranks too.
+"""
+import json
+import random
+
+import pytest
+
+from conftest import same, script, weights
+from lab import ADAPTERS, aligning, pretraining, tuning
+from trained import equal, killed_after, log, steps
+
+TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
+START = "--init_from=LAB/hf --base=bf16 " + " ".join(ADAPTERS)
+GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
+# Each kind of run: the command, its flags, how two ranks share it from its start, and how when they resume it.
+KINDS = dict(
+    pretraining=(pretraining, TRAIN, "ddp", "fsdp --exact"),
+    continued=(pretraining, f"{TRAIN} {START}", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    distilled=(pretraining, f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
+    guided=(pretraining, f"{TRAIN} {GUIDED}", "ddp", "fsdp --exact"),
+    sft=(tuning, "", "fsdp", "ddp"),
+    adapted=(tuning, " ".join(ADAPTERS), "ddp", "fsdp"),
+    qrpo=(aligning, "", "fsdp", "ddp"),
+)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def run(lab, launch):
+    """run(kind, out, *args, parallel): begin a run, or carry it on: on two ranks if parallel is given."""
+
+    def run(kind, out, *args, parallel=""):
+        command, more, *_ = KINDS[kind]
+        name, *line = command(lab, out, *more.replace("LAB", str(lab)).split(), *args, "--resume")
+        if parallel:
+            codes, said = launch(2, *line, f"--parallel={parallel}", script=name, logs=f"{out}.log")
+        else:
+            done = script(name, *line)
+            codes, said = [done.returncode], done.stderr
+        assert not any(codes), said[-3000:]
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(lab, run, tmp_path_factory):
+    """whole(kind, *args): the folder of the undisturbed run."""
+    made = {(kind,): lab / kind for kind in ("sft", "adapted", "qrpo")}
+
+    def whole(kind, *args):
+        if (kind, *args) not in made:
+            made[kind, *args] = run(kind, tmp_path_factory.mktemp(kind) / "whole", *args)
+        return made[kind, *args]
+
+    return whole
+
+
+def killed(out, new, places):
+    """A copy of a run, killed after one of these checkpoints, in the middle of a line of its log."""
+    place = random.Random(str(out)).choice(places)
+    killed_after(out, new, steps(out)[place])
+    with open(new / "log.jsonl", "a") as f:
+        f.write(json.dumps(log(out)[-1])[:9])
+    return new
+
+
+def losses(out):
+    return [entry["loss"] for entry in log(out, "loss")]
+
+
+@every_kind
+def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind):
+    again = run(kind, killed(whole(kind), tmp_path / "run", [0, 1, -2]))
+    assert equal(again, whole(kind))
+
+
+@every_kind
+def test_two_ranks_have_the_losses_of_one(whole, run, tmp_path, kind):
+    *_, shared, _ = KINDS[kind]
+    flag, *more = shared.split()
+    two = run(kind, tmp_path / "two", *more, parallel=flag)
+    assert losses(two) == pytest.approx(losses(whole(kind)), rel=2e-5, abs=2e-5)
+
+
+@every_kind
+def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
+    flag, *exact = KINDS[kind][-1].split()
+    want = whole(kind, *exact)
+    two = run(kind, killed(want, tmp_path / "two", [0]), *exact, parallel=flag)
+    one = run(kind, killed(two, tmp_path / "one", [1, -2]), *exact)
+    assert losses(one) == (losses(want) if exact else pytest.approx(losses(want), rel=2e-5, abs=2e-5))
+    assert not exact or same(weights(want), weights(one))
+    if kind == "adapted":
+        # What shards have saved for PEFT.
+        assert same(weights(two), weights(two / "adapter"))
