@@ -102,11 +102,8 @@ checkpoint_every = 1000         # steps; 0 = at the end only
 checkpoint_minutes = 30.0       # a checkpoint after so many minutes without one, whatever the steps; 0 = never
 keep_checkpoints = 2            # of the newest, and the last from before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
-profile = 0                     # write trace.json, a Chrome trace of the step after this many; 0 = of none
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
-wandb_log = False               # also log to Weights & Biases (pip install wandb)
-wandb_project = "nanoapertus"
 # -----------------------------------------------------------------------------
 
 
@@ -160,8 +157,6 @@ def check_settings():
                          "name a config that has one, like configs/8b.py")
     if keep_checkpoints < 0:
         raise ValueError(f"keep_checkpoints={keep_checkpoints}: want how many of the newest to keep, 0 = all")
-    if wandb_log:
-        import wandb  # noqa: F401  here, so that an error comes before the run folder is there
     check_states(optimizer, state_dtype)
     lr_at(0)
 
@@ -498,7 +493,7 @@ def pretrain(run, build, stop, cooldown):
             set_aside(out, run.decayed)                    # here, since build_all() may still refuse the checkpoint
         if found:
             print(f"resumed from {found[0]}")
-    run.log = runs.open_log(out, start, ranks, validate=start >= end, project=wandb_log and wandb_project)
+    run.log = runs.open_log(out, start, ranks, validate=start >= end)
     run.clock = runs.Clock(minutes, run.spent)
     # With --minutes the bar's end is an estimate, which each step makes anew.
     run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
@@ -515,7 +510,7 @@ def pretrain(run, build, stop, cooldown):
         if run.cores and done % 50 == 0 and (says := run.cores.take()):
             bar.write(says)
         step, run.step_began = done, time.perf_counter()
-        if profile and done == start + profile:
+        if first and os.path.exists(f"{out}/profile"):
             trace = torch.profiler.profile()
             trace.start()
 
@@ -549,6 +544,7 @@ def pretrain(run, build, stop, cooldown):
         if trace:
             trace.stop()
             trace.export_chrome_trace(f"{out}/trace.json")
+            runs.forget(out, "profile")
             trace = None
 
         # What happened.

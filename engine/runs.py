@@ -6,6 +6,7 @@ The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may writ
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel frees it when that process ends, however it ends
     stop           `touch` it, and all ranks save after the current step, and exit
+    profile        `touch` it, and the next step is traced: trace.json, for chrome://tracing
     cooldown       `touch` it, and train.py begins the decay of its learning rate after the current step
 """
 
@@ -83,10 +84,9 @@ def entry_of(line):
         return None
 
 
-def open_log(out, start, ranks, validate=False, project=""):
+def open_log(out, start, ranks, validate=False):
     """
-    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing. project:
-    of Weights & Biases, which gets each entry as well.
+    The function that appends an entry to log.jsonl: log(step=..., **values). On other ranks it does nothing.
 
     Lines of steps from `start` on, which will be repeated, and torn ones are removed first; with validate also the last
     validation before `start`.
@@ -94,9 +94,6 @@ def open_log(out, start, ranks, validate=False, project=""):
     if not ranks.first:
         return lambda **entry: None
     path = f"{out}/log.jsonl"
-    if project:
-        import wandb
-        wandb.init(project=project, name=os.path.basename(out), config=settings_of(out))
     if os.path.exists(path):
         with open(path, encoding="utf-8", errors="replace") as f:
             kept = [line for line in f
@@ -106,8 +103,6 @@ def open_log(out, start, ranks, validate=False, project=""):
 
     def log(**entry):
         file.write(json.dumps(entry) + "\n")
-        if project:
-            wandb.log(entry, step=entry["step"])
     return log
 
 
@@ -117,7 +112,7 @@ def asked_to_stop(out, stop, ranks):
 
 
 def forget(out, *names):
-    """Remove the files `stop` or `cooldown`: the next start must not obey them again."""
+    """Remove the files `stop`, `cooldown` or `profile`: the next start must not obey them again."""
     for name in names:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.remove(f"{out}/{name}")

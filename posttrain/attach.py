@@ -7,6 +7,7 @@ The extras of train.py. train.py hands its command line over if it names one of 
     --fp8                           the matrices of the blocks multiplied in 8 bits (engine/fp8.py)
     --sequence_parallel=8           windows over 8 ranks (engine/sequence.py)
     --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (papers/structured_ffn.py)
+    --wandb_log                     the log sent to Weights & Biases too
     --old=FOLDER                    a second validation text, to see forgetting (posttrain/forgetting.py)
 
 MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so they are
@@ -18,6 +19,8 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/s
 """
 
 import functools
+import os
+from types import SimpleNamespace
 
 import torch
 
@@ -27,7 +30,7 @@ import train
 from configurator import attached, run, settings
 from data import read_meta
 from engine import fp8 as eight_bits
-from engine import sequence
+from engine import runs, sequence
 from engine.attention import attend_on
 from engine.parallel import orderly_exit
 from model import Apertus
@@ -50,6 +53,9 @@ distill = 0.9                   # share of KL(teacher || model) in the loss, the
 # speed and size
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
 sequence_parallel = 1           # neighbouring ranks that share one window, for long ones; divides n_kv_head
+# the log
+wandb_log = False               # send each entry of the log to Weights & Biases too (pip install wandb)
+wandb_project = "nanoapertus"
 # structured layers
 ffn = "dense"                   # dense | lowrank | blockdense | blockshuffle
 ffn_rank = 0                    # of lowrank and blockdense
@@ -197,6 +203,21 @@ def wrap_loop(tok):
         update(run, rate, norm)
         step, _ = run.model.now
         run.guides.end(step + 1, run.opt)
+
+    if wandb_log:
+        import wandb                                       # here, so that an error comes before the run folder is there
+
+        def open_both(out, start, ranks, validate):
+            log = runs.open_log(out, start, ranks, validate)
+            if ranks.first:
+                wandb.init(project=wandb_project, name=os.path.basename(out), config=runs.settings_of(out))
+
+            def both(**entry):
+                log(**entry)
+                if ranks.first:
+                    wandb.log(entry, step=entry["step"])
+            return both
+        train.runs = SimpleNamespace(**vars(runs) | dict(open_log=open_both))
 
     train.build_all = then_attach
     if ffn != "dense" or self_guided:

@@ -31,6 +31,7 @@ def eight():
 def asked(monkeypatch, capsys, eight):
     """asked(bytes of the GPU, rows, settings): the line, or the error, of a run with a step of the 8B in bf16."""
     def ask(has, rows, ranks=ALONE, free=None, device="cuda:0", T=4096, **settings):
+        monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
         monkeypatch.setattr(memory, "memory_of", lambda device: has)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free or has, has))
         run = SimpleNamespace(config=SETTINGS | settings, rows=rows, val=SimpleNamespace(T=T), device=device,
@@ -101,22 +102,21 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
     assert found["total"] == pytest.approx(sum(found.values()) / 2)
 
 
-def test_the_error_names_flags_with_which_the_8b_fits(asked):
+def test_the_error_prints_commands_with_which_the_8b_fits(asked):
     """20 bytes for each of 8,053,338,176 parameters are 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9."""
     said = asked(H200, 4)
     assert said.startswith("error: GB that a step takes: weights 32.2, gradients 32.2, states 96.6, activations 78.8, ")
-    flags = "--state_dtype=bfloat16 --recompute=selective --micro_batch=1 takes 146.4 on each of 1"
-    assert said.endswith(f"cuda:0 has 150.8 of 150.8 free: {flags}")
+    two = "torchrun --standalone --nproc_per_node=2 train.py configs/8b.py --micro_batch=2 --parallel=fsdp"
+    one = "python train.py configs/8b.py --micro_batch=1 --recompute=selective --state_dtype=bfloat16"
+    assert said.endswith(f"cuda:0 has 150.8 of 150.8 free: {two}; or {one}")
     assert "total 146.4;" in asked(H200, 1, state_dtype="bfloat16", recompute="selective")
-    node = "--state_dtype=float32 --recompute=none --micro_batch=2 takes 74.7 on each of 8"
-    assert asked(H100, 6, NODE).endswith(node) and "total 74.7; cuda:0 has 85.5" in asked(H100, 2, NODE)
-
-
-def test_the_error_names_more_devices_or_adapters_where_no_flag_helps(asked):
-    shards = "--parallel=fsdp --recompute=full --micro_batch=1 takes 53.1 on each of 4"
-    assert asked(H100, 4, init_from="8b", lora_r=16).endswith(shards)
+    node = "free: torchrun --standalone --nproc_per_node=8 train.py configs/8b.py --micro_batch=2 --parallel=fsdp"
+    assert node in asked(H100, 6, NODE) and "total 74.7; cuda:0 has 85.5" in asked(H100, 2, NODE)
+    assert " free: python train.py" in asked(H200, 4, optimizer="adamw") and "bfloat16" not in asked(H200, 4, optimizer="adamw")
+    nodes = "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 train.py configs/8b.py"
+    assert nodes in asked(20e9, 1)
     assert asked(H100, 4, init_from="8b", lora_r=0).endswith("; or train adapters, --lora_r=16 --base=bf16")
-    assert asked(1e9, 1).endswith("take a shorter --block_size, or a larger device")
+    assert asked(1e9, 1).endswith("a shorter --block_size would fit")
 
 
 def test_a_rank_holds_its_part_of_a_window_that_it_shares(asked):
@@ -127,6 +127,6 @@ def test_a_rank_holds_its_part_of_a_window_that_it_shares(asked):
 
 def test_memory_of_other_processes_does_not_count_and_one_rank_prints_on_a_gpu(asked):
     said = asked(200e9, 1, free=120e9, recompute="full")
-    assert "cuda:0 has 120.0 of 200.0 free: --parallel=fsdp" in said and said.startswith("error")
+    assert "cuda:0 has 120.0 of 200.0 free: torchrun" in said and said.startswith("error")
     assert asked(H100, 2, NODE | dict(first=False)) == asked(H200, 1, NODE, device="cpu") == ""
     assert asked(None, 4, device="mps") == ""
