@@ -225,7 +225,7 @@ def build_all(run, build, found):
     if not found or not all(p.requires_grad for p in model.parameters()):
         # A start model has an init_weights() of its own, which reads a file.
         if run.ranks.sharded and "init_weights" not in vars(model):
-            from engine.restore import draw
+            from engine.sharding import draw
             draw(model, seed)
         else:
             if (seconds := model.num_params() / 45e6) > 5:

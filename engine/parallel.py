@@ -204,31 +204,9 @@ def spread(model, ranks, device, recompute="none", compiled=False):
             block.compile()
         model.chunk_loss = torch.compile(model.chunk_loss)
     if ranks.sharded and next(model.parameters()).is_meta:
+        from engine.sharding import shard
         shard(model, ranks)
         model.to_empty(device=device)
-
-
-def shard(model, ranks):
-    """
-    FSDP2. Each block is gathered by itself, the embedding too, and the rest (head, last norm) as one.
-
-    Gradients are added, not averaged: to take FSDP's mean and multiply by R would be exact for R = 2^n only.
-    """
-    # Here, since it is slow to import and seldom needed.
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-    policy = MixedPrecisionPolicy(
-        param_dtype=model.dtype,
-        reduce_dtype=torch.float64 if ranks.exact else torch.float32)
-    parts = [*model.model.layers, model]
-    if not model.config.tie_embeddings:
-        parts.insert(0, model.model.embed_tokens)
-    for part in parts:
-        fully_shard(part, mesh=ranks.mesh, mp_policy=policy)
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
-    # SFT and QRPO call it by itself: it gathers weights as forward() does.
-    register_fsdp_forward_method(model, "hidden")
 
 
 def local(t):

@@ -10,8 +10,6 @@ import math
 import os
 
 import torch
-import torch.distributed as dist
-from tqdm import tqdm
 
 from engine.checkpoint import everyone, rank_in, sealed, steps_in, tensors_of, together
 from engine.files import read_text, sha256
@@ -123,28 +121,6 @@ def empty_state(optimizer, p, shape, dtype):
     if shape == p.shape:
         return torch.empty_like(p, dtype=dtype)
     return torch.empty((), dtype=dtype, device=p.device if optimizer.defaults.get("fused") else "cpu")
-
-
-@torch.no_grad()
-def draw(model, seed):
-    """
-    The values of model.init_weights(seed), in shards: each rank draws some of the tensors whole and scatters them. One
-    core draws 45 million numbers a second, so eight draw the 8B in half a minute.
-    """
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    # Large ones first, so that in each round all ranks draw equally long.
-    params = sorted(model.named_parameters(), key=lambda pair: -pair[1].numel())
-    mesh = params[0][1].device_mesh
-    mesh = mesh["shards"] if mesh.ndim > 1 else mesh
-    me, size = mesh.get_local_rank(), mesh.size()
-    for first in tqdm(range(0, len(params), size), "initial weights", delay=2, disable=dist.get_rank() > 0):
-        for k, (name, p) in enumerate(params[first:first + size]):
-            if k == me:
-                mine = model.initial(name, p.shape, seed).to(p.device)
-        for k, (name, p) in enumerate(params[first:first + size]):
-            whole = mine if k == me else torch.empty(p.shape, device=p.device)
-            p.to_local().copy_(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=k).to_local())
 
 
 @torch.no_grad()

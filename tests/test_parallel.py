@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import loss
 from conftest import ROOT, refused, script
-from engine import parallel, restore
+from engine import parallel, sharding
 from engine.recompute import recompute_activations
 from faults.launch import losses, sha_of
 from model import Apertus, ApertusConfig
@@ -184,7 +184,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
         model = Apertus(SMALL)
     model.dtype = dtype
     parallel.spread(model, one_shard, "cpu")
-    restore.draw(model, 5)
+    sharding.draw(model, 5)
     whole = Apertus(SMALL, 5).parameters()
     assert all(p.full_tensor().equal(q) for p, q in zip(model.parameters(), whole))
     block, sent, added = model.model.layers[0], set(), []
