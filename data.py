@@ -163,7 +163,7 @@ class TokenDataset:
     goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
     (Apertus) does not: goldfish.py explains why it matters.
 
-    ValueError: a source is missing, or has less text than one window.
+    ValueError: a source is missing, or has less text than one window; wrong settings of Goldfish.
     """
 
     # A StagedDataset has a number of samples here, after which the run ends.
@@ -185,6 +185,9 @@ class TokenDataset:
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
+        if goldfish_k:
+            # A mask of no labels, so that a wrong setting is an error before the run begins.
+            goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
         self.meta = read_meta(folder)
         found = self.meta["sources"]
