@@ -85,7 +85,7 @@ def test_without_its_three_differences_it_is_transformers_llama():
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
     for name, p in ours.state_dict().items():
         name = name.replace("attention_layernorm", "input_layernorm")
-        theirs.get_parameter(name.replace("feedforward_layernorm", "post_attention_layernorm")).data = p
+        theirs.get_parameter(name.replace("feedforward_layernorm", "post_attention_layernorm")).data.copy_(p)
     torch.testing.assert_close(ours(ids(2, 20))[0], theirs(ids(2, 20)).logits, rtol=1e-5, atol=1e-5)
 
 
