@@ -66,7 +66,7 @@ def results(batch, model):
 
 
 def distances(batch, model):
-    """{name: share} by which each vector is off the one of a CPU in fp64. xIELU's slopes, whose sums cancel: a tenth."""
+    """{name: share} by which each vector is off a CPU's in fp64. Sums for xIELU's slopes cancel: a tenth of theirs."""
     found, true = results(batch, model), results(batch, apertus("cpu").double())
     off = {name: ((found[name] - true[name]).norm() / true[name].norm()).item() for name in true}
     return {name: share / 10 if "act_fn" in name else share for name, share in off.items()}

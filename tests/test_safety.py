@@ -30,23 +30,22 @@ def offences(source):
     return [line for line in map(str.strip, ast.unparse(tree).splitlines()) if BAD.search(line)]
 
 
-def sources():
-    """{file: its text}: those that git knows, and new ones; runs, data and environments are ignored."""
-    command = "git ls-files -co --exclude-standard *.py".split()
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
-    texts = {}
-    for name in names or glob.glob("**/*.py", root_dir=ROOT, recursive=True):
-        path = os.path.join(ROOT, name)
-        if os.path.exists(path) and not name.startswith(("tests/", "out/", "data/")):
-            with open(path, encoding="utf-8") as f:
-                texts[name] = f.read()
-    return texts
+def read(file):
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        return f.read()
+
+
+# The files that git knows, and new ones: runs, data and environments are ignored.
+LIST = "git ls-files -co --exclude-standard *.py".split()
+LISTED = subprocess.run(LIST, cwd=ROOT, capture_output=True, text=True).stdout.split()
+PATHS = LISTED or glob.glob("**/*.py", root_dir=ROOT, recursive=True)
+OURS = [path for path in PATHS if not path.startswith(("tests/", "out/", "data/"))]
+FILES = [path for path in OURS if os.path.exists(f"{ROOT}/{path}")]
 
 
 def test_no_file_can_run_what_it_reads():
-    found = sources()
-    assert {"train.py", "engine/checkpoint.py", "configs/ablations.py"} <= set(found)
-    assert not {name: bad for name, text in found.items() if (bad := offences(text))}
+    assert {"train.py", "engine/checkpoint.py", "configs/ablations.py"} <= set(FILES)
+    assert not {file: found for file in FILES if (found := offences(read(file)))}
 
 
 WAYS_IN = """
@@ -79,6 +78,5 @@ def test_the_check_sees_each_way_in(line):
 
 def test_only_configs_rewards_and_scores_that_the_user_names_are_run():
     """Found by file name, so that a moved file keeps its leave and no other file gets it."""
-    found = sources().items()
-    runs = {os.path.basename(name) for name, text in found if re.search("run_path|run_module|exec_module", text)}
+    runs = {os.path.basename(file) for file in FILES if re.search("run_path|run_module|exec_module", read(file))}
     assert "configurator.py" in runs and runs <= {"configurator.py", "references.py", "rules.py"}

@@ -1,6 +1,6 @@
 """
 Nothing recompiles after the first call (counted by torch._dynamo), and compiled code computes the same as eager code.
-The front end of the compiler decides about compilations, so a quick back end is enough. The optimizer: test_averages.py.
+The front end of the compiler decides about compilations, so a quick back end is enough. Optimizer: test_averages.py.
 """
 import pytest
 import torch

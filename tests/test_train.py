@@ -101,8 +101,6 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["val_bpb"] == end["val_bpb"] < middle["val_bpb"]
     assert (summary["tokens"], summary["steps"]) == (160 * 32, 14)
-    settings = settings_of(tmp_path)
-    assert (settings["n_embd"], settings["vocab_size"], settings["lr"]) == (32, 320, 3e-3)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
@@ -173,7 +171,7 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
 
 @pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
 def test_killed_in_its_last_validation_a_run_makes_up_for_that_alone(data, runs, tmp_path, monkeypatch, torn):
-    """The 8B's takes long, so the last save comes before it; summary.json comes last, so a torn one is written again."""
+    """The 8B's takes long, so the last save comes before it. summary.json comes last: a torn one is written again."""
     with monkeypatch.context() as broken, pytest.raises(TypeError):
         broken.setattr(TokenDataset, "bits_per_byte", None)
         ran(data, tmp_path, *FEW)
