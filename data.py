@@ -5,15 +5,13 @@ Token shards -> batches. The order of samples is a pure function of (seed, numbe
                            window   = permute(i, N, seed, epoch)
                            tokens   = stream[window * T : window * T + T + 1]
 
-Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (report
-sec. 3): inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T
-tokens) a four-line cipher permutes the window numbers: a Feistel network is a bijection whatever its
-round function is. Every process can compute every sample, so 1 and 512 ranks see the same data, and a
-resumed run needs only its step number.
+Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (report sec. 3):
+inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a four-line
+cipher permutes the window numbers: a Feistel network is a bijection whatever its round function is. Every process can
+compute every sample, so 1 and 512 ranks see the same data, and a resumed run needs only its step number.
 
-Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus
-mixed them. Or each source is a stream of its own, and a weight gives its share of the samples. All of it
-is arithmetic on g.
+Several sources (sets of shards in one folder) are one stream, in proportion to their sizes, as Apertus mixed them. Or
+each source is a stream of its own, and a weight gives its share of the samples. All of it is arithmetic on g.
 
 $ python data.py data/stdlib                              # its sources, and one window as the model sees it
 $ python data.py data/edu data/german --join=data/both    # a folder with the sources of both; copies no tokens
@@ -23,7 +21,6 @@ import functools
 import hashlib
 import os
 from bisect import bisect_right
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -50,17 +47,15 @@ def permute(i, n, seed, epoch, cipher=feistel):
     """
     Bijection of [0, n) onto itself, keyed by (seed, epoch). i: array of int64 -> array of int64.
 
-    Six rounds on the next even number of bits. Results >= n are permuted again until they are smaller
-    ("cycle-walking", fewer than 4 rounds expected). cipher: another one gives another bijection.
+    Six rounds on the next even number of bits. Results >= n are permuted again until they are smaller ("cycle-walking":
+    fewer than 4 times on average). cipher: another one gives another bijection, like the inverse.
     """
     bits = int(n - 1).bit_length()
     half = max(1, (bits + 1) // 2)
     keys = [round_key(f"{seed}:{epoch}:{r}") for r in range(6)]
-    x = i.astype(np.uint64)
-    todo = np.ones(x.shape, dtype=bool)
-    while todo.any():
-        x[todo] = cipher(x[todo], half, keys)
-        todo = x >= n
+    x = cipher(i.astype(np.uint64), half, keys)
+    while (beyond := x >= n).any():
+        x[beyond] = cipher(x[beyond], half, keys)
     return x.astype(np.int64)
 
 
@@ -78,7 +73,7 @@ def mix(x):
 
 
 def by_epoch(epoch, i, n, seed, cipher=feistel):
-    """permute(i, n, seed, epoch) where each i has its own epoch."""
+    """permute() of each i in its own epoch. epoch, i: arrays of int64."""
     out = np.empty_like(i)
     for e in np.unique(epoch):
         mine = epoch == e
@@ -96,13 +91,13 @@ def stamp(path):
     return stat.st_mtime_ns, stat.st_size
 
 
-# A process may have 256 (macOS) or 1,024 files open, but 15T tokens are 150,000 shards. The last 128 stay mapped.
+# A process may have 256 (macOS) or 1,024 files open, but 15T tokens are 150,000 shards: only 128 stay mapped.
 @functools.lru_cache(maxsize=128)
 def mapped(path, stamped):
-    """The tokens of a shard, a 1-D .npy, mapped into memory. ValueError: it was replaced since its stamp was taken."""
+    """The tokens of a shard, a 1-D .npy, mapped into memory. ValueError if it was replaced after stamp(path)."""
     if stamp(path) != stamped:
         raise ValueError(f"{path} was replaced during the run: --resume checks whether the data are the same")
-    # Still the mapped file, but a slice of a plain array costs less than one of np.memmap.
+    # Still the mapped file, but slicing a plain array takes less time than slicing np.memmap.
     return np.asarray(np.lib.format.open_memmap(path, mode="r"))
 
 
@@ -110,16 +105,18 @@ class Stream:
     """
     Shards one after the other as one sequence of tokens, cut into windows of T + 1 that overlap by one.
 
-    entries: of the shards in meta.json. begins: of each shard in the stream, and the stream's end.
+    entries: the shards' entries in meta.json. begins: the positions of their first tokens, and the stream's length.
     ValueError: a file is not the shard that meta.json describes.
     """
 
     def __init__(self, folder, entries, T):
         self.files = []
+        self.begins = [0]
         for entry in entries:
             path = os.path.join(folder, entry["file"])
             n = entry["tokens"]
             self.files.append((path, stamp(path)))
+            self.begins.append(self.begins[-1] + n)
             try:
                 tokens = mapped(*self.files[-1])
                 found = f"{tokens.dtype}{list(tokens.shape)}"
@@ -127,13 +124,11 @@ class Stream:
                 found = e
             if found not in (f"uint16[{n}]", f"uint32[{n}]"):
                 raise ValueError(f"{path}: {found} where meta.json has {n} tokens: prepare the data again")
-        sizes = [entry["tokens"] for entry in entries]
-        self.begins = [0, *accumulate(sizes)]
         self.n_tokens = self.begins[-1]
         self.n_windows = (self.n_tokens - 1) // T
 
     def read(self, begin, out):
-        """Fill out (n,) with stream[begin : begin + n] and return it. At both of its ends the stream goes round."""
+        """Fill out (n,) with stream[begin : begin + n] and return it. Both ends of the stream wrap around."""
         at = 0
         while at < len(out):
             token = (begin + at) % self.n_tokens
@@ -146,7 +141,7 @@ class Stream:
 
 
 def read_meta(folder):
-    """meta.json of a data folder. ValueError, which says how to make it, if it is missing."""
+    """meta.json of a data folder. ValueError with the command that makes it, if it is missing."""
     path = os.path.join(folder, "meta.json")
     if not os.path.isfile(path):
         raise ValueError(f"no data in {folder!r} (no meta.json): run `python prepare.py [FILES] --out={folder}`")
@@ -159,19 +154,19 @@ def read_meta(folder):
 
 class TokenDataset:
     """
-    The windows of one split of a folder that prepare.py wrote.
+    The windows of one split ("train" or "val") of a folder that prepare.py wrote.
 
-    sources: names in meta.json, None = all. They are one stream, in natural proportions, as Apertus; a
-    name given twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and
-    repeated by itself, with its share of the samples.
+    sources: names in meta.json, None = all. They are one stream, in proportion to their sizes, as Apertus; a name given
+    twice counts twice. Or {name: weight}: each source is a stream of its own, shuffled and repeated separately, with
+    its share of the samples.
 
-    goldfish_k > 0 drops 1/k of the targets (goldfish.py). goldfish_scope 'stream' hashes across the
-    window's start, 'window' (Apertus) does not: goldfish.py says why it matters.
+    goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
+    (Apertus) does not: goldfish.py explains why it matters.
 
-    ValueError: a source that is not there, or has less text than one window.
+    ValueError: a source is missing, or has less text than one window; wrong settings of Goldfish.
     """
 
-    # Samples after which the run ends, if a StagedDataset says so.
+    # A StagedDataset has a number of samples here, after which the run ends.
     stop = None
 
     def __init__(
@@ -190,6 +185,9 @@ class TokenDataset:
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
+        if goldfish_k:
+            # A mask of no labels, so that a wrong setting is an error before the run begins.
+            goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
         self.n_context = goldfish_h - 1 if goldfish_k and goldfish_scope == "stream" else 0
         self.meta = read_meta(folder)
         found = self.meta["sources"]
@@ -203,14 +201,15 @@ class TokenDataset:
         if isinstance(sources, dict):
             from engine.mixture import mix_weights
 
-            # Stream s has the slots from slots[s] to slots[s + 1].
+            # Stream s has the slots slots[s] to slots[s + 1] - 1.
             self.slots = np.cumsum([0, *mix_weights(sources).values()])
         else:
             entries = [sum(entries, [])]
         self.streams = [Stream(folder, of_stream, block_size) for of_stream in entries]
         self.n_tokens = sum(stream.n_tokens for stream in self.streams)
-        self.n_windows = sum(stream.n_windows for stream in self.streams)
-        if min(stream.n_windows for stream in self.streams) < 1:
+        windows = [stream.n_windows for stream in self.streams]
+        self.n_windows = sum(windows)
+        if min(windows) < 1:
             raise ValueError(
                 f"{folder}: the {split} split of {' or '.join(names)} has less tokens than one window of "
                 f"block_size={block_size} + 1: prepare more text or lower block_size"
@@ -227,8 +226,8 @@ class TokenDataset:
         stream = np.zeros_like(samples)
         number = samples
         if self.slots is not None:
-            # 10,000 samples in a row are a permutation of the slots, so proportions are exact, and each
-            # source continues counting its samples where the last block left it.
+            # 10,000 samples in a row are a permutation of the slots, so proportions are exact, and each source
+            # continues counting its samples where the last block left it.
             block, j = np.divmod(samples, self.slots[-1])
             slot = by_epoch(block, j, int(self.slots[-1]), ~self.seed)
             stream = np.searchsorted(self.slots, slot, side="right") - 1
@@ -244,18 +243,18 @@ class TokenDataset:
 
     @functools.lru_cache(maxsize=8)
     def block(self, number):
-        """where() for 1,024 samples, computed at once, since few of them would cost almost as much."""
+        """where() for 1,024 samples at once: a few of them would take almost the same time."""
         stream, window = self.where(np.arange(number * 1024, (number + 1) * 1024))
         return list(zip(stream.tolist(), window.tolist()))
 
     def batch(self, first, n):
         """
-        Samples first .. first + n - 1 of the run, as tensors on the CPU, each (n, T).
+        Samples first to first + n - 1 of the run, as tensors on the CPU, each (n, T).
 
-        Returns idx and targets, int64; keep, bool: which targets have a loss; doc, int64: the number of
-        the document of each input token. Besides the labels that Goldfish drops, a target whose *input*
-        ends a document never has a loss, since the next document's begin cannot be predicted; the end
-        itself is learnt (report sec. 3). ValueError for a token id outside the vocabulary.
+        Returns idx and targets, int64; keep, bool: which targets have a loss; doc, int64: the number of the document of
+        each input token. Two kinds of targets have no loss: those that Goldfish drops, and those whose *input* ends a
+        document, since the next document's begin cannot be predicted. The end itself is learnt (report sec. 3).
+        ValueError for a token id outside the vocabulary.
         """
         # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input.
         length = max(self.n_context, 1) + self.T
@@ -279,8 +278,8 @@ class TokenDataset:
         return idx, targets, keep, doc
 
     def bits_per_byte(self, nats_per_token):
-        """Mean loss per predicted token (nats) -> bits per byte of text: comparable across tokenizers."""
-        # All tokens are predicted but each document's begin.
+        """Mean loss per predicted token (nats) -> bits per byte of text, which tokenizers do not change."""
+        # All tokens are predicted except the begin of each document.
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
         n_bytes = sum(part["bytes"] for part in self.parts)
         return nats_per_token / np.log(2) * n_predicted / n_bytes
@@ -297,8 +296,8 @@ def fingerprint(meta, sources=None):
     """
     sha256 of the data that a run reads, which must be the same when it is resumed.
 
-    sources: as in TokenDataset. If they are named, the vocabulary counts and, in their order, the sources with
-    their weights: others may come to the folder, and it may move. If not, all of meta.json counts.
+    sources: as in TokenDataset. If they are named, the hash covers the vocabulary and these sources, with their order
+    and weights: other sources may be added to the folder. If not, it covers all of meta.json.
     """
     if not sources:
         return version(meta)
@@ -314,8 +313,10 @@ def fingerprint(meta, sources=None):
 
 def begun(fingerprint, samples):
     """
-    The words of a fingerprint that count after so many samples: of a StagedDataset's, HASH@BEGIN of each
-    stage, those of the stages that have begun. A TokenDataset's has no BEGIN, and counts from the start.
+    The words of a fingerprint that a run depends on after this number of samples.
+
+    A StagedDataset's fingerprint has a word HASH@BEGIN for each stage, which counts once the stage has begun. A
+    TokenDataset's is one HASH, which always counts.
     """
     return [word for word in fingerprint.split() if int(word.partition("@")[2] or -1) < samples]
 

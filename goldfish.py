@@ -68,14 +68,13 @@ def goldfish_mask(labels, k=50, h=50, hash="product", context=None):
         context = labels[..., :0]
     x = torch.cat((context, labels), -1).numpy()  # (B, c+T)
     keep = np.ones(x.shape, bool)
-    if x.shape[-1] >= h and hash == "product":
+    if hash == "product":
         product = window_product(x, h)
         # The key is product % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
         keep[..., h - 1 :] = table(k)[product - product // TABLE_SIZE * TABLE_SIZE]
-    elif x.shape[-1] >= h:
+    else:
         keep[..., h - 1 :] = window_mix(x, h) >= int(2**64 / k)
-    c = context.shape[-1]
-    return torch.from_numpy(keep[..., c:])  # (B, T)
+    return torch.from_numpy(keep[..., context.shape[-1] :])  # (B, T)
 
 
 # -----------------------------------------------------------------------------
@@ -87,7 +86,7 @@ def fold(x, h, join):
     join(... join(join(x_i, x_i+1), x_i+2) ..., x_i+h-1) for every i, by doubling: 7 joins instead of 49 at h = 50.
 
     x (..., T) array; join(left, right, n) combines neighbouring runs, n = length of the right one,
-    and is associative. Returns (..., T-h+1). The bits of h give the lengths: 50 = 0b110010 goes
+    and is associative. Returns (..., T-h+1), empty if T < h. The bits of h give the lengths: 50 = 0b110010 goes
     1, 2, 3, 6, 12, 24, 25, 50.
     """
     runs, n = x, 1  # runs[..., i] is the join of x_i ... x_{i+n-1}

@@ -42,15 +42,14 @@ def chunk_rows(V, device, trained=True):
     """
     How many rows of logits (rows, V) exist at a time: 512 of 131,072, which take 268 MB in fp32.
 
-    A small vocabulary on a CPU takes 16 MB, which stay in its cache. On a GPU it is twice as many if the head is
-    trained, because each chunk reads and writes the head's gradient. A power of two, as batches are: a remainder would
-    be another shape to compile.
+    A small vocabulary on a CPU takes 16 MB, which stay in its cache. On a GPU the number is doubled if the head is
+    trained, because each chunk reads and writes the head's gradient. A power of two, like batch sizes: a remainder
+    would be another shape to compile.
     """
-    kind = torch.device(device).type
     most = 2**26
-    if kind == "cpu" and V <= 2**14:
+    if device.type == "cpu" and V <= 2**14:
         most = 2**22
-    if kind == "cuda" and trained:
+    if device.type == "cuda" and trained:
         most = 2**27
     return max(128, 2 ** ((most // V).bit_length() - 1))
 
@@ -89,7 +88,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 grad_h[s] = dz @ w                         # (rows, C)
             if train_head:
                 add_product(grad_head, dz.T, h[s])         # (V, C)
-        ctx.head_dtype = head.dtype
         ctx.save_for_backward(grad_h, grad_head)
         ctx.mark_non_differentiable(nll)
         return (nll * weights).sum(), nll
@@ -100,6 +98,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         if grad_h is not None:
             grad_h = grad_h * grad.to(grad_h.dtype)
         if grad_head is not None:
-            # In place, since a copy takes 2 GB of the 8B. Autograd therefore refuses a second backward pass.
-            grad_head = grad_head.mul_(grad).to(ctx.head_dtype)
+            # In place, since a copy takes 2 GB of the 8B. Autograd therefore raises in a second backward pass. It also
+            # casts the gradient to the dtype of the head.
+            grad_head = grad_head.mul_(grad)
         return grad_h, grad_head, None, None, None

@@ -186,7 +186,7 @@ def rope_frequencies(config, device=None):
 
 
 def rotate(x, cos, sin):
-    """Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (T, D) or (B, 1, T, D)."""
+    """Rotate (B, heads, T, D) by position. Halves are paired, i with i + D/2. cos, sin: (1, T, D) or (B, 1, T, D)."""
     a, b = x.chunk(2, dim=-1)
     turned = torch.cat((-b, a), dim=-1)
     return x * cos + turned * sin
@@ -210,7 +210,7 @@ def masked_attention(q, k, v, mask=None):
     """torch's kernels: causal, or over the pairs of `mask` (B, 1, T, S) bool. k, v (B, K, S, D) -> (B, H, T, D)."""
     # On CUDA only flash attention shares keys between heads: for half types, without a mask. Otherwise torch would
     # hold the T x S scores of all heads, 2.1 GB at 4,096 positions of the 8B. With repeated keys it does not.
-    flash = q.dtype in (torch.bfloat16, torch.float16) and mask is None
+    flash = q.dtype.itemsize == 2 and mask is None
     if q.is_cuda and not flash:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
@@ -248,8 +248,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(C, config.n_kv_head * D)
         self.v_proj = Linear(C, config.n_kv_head * D)
         self.o_proj = Linear(config.n_head * D, C)
-        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else nn.Identity()
+        norm = RMSNorm if config.qk_norm else nn.Identity
+        self.q_norm = norm(D, config.norm_eps)
+        self.k_norm = norm(D, config.norm_eps)
         self.heads = -1, D
 
     def forward(self, x, cos, sin, doc=None):
@@ -311,9 +312,9 @@ class Apertus(nn.Module):
         Draw the initial values of all parameters.
 
         Each parameter has its own generator, seeded by (seed, name). So its values depend neither on the order of
-        creation nor on the other parameters: ablations share what they have in common, and any number of processes
+        creation nor on the other parameters: ablations share their common parameters, and any number of processes
         starts alike. One core draws 45 million numbers a second, the 8B's in three minutes; ranks that share the model
-        share the work (engine/restore.py: draw).
+        share the work (engine/sharding.py).
         """
         for name, p in self.named_parameters():
             if not p.is_meta:
@@ -324,10 +325,9 @@ class Apertus(nn.Module):
         Matrices: N(0, init_std), and those that write to the residual stream, o_proj and down_proj, 1/sqrt(2L) of that.
         Gains: 1. Both slopes of xIELU: 0.8.
         """
-        if name.endswith("alpha_p"):
-            return torch.full(shape, inverse_softplus(0.8))
-        if name.endswith("alpha_n"):
-            return torch.full(shape, inverse_softplus(0.8 - XIELU.BETA))
+        if "alpha" in name:
+            softplus = 0.8 - XIELU.BETA * name.endswith("alpha_n")
+            return torch.full(shape, math.log(math.expm1(softplus)))
         if len(shape) == 1:
             return torch.ones(shape)
         std = self.config.init_std
@@ -361,15 +361,13 @@ class Apertus(nn.Module):
         doc (B, T): ids of documents. positions (T,) or (B, T): of the tokens in their text; None counts from 0.
         """
         x = self.model.embed_tokens(idx)                   # (B, T, C)
-        if self.dtype is not None:
-            x = x.to(self.dtype)
+        x = x.to(self.dtype or x.dtype)
         if positions is None:
             positions = torch.arange(idx.shape[1], device=idx.device)
         # In fp32: bf16 has no room for positions.
         half = positions[..., None].float() * rope_frequencies(self.config, idx.device)
         angles = torch.cat((half, half), dim=-1)           # (T, D) or (B, T, D)
-        if positions.ndim == 2:
-            angles = angles[:, None]                       # (B, 1, T, D), for all heads
+        angles = angles.unsqueeze(-3)                      # (1, T, D) or (B, 1, T, D), for all heads
         cos = angles.cos().to(x.dtype)
         sin = angles.sin().to(x.dtype)
         doc = document_mask(doc, self.config.head_dim) if self.config.doc_mask else None
@@ -402,13 +400,10 @@ class Apertus(nn.Module):
             n_tokens = has_loss.sum().clamp(min=1)
         weights = at_least_fp32(has_loss.to(x.dtype)) / n_tokens
         labels = targets.clamp(min=0)
-        rows = x.flatten(0, 1), head, labels.flatten(), weights.flatten()
-        loss, nll = ChunkedCrossEntropy.apply(*rows, self.chunk_loss)
+        loss, nll = ChunkedCrossEntropy.apply(
+            x.flatten(0, 1), head, labels.flatten(), weights.flatten(), self.chunk_loss
+        )
         return None, nll.view(targets.shape) if per_token else loss
-
-
-def inverse_softplus(y):
-    return math.log(math.expm1(y))
 
 
 def generator_of(name, seed):

@@ -132,8 +132,9 @@ def texts_again(folder):
 
 
 def main():
-    if join and len(paths) < 2:
-        raise ValueError("--join wants the folders to join: python data.py data/a data/b --join=data/both")
+    if bool(join) != (len(paths) > 1):
+        raise ValueError("--join wants the folders to join, and several folders want --join: "
+                         "python data.py data/a data/b --join=data/both")
     if join:
         join_folders(paths, join)
     folder = join or (paths or ["data/stdlib"])[0]

@@ -1,13 +1,13 @@
 """
-train.py as a user runs it: steps, run folders, resuming, errors, the end of a run. test_step.py holds its steps to the
-same steps in fp64.
+train.py as a user runs it: steps, run folders, messages, and the end of a run: asked for its decay, in time, or longer
+than planned. The authority for an end is the run that was planned so from the start, whose schedule test_schedule.py
+holds. test_step.py holds the steps to the same steps in fp64; test_matrix.py kills runs; tests/faults injects faults.
 """
 import itertools
 import json
 import math
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -20,7 +20,9 @@ from conftest import refused, same, script, weights
 from data import TokenDataset
 from engine import checkpoint, parallel, restore
 from engine.runs import settings_of
-from trained import SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained  # noqa: F401
+from trained import (  # noqa: F401
+    RUN, SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained,
+)
 
 FEW = "--total_samples=24", "--warmup_samples=0", "--decay_samples=0"
 
@@ -35,12 +37,6 @@ def runs(data, tmp_path_factory):
             made[args] = trained(data, tmp_path_factory.mktemp("planned") / "run", *args)
         return made[args]
     return run
-
-
-@pytest.fixture(scope="module")
-def whole(runs):
-    """20 steps, validated after 10 of them and at the end."""
-    return runs("--eval_every=10")
 
 
 @pytest.fixture
@@ -95,45 +91,36 @@ def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
 
 
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
-    """8 steps of 8 samples, 6 of 16: WSD of 16 up and 48 down. The loss of a fresh model over 320 ids, at first."""
-    args = "configs/tiny.py", f"--data={data}", f"--out={tmp_path}", "--sample_every=14", "--block_size=32"
-    done = script("train.py", *args, "--batch_ramp_at=64", pictures=True)
+    """The loss of a fresh model over 320 ids, at first. Epochs: 8 steps of 8 samples and 6 of 16, of 296 windows."""
+    done = ran(data, tmp_path, "--batch_ramp_at=64", "--eval_every=10", "--checkpoint_every=0", pictures=True)
     says(done, "14 steps of 8 x 32 tokens per step; data: 9,481 tokens, so 0.5 epochs", "bits per byte")
-    found, (middle, end) = log(tmp_path, "loss"), log(tmp_path, "val_bpb")
-    assert found[0]["loss"] == pytest.approx(math.log(320), rel=0.01)
-    rates = [0, 1.5e-3, *[3e-3] * 10, *(3e-3 - 2.7e-3 * math.sqrt(i / 3) for i in (1, 2))]
-    assert [e["lr"] for e in found] == pytest.approx(rates)
-    assert [e["tokens"] // 256 for e in found] == [*range(1, 9), *range(10, 21, 2)]
-    assert (middle["step"], end["step"]) == (9, 13)
+    first, *_ = log(tmp_path)
+    middle, end = log(tmp_path, "val_bpb")
+    assert first["loss"] == pytest.approx(math.log(320), rel=0.01)
+    assert (middle["step"], end["step"], steps(tmp_path)) == (9, 13, [14])
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["val_bpb"] == end["val_bpb"] < middle["val_bpb"] and summary["tokens"] == 160 * 32
-    settings = settings_of(tmp_path)
-    assert (settings["n_embd"], settings["vocab_size"], settings["lr"]) == (64, 320, 3e-3)
+    assert summary["val_bpb"] == end["val_bpb"] < middle["val_bpb"]
+    assert (summary["tokens"], summary["steps"]) == (160 * 32, 14)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
 
 
-def test_of_zeros_and_numbers_of_windows(data, tmp_path, monkeypatch):
-    """eval_every, checkpoint_every = 0: at the end only. The windows of a validation: 6 in batches of 4, each once."""
-    read, true = [], TokenDataset.batch
+def test_zero_windows_are_all_of_them_each_once(data, tmp_path, monkeypatch):
+    """The loader has one thread: libgomp lets those of a second pool sleep once there are more of them than cores."""
+    read, threads, true = [], set(), TokenDataset.batch
 
     def batch(self, first, n):
-        # The loader has one thread: libgomp lets those of a second pool sleep once there are more of them than cores.
-        validates = threading.current_thread() is threading.main_thread()
-        read.append((first, n) if validates else torch.get_num_threads())
+        if threading.current_thread() is threading.main_thread():
+            read.append((first, n))
+        else:
+            threads.add(torch.get_num_threads())
         return true(self, first, n)
     monkeypatch.setattr(TokenDataset, "batch", batch)
-    threads = torch.get_num_threads()
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    trained(data, tmp_path / "few", *FEW, "--checkpoint_every=0", "--last_eval_windows=6")
-    torch.set_num_threads(threads)
-    assert set(read[:-2]) == {1} and read[-2:] == [(0, 4), (2, 4)]
-    assert steps(tmp_path / "few") == [3] and len(log(tmp_path / "few", "val_loss")) == 1
-    read.clear()
-    trained(data, tmp_path / "all", *FEW, "--last_eval_windows=0", "--eval_every=2", "--eval_windows=3")
+    trained(data, tmp_path, *FEW, "--last_eval_windows=0")
+    torch.set_num_threads(before)
     windows = TokenDataset(data, "val", 32).n_windows
-    validated = [each for each in read if each != 1]
-    assert validated == [(0, 3), *((min(i, windows - 4), 4) for i in range(0, windows, 4))]
-    assert [e["step"] for e in log(tmp_path / "all", "val_loss")] == [1, 2]
+    assert read == [(min(i, windows - 4), 4) for i in range(0, windows, 4)] and threads == {1}
 
 
 def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path, monkeypatch):
@@ -169,8 +156,9 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
 TORN = ['{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"tokens": 3}', "[" * 9999]
 
 
-def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, whole, tmp_path, monkeypatch):
+def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, tmp_path, monkeypatch):
     """Killed after step 12 with step 10 saved, files torn as by a full disk. No weights are drawn to be replaced."""
+    whole = runs("--eval_every=10")
     run = killed_after(whole, tmp_path / "run", 10)
     lines = (run / "log.jsonl").read_text().splitlines()
     (run / "log.jsonl").write_text("\n".join([*lines[:3], *TORN, *lines[3:13], '{"step": 12, "lo']))
@@ -181,34 +169,18 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, whole, 
     assert settings_of(run)["n_layer"] == 1
 
 
-@pytest.mark.parametrize("torn", [None, '{"val_bpb": 1', "null", '{"tokens": 4096}'])
-def test_killed_after_its_last_save_a_run_makes_up_for_the_validation_alone(data, whole, tmp_path, torn):
-    """The 8B's validation takes long. summary.json comes last, so a torn one is written again."""
-    run = shutil.copytree(whole, tmp_path / "run")
-    (run / "summary.json").unlink()
-    if torn:
-        (run / "summary.json").write_text(torn)
-    before = contents(run / "ckpt")
-    trained(data, run, "--eval_every=10", "--resume")
-    assert log(run) == log(whole) and contents(run / "ckpt") == before
-    assert json.loads((run / "summary.json").read_text())["tokens"] == 160 * 32
-    refused(ran(data, run, "--resume"), "is finished: all 20 steps are done", "--init_from=")
-
-
-def test_the_last_save_comes_before_the_last_validation(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(TokenDataset, "bits_per_byte", None)
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize("torn", ['{"val_bpb": 1', "null", '{"tokens": 4096}'])
+def test_killed_in_its_last_validation_a_run_makes_up_for_that_alone(data, runs, tmp_path, monkeypatch, torn):
+    """The 8B's takes long, so the last save comes before it. summary.json comes last: a torn one is written again."""
+    with monkeypatch.context() as broken, pytest.raises(TypeError):
+        broken.setattr(TokenDataset, "bits_per_byte", None)
         ran(data, tmp_path, *FEW)
-    assert steps(tmp_path) == [3] and not (tmp_path / "summary.json").exists()
-
-
-def test_without_an_intact_checkpoint_a_run_stops_or_starts_over_if_it_may(data, whole, tmp_path):
-    run = shutil.copytree(whole, tmp_path / "run")
-    for path in (run / "ckpt").iterdir():
-        (path / "manifest.json").unlink()
-    refused(ran(data, run, "--resume"), "no checkpoint in", "is intact (4 damaged)", "--allow_restart")
-    says(ran(data, run, "--resume", "--allow_restart", "--eval_every=10"), "passed over")
-    assert equal(run, whole) and log(run) == log(whole)
+    before = contents(tmp_path / "ckpt")
+    (tmp_path / "summary.json").write_text(torn)
+    trained(data, tmp_path, *FEW, "--resume")
+    assert equal(tmp_path, runs(*FEW)) and log(tmp_path) == log(runs(*FEW))
+    assert contents(tmp_path / "ckpt") == before
+    refused(ran(data, tmp_path, *FEW, "--resume"), "is finished: all 3 steps are done", "--init_from=")
 
 
 def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
@@ -222,7 +194,6 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
     assert steps(parts) == [5, 10] and (parts / "summary.json").exists()
     trained(data, parts, tmp_path / "29.py", "--stage=two", "--resume")
     assert equal(parts, through)
-    refused(ran(data, parts, tmp_path / "29.py", "--stage=three"), "three")
     refused(ran(data, parts, "--resume"), "is of another run", "stage True -> False")
 
 
@@ -247,21 +218,16 @@ if __name__ == "__main__":
 """
 
 
-def test_another_script_trains_its_model_with_this_loop(data, launch, tmp_path):
+def test_another_script_trains_its_model_with_this_loop(data, tmp_path, monkeypatch):
     """Its terms are logged, summed over micro-batches 0 and 1 of each step, and its settings decide what may resume."""
-    path, run = tmp_path / "tasted.py", tmp_path / "run"
-    path.write_text(PROGRAM)
-    args = "configs/tiny.py", "--n_layer=1", "--block_size=32", *FEW, f"--data={data}", f"--out={run}"
-    codes, text = launch(0, *args, logs=tmp_path / "log", script=path)
-    assert codes == [0], text
+    (tmp_path / "tasted.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = tmp_path / "run"
+    args = "tasted.py", *RUN, *FEW, f"--data={data}", f"--out={run}"
+    says(script(*args))
     assert [e["taste"] for e in log(run, "loss")] == pytest.approx([0.1, 2.1, 4.1])
-    more = "--seed=29", "--resume", "--total_samples=32"
-    codes, text = launch(0, *args, *more, logs=tmp_path / "log", script=path)
-    assert codes == [2] and "taste 28 -> 29" in text
+    refused(script(*args, "--seed=29", "--resume", "--total_samples=32"), "taste 28 -> 29")
 
-
-# -----------------------------------------------------------------------------
-# errors: one line, before anything is built or written
 
 OTHERS = """
     --state_dtype=bfloat16           | state_dtype 'float32' -> 'bfloat16'
@@ -273,38 +239,14 @@ OTHERS = """
 """
 
 
-def test_a_run_is_not_resumed_as_another(data, whole):
-    before = contents(whole / "ckpt"), log(whole)
-    for row in OTHERS.strip().splitlines():
-        command, words = row.split("|")
-        done = ran(data, whole, "--resume", "--total_samples=320", *command.split())
-        refused(done, f"{whole}/ckpt/step-00000020 is of another run: {words.strip()}. Take")
-    assert (contents(whole / "ckpt"), log(whole)) == before
-
-
-FOREIGN = """
-    config.json model.safetensors       |          | holds files that are not of a run (config.json)
-    config.json                         | --resume | holds files that are not of a run
-    meta.json .lock                     | --resume | holds files that are not of a run
-    log.jsonl                           |          | already holds a run: --resume continues it
-    ckpt/step-00000005/manifest.json    |          | already holds a run
-"""
-
-
-@pytest.mark.parametrize("row", FOREIGN.strip().splitlines())
-def test_a_folder_that_is_neither_empty_nor_a_run_stays_as_it_is(data, tmp_path, row):
-    """An exported model, {"mine": 1}, data, and a run without --resume: unchanged byte for byte."""
-    files, args, words = row.split("|")
-    for name in files.split():
-        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
-        (tmp_path / name).write_text('{"mine": 1}')
-    before = contents(tmp_path)
-    refused(ran(data, tmp_path, *args.split()), words.strip(), "--out")
-    assert contents(tmp_path) == before
-
-
-# -----------------------------------------------------------------------------
-# the rest
+@pytest.mark.parametrize("row", OTHERS.strip().splitlines())
+def test_a_run_is_not_resumed_as_another(data, runs, row):
+    command, words = row.split(" | ")
+    run = runs()
+    before = contents(run / "ckpt"), log(run)
+    done = ran(data, run, "--resume", "--total_samples=320", *command.split())
+    refused(done, f"{run}/ckpt/step-00000020 is of another run: {words}. Take")
+    assert (contents(run / "ckpt"), log(run)) == before
 
 
 def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data, tmp_path, monkeypatch):
@@ -320,23 +262,20 @@ def test_without_a_compiler_it_says_so_and_wandb_gets_every_line_of_the_log(data
 
 
 # -----------------------------------------------------------------------------
-# when it ends: asked for its decay, in time, or longer than planned. Held by runs that were planned so from the start,
-# whose schedule test_schedule.py holds; on several ranks by tests/faults
+# the end of a run
 
 MORE = "--total_samples=320", "--decay_samples=96"
 # 30 % of the run behind 64 samples at the peak: 27, and so 91 in all.
 PLANNED = "--total_samples=91", "--decay_samples=27"
 
 
-@pytest.mark.parametrize("signalled", [False, True])
-def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(
-        data, runs, tmp_path, monkeypatch, each_step, signalled):
+def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, runs, tmp_path, monkeypatch, each_step):
     """
-    By a file or by SIGUSR1, and also if it is killed in that decay. Its begin is on disk before its first step: a kill
-    in that step would otherwise be followed by another begin, and the step would have two rates.
+    Also if it is killed in that decay. Its begin is on disk before its first step: a kill in that step would otherwise
+    be followed by another begin, and the step would have two rates. (By a signal: tests/faults.)
     """
-    planned, run = runs(*PLANNED), tmp_path / "run"
-    seen, true = {}, checkpoint.write
+    planned, run, seen = runs(*PLANNED), tmp_path / "run", {}
+    true = checkpoint.write
 
     def slowly(*args):
         time.sleep(0.2)
@@ -345,14 +284,12 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(
     def does(step):
         seen[step] = steps(run), (run / "cooldown").exists()
         assert len(log(run)) == step                       # each step's line is there, for a killed run
-        if step == 6 and signalled:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        elif step == 6:
+        if step == 6:
             (run / "cooldown").touch()
     monkeypatch.setattr(checkpoint, "write", slowly)
     each_step(does)
     says(ran(data, run), "step      8   the decay begins, 3 steps")
-    assert 8 not in seen[7][0] and seen[7][1] != signalled and seen[8] == ([5, 8], False)
+    assert 8 not in seen[7][0] and seen[8] == ([5, 8], False)
     assert equal(run, planned) and steps(run) == [5, 8, 10, 11]
     each_step(lambda step: 1)
     assert equal(trained(data, killed_after(run, tmp_path / "again", 8), "--resume"), run)
@@ -360,18 +297,18 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(
 
 @pytest.mark.parametrize("step, flags", [(15, ()), (2, ("--schedule=cosine", "--total_samples=64"))])
 def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_step, step, flags):
-    planned = runs(*flags)
     each_step(lambda now: now == step and (tmp_path / "cooldown").touch())
     says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, but the rate falls already")
-    assert equal(tmp_path, planned) and not (tmp_path / "cooldown").exists()
+    each_step(lambda now: 1)
+    assert equal(tmp_path, runs(*flags)) and not (tmp_path / "cooldown").exists()
 
 
 def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_too(data, runs, tmp_path):
     """The stopped run resumes bit-exact."""
     new = tmp_path / "new"
     new.mkdir()
-    (new / "cooldown").touch()
-    (new / "stop").touch()
+    for name in ("cooldown", "stop"):
+        (new / name).touch()
     says(ran(data, new), "stopped as asked after step 0;")
     assert not steps(new) and not {"stop", "cooldown", "summary.json"} & set(os.listdir(new))
     assert equal(trained(data, new, "--resume"), runs())
@@ -410,7 +347,7 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
     assert equal(trained(data, minute, f"--minutes={70 / 60}", "--resume"), longer)
 
 
-def test_of_minutes_and_samples_the_one_said_last_counts(data, tmp_path):
+def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
     """And time for less than a step is a run of one."""
     (tmp_path / "five.py").write_text("minutes = 5.0\n", encoding="utf-8")
     few = "--total_samples=24", "--decay_samples=8"
@@ -419,8 +356,13 @@ def test_of_minutes_and_samples_the_one_said_last_counts(data, tmp_path):
     assert settings_of(tmp_path / "file")["minutes"] == 0
 
 
-def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_what_was_decayed(data, runs, tmp_path):
-    """With one checkpoint kept, the last from before the decay is kept beside it."""
+def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_its_decayed_state(data, runs, tmp_path):
+    """
+    Killed before its decay, or finished: with one checkpoint kept, the last from before the decay is kept beside it.
+    """
+    early = killed_after(runs(), tmp_path / "early", 10)
+    assert equal(trained(data, early, "--resume", *MORE), runs(*MORE))
+    assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"      # none was set aside
     before = runs("--keep_checkpoints=1")
     run = shutil.copytree(before, tmp_path / "run")
     assert steps(run) == [10, 20]
@@ -434,20 +376,17 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_wh
         assert (aside / name).read_bytes() == (before / name).read_bytes()
 
 
-def test_killed_before_its_decay_and_given_more_samples_it_is_the_longer_run_too(data, runs, tmp_path):
-    run = killed_after(runs(), tmp_path / "run", 10)
-    assert equal(trained(data, run, "--resume", *MORE), runs(*MORE))
-    assert sorted(os.listdir(run / "ckpt"))[0] == "step-00000005"    # none was set aside
+CANNOT = [
+    (MORE, "its rate falls since step 14, and no checkpoint from before that is left"),
+    (["--total_samples=120"], "has begun to fall: resume with its own total_samples and minutes"),
+    (["--minutes=1e-6"], "its rate has begun to fall")]
 
 
-def test_a_run_that_cannot_be_longer_is_told_and_nothing_is_moved(data, runs, tmp_path):
+@pytest.mark.parametrize("args, words", CANNOT)
+def test_a_run_that_cannot_be_longer_is_an_error_and_nothing_is_moved(data, runs, tmp_path, args, words):
     run = killed_after(runs(), tmp_path / "run", 20)
     for step in (5, 10):
         shutil.rmtree(run / "ckpt" / f"step-{step:08d}")
     before = contents(run / "ckpt")
-    for args, words in (
-            (MORE, "its rate falls since step 14, and no checkpoint from before that is left"),
-            (["--total_samples=120"], "has begun to fall: resume with its own total_samples and minutes"),
-            (["--minutes=1e-6"], "its rate has begun to fall")):
-        refused(ran(data, run, "--resume", *args), words)
+    refused(ran(data, run, "--resume", *args), words)
     assert contents(run / "ckpt") == before

@@ -30,8 +30,11 @@ def data(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("text"))
 
 
-def corpus(root):
-    """A data folder: 400 documents of 5 to 60 bytes in two sources. Most windows of 32 hold several of them."""
+def corpus(root, *args):
+    """
+    A data folder: 400 documents of 5 to 60 bytes in two sources. Most windows of 32 hold several of them. args: of
+    prepare.py.
+    """
     os.makedirs(root, exist_ok=True)
     files = [f"{root}/{name}.jsonl" for name in "ab"]
     for first, path in enumerate(files):
@@ -39,8 +42,8 @@ def corpus(root):
             for i in range(first, 400, 2):
                 text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
                 print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
-    args = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
-    done = script("prepare.py", *files, *args)
+    how = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
+    done = script("prepare.py", *files, *how, *args)
     assert done.returncode == 0, done.stderr
     return f"{root}/data"
 
