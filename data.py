@@ -161,7 +161,7 @@ class TokenDataset:
     its share of the samples.
 
     goldfish_k > 0 drops 1/k of the targets. goldfish_scope 'stream' hashes across the window's start, 'window'
-    (Apertus) does not: goldfish.py explains why it matters.
+    (Apertus) does not: goldfish.py explains why it matters. exempt: ids that it never drops.
 
     ValueError: a source is missing, or has less text than one window; wrong settings of Goldfish.
     """
@@ -179,12 +179,14 @@ class TokenDataset:
         goldfish_h=50,
         goldfish_hash="product",
         goldfish_scope="window",
+        exempt=(),
         sources=None,
     ):
         self.folder = folder
         self.T = block_size
         self.seed = seed
         self.goldfish = goldfish_k, goldfish_h, goldfish_hash
+        self.exempt = exempt
         if goldfish_k:
             # A mask of no labels, so that a wrong setting is an error before the run begins.
             goldfish_mask(torch.empty(0, dtype=torch.int64), *self.goldfish)
@@ -274,7 +276,7 @@ class TokenDataset:
         doc = (idx == self.meta["bos"]).cumsum(1)
         k, h, hash = self.goldfish
         if k:
-            keep &= goldfish_mask(targets, k, h, hash, ids[:, : self.n_context])
+            keep &= goldfish_mask(targets, k, h, hash, ids[:, : self.n_context], self.exempt)
         return idx, targets, keep, doc
 
     def bits_per_byte(self, nats_per_token):

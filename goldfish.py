@@ -25,6 +25,9 @@ hash='product', what Apertus trained with, bit for bit:  table[(x_{i-h+1} ... x_
 hash='mix', ours:  finalizer(x_{i-h+1} A^{h-1} + ... + x_{i-1} A + x_i  mod 2^64) / 2^64
     drops 1/k for any ids and any h, and sees the order of the labels, which the product does not.
 
+hash='coef', the Apertus 2 trainer's, bit for bit:  table[(c_1 x_{i-h+1} + ... + c_h x_i  mod 2^64)  mod 1,000,003]
+    drops 1/k too: the c are fixed and odd, so one even id or one 0 does not make the sum 0.
+
 Scope. Apertus hashes each window of block_size labels by itself (context=None): the first h-1 labels
 have no full hash and are kept. At 4096 that hardly matters. At 256, a passage read 128 times at
 random offsets has each of its holes filled 128 * 49 / 256 = 24 times. With context = the h-1 tokens
@@ -47,38 +50,41 @@ show = 200              # tokens of the text to print, the forgotten ones in bra
 paths = []              # text files; default: this file
 
 TABLE_SIZE = 1_000_003
+SEED = 2971215073
 A = 6364136223846793005  # Knuth's MMIX multiplier: s <- A s + x is his random generator, fed with labels
 
 
-def goldfish_mask(labels, k=50, h=50, hash="product", context=None):
+def goldfish_mask(labels, k=50, h=50, hash="product", context=None, exempt=()):
     """
     True where the loss keeps a label, False where it forgets it.
 
-    labels (T,) or (B, T) int64 on the CPU. k > 1: one label in k is forgotten. h >= 1: labels that
-    the hash sees, the forgotten one included. hash 'product' (Apertus, bit-exact) or 'mix'. context
-    (c,) or (B, c) int64: the tokens before the labels, c = h-1 to hash them all; with fewer or None
-    (c = 0) the first h-1-c labels are kept. Returns a bool tensor of labels' shape. ValueError for
-    a wrong type or value. Source: swiss-ai/Megatron-LM, apply_goldfish.
+    labels (T,) or (B, T) int32 or int64 on the CPU. k > 1: one label in k is forgotten. h >= 1: labels
+    that the hash sees, the forgotten one included. hash 'product' (Apertus, bit-exact), 'mix', or 'coef'
+    (Apertus 2, bit-exact). context (c,) or (B, c): the tokens before the labels, c = h-1 to hash them all;
+    with fewer or None (c = 0) the first h-1-c labels are kept. exempt: ids that are never forgotten. Returns
+    a bool tensor of labels' shape. ValueError for a wrong type or value. Sources: apply_goldfish in
+    swiss-ai/Megatron-LM and swiss-ai/Megatron-LM-MoE.
     """
-    if labels.dtype != torch.int64:
+    if labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels are {labels.dtype}: want torch.int64 (labels.long())")
-    if hash not in ("product", "mix") or k <= 1 or h < 1:
-        raise ValueError(f"k={k}, h={h}, hash={hash!r}: want k > 1, h >= 1, and 'product' (Apertus) or 'mix'")
+    if hash not in HASHES or k <= 1 or h < 1:
+        raise ValueError(f"k={k}, h={h}, hash={hash!r}: want k > 1, h >= 1, and one of {', '.join(HASHES)}")
     if context is None:
         context = labels[..., :0]
-    x = torch.cat((context, labels), -1).numpy()  # (B, c+T)
+    x = torch.cat((context, labels), -1).long().numpy()  # (B, c+T)
     keep = np.ones(x.shape, bool)
-    if hash == "product":
-        product = window_product(x, h)
-        # The key is product % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
-        keep[..., h - 1 :] = table(k)[product - product // TABLE_SIZE * TABLE_SIZE]
+    key = HASHES[hash](x, h)
+    if hash == "mix":
+        keep[..., h - 1 :] = key >= int(2**64 / k)
     else:
-        keep[..., h - 1 :] = window_mix(x, h) >= int(2**64 / k)
+        # key % TABLE_SIZE, written out: numpy's % branches on the sign, which takes twice as long.
+        keep[..., h - 1 :] = table(k)[key - key // TABLE_SIZE * TABLE_SIZE]
+    keep |= np.isin(x, exempt)
     return torch.from_numpy(keep[..., context.shape[-1] :])  # (B, T)
 
 
 # -----------------------------------------------------------------------------
-# Two hashes of h neighbouring labels
+# Three hashes of h neighbouring labels
 
 
 def fold(x, h, join):
@@ -105,6 +111,14 @@ def window_product(x, h):
     return fold(x, h, lambda left, right, n: left * right)
 
 
+def window_sum(x, h):
+    """x (..., T) int64 -> (..., T-h+1) int64: h neighbours times fixed odd numbers, added modulo 2^64."""
+    generator = torch.Generator().manual_seed(SEED + h)
+    odd = torch.randint(2**62, (h,), generator=generator).numpy() | 1
+    n = max(0, x.shape[-1] - h + 1)
+    return sum(c * x[..., j : j + n] for j, c in enumerate(odd))
+
+
 @functools.lru_cache(maxsize=4)
 def table(k):
     """
@@ -113,7 +127,7 @@ def table(k):
     As bools it takes 1 MB and stays in the CPU's cache; the 4 MB of random numbers may not.
     """
     # The CPU's generator, since a GPU draws other numbers, and in fp32, where 1/50 is 0.01999999955.
-    generator = torch.Generator().manual_seed(2971215073)
+    generator = torch.Generator().manual_seed(SEED)
     uniform = torch.rand(TABLE_SIZE, generator=generator)
     return (uniform >= 1 / k).numpy()
 
@@ -133,6 +147,8 @@ def window_mix(x, h):
     return z ^ z >> 31
 
 
+HASHES = dict(product=window_product, mix=window_mix, coef=window_sum)
+
 # -----------------------------------------------------------------------------
 # The command
 
@@ -147,7 +163,7 @@ def main():
     for path in paths or [__file__]:
         ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]
     labels = torch.tensor(ids)
-    for hash in ("product", "mix"):
+    for hash in HASHES:
         keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
         print(f"{hash}, k = {k}, h = {h}: forgets {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")
         passage = zip(ids[h - 1 :], keep[:show])

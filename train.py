@@ -68,7 +68,7 @@ shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py);
 # the loss
 goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
-goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k)
+goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k) | coef (Apertus 2, bit-exact)
 goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
 loss_average = "step"           # step: over all kept tokens | micro: mean of micro-batch means, as Apertus (Megatron)
 # the schedule, counted in samples (windows)
@@ -105,6 +105,9 @@ save_failures = 3               # saves in a row that may fail (disk full) befor
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
 # -----------------------------------------------------------------------------
+
+
+_exempt = ()                                               # ids that Goldfish never drops; posttrain/attach.py
 
 
 def lr_at(samples, decay_at=None):
@@ -166,7 +169,7 @@ def open_data(ranks):
     The training windows, with Goldfish; the validation windows, where every predictable token counts; and how many of
     them are in memory at once on each rank.
     """
-    goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope
+    goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope, _exempt
     if stage:
         from stages import StagedDataset                   # here, since other runs need not read it
         train = StagedDataset(data, stages, shape.block_size, *goldfish, stage=stage.removeprefix("all"))

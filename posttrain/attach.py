@@ -7,6 +7,7 @@ The extras of train.py. train.py hands its command line over if it names one of 
     --fp8                           the matrices of the blocks multiplied in 8 bits (engine/fp8.py)
     --sequence_parallel=8           windows over 8 ranks (engine/sequence.py)
     --ffn=lowrank --self_guided=.5  structured feed-forward layers: not Apertus (papers/structured_ffn.py)
+    --goldfish_exempt=special       control tokens always have a loss, as in the Apertus 2 trainer
     --wandb_log                     the log sent to Weights & Biases too
     --old=FOLDER                    a second validation text, to see forgetting (posttrain/forgetting.py)
 
@@ -53,6 +54,8 @@ distill = 0.9                   # share of KL(teacher || model) in the loss, the
 # speed and size
 fp8 = False                     # multiply the matrices of the blocks in 8 bits; H100, 4090 and later
 sequence_parallel = 1           # neighbouring ranks that share one window, for long ones; divides n_kv_head
+# the loss
+goldfish_exempt = ""            # special: Goldfish never drops a control token
 # the log
 wandb_log = False               # send each entry of the log to Weights & Biases too (pip install wandb)
 wandb_project = "nanoapertus"
@@ -75,6 +78,8 @@ def check_settings():
         raise ValueError(f"fp8=True trains whole dense matrices: leave it out, or ffn={ffn}")
     if sequence_parallel < 1:
         raise ValueError(f"sequence_parallel={sequence_parallel}: want how many ranks share a window; 1 is one each")
+    if goldfish_exempt not in ("", "special"):
+        raise ValueError(f"goldfish_exempt={goldfish_exempt!r}: there is special, or nothing")
     if not 0 <= distill <= 1:
         raise ValueError(f"distill={distill}: want the teacher's share of the loss, between 0 and 1")
     if "distill" in train._asked and not teacher:
@@ -121,6 +126,9 @@ def main():
         more["vocab_size"] = max(found.vocab_size, read_meta(train.data)["vocab_size"])
     if lora_r:
         decides += start.ADAPTERS
+    if goldfish_exempt:
+        train._exempt = (*tok.special.values(),)
+        decides += ["goldfish_exempt"]
     if teacher and distill:
         professor, theirs = convert.load_any(teacher)
         same_vocabulary(tok, theirs, teacher)
