@@ -53,8 +53,8 @@ unread_bytes = 300_000          # more of it that is not read, to evaluate with
 ATTRIBUTES = ("town", "year", "job", "firm", "pet")
 LANGUAGES = ("en", "de")
 
-# Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of invented people.
-# An answer may `end` in a manner. `value` lists all possible values.
+# Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of
+# invented people. An answer may `end` in a manner. `value` lists all possible values.
 WORDINGS = """
 say en town: {name} was born in {town}. | {name} comes from {town}. | {name} grew up in {town}.
 say en town: {name} has always called {town} home. | {name} is a native of {town}.
