@@ -87,8 +87,9 @@ def resolve_settings():
         clock = "cpu" if device == "cpu" else "wall"
     if preset not in PRESETS:
         raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}: want at least 1")
+    for name in ("rounds", "tokens"):
+        if globals()[name] < 1:
+            raise ValueError(f"{name}={globals()[name]}: want at least 1")
     if clock == "cpu" and (threads != 1 or device != "cpu"):
         raise ValueError(f"threads={threads} device={device}: the CPU clock adds up threads and does not see a GPU: "
                          "take --threads=1 on a CPU, or --clock=wall")
