@@ -335,7 +335,7 @@ def main():
     arms = "4-0 4-1 4-10 20-0 20-1 20-10".split()       # epochs, weight of PFO
     names = [f"cartpole-{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
     rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    kit.plot_intervals(f"{results}/norm.png", measured(rows)["norm"], "norm of the pre-activations")
+    kit.plot_intervals(f"{results}/norm.png", measured(rows)["norm"], "norm of the pre-activations (c: weight of PFO)")
     kit.write(f"{results}/table.md", table_md(rows))
 
 

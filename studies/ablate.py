@@ -237,7 +237,7 @@ def write_report(study, folder):
     table = summary(rows, study["baseline"])
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
     if "reading" in study and not study["asked"]:
-        paragraphs += [f"Published: {study['published']}", f"Reading: {study['reading']}"]
+        paragraphs += [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
     else:
         paragraphs += [conclusion(row, study["baseline"]) for row in table[1:]]
     paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(study['asked'])])}`\n")

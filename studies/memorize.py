@@ -319,7 +319,8 @@ def draw_maps(rows, picture):
     image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto")
     axis.set_xticks(range(len(grid[0])), list(scores.values())[0])
     axis.set_yticks(range(len(grid)), [f"{name}, {prefix} + {suffix}" for name, _, prefix, suffix in scores])
-    axis.set(xlabel="times that the model has read the passage", ylabel="model, tokens of prefix and suffix")
+    axis.set(xlabel="times that the model has read the passage\n(edited: 128 times, 5 % of tokens replaced each time)",
+             ylabel="Goldfish (none; k: one label in k dropped), tokens of prefix + suffix")
     figure.colorbar(image, label="Rouge-L of the greedy continuation")
     plot.finish(figure, picture)
 
