@@ -221,8 +221,8 @@ def plot_intervals(path, arms, xlabel, zero=None):
         axis.errorbar(statistics.fmean(values), label, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
     if zero is not None:
         axis.axvline(zero, color="0.5")
-    axis.invert_yaxis()
-    axis.set_xlabel(f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval")
+    caption = f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval"
+    axis.set(xlabel=caption, ylim=(len(arms) - 0.5, -0.5))
     plot.finish(figure, path)
 
 
