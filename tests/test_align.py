@@ -1,4 +1,4 @@
-"""studies/align.py: the reward, the teacher, and what is measured of two models."""
+"""studies/align.py: the reward, the teacher, and the measures of two models."""
 import itertools
 import json
 import math

@@ -1,4 +1,4 @@
-"""tools/plan.py against arithmetic, and the tables of docs/ against what it prints."""
+"""tools/plan.py against arithmetic, and the tables of docs/ against its output."""
 import itertools
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
 
 @pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])
 def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
-    """q and the result have 32 heads of 128, k and v 8: bf16, T/P positions, both ways, in full once more."""
+    """q and the result have 32 heads of 128, k and v 8: bf16, T/P positions, both directions, in full once more."""
     alone, _ = planned(mode, "--batch_size=8")
     split, _ = planned(mode, "--batch_size=2 --sequence_parallel=4")
     sent = 3 / 4 * passes * 32 * 1024 * 2 * 2 * (32 + 8) * 128 / 360e9
