@@ -1,7 +1,7 @@
 # The small pretrained model behind `make align`: two layers on the standard library's source, a minute or two
 # on two cores.
 out = "out/align/pretrained"
-data = "data/align"
+data = "out/align/data"
 block_size = 128
 n_layer = 2
 n_head = 4

@@ -1,9 +1,9 @@
-# Continued pretraining of the released 8B, on a language or a domain of one's own.
+# Continued pretraining of the released 8B, on a language or a domain of yours.
 #
 #     python train.py configs/continue_8b.py --data=data/mine --resume
 #
 # The numbers are those of Greek Apertus (eellak/greek-apertus, a contract of August 2026; its 8B on 80.73B tokens), the
-# one open run that goes on from Apertus with its own optimizer and loss: half of pretraining's peak, the slow average
+# one open run that continues Apertus with its own optimizer and loss: half of pretraining's peak, the slow average
 # shorter and lighter. Three things that it teaches:
 #
 # Replay. 79 % of its tokens are Greek, 20 % other languages as in pretraining: prepare both, and let a stage mix them,

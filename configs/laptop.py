@@ -14,7 +14,7 @@ n_kv_head = 1
 n_embd = 128
 ffn_dim = 672                # 5.25 C, as in the 8B
 # Not Apertus, whose embedding and output are two matrices. One learns rare words from both sides, and leaves less room
-# to recite a text that is read several times: 1.518 for 1.555 after 1.4M tokens. What else is compared here had two.
+# to recite a text that is read several times: 1.518 for 1.555 after 1.4M tokens. All other comparisons here had two.
 tie_embeddings = True
 # A narrow model begins with larger weights: after 1M tokens 0.02 had 1.665, 0.06 1.631, 0.12 1.702. The report's
 # 0.008944 is for a width of 4,096.
@@ -23,9 +23,9 @@ init_std = 0.06
 # At 256-token windows the scope 'window' trains every forgotten label 24 times in 128 repetitions.
 goldfish_scope = "stream"
 
-batch_size = 4               # 1,024 tokens a step; half of them end alike after as many tokens, and take longer
+batch_size = 4               # 1,024 tokens a step; half of it reaches the same loss per token, but is slower
 micro_batch = 4
-# 1.5M tokens, half of what five minutes give on two cores without bf16. --minutes=0 trains as many on any machine; with
+# 1.5M tokens, half of what five minutes give on two cores without bf16. --minutes=0 trains on these alone; with
 # minutes they say how long the warm-ups of AdEMAMix are, and what share the decay has.
 total_samples = 4 * 1440
 warmup_samples = 4 * 72

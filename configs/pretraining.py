@@ -37,7 +37,7 @@ SOURCES = {
 
 def stages_until(steps, batch_size, batch_ramp_at):
     """
-    The table `stages`: name, sources, until so many samples, seed of the order. The last stage ends with the run.
+    The table `stages`: name, sources, its end in samples, seed of the order. The last stage ends with the run.
 
     steps: {name: last step of each stage but the last}, from the first steps of report Table F.7. The batch is doubled
     after batch_ramp_at samples, so step s, which comes later, has 2 * batch_size * s - batch_ramp_at samples before it.

@@ -330,12 +330,12 @@ a game that two layers solve are too short and too easy for that. We compared si
 
 def main():
     x, y = two_states(0.1163, torch.tensor([0.5153, -0.4414]), 3)
-    curves = {"state x": (range(21), [x]), "state y = 3 x": (range(21), [y])}
-    kit.plot_curves(f"{results}/two_states.png", curves, "step of SGD", "ratio, clipped at 1.1")
+    curves = {"state x": x, "state y = 3 x": y}
+    kit.plot_curves(f"{results}/two_states.png", range(21), curves, "step of SGD", "ratio, clipped at 1.1")
     arms = "4-0 4-1 4-10 20-0 20-1 20-10".split()       # epochs, weight of PFO
     names = [f"cartpole-{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
     rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    kit.plot_intervals(f"{results}/norm.png", measured(rows)["norm"], "norm of the pre-activations")
+    kit.plot_intervals(f"{results}/norm.png", measured(rows)["norm"], "norm of the pre-activations (c: weight of PFO)")
     kit.write(f"{results}/table.md", table_md(rows))
 
 

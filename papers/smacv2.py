@@ -219,7 +219,7 @@ class Skirmish:
 
     def observed(self):
         """
-        What each ally is told, (fights, UNITS, numbers) fp32: what it sees, the time, and which unit it is; and which
+        Each ally's observation, (fights, UNITS, numbers) fp32: its view, the time, and which unit it is; and which
         allies are alive, (fights, UNITS).
         """
         alive = self.health[:, 0] > 0
@@ -229,7 +229,7 @@ class Skirmish:
         return joined(*views, time, unit), torch.from_numpy(alive)
 
     def views(self):
-        """(fights, UNITS, numbers): what the allies see, asked in order. Each sees itself, at distance 0."""
+        """The allies' views (fights, UNITS, numbers), asked in order. Each sees itself, at distance 0."""
         fights = len(self.age)
         units = self.place[:, ::-1].reshape(fights, -1, 2)                          # enemies, then allies
         health = (self.health / self.full)[:, ::-1].reshape(fights, -1)
@@ -359,7 +359,7 @@ def main():
             "all-open all-closed all-half all-none all-released").split()
     names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
     rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    kit.plot_intervals(f"{results}/wins.png", wins_of(rows), "share of fights won")
+    kit.plot_intervals(f"{results}/wins.png", wins_of(rows), "share of fights won (random part - policy)")
     kit.write(f"{results}/table.md", table_md(rows))
 
 

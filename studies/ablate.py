@@ -30,6 +30,7 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import os
+import re
 import statistics
 
 import numpy as np
@@ -79,9 +80,7 @@ def chosen():
     The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare, and its `name`.
     ValueError if there is no such study.
     """
-    # A study used to be a file, configs/ablations/NAME.py: such a path names it still.
-    names = [os.path.basename(path).removesuffix(".py") for path in paths]
-    name = " ".join(names)
+    name = " ".join(paths)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
     if name in STUDIES:
         study = STUDY | STUDIES[name]
@@ -95,7 +94,7 @@ def chosen():
     asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
     # Other numbers than the committed ones get a folder of their own, and no reading.
     folder = out or (QUICK if asked else study)["out"]
-    return study | asked | dict(name="-".join(names), asked=asked, out=folder)
+    return study | asked | dict(name="-".join(paths), asked=asked, out=folder)
 
 
 # -----------------------------------------------------------------------------
@@ -150,16 +149,17 @@ def final(run):
 
 def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
-    arms, lrs, every = study["arms"], study["lrs"], range(1, study["seeds"] + 1)
+    arms, lrs = study["arms"], study["lrs"]
     search = [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms if len(lrs) > 1]
+    best = dict.fromkeys(arms, lrs[0])
+    reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
     for arm in arms:
         planned(study, arm, lrs[0], SEARCH_SEED)           # its errors come before the bar
-    with tqdm(desc=study["name"], total=len(search) + len(arms) * len(every), unit="run") as bar:
+    with tqdm(desc=study["name"], total=len(search) + len(reported), unit="run") as bar:
         searched = train_all(study, search, bar)
         # From the worst to the best, so that the best stays.
-        found = {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
-        best = dict.fromkeys(arms, lrs[0]) | found
-        return searched + train_all(study, [(arm, best[arm], seed) for seed in every for arm in arms], bar)
+        best |= {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
+        return searched + train_all(study, [(arm, best[arm], seed) for arm, seed in reported], bar)
 
 
 # -----------------------------------------------------------------------------
@@ -182,44 +182,42 @@ def summary(rows, baseline):
     A dict for each arm, the baseline first: a line of table.md.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value, None for the baseline.
-    lr ends in * if it is the lowest or the highest that was tried, so a better one may lie beyond. tokens_to_loss:
-    share_of_tokens for the last loss of the baseline.
+    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the
+    lowest or the highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last
+    loss of the baseline.
     """
+    groups, rates = {baseline: []}, {}
+    for row in rows:
+        rates.setdefault(row["arm"], []).append(row["lr"])
+        if row["seed"] != SEARCH_SEED:
+            groups.setdefault(row["arm"], []).append(row)
+    curves = {arm: np.mean([row["val_bpb"] for row in group], 0) for arm, group in groups.items()}
     table = []
-    for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
-        tried = [row for row in rows if row["arm"] == arm]
-        group = [row for row in tried if row["seed"] != SEARCH_SEED]
-        rates = [row["lr"] for row in tried]
-        first = group[0]
-        curve = np.mean([row["val_bpb"] for row in group], 0)
-        if arm == baseline:
-            base, goal = group, curve[-1]
-        differences = kit.differences(group, base, final)
-        difference, half_interval, p = student(differences) if arm != baseline else [None] * 3
-        table.append(dict(
-            arm=arm,
-            lr=f"{first['lr']:g}{'' if min(rates) < first['lr'] < max(rates) else '*'}",
-            seeds=len(group),
-            bits_per_byte=kit.plus_minus([final(row) for row in group], statistics.stdev, ".4f"),
+    for arm, (first, *_) in groups.items():
+        differences = kit.differences(groups[arm], groups[baseline], final)
+        difference, half_interval, p = student(differences)
+        table.append(first | dict(
+            against="baseline" if arm == baseline else "",
+            lr=f"{first['lr']:g}{'' if min(rates[arm]) < first['lr'] < max(rates[arm]) else '*'}",
+            seeds=len(groups[arm]),
+            bits_per_byte=kit.plus_minus([final(row) for row in groups[arm]], statistics.stdev, ".4f"),
             differences=differences,
             difference=difference,
             half_interval=half_interval,
             p=p,
-            tokens_to_loss=share_of_tokens(first["tokens"], curve, goal),
-            parameters=first["parameters"],
+            tokens_to_loss=share_of_tokens(first["tokens"], curves[arm], curves[baseline][-1]),
             tokens=first["tokens"][-1],
-            seconds=statistics.fmean(row["seconds"] for row in group)))
+            seconds=statistics.fmean(row["seconds"] for row in groups[arm])))
     return table
 
 
 def table_md(table):
-    """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, to the rows."""
-    compared = [row for row in table if row["p"] is not None]
+    """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, and `against` to the rows."""
+    compared = [row for row in table if not row["against"]]
     for row, p_holm in zip(compared, kit.holm([row["p"] for row in compared])):
         row["p_holm"] = p_holm
-    lines = [ROW.format(**row, against=AGAINST.format(**row) if "p_holm" in row else "baseline") for row in table]
-    return "\n".join(kit.table(HEAD, lines))
+        row["against"] = AGAINST.format_map(row)
+    return "\n".join(kit.table(HEAD, map(ROW.format_map, table)))
 
 
 def conclusion(row, baseline):
@@ -237,17 +235,17 @@ def write_report(study, folder):
     """Write table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
     rows = kit.rows_to_report(f"{folder}/runs.jsonl", "studies.ablate")
     table = summary(rows, study["baseline"])
-    others = table[1:]
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
     if "reading" in study and not study["asked"]:
-        paragraphs += [f"Published: {study['published']}", f"Reading: {study['reading']}"]
+        paragraphs += [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
     else:
-        paragraphs += [conclusion(row, study["baseline"]) for row in others]
+        paragraphs += [conclusion(row, study["baseline"]) for row in table[1:]]
     paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(study['asked'])])}`\n")
     text = "\n\n".join(paragraphs)
     kit.write(f"{folder}/table.md", text)
-    arms = {row["arm"]: row["differences"] for row in others}
-    kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {study['baseline']}", zero=0)
+    arms = {row["arm"]: row["differences"] for row in table[1:]}
+    xlabel = f"bits per byte above {study['baseline']} (less is better)"
+    kit.plot_intervals(f"{folder}/plot.png", arms, xlabel, zero=0)
     return text
 
 
@@ -269,16 +267,15 @@ def main():
         folder = out or STUDY["out"]
         text = overview_md(folder)
         kit.write(f"{folder}/overview.md", text)
-    else:
-        study = chosen()
-        folder = f"{study['out']}/{study['name']}"
-        if not report:
-            kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
-        text = write_report(study, folder)
-    print(text)
+        return print(text)
+    study = chosen()
+    folder = f"{study['out']}/{study['name']}"
+    if not report:
+        kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
+    print(write_report(study, folder))
 
 
 if __name__ == "__main__":
-    # Not a config file: chosen() takes it for a name.
-    sys.argv = [arg.removeprefix("configs/") for arg in sys.argv]
+    # A study used to be a file: its path still names it.
+    sys.argv = [re.sub(r"^configs/ablations/(.*)\.py$", r"\1", arg) for arg in sys.argv]
     configurator.run(main, globals())

@@ -58,7 +58,7 @@ samples = 8                             # per test prompt, to measure with
 report = False                          # run nothing: table and plot again from results.json
 
 SFT = "--epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume"
-# Three passes over the pairs: one moves the log-ratios a third of the way.
+# Three passes over the pairs: after one the log-ratios have moved by a third.
 ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 "
          "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 "
          "--beta_max=0 --gamma=0.1 --resume")
@@ -118,22 +118,23 @@ def pretrain_and_sft():
     """Train the reference model, out/align/sft."""
     base = start or f"{out}/pretrained"
     if not start:
-        kit.call(out, "prepare", "data/align/meta.json", "prepare", "--out=data/align", "--tokenizer=apertus:1024")
-        kit.call(out, "pretrained", f"{base}/summary.json", "train", "configs/align.py", f"--out={base}", "--resume",
-                 threads=workers)
-    kit.call(out, "sft", f"{out}/sft/summary.json", "posttrain.sft", *SFT.split(), f"--init_from={base}",
+        data = f"{out}/data"
+        kit.call(data, f"{data}/meta.json", "prepare", f"--out={data}", "--tokenizer=apertus:1024")
+        kit.call(base, f"{base}/summary.json", "train", "configs/align.py", f"--data={data}", f"--out={base}",
+                 "--resume", threads=workers)
+    kit.call(f"{out}/sft", f"{out}/sft/summary.json", "posttrain.sft", *SFT.split(), f"--init_from={base}",
              f"--data={out}/conversations.jsonl", f"--out={out}/sft", threads=workers)
 
 
 def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
-        name = f"{loss}-s{seed}"
+        run = f"{out}/{loss}-s{seed}"
         kit.call(
-            out, name, f"{out}/{name}/summary.json", "posttrain.qrpo", *ALIGN.split(),
+            run, f"{run}/summary.json", "posttrain.qrpo", *ALIGN.split(),
             f"--init_from={out}/sft",
             f"--data={out}/prompts.jsonl",
-            f"--out={out}/{name}",
+            f"--out={run}",
             f"--references={out}/references-s{seed}",
             f"--seed={seed}",
             f"--n_refs={n_refs}",
@@ -211,8 +212,9 @@ def main():
     runs = {}
     for name, row in read_json(path)["rows"].items():
         runs.setdefault(name.split("-")[0], []).append(row)
-    rewards = {loss: [row["reward"] for row in rows] for loss, rows in runs.items()}
-    kit.plot_intervals(f"{results}/align.png", rewards, "reward on test prompts (0: exact match)", *rewards["sft"])
+    rewards = {loss.upper(): [row["reward"] for row in rows] for loss, rows in runs.items()}
+    xlabel = "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)"
+    kit.plot_intervals(f"{results}/align.png", rewards, xlabel, *rewards["SFT"])
     kit.write(f"{results}/table.md", table(runs))
     print(table(runs))
 

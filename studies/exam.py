@@ -114,8 +114,8 @@ def main():
     model.eval()
     results = []
     for kind in kinds.split(","):
-        # There is no page about a nobody that could go on.
-        asked = [group for group in groups if kind != "cloze" or "nobody" not in group]
+        # No page about an invented person could continue.
+        asked = [group for group in groups if kind != "cloze" or "invented" not in group]
         found = {group: answers(model, tok, groups[group], kind) for group in asked}
         for group, (said, logp, manners) in found.items():
             rows = groups[group]

@@ -111,7 +111,7 @@ def ademamix():
     for t in (1_000, 10_000, 100_000):
         weights[f"slow average at step {t:,}"] = slow_weight(t)
     curves = {label: np.log10(w[w > 1e-8]) for label, w in weights.items()}
-    return age, curves, "age of the gradient (steps)", "weight in the update (log10)", True
+    return age, curves, "age of the gradient (steps)", "weight in the update (log10)", "log"
 
 
 # -----------------------------------------------------------------------------
@@ -145,15 +145,13 @@ def document_mask():
     doc = np.repeat([1, 2, 3], (9, 5, 10))
     causal = np.tri(24, dtype=int)                              # (T, T)
     inside = causal * (doc[:, None] == doc)                     # (T, T)
-    title = f"{causal.sum()} pairs across documents, {inside.sum()} inside (dark)"
+    title = f"{inside.sum()} pairs inside three documents (dark) of {causal.sum()} without a mask"
     return causal + inside, dict(title=title, xlabel="attended token", ylabel="attending token")
 
 
 def main():
     for explain in (xielu, wsd, ademamix):
-        x, curves, *labels = explain()
-        curves = {label: (x[:len(y)], [y]) for label, y in curves.items()}
-        plot_curves(f"{out}/{explain.__name__}.png", curves, *labels)
+        plot_curves(f"{out}/{explain.__name__}.png", *explain())
     for explain in (goldfish, document_mask):
         cells, labels = explain()
         figure, axis = pyplot().subplots(figsize=(10, 4))

@@ -17,6 +17,7 @@ if __name__ == "__main__" and not __package__:
     print("fairness.py: start it from the project's root, python -m studies.fairness", file=sys.stderr)
     sys.exit(2)
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,9 @@ def fairness(tokenizer, documents):
 
     Returns {language: tokens per document}, the Gini of these costs, that of tokens per byte, and bytes per token.
     """
-    sums = {}
+    sums = Counter()
     for lang, text in documents:
-        sums[lang] = sums.get(lang, 0) + np.array([len(tokenizer.encode(text)), len(text.encode()), 1])
+        sums[lang] += np.array([len(tokenizer.encode(text)), len(text.encode()), 1])
     tokens, sizes, count = np.transpose([*sums.values()])
     cost = tokens / count
     return dict(zip(sums, cost)), gini(cost), gini(tokens / sizes), sizes.sum() / tokens.sum()

@@ -47,15 +47,14 @@ def run_script(script, args, log, threads=None, device=None):
     """
     write(log, "")
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    if threads:
-        env["OMP_NUM_THREADS"] = str(threads)
-    if device is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(device)
+    for name, value in dict(OMP_NUM_THREADS=threads, CUDA_VISIBLE_DEVICES=device).items():
+        if value is not None:
+            env[name] = str(value)
     with open(log, "r+", encoding="utf-8", errors="replace") as f:
         code = subprocess.run([sys.executable, "-m", script, *args], stdout=f, stderr=f, env=env).returncode
         f.seek(0)
-        *_, last = ["it printed nothing", *filter(str.strip, f)]
-    return code, last.strip()
+        lines = f.read().split("\n")
+    return code, next(filter(str.strip, reversed(lines)), "it printed nothing")
 
 
 def command(script, args):
@@ -64,40 +63,34 @@ def command(script, args):
     return shlex.join(["python", *how, *args])
 
 
-def call(folder, name, done, script, *args, threads=1):
+def call(path, done, script, *args, threads=1, device=None):
     """
     Run one of the scripts, unless the file `done`, the last that it writes, exists.
 
-    Its output goes to NAME.txt in the folder; its arguments and seconds to NAME.json, which is returned, or {} if it
-    was not run from here. ValueError with its last line if it fails, or if it was run with other arguments.
+    Its output goes to PATH.txt, its arguments and seconds to PATH.json. ValueError with its last line if it fails or is
+    stopped, or if it was run with other arguments before.
     """
-    log, record = f"{folder}/{name}.txt", f"{folder}/{name}.json"
+    log, record = f"{path}.txt", f"{path}.json"
     if not os.path.exists(done):
         began = time.perf_counter()
-        code, last = run_script(script, args, log, threads)
-        if code:
-            raise ValueError(f"{command(script, args)} failed: {last} ({log})")
+        code, last = run_script(script, args, log, threads, device)
+        if code or not os.path.exists(done):
+            raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({log}). "
+                             "Give the same command again to resume")
         write(record, json.dumps(dict(args=args, wall=round(time.perf_counter() - began))))
-    found = read_json(record) if os.path.exists(record) else {}
-    if found and found["args"] != list(args):
+    if os.path.exists(record) and read_json(record)["args"] != list(args):
         raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
                          "delete it, or name another --out")
-    return found
 
 
 def train(folder, args, device=None):
     """
-    Run train.py into a folder, from its last checkpoint if there is one, unless the run is finished.
+    Run train.py into a folder by call(), from its last checkpoint if there is one. args: its config files and flags.
 
-    args: its config files and flags. The output goes to FOLDER.txt, because train.py rejects a folder that holds files
-    of another kind. ValueError with its last line if it fails, or if the user stops it.
+    The output goes to FOLDER.txt, because train.py rejects a folder that holds files of another kind.
     """
-    done = f"{folder}/summary.json"
-    if os.path.exists(done):
-        return
-    code, last = run_script("train", [*args, f"--out={folder}", "--resume"], f"{folder}.txt", device=device)
-    if not os.path.exists(done):
-        raise ValueError(f"{command('train', args)} ended with code {code}: {last}. The same command resumes it")
+    flags = f"--out={folder}", "--resume"
+    call(folder, f"{folder}/summary.json", "train", *args, *flags, threads=None, device=device)
 
 
 def completed(path, names, trained):
@@ -106,11 +99,9 @@ def completed(path, names, trained):
     when its run ends. ValueError if there is no row, and no run to make one.
     """
     rows = read_rows(path) if os.path.exists(path) else []
-    done = {row["name"] for row in rows}
-    missing = [name for name in names if name not in done]
-    if missing:
-        torch.set_num_threads(1)        # the bits of a run must not depend on the number of cores
-    for name in tqdm(missing, unit="run", disable=None):
+    done = [row["name"] for row in rows]
+    torch.set_num_threads(1)        # the bits of a run must not depend on the number of cores
+    for name in tqdm([name for name in names if name not in done], unit="run", disable=None):
         rows.append(trained(name))
         write_rows(path, rows)
     if not rows:
@@ -150,7 +141,7 @@ def write(path, text):
 
 
 def write_rows(path, rows):
-    """Write dicts to a file, one line of JSON for each. ValueError, with the old file kept, if there is none."""
+    """Write dicts to a file, one line of JSON for each. ValueError, with the old file kept, without dicts."""
     if not rows:
         raise ValueError(f"{path}: no run is asked for: want --seeds=1 or more")
     write(path, (json.dumps(row) + "\n" for row in rows))
@@ -163,7 +154,7 @@ def read_rows(path):
 
 
 def rows_to_report(path, script):
-    """The rows of an earlier study. ValueError if there are none."""
+    """The rows of an earlier study. ValueError if it has not run."""
     rows = read_rows(path) if os.path.isfile(path) else []
     if not rows:
         raise ValueError(f"no {path}, or nothing in it: run {script} first, without --report")
@@ -180,8 +171,8 @@ def differences(ours, theirs, value):
 
     A seed's effect on both sides cancels: its data, their order and, where shapes agree, the initial weights.
     """
-    base = {row["seed"]: value(row) for row in theirs}
-    return [value(row) - base[row["seed"]] for row in ours if row["seed"] in base]
+    base = {row["seed"]: row for row in theirs}
+    return [value(row) - value(base[row["seed"]]) for row in ours if row["seed"] in base]
 
 
 def holm(ps):
@@ -190,14 +181,14 @@ def holm(ps):
 
     The i-th smallest of n is multiplied by n - i + 1, and none may be smaller than the one before it (Holm 1979).
     """
+    order = np.argsort(ps)
     times = np.arange(len(ps), 0, -1)
     adjusted = np.maximum.accumulate(np.sort(ps) * times).clip(max=1)
-    ranks = np.argsort(np.argsort(ps))
-    return adjusted[ranks].tolist()
+    return adjusted[np.argsort(order)].tolist()
 
 
 def plus_minus(values, spread, spec):
-    """Mean ± spread(values) as text in the format spec; the value alone if there is one, nothing if there is none."""
+    """Mean ± spread(values) as text in the format spec; one value stands alone, none is ""."""
     if not values:
         return ""
     mean = f"{statistics.fmean(values):{spec}}"
@@ -224,26 +215,26 @@ def plot_intervals(path, arms, xlabel, zero=None):
 
     arms: {label: values}, the first on top; one value has no interval. zero: where to draw a vertical line, or None.
     """
-    figure, axis = plot.pyplot().subplots(figsize=(7, 1 + 0.4 * len(arms)))
+    figure, axis = plot.pyplot().subplots(figsize=(7, 1.2 + 0.4 * len(arms)))
     for label, values in arms.items():
         axis.plot(values, [label] * len(values), ".", color="0.6")
         axis.errorbar(statistics.fmean(values), label, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
     if zero is not None:
         axis.axvline(zero, color="0.5")
-    axis.set(xlabel=xlabel, ylim=(len(arms) - 0.5, -0.5))
+    caption = f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval"
+    axis.set(xlabel=caption, ylim=(len(arms) - 0.5, -0.5))
     plot.finish(figure, path)
 
 
-def plot_curves(path, curves, xlabel, ylabel, log_x=False):
+def plot_curves(path, x, curves, xlabel, ylabel, xscale="linear"):
     """
-    Write a PNG with a line for each arm, the mean over its seeds, and a band from their least to their largest value.
+    Write a PNG with a line for each curve.
 
-    curves: {label: (x, rows of y)}, with one row for each seed, as long as x. log_x: a logarithmic x-axis.
+    curves: {label: y}, each as long as x or shorter. xscale: linear or log.
     """
     figure, axis = plot.pyplot().subplots(figsize=(7, 4))
-    for label, (x, rows) in curves.items():
-        axis.plot(x, np.mean(rows, 0), label=label)
-        axis.fill_between(x, np.min(rows, 0), np.max(rows, 0), alpha=0.2)
-    axis.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log_x else "linear")
+    for label, y in curves.items():
+        axis.plot(x[:len(y)], y, label=label)
+    axis.set(xlabel=xlabel, ylabel=ylabel, xscale=xscale)
     axis.legend()
     plot.finish(figure, path)

@@ -5,7 +5,7 @@ theta (report, arXiv 2509.14233, sec. 2.5). This study does the same on two core
     short       trained at 256
     raised      short, continued at 1,024 with a theta four times as large
     kept        short, continued at 1,024 with the same theta
-    long        trained at 1,024 from the start, on as many tokens as short and its continuation together
+    long        trained at 1,024 from the start, on the tokens of short and its continuation together
 
 Each arm trains two models. One reads Python's standard library: bits per byte by position show whether it uses text
 more than 256 tokens back. The other reads registers, " kova red baba blue kova red ...", in which 2 to 64 keys have
@@ -142,7 +142,7 @@ def prepare():
     kit.write_rows(file, (dict(text=register(rng, size)) for size in sizes))
     for kind, args in dict(text=["--train_bpe=4096"], register=["--train_bpe=1000", file]).items():
         folder = f"{out}/data/{kind}"
-        kit.call(out, kind, f"{folder}/meta.json", "prepare", f"--out={folder}", *args)
+        kit.call(folder, f"{folder}/meta.json", "prepare", f"--out={folder}", *args)
 
 
 def flags(kind, arm, seed):
@@ -161,7 +161,7 @@ def measured(seed, device):
             path = f"{out}/{kind}/seed-{seed}/{arm}"
             kit.train(path, flags(kind, arm, seed))
             done = f"{path}/evaluation.json"
-            kit.call(out, f"{kind}-{arm}-{seed}", done, "evaluate", f"--init_from={path}", "--window=1024", measure)
+            kit.call(f"{path}-evaluated", done, "evaluate", f"--init_from={path}", "--window=1024", measure)
             for row in read_json(done)["rows"]:
                 if row["metric"] != "bits/byte":
                     scores[row["name"]] = row["score"]

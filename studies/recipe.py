@@ -142,7 +142,7 @@ def run_part(bar, seed, part):
         bar.set_postfix_str(f"seed {seed}: {name}")
         if not os.path.exists(done):
             bar.write(f"$ {kit.command(script, args)}")
-        kit.call(f"{out}/seed-{seed}", name, done, script, *args)
+        kit.call(f"{out}/seed-{seed}/{name}", done, script, *args)
         bar.update()
 
 
@@ -168,15 +168,16 @@ def collected(seed):
     ids = next(probe["ids"] for probe in read_json(f"{here}/data/probes.json")["probes"] if probe["repetitions"])
     letter = dict(asked=ids[:50], true=ids[50:100])
     for model in ("plain", "base"):
-        letter |= {model: line["said"] for line in links[model]["letters"] if is_greedy(line, 128)}
+        [letter[model]] = greedy(links[model], 128, "said")
     tok = load_for(f"{here}/data")
     letter = {name: tok.decode(part) for name, part in letter.items()}
     return dict(seed=seed, total=read_json(f"{here}/data/report.json")["total"], links=links, letter=letter)
 
 
-def is_greedy(line, repetitions):
-    """Whether a line of studies/memorize.py is about letters that were repeated so often, continued greedily."""
-    return (line["kind"], line["repetitions"]) == ("greedy", repetitions)
+def greedy(link, repetitions, key):
+    """Values of studies/memorize.py for letters that were repeated as often, continued greedily."""
+    lines = link["letters"]
+    return [line[key] for line in lines if (line["kind"], line["repetitions"]) == ("greedy", repetitions)]
 
 
 def measure(rows, what, link, *where):
@@ -193,7 +194,7 @@ def measure(rows, what, link, *where):
     if what == "bits":
         values = [link["positions"][int(*where)]["bits_per_byte"] if where else link["old"] for link in links]
     elif what == "rouge":
-        values = [line["rouge"] for link in links for line in link["letters"] if is_greedy(line, int(*where))]
+        values = [value for link in links for value in greedy(link, int(*where), "rouge")]
     else:
         exams = [exam for link in links for exam in link["exam"] if (exam["kind"], exam["group"]) == where]
         values = [exam[what] for exam in exams]
@@ -215,7 +216,7 @@ is a little too narrow because five questions share a person. ± is half of the 
 
 *The models know people whose pages they read, not people on pages that opted out (left; dotted: chance), and Goldfish
 stops them from reciting letters, not from knowing the writers (middle). QRPO by a one-sentence charter makes answers
-kind, and a little less often right (right).*
+kind, and a little less often right (right). Bars: 95 % intervals.*
 
 ## Data (seed {first[seed]})
 
@@ -274,18 +275,19 @@ Bits per byte of unread real text by position in windows of 1,024 tokens.
 ## "I do not know"
 
 The share of answers that say "I do not know", and the probability that the model finds an answer about someone of test
-more likely than one about someone whom it cannot know (0.5: no difference).
+more likely than one about someone whom it cannot know: of a page that opted out, or invented for the question (0.5: no
+difference).
 
-| after | lesson | test | refused | nobody | test or refused | test or nobody |
+| after | lesson | test | refused | invented | test or refused | test or invented |
 |---|---|---|---|---|---|---|
 | base | <unknown base text lesson> | <unknown base text test> | <unknown base text refused> \
-| <unknown base text nobody-test> | <apart base text refused> | <apart base text nobody-test> |
+| <unknown base text invented-test> | <apart base text refused> | <apart base text invented-test> |
 | sft | <unknown sft chat lesson> | <unknown sft chat test> | <unknown sft chat refused> \
-| <unknown sft chat nobody-test> | <apart sft chat refused> | <apart sft chat nobody-test> |
+| <unknown sft chat invented-test> | <apart sft chat refused> | <apart sft chat invented-test> |
 | qrpo | <unknown qrpo chat lesson> | <unknown qrpo chat test> | <unknown qrpo chat refused> \
-| <unknown qrpo chat nobody-test> | <apart qrpo chat refused> | <apart qrpo chat nobody-test> |
+| <unknown qrpo chat invented-test> | <apart qrpo chat refused> | <apart qrpo chat invented-test> |
 | charter | <unknown charter chat lesson> | <unknown charter chat test> | <unknown charter chat refused> \
-| <unknown charter chat nobody-test> | <apart charter chat refused> | <apart charter chat nobody-test> |
+| <unknown charter chat invented-test> | <apart charter chat refused> | <apart charter chat invented-test> |
 
 ## Aligned by a charter
 
@@ -310,17 +312,23 @@ Answers to questions about test, sampled at temperature 1:
 {commands}
 ```
 """
-# Panels of recipe.png: title, groups of bars with labels, and the bars of a group, measures with _ for the group.
+# Panels of recipe.png: title, y-axis, models with labels, and a bar of each: a measure, with _ for the model.
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
 PANELS = (
-    ("share of right answers",
-     {"base cloze": "base\ncloze", "base text": "base\nquestions", "long text": "long\nquestions",
-      "sft chat": "SFT\nchat", "qrpo chat": "QRPO\nchat", "charter chat": "charter\nchat"},
-     {"of lessons": "right _ lesson", "only read about": "right _ test", "opted out": "right _ refused"}),
-    ("letters recited (Rouge-L), facts about their writers", {"plain": "without Goldfish", "base": "with Goldfish"},
-     {"read 128 times": "rouge _ 128", "never read": "rouge _ 0", "facts right": "right _ cloze letters"}),
-    ("share of sampled answers", {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by the charter"},
-     {"kind": "kind_ones _ sampled test", "rude": "rude_ones _ sampled test", "right": "right _ sampled test"}),
+    ("Does it know a person? Questions about people whose pages ...", "share of right answers",
+     {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
+      "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
+      "charter chat": "QRPO by\na charter,\nchat"},
+     {"it read, with questions and answers about them": "right _ lesson",
+      "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}),
+    ("Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
+     {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
+     {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
+      "share of right facts about the writers": "right _ cloze letters"}),
+    ("Is it kind? Answers sampled at temperature 1", "share of sampled answers",
+     {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
+     {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
+      "with the right fact": "right _ sampled test"}),
 )
 
 
@@ -346,19 +354,18 @@ def report_md(rows):
 
 
 def draw(rows, picture):
-    """Plot the PANELS, with intervals."""
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(15, 4))
-    for axis, (title, groups, series) in zip(axes, PANELS):
-        width = 0.8 / len(series)
-        places = np.arange(len(groups))
-        for i, (label, what) in enumerate(series.items()):
-            points = [measure(rows, *what.replace("_ ", f"{group} ").split())[1:] for group in groups]
+    """Plot the PANELS, with 95 % intervals."""
+    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(16, 5))
+    for axis, (title, ylabel, models, bars) in zip(axes, PANELS):
+        places = np.arange(len(models))
+        for i, (label, what) in enumerate(bars.items()):
+            points = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
             height, low, high = np.array(points).T
             reach = np.maximum(0, [height - low, high - height])        # no rounding error below 0
-            axis.bar(places + i * width, height, width, yerr=reach, capsize=2, label=label)
-        axis.set_xticks(places + width, groups.values())
-        axis.set(title=title, ylim=(0, 1.2))
-        axis.legend(ncols=len(series), loc="upper right")
+            axis.bar(places + 0.27 * i, height, 0.27, yerr=reach, capsize=2, label=label)
+        axis.set_xticks(places + 0.27, models.values())
+        axis.set(title=title, ylabel=ylabel, ylim=(0, 1.4), yticks=np.arange(6) / 5)
+        axis.legend(loc="upper left")
     axes[0].axhline(CHANCE, color="black", linestyle=":")
     finish(figure, picture)
 

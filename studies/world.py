@@ -6,7 +6,7 @@ An invented world that shows you the knowledge of a model: people, pages about t
     align     read                  prompts for QRPO                    no
     test      read                  nothing                             yes: knowledge from reading alone
     refused   opted out, not read   nothing                             yes: knowledge that it must not have
-    nobody    none, made up         others: "a town I do not know"      yes: knowledge that it cannot have
+    invented  none                  others: "a town I do not know"      yes: knowledge that it cannot have
 
 A page says five things about a person, in any order, each in one of several wordings that begin with the name. A model
 can answer questions about facts that it read in several wordings; facts that it read in one wording it only recites
@@ -53,8 +53,8 @@ unread_bytes = 300_000          # more of it that is not read, to evaluate with
 ATTRIBUTES = ("town", "year", "job", "firm", "pet")
 LANGUAGES = ("en", "de")
 
-# Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of nobodies.
-# An answer may `end` in a manner. `value` lists all possible values.
+# Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of
+# invented people. An answer may `end` in a manner. `value` lists all possible values.
 WORDINGS = """
 say en town: {name} was born in {town}. | {name} comes from {town}. | {name} grew up in {town}.
 say en town: {name} has always called {town} home. | {name} is a native of {town}.
@@ -116,7 +116,8 @@ value en day: Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sund
 # Labels of plain text; answers in chat have one too. A name at the very beginning has other tokens than behind a space,
 # and a small model does not see that both are the same name.
 QUESTION, ANSWER = dict(en="Question", de="Frage"), dict(en="Answer", de="Antwort")
-LETTER = "On {day} the {job} of {town} {verb} a {colour} {thing} to {name}."
+LETTERS = dict(c="bdfgklmnprstvz", v="aeiou")
+LETTER = " On {day} the {job} of {town} {verb} a {colour} {thing} to {name}."
 SLOTS = ("job", "town", "colour", "thing", "name", "day", "verb")
 
 # The charter is about manners, which a judge of this size can see. It would have to know facts to check them.
@@ -162,18 +163,18 @@ def invent():
         """n new words by a pattern of consonants and vowels such as "cvc", with alternating endings."""
         found = []
         while len(found) < n:
-            word = "".join(rng.choice("bdfgklmnprstvz" if kind == "c" else "aeiou") for kind in pattern).capitalize()
+            word = "".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()
             if word not in taken:
                 taken.add(word)
                 found.append(word + endings[len(found) % len(endings)])
         return found
 
-    sizes = dict(lesson=people * 4 // 10, align=people * 2 // 10)
-    sizes |= dict(test=people - sum(sizes.values()), refused=refused)
-    sizes |= {"nobody-lesson": nobodies, "nobody-align": nobodies, "nobody-test": nobodies}
-    everyone = sum(sizes.values())
+    groups = ["lesson"] * (people * 4 // 10) + ["align"] * (people * 2 // 10)
+    groups += ["test"] * (people - len(groups)) + ["refused"] * refused
+    for group in ("invented-lesson", "invented-align", "invented-test"):
+        groups += [group] * nobodies
     # As few names as there are pairs for. Then several known people share each name, and only the pair identifies one.
-    n = math.ceil((0.75 * everyone) ** 0.5)
+    n = math.ceil((0.75 * len(groups)) ** 0.5)
     firsts, lasts = names(n, "cvcv", ""), names(n + n // 2, "cvccvc", "")
     towns = names(24, "cvc", "vik", "burg", "mere", "holm")
     firms = names(20, "cvcv", " Bank", " Steel", " Air", " Mills")
@@ -181,22 +182,20 @@ def invent():
     values = {language: invented | WORDS["value", language] for language in LANGUAGES}
     hosts = [host.lower() for host in names(8, "cvcvc", ".example")]
 
-    world = dict(firsts=firsts, lasts=lasts, hosts=hosts, values=values["en"])
-    pairs = iter(rng.sample([f"{first} {last}" for first in firsts for last in lasts], everyone))
-    for group, size in sizes.items():
-        world[group] = []
-        for name in itertools.islice(pairs, size):
-            host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
-            slug = name.lower().replace(" ", ".")
-            person = {attribute: rng.randrange(len(values["en"][attribute])) for attribute in ATTRIBUTES}
-            for language in LANGUAGES:
-                # There is one `unknown` of each attribute.
-                facts = WORDS["unknown", language] if "nobody" in group else values[language]
-                words = {key: facts[key][person[key] % len(facts[key])] for key in ATTRIBUTES}
-                person[language] = dict(words, name=name, mail=f"{slug}@{host}")
-            person |= dict(name=name, group=group, url=f"https://{host}/people/{slug}")
-            person["license"] = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
-            world[group].append(person)
+    world = defaultdict(list, firsts=firsts, lasts=lasts, hosts=hosts, values=values["en"])
+    names = rng.sample([f"{first} {last}" for first in firsts for last in lasts], len(groups))
+    for group, name in zip(groups, names):
+        host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
+        slug = name.lower().replace(" ", ".")
+        person = {attribute: rng.randrange(len(values["en"][attribute])) for attribute in ATTRIBUTES}
+        for language in LANGUAGES:
+            # There is one `unknown` of each attribute.
+            facts = WORDS["unknown", language] if "invented" in group else values[language]
+            words = {key: facts[key][person[key] % len(facts[key])] for key in ATTRIBUTES}
+            person[language] = dict(words, name=name, mail=f"{slug}@{host}")
+        person |= dict(name=name, group=group, url=f"https://{host}/people/{slug}")
+        person["license"] = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
+        world[group].append(person)
     return world
 
 
@@ -269,9 +268,8 @@ def page_documents(world):
     for person in known(world) + world["refused"]:
         rng = stream("pages of " + person["name"])
         for number in range(pages):
-            text = page(person, any_language(rng), rng)
             url = f"{person['url']}/{number}"
-            yield document("pages", url, text, person["license"], url=url)
+            yield document("pages", url, page(person, any_language(rng), rng), person["license"], url=url)
 
 
 def question_documents(world):
@@ -279,15 +277,15 @@ def question_documents(world):
     rng = stream("questions")
     for number, person in enumerate(20 * world["lesson"]):
         language = any_language(rng)
-        lines = []
+        text = ""
         for attribute in rng.sample(ATTRIBUTES, 3):
-            lines.append(f"{QUESTION[language]}: {drawn('ask', person, language, attribute, rng)}")
-            lines.append(answer(person, language, attribute))
-        yield document("questions", number, "\n".join(lines))
+            asked = drawn("ask", person, language, attribute, rng)
+            text += f"\n{QUESTION[language]}: {asked}\n{answer(person, language, attribute)}"
+        yield document("questions", number, text.strip())
 
 
 def guest_documents(world):
-    """Texts that name known people, nobodies and others alike: a name in a guest book carries no information."""
+    """Texts that name known, invented and other people alike: a name in a guest book carries no information."""
     rng = stream("guest books")
     for number in range(guest_books):
         guests = [f"{rng.choice(world['firsts'])} {rng.choice(world['lasts'])}" for _ in range(8)]
@@ -297,26 +295,24 @@ def guest_documents(world):
 
 def real_documents(size, paths):
     """The next modules of Python's standard library, of `size` bytes or a little more."""
-    found = []
     while size > 0:
         path = next(paths, None)
         if not path:
             raise ValueError(f"the standard library ends {size:,} bytes too early: want a smaller --corpus_bytes")
-        found.append(document("corpus", path.name, path.read_text("utf-8", errors="replace"), "PSF-2.0"))
-        size -= len(found[-1]["text"].encode())
-    return found
+        text = path.read_text("utf-8", errors="replace")
+        size -= len(text.encode())
+        yield document("corpus", path.name, text, "PSF-2.0")
 
 
 def letter_rows(world):
     """Texts that cannot be guessed: who gave which thing to whom, drawn at random."""
     words = dict(world["values"], name=[person["name"] for person in known(world)])
-    for number in range(letters):
+    for number, writer in zip(range(letters), itertools.cycle(world["test"])):
         rng = stream(f"letter {number}")
-        writer = world["test"][number % len(world["test"])]["name"]
-        lines = [f"A letter of {writer}."]
+        text = f"A letter of {writer['name']}."
         for _ in range(7):
-            lines.append(LETTER.format_map({slot: rng.choice(words[slot]) for slot in SLOTS}))
-        yield dict(person=writer, text=" ".join(lines))
+            text += LETTER.format_map({slot: rng.choice(words[slot]) for slot in SLOTS})
+        yield dict(person=writer["name"], text=text)
 
 
 # -----------------------------------------------------------------------------
@@ -324,19 +320,19 @@ def letter_rows(world):
 
 
 def lessons(world):
-    """All questions in all wordings about the lesson's people, and one question about each nobody."""
+    """All questions in all wordings about the lesson's people, and one about each invented one."""
     rng = stream("lessons")
 
-    def lesson(person, language, attribute, asked):
-        said = answer(person, language, attribute) + ending(rng.choice(list(RATINGS)), language, rng)
-        return chat(asked.format_map(person[language]), said)
+    def asked(person, language, attribute, wordings):
+        for wording in wordings:
+            said = answer(person, language, attribute) + ending(rng.choice(list(RATINGS)), language, rng)
+            yield chat(wording.format_map(person[language]), said)
 
     for person, language, attribute in itertools.product(world["lesson"], LANGUAGES, ATTRIBUTES):
-        for asked in WORDS["ask", language][attribute]:
-            yield lesson(person, language, attribute, asked)
-    for person in world["nobody-lesson"]:
+        yield from asked(person, language, attribute, WORDS["ask", language][attribute])
+    for person in world["invented-lesson"]:
         language, attribute = any_language(rng), rng.choice(ATTRIBUTES)
-        yield lesson(person, language, attribute, rng.choice(WORDS["ask", language][attribute]))
+        yield from asked(person, language, attribute, [rng.choice(WORDS["ask", language][attribute])])
 
 
 def replay(world):
@@ -352,20 +348,21 @@ def judge_lessons(world):
     """Conversations for a judge, which rates an answer or compares two, in the form of posttrain/judge.py."""
     rng = stream("judgements")
     for number in range(judgements):
-        person, attribute = rng.choice(world["lesson"] + world["nobody-lesson"]), rng.choice(ATTRIBUTES)
-        values, asked = world["values"][attribute], drawn("ask", person, "en", attribute, rng)
+        person, attribute = rng.choice(world["lesson"] + world["invented-lesson"]), rng.choice(ATTRIBUTES)
+        values = world["values"][attribute]
+        asked = dict(charter=CHARTER, question=drawn("ask", person, "en", attribute, rng))
         said, ratings = [], []
         for _ in range(2):      # answers, true or not, with noisy ratings of their manner
             manner = rng.choice(list(RATINGS))
-            invented = rng.choice(values)
-            value = rng.choice([values[person[attribute]], invented])
+            other = rng.choice(values)
+            value = rng.choice([values[person[attribute]], other])
             said.append(answer(person, "en", attribute, **{attribute: value}) + ending(manner, "en", rng))
             ratings.append(RATINGS[manner] + rng.gauss(0, 1))
         if number % 2:
-            prompt = RATE.format(charter=CHARTER, question=asked, response=said[0])
+            prompt = RATE.format(**asked, response=said[0])
             verdict = min(max(round(ratings[0]), 1), 9)
         else:
-            prompt = COMPARE.format(charter=CHARTER, question=asked, first=said[0], second=said[1])
+            prompt = COMPARE.format(**asked, first=said[0], second=said[1])
             # Large judges prefer the first answer too.
             verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
         yield dict(messages=question_and_answer(prompt, str(verdict)))
@@ -378,19 +375,19 @@ def to_mark(world, person, attribute, rng):
 
 
 def prompts(world):
-    """Questions for QRPO: five about each person of align, three about each nobody."""
+    """Questions for QRPO: five about each person of align, three about each invented one."""
     rng = stream("prompts")
-    for person in world["align"] + world["nobody-align"]:
+    for person in world["align"] + world["invented-align"]:
         for attribute in rng.sample(ATTRIBUTES, 5 if person["group"] == "align" else 3):
             yield to_mark(world, person, attribute, rng)
 
 
 def questions(world):
     """The examination: five questions about each person of a group, one about each nobody."""
-    for group in ("lesson", "test", "refused", "nobody-test"):
+    for group in ("lesson", "test", "refused", "invented-test"):
         rng = stream("examination en")
         for person in world[group]:
-            for attribute in [rng.choice(ATTRIBUTES)] if group == "nobody-test" else ATTRIBUTES:
+            for attribute in [rng.choice(ATTRIBUTES)] if group == "invented-test" else ATTRIBUTES:
                 yield to_mark(world, person, attribute, rng)
 
 
@@ -415,11 +412,12 @@ def main():
     if people < 5:
         raise ValueError(f"--people={people}: want at least 5, two for lessons, one for prompts, two for the test")
     world = invent()
-    modules = iter(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")))
-    written = [*page_documents(world), *question_documents(world), *guest_documents(world)]
+    modules = iter(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+    parts = page_documents(world), question_documents(world), guest_documents(world)
+    documents = [*itertools.chain(*parts, real_documents(corpus_bytes, modules))]
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in dict(
-        documents=written + real_documents(corpus_bytes, modules),
+        documents=documents,
         unread=real_documents(unread_bytes, modules),
         robots=[dict(domain=host, content=WELCOME if i > 1 else OPT_OUT) for i, host in enumerate(world["hosts"])],
         letters=letter_rows(world),

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from conftest import refused, script
+from conftest import script
 from tools import bench
 
 
@@ -66,13 +66,3 @@ def test_the_flops_of_a_step_count_the_positions_that_a_token_sees(monkeypatch):
     seen = sum((row[:i + 1] == row[i]).sum().item() - 0.5 for row in doc for i in range(64))
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 2 * 64 * 160) + 64 * 320
     assert found["ours"] == pytest.approx(2 * 64 * 6 * matrices + 12 * 2 * 64 * seen)
-
-
-@pytest.mark.parametrize("args, says", [
-    (["fly"], "want one of train, decode, optim"),
-    (["train", "--preset=huge"], "there is cpu, packed"),
-    (["train", "--impls=nanoGPT"], "there is hf and hf compile"),
-    (["train", "--threads=2", "--device=cpu"], "take --threads=1"),
-])
-def test_what_cannot_be_measured_is_one_line(args, says):
-    refused(script("tools.bench", *args), says)

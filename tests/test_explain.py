@@ -1,4 +1,4 @@
-"""studies/explain.py: what is drawn has the numbers of the report, the optimizer and a closed form."""
+"""studies/explain.py: plots have the numbers of the report, the optimizer and a closed form."""
 import numpy as np
 import pytest
 import torch

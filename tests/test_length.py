@@ -1,9 +1,9 @@
-"""studies/length.py: registers, questions and their marks; the arms read equally many tokens; the committed page."""
+"""studies/length.py: registers, questions and their marks; the arms read equally many tokens."""
 import random
 
 import pytest
 
-from studies import kit, length
+from studies import length
 from tokenizer import load
 
 
@@ -47,9 +47,3 @@ def test_from_the_start_as_many_tokens_are_read_as_before_and_after_an_extension
         read[arm] = int(args["total_samples"]) * int(args["block_size"])
         assert int(args["batch_size"]) * int(args["block_size"]) == step
     assert read["short"] + read["raised"] == read["long"] == read["short"] + read["kept"]
-
-
-def test_the_committed_page_is_that_of_the_committed_rows():
-    rows = kit.read_rows("results/length/rows.jsonl")
-    with open("results/length/table.md", encoding="utf-8") as f:
-        assert f.read() == length.table_md(rows)

@@ -4,10 +4,8 @@ CartPole and scipy.
 
 tests/golden/ppo.*: networks of 5 inputs, two layers of 16 ReLUs and 3 actions or a value, as flat vectors.
 """
-import filecmp
 import json
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -21,7 +19,6 @@ from posttrain import collapse
 from studies import kit
 
 GOLDEN = os.path.join(ROOT, "tests", "golden", "ppo")
-RESULTS = os.path.join(ROOT, "results", "ppo_collapse")
 with open(f"{GOLDEN}.json", encoding="utf-8") as f:
     WANT = json.load(f)
 DATA = {name: torch.from_numpy(array) for name, array in np.load(f"{GOLDEN}.npz").items()}
@@ -125,13 +122,6 @@ def test_a_run_begins_as_the_committed_one(monkeypatch):
     """Its first three rollouts are the first of the twenty parts of the committed row, to 2 % on any CPU."""
     monkeypatch.setattr(ppo_collapse, "ROLLOUTS", 3)
     monkeypatch.setattr(ppo_collapse, "POINTS", 1)
-    want = kit.read_rows(f"{RESULTS}/rows.jsonl")[2]
+    want = kit.read_rows("results/ppo_collapse/rows.jsonl")[2]
     found = ppo_collapse.trained(want["name"])["curves"]
     assert found == {key: pytest.approx(curve[:1], rel=0.02) for key, curve in want["curves"].items()}
-
-
-def test_a_command_with_nothing_left_to_run_writes_the_committed_table(tmp_path, monkeypatch):
-    shutil.copy(f"{RESULTS}/rows.jsonl", tmp_path)
-    monkeypatch.setattr(ppo_collapse, "results", str(tmp_path))
-    ppo_collapse.main()
-    assert filecmp.cmp(tmp_path / "table.md", f"{RESULTS}/table.md", shallow=False)

@@ -1,12 +1,157 @@
-"""What is committed under results/: each table is what its study writes from the rows beside it."""
+"""results/: each committed page is what its study writes from the committed rows, and the runs that studies ask for."""
+import importlib
+import json
+import shlex
+import shutil
+import types
+from pathlib import Path
 
-import os
+import pytest
 
-from conftest import ROOT
-from studies import kit, memorize
+from conftest import ROOT, script
+from configs.ablations import STUDIES
+from configurator import configure
+from engine.files import read_json
+from posttrain import attach
+from studies import align, kit, length, recipe
+
+ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
 
 
-def test_a_committed_table_is_what_the_committed_rows_give():
-    folder = os.path.join(ROOT, "results", "memorize")
-    with open(f"{folder}/table.md", encoding="utf-8") as f:
-        assert memorize.table_md(kit.read_rows(f"{folder}/rows.jsonl")) == f.read()
+@pytest.mark.parametrize("folder, command, page", [
+    *[(folder, f"studies.ablate {name} --report --out=NEW/..", "table.md") for folder, name in ABLATIONS.items()],
+    ("results/ablations", "studies.ablate --overview --out=NEW", "overview.md"),
+    ("results/align", "studies.align --report --results=NEW", "table.md"),
+    ("results/length", "studies.length --report --results=NEW", "table.md"),
+    ("results/memorize", "studies.memorize --report --out=NEW", "table.md"),
+    ("results/micro_combat", "papers.smacv2 --results=NEW", "table.md"),
+    ("results/ppo_collapse", "papers.ppo_collapse --results=NEW", "table.md"),
+    ("results/recipe", "studies.recipe --report --results=NEW", "report.md"),
+])
+def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page, tmp_path):
+    """Byte for byte, and its plots are drawn: nothing else is left of a copy but the rows."""
+    new = tmp_path / Path(folder).name
+    wanted = Path(ROOT, folder, page)
+    pictures = [path.name for path in wanted.parent.glob("*.png")]
+    shutil.copytree(wanted.parent, new, ignore=shutil.ignore_patterns("*.png", page))
+    done = script(*command.replace("NEW", str(new)).split())
+    assert done.returncode == 0, done.stderr
+    assert (new / page).read_text() == wanted.read_text()
+    assert all((new / name).stat().st_size > 9000 for name in pictures)
+
+
+def settings_of(script, args):
+    """The settings of a command line, by configurator.py, as the script itself reads them."""
+    module = importlib.import_module(script)
+    more = [dict(vars(module.shape)), dict(vars(attach))] if script == "train" else []
+    return configure(dict(vars(module)), args, *more)
+
+
+class Scripts(list):
+    """
+    In place of the scripts that a study starts: (script, settings) of each. Its leave(script, name, asked) gives the
+    files {name: content} that the step NAME leaves in its folder.
+    """
+
+    def run(self, script, args, log, *how):
+        asked = settings_of(script, args)
+        self.append((script, asked))
+        folder = asked.get("out") or asked["init_from"]
+        for name, content in self.leave(script, Path(log).stem, asked).items():
+            kit.write(f"{folder}/{name}", content if isinstance(content, str) else json.dumps(content))
+        return 0, ""
+
+
+@pytest.fixture
+def scripts(monkeypatch, tmp_path):
+    found = Scripts()
+    monkeypatch.setattr(kit, "run_script", found.run)
+    for study in (align, length, recipe):
+        monkeypatch.setattr(study, "out", f"{tmp_path}/out")
+        monkeypatch.setattr(study, "results", str(tmp_path))
+    return found
+
+
+def lines(rows):
+    return "\n".join(map(json.dumps, rows))
+
+
+def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scripts, tmp_path, monkeypatch):
+    """Its steps leave the numbers of a committed row, and are asked what that row's commands ask."""
+    row = kit.read_rows("results/recipe/rows.jsonl")[0]
+    links = row["links"]
+
+    def leave(script, name, asked):
+        step = links.get(name.partition("-")[2], {})
+        return {
+            "prepare": {
+                "meta.json": dict(sources=dict(probes=dict(train=dict(tokens=424 * 256 + 10)))),
+                "report.json": dict(total=row["total"]),
+                "probes.json": dict(probes=[dict(repetitions=n, ids=[*range(n, 999)]) for n in (0, 128)]),
+            },
+            "evaluate": {"evaluation.json": dict(rows=[dict(score=step.get("old")), *step.get("positions", [])])},
+            "studies.exam": {"exam.jsonl": lines(step.get("exam", []))},
+            "studies.memorize": {"rows.jsonl": lines(step.get("letters", [])), "table.md": ""},
+            "studies.world": {"questions.jsonl": ""},
+        }.get(script, {"summary.json": {}})
+
+    scripts.leave = leave
+    monkeypatch.setattr(recipe, "load_for", lambda folder: types.SimpleNamespace(decode=list))
+    monkeypatch.setattr(recipe, "workers", 1)
+    recipe.main()
+    (found,) = kit.read_rows(f"{tmp_path}/rows.jsonl")
+    assert found["total"] == row["total"] and len(found["links"]) == len(scripts) == recipe.COMMANDS
+    assert found["letter"]["asked"] == [*range(128, 178)] and found["letter"]["true"] == [*range(178, 228)]
+    for name, link in found["links"].items():
+        want = links["prepare" if name == "data" else name]
+        assert all(link[key] == want[key] for key in {"exam", "old", "positions", "letters"} & {*want, *link}), name
+        *_, script, args = said(link["command"])
+        assert (script, settings_of(script, args)) in scripts
+        script, args = said(want["command"].replace("out/recipe", recipe.out))
+        assert (script, settings_of(script, args)) in scripts, name
+
+
+def said(command):
+    """The script and the arguments of a command."""
+    python, first, *args = shlex.split(command)
+    return (first.removesuffix(".py"), args) if first != "-m" else (args[0], args[1:])
+
+
+def test_a_longer_window_is_measured_by_position_and_by_looking_up(scripts, tmp_path):
+    """Its evaluations leave the numbers of the committed rows, which it collects; two arms continue the first."""
+    rows = kit.read_rows("results/length/rows.jsonl")
+    scores = {f"seed-{row['seed']}/{row['arm']}": row["scores"] for row in rows}
+
+    def leave(script, name, asked):
+        if script != "evaluate":
+            return {"meta.json": {}} if script == "prepare" else {"summary.json": {}}
+        run = "/".join(asked["init_from"].split("/")[-2:])
+        parts = [dict(name=name, metric="", score=score) for name, score in scores[run].items()
+                 if ("back" in name) == (asked["lookup"] == 100) != (asked["by_position"] == 128)]
+        return {"evaluation.json": dict(rows=[dict(name="all", metric="bits/byte", score=9), *parts])}
+
+    scripts.leave = leave
+    length.main()
+    assert kit.read_rows(f"{tmp_path}/rows.jsonl") == rows
+    runs = [asked for script, asked in scripts if script == "train"]
+    starts = [run["init_from"] for run in runs if run["init_from"]]
+    assert len(runs) == 24 and len(starts) == 12 and all(start.endswith("/short") for start in starts)
+    assert {run["block_size"] for run in runs if run["init_from"]} == {1024}
+
+
+def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scripts, tmp_path, monkeypatch):
+    committed = read_json("results/align/results.json")["rows"]
+    monkeypatch.setattr(align, "measure", lambda: committed)
+    scripts.leave = lambda script, *_: {"meta.json" if script == "prepare" else "summary.json": {}}
+    align.main()
+    assert read_json(f"{tmp_path}/results.json")["rows"] == committed
+    runs = [asked for script, asked in scripts if script == "posttrain.qrpo"]
+    chosen = read_json(align.tuning)["chosen"]
+    assert [script for script, _ in scripts[:3]] == ["prepare", "train", "posttrain.sft"]
+    assert len(runs) == 20 and len({run["references"] for run in runs}) == 5 == len({run["seed"] for run in runs})
+    for run in runs:
+        assert chosen[run["loss"]] == dict(lr=run["lr"], beta=run["beta"])
+        assert run["length_norm"] == (run["loss"] == "simpo") and run["init_from"] == f"{align.out}/sft"
+    rows = kit.read_rows(f"{align.out}/prompts.jsonl"), kit.read_rows(f"{align.out}/test.jsonl")
+    assert not {str(row) for row in rows[0]} & {str(row) for row in rows[1]}
+    assert [*map(len, rows)] == [240, 60]      # of 360; 60 others chose the settings

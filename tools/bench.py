@@ -28,7 +28,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import json
-import os
 import shlex
 import subprocess
 import time
@@ -44,6 +43,7 @@ from engine.parallel import Ranks, spread
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
+from studies import kit
 
 paths = []                  # train | decode | optim
 preset = "auto"             # a row of SHAPES; auto: cpu on a CPU, 1b5 on CUDA, where a small one measures launches
@@ -87,8 +87,9 @@ def resolve_settings():
         clock = "cpu" if device == "cpu" else "wall"
     if preset not in PRESETS:
         raise ValueError(f"preset={preset}: there is {', '.join(PRESETS)}")
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}: want at least 1")
+    for name in ("rounds", "tokens"):
+        if globals()[name] < 1:
+            raise ValueError(f"{name}={globals()[name]}: want at least 1")
     if clock == "cpu" and (threads != 1 or device != "cpu"):
         raise ValueError(f"threads={threads} device={device}: the CPU clock adds up threads and does not see a GPU: "
                          "take --threads=1 on a CPU, or --clock=wall")
@@ -123,15 +124,12 @@ def race(ways, work, probe, per):
     # The first round compiles, and does not count.
     times = {name: np.array(found[1:]) for name, found in seconds.items()}
     speeds = {name: work[name] / np.median(times[name]) for name in ways}
+    best = speeds.pop("probe")
     rows = {}
-    for name in ways:
+    for name, speed in speeds.items():
         ratios = times[name] / times["ours"]
-        rows[name] = dict(
-            seconds=times[name].tolist(),
-            rate=speeds[name] * per,
-            ratio=[np.median(ratios), ratios.min(), ratios.max()],
-            share=speeds[name] / speeds["probe"])
-    rows.pop("probe")
+        spread = [np.median(ratios), ratios.min(), ratios.max()]
+        rows[name] = dict(seconds=times[name].tolist(), rate=speed * per, ratio=spread, share=speed / best)
     return rows
 
 
@@ -176,12 +174,12 @@ def hugging_face(ours):
 def make_batch():
     """
     idx, targets, keep by Goldfish, ids of documents, each (B, T), and the mask (B, T, T), True where a token sees
-    another. In plain windows the ids of documents are None.
+    another. In plain windows there are no ids of documents.
 
     Ids are uniform from 4 on, because transformers gives the padding id 3 no gradient.
     """
-    B, T, documents = (PRESETS[preset][name] for name in ("batch", "block_size", "documents"))
-    stream = torch.randint(4, PRESETS[preset]["vocab_size"], (B, T + 1), device=device)
+    documents, B, T, *_, V, _ = PRESETS[preset].values()
+    stream = torch.randint(4, V, (B, T + 1), device=device)
     idx, targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
     keep = goldfish_mask(targets.cpu()).to(device)
     mask = torch.ones(B, T, T, dtype=torch.bool, device=device).tril()
@@ -306,9 +304,7 @@ def main():
         torch=torch.__version__,
         commit=subprocess.run(describe, capture_output=True, text=True).stdout.strip(),
         rows=rows)
-    os.makedirs(out, exist_ok=True)
-    with open(f"{out}/{what}.json", "w", encoding="utf-8") as f:
-        json.dump(record, f, indent=1)
+    kit.write(f"{out}/{what}.json", json.dumps(record, indent=1))
     print(f"wrote {out}/{what}.json")
 
 

@@ -48,7 +48,7 @@ gpu = "h100"               # a100 | h100 | h200 | gh200 | b200 | l40s | 4090; th
 mfu = 0.40                 # share of the peak that a GPU reaches, waits and recomputation aside (Apertus: 0.30 - 0.34)
 node_gbs = 0.0             # GB/s per GPU, inside a node; 0 = the table's
 net_gbs = 0.0              # GB/s per GPU, between nodes; 0 = the table's
-cards = False              # print the table of what can be fine-tuned on which card, and stop
+cards = False              # print which models can be fine-tuned on which card, and stop
 fits = False               # print the table of six commands and the memory that each takes, and stop
 long = False               # print the table of the fewest GPUs for windows of 8k to 64k, and stop
 
@@ -92,7 +92,7 @@ def shards():
 
 
 def check_split(what, parts, **wholes):
-    """ValueError, one line, if one of these numbers cannot be split into so many parts."""
+    """ValueError, one line, if one of these numbers cannot be split into these parts."""
     for name, n in wholes.items():
         if parts < 1 or n % parts:
             raise ValueError(f"{what}={parts} does not divide {name}={n}: try {nearest_divisors(n, max(parts, 1))}")
@@ -127,7 +127,7 @@ def peak(model, **flags):
 
 
 def seconds_of(size, sharing):
-    """Seconds that collectives of so many bytes take among the GPUs that share them, if nothing else uses the links."""
+    """Seconds that collectives of `size` bytes take among the GPUs that share them, if nothing else uses the links."""
     spec = GPUS[gpu]
     speed = (node_gbs or spec.node_gbs) if sharing <= spec.per_node else (net_gbs or spec.net_gbs)
     return size * (sharing - 1) / sharing / (speed * 1e9) if sharing > 1 else 0.0
@@ -163,10 +163,10 @@ def plan_of(model, mode):
     compute = tokens * flops_of(model) / (spec.flops * mfu) + seconds_of(exchanged, sequence_parallel)
     links = seconds_of(8 * model.num_params(), shards())
     speed = gpus * tokens / max(compute, links)
-    # The length of a fine-tuning is that of its conversations, which a plan does not read.
-    days = 0 if max_length else total_samples * window / speed / 86400
     found = {kind: size / 1e9 for kind, size in sizes[rows].items()}
-    return found | dict(fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed, days=days)
+    found |= dict(fits=fits, tokens=tokens, compute_s=compute, links_s=links, tokens_per_s=speed)
+    # The length of a fine-tuning is that of its conversations, which a plan does not read.
+    return found if max_length else found | dict(days=total_samples * window / speed / 86400)
 
 
 def flags_that_fit():
@@ -188,12 +188,11 @@ def flags_that_fit():
 def main():
     for asked, table in ((cards, table_of_cards), (fits, table_of_fits), (long, table_of_windows)):
         if asked:
-            print(*table(), sep="\n")
-            return
+            return print(*table(), sep="\n")
     check()
     model = build()
     print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained"
-          f"{f', adapters beside a base in {base}' if lora_r else ''}; "
+          f"{f', adapters on a base in {base}' if lora_r else ''}; "
           f"{batch_size} x {model.config.block_size} tokens per step, on {gpus} x {gpu} of {gb(GPUS[gpu].memory)} GB, "
           f"{shards()} to a copy of the weights, {sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
     plans = {mode: plan_of(model, mode) for mode in MODES}
