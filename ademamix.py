@@ -14,7 +14,6 @@ steps would be little more than AdamW.
 
 Sources: arXiv 2409.03137; Apertus, arXiv 2509.14233 sec. 2.3, app. B.
 
-$ python ademamix.py               # the two warm-ups in numbers
 """
 
 import math
@@ -206,13 +205,3 @@ def check_states(name, state_dtype):
     if (name, state_dtype) == ("adamw", "bfloat16"):
         raise ValueError("state_dtype=bfloat16 needs stochastic rounding, which AdamW does not have here: "
                          "use --optimizer=ademamix, or leave state_dtype out")
-
-
-# -----------------------------------------------------------------------------
-# The command
-
-if __name__ == "__main__":
-    print("    step   alpha    beta3     half-life   (warm-ups over 100,000 steps, as Apertus)")
-    for t in (1, 10, 100, 1_000, 10_000, 50_000, 100_000):
-        beta3 = beta3_at(t, 0.9, 0.9999, 100_000)
-        print(f"{t:8,} {alpha_at(t, 8.0, 100_000):7.4f} {beta3:.8f} {half_life(beta3):9.1f} steps")

@@ -36,7 +36,7 @@ from chat import read_rows
 from configurator import attached
 from data import TokenDataset
 from engine.files import read_text, write_json
-from engine.intervals import half_interval, t_quantile, wilson
+from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of
 from generate import generate
 
@@ -159,7 +159,7 @@ def ratio(bits, sizes):
     that of the mean of bits - r sizes, divided by the mean size.
     """
     r = bits.sum() / sizes.sum()
-    return r, half_interval(bits - r * sizes) / sizes.mean()
+    return r, student(bits - r * sizes)[1] / sizes.mean()
 
 
 def result(name, metric, n, score, interval, **more):

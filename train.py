@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 # Before torch, which reads a setting of it when it loads.
-from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype
+from engine.hardware import can_compile, pick_device, pick_dtype
 import torch
 from tqdm import tqdm
 
@@ -215,7 +215,7 @@ def build_all(run, build, found):
     if run.device == "cpu":
         # Here, since a GPU has its own kernels.
         from engine.attention import attend_on
-        from engine.cores import cores_for
+        from engine.cores import cores_for, keep_freed_memory
         run.cores = cores_for(run.device) if run.compiled else None
         keep_freed_memory()
         attend_on(model, run.device)
@@ -482,7 +482,7 @@ def pretrain(run, build, stop, cooldown):
     found = None
     if resume:
         # Here, since a new run need not read it.
-        from engine.resume import find_checkpoint, refuse_finished, set_aside
+        from engine.restore import find_checkpoint, refuse_finished, set_aside
         found = find_checkpoint(run, begun, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)

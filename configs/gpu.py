@@ -1,7 +1,8 @@
 # An Apertus for one card of 24 GB and one night: 144M parameters, 3B tokens, 2.5e18 FLOPs, 10 hours of a 4090 at 40 %
 # of its peak. No GPU has run it yet; rehearsed on a CPU with a narrow model.
 #
-#     python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=15e9 --train_bpe=32768 --out=data/gpu
+#     python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=15e9 \
+#         --train_bpe=32768 --out=data/gpu
 #     python train.py configs/gpu.py --resume
 out = "out/gpu"
 data = "data/gpu"
@@ -21,5 +22,4 @@ warmup_samples = 256 * 200
 decay_samples = 256 * 1_144       # the last fifth
 
 lr = 6e-4
-lr_floor = 6e-5
 betas = (0.9, 0.999, 0.999)

@@ -2,22 +2,23 @@
 # 40 % of the peak. The shape is the report's "1.5B" (1b5.py). No GPU has run it yet; rehearsed on
 # a CPU with a narrow model.
 #
-#     python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT/*.parquet" --max_bytes=160e9 --tokenizer=apertus --out=data/edu
-#     python -m corpus.cluster "hf://datasets/epfml/FineWeb2-HQ/*/*.parquet" --max_bytes=60e9 --tokenizer=apertus --out=data/web
-#     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" --text_field=content --max_bytes=20e9 --tokenizer=apertus --out=data/code
+#     python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/100BT/*.parquet" \
+#         --max_bytes=160e9 --tokenizer=apertus --out=data/edu
+#     python -m corpus.cluster "hf://datasets/epfml/FineWeb2-HQ/*/*.parquet" \
+#         --max_bytes=60e9 --tokenizer=apertus --out=data/web
+#     python -m corpus.cluster "hf://datasets/bigcode/starcoderdata/python/*.parquet" \
+#         --text_field=content --max_bytes=20e9 --tokenizer=apertus --out=data/code
 #     python data.py data/edu data/web data/code --join=data/node
 #     torchrun --standalone --nproc_per_node=8 train.py configs/node.py --resume
 out = "out/node"
 data = "data/node"
 
 block_size = 4096
-vocab_size = 131072
 n_layer = 16
 n_head = 32
 n_kv_head = 8
 n_embd = 2048
 ffn_dim = 12288
-init_std = 0.02
 
 batch_size = 512                  # 2.1M tokens a step
 micro_batch = 8
@@ -26,5 +27,3 @@ warmup_samples = 512 * 1_000
 decay_samples = 512 * 4_768       # the last fifth
 
 lr = 3e-4
-lr_floor = 3e-5
-betas = (0.9, 0.999, 0.9995)

@@ -1,5 +1,5 @@
 """
-How many cores a run has for itself.
+A faster CPU: how many cores a run has for itself, and memory that stays with the process.
 
 OpenMP's threads wait for each other at every barrier. With one of two cores busy elsewhere, two threads are several
 times slower than one: records/README.md has the numbers. So a compiled run on a CPU looks every few steps, and uses as
@@ -7,6 +7,8 @@ many threads as there are free cores. The number of threads changes the order of
 OMP_NUM_THREADS fixes it, and nothing is looked at.
 """
 
+import contextlib
+import ctypes
 import os
 import time
 
@@ -46,3 +48,20 @@ class Cores:
             return ""
         torch.set_num_threads(threads)
         return f"other programs use {share:.1f} cores: {threads} of {self.all} threads from here on"
+
+
+def keep_freed_memory():
+    """
+    Let malloc keep the memory that a step frees. It would return it to the kernel, which fills every new page with
+    zeros: an eighth of a step of the laptop's model.
+
+    Tensors above 32 MB are still returned: that is glibc's upper limit of the first number, which must be set because
+    setting the second alone freezes the first at 128 KB. The user's own settings, and other C libraries, stay as they
+    are.
+    """
+    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
+        return
+    with contextlib.suppress(AttributeError, OSError, TypeError):        # no glibc
+        malloc_option = ctypes.CDLL(None).mallopt
+        malloc_option(-3, 2**25)                                         # M_MMAP_THRESHOLD, in bytes
+        malloc_option(-1, 2**31 - 1)                                     # M_TRIM_THRESHOLD

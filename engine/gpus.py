@@ -1,6 +1,7 @@
 """Bytes and FLOP/s of this machine, and of the kinds of GPU that the plans know."""
 
 import contextlib
+import json
 import os
 import re
 from pathlib import Path
@@ -13,22 +14,27 @@ class GPU(NamedTuple):
     """A kind of GPU: FLOP/s as its vendor says; of the vendor's links about 80 and 90 %, as measured."""
     flops: float              # bf16 FLOP/s of a dense matrix product
     memory: float             # bytes that torch reports: 80 GB are sold and 79.1 GiB are there
-    node_gbs: float = 0.0     # GB/s of one GPU to the others of its node; 0: it has no such link
-    net_gbs: float = 0.0      # GB/s of one GPU to other nodes
-    per_node: int = 1
+    node_gbs: float           # GB/s of one GPU to the others of its node; 0: it has no such link
+    net_gbs: float            # GB/s of one GPU to other nodes
+    per_node: int
 
 
-# By a part of torch.cuda.get_device_name() in lower case. A GH200 contains H200 as well, so it comes first.
-GPUS = {
-    "a100": GPU(312e12, 84.9e9, 240, 22, 8),
-    "h100 pcie": GPU(756e12, 84.9e9, 50, 22, 8),
-    "h100 nvl": GPU(835e12, 99.9e9, 50, 22, 8),
-    "h100": GPU(989e12, 84.9e9, 360, 45, 8),
-    "gh200": GPU(989e12, 101.4e9, 360, 22, 4),
-    "h200": GPU(989e12, 150.0e9, 360, 45, 8),
-    "b200": GPU(2250e12, 191.4e9, 720, 45, 8),
-    "l40s": GPU(362e12, 47.6e9),
-    "4090": GPU(165e12, 25.2e9)}
+# A part of torch.cuda.get_device_name() in lower case, and the columns above. A name that contains another comes first.
+TABLE = """
+a100        312e12    84.9e9   240  22  8
+h100-pcie   756e12    84.9e9    50  22  8
+h100-nvl    835e12    99.9e9    50  22  8
+h100        989e12    84.9e9   360  45  8
+gh200       989e12   101.4e9   360  22  4
+h200        989e12   150.0e9   360  45  8
+b200       2250e12   191.4e9   720  45  8
+l40s        362e12    47.6e9     0   0  1
+4090        165e12    25.2e9     0   0  1
+"""
+GPUS = {}
+for row in TABLE.strip().splitlines():
+    kind, *numbers = row.split()
+    GPUS[kind] = GPU(*map(json.loads, numbers))
 
 
 def usage(flops):
@@ -37,7 +43,7 @@ def usage(flops):
     most memory so far.
     """
     name = torch.cuda.get_device_name().lower()
-    mfu = next((flops / gpu.flops for kind, gpu in GPUS.items() if kind in name), None)
+    mfu = next((flops / gpu.flops for kind, gpu in GPUS.items() if kind.replace("-", " ") in name), None)
     return dict(mfu=mfu, memory_gib=torch.cuda.max_memory_allocated() / 2**30)
 
 

@@ -2,13 +2,11 @@
 The meaning of "auto" on this machine, and speed on a CPU. Nothing here changes results.
 
     pick_device, pick_dtype, can_compile    the meaning of "auto" here, and whether torch.compile can work
-    spin_briefly, keep_freed_memory         a faster CPU
+    spin_briefly                            a faster CPU
 
 Import this file before torch: libgomp reads the number that spin_briefly sets when torch loads it.
 """
 
-import contextlib
-import ctypes
 import os
 import shutil
 import sys
@@ -28,10 +26,8 @@ def spin_briefly():
 
 
 spin_briefly()
-# On a GPU: blocks that grow leave fewer gaps; a rank that waits in vain says for which collective.
-for name, value in dict(PYTORCH_ALLOC_CONF="expandable_segments:True", TORCH_NCCL_DUMP_ON_TIMEOUT="1",
-                        TORCH_FR_BUFFER_SIZE="2000").items():
-    os.environ.setdefault(name, value)
+# On a GPU, blocks that grow leave fewer gaps.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import torch  # noqa: E402
 
 
@@ -78,24 +74,3 @@ def can_compile(device):
         return any(shutil.which(os.environ.get("CC", usual)) for usual in ("gcc", "clang"))
     usual = "clang++" if sys.platform == "darwin" else "g++"
     return kind == "cpu" and shutil.which(os.environ.get("CXX", usual)) is not None
-
-
-# -----------------------------------------------------------------------------
-# a faster CPU
-
-
-def keep_freed_memory():
-    """
-    Let malloc keep the memory that a step frees. It would return it to the kernel, which fills every new page with
-    zeros: an eighth of a step of the laptop's model.
-
-    Tensors above 32 MB are still returned: that is glibc's upper limit of the first number, which must be set because
-    setting the second alone freezes the first at 128 KB. The user's own settings, and other C libraries, stay as they
-    are.
-    """
-    if os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}:
-        return
-    with contextlib.suppress(AttributeError, OSError, TypeError):        # no glibc
-        malloc_option = ctypes.CDLL(None).mallopt
-        malloc_option(-3, 2**25)                                         # M_MMAP_THRESHOLD, in bytes
-        malloc_option(-1, 2**31 - 1)                                     # M_TRIM_THRESHOLD

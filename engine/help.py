@@ -1,5 +1,6 @@
 """The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
 
+import bisect
 import difflib
 import inspect
 import re
@@ -57,3 +58,10 @@ def how_to_install(error):
         return ""
     package = dict(yaml="pyyaml").get(error.name, error.name)
     return f": pip install {package}"
+
+
+def nearest_divisors(n, near):
+    """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    above = bisect.bisect(divisors, near)
+    return " or ".join(map(str, divisors[max(0, above - 1):above + 1]))

@@ -63,11 +63,6 @@ def student(values):
     return mean, t_quantile(n - 1) * error, p_value(mean / error, n - 1)
 
 
-def half_interval(values):
-    """Half of the 95 % interval of a mean."""
-    return student(values)[1]
-
-
 def wilson(right, n):
     """
     95 % interval (low, high) of the share right / n (Wilson 1927).

@@ -127,7 +127,7 @@ def commands_that_fit(takes, settings, shards, room):
     modes = MODES[MODES.index(settings["recompute"]):]
     dtypes = [settings["state_dtype"]] + ["bfloat16"] * (settings["optimizer"] == "ademamix")
     # More devices change no setting that is seen in the result; bf16 states do.
-    tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype))
+    tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype, parallel="fsdp"))
              for dtype in dtypes
              for devices in [shards * 2**n for n in range(13)]
              for mode in modes
@@ -142,10 +142,10 @@ def command(devices, changed, settings):
     script = os.path.relpath(sys.argv[0])
     if "/" in script:
         script = f"-m {script.removesuffix('.py').replace('/', '.')}"
-    start = "python"
-    if devices > 1:
-        start = f"torchrun --standalone --nproc_per_node={devices}"
+    start = f"torchrun --standalone --nproc_per_node={devices}"
     if devices > 8:
         start = f"torchrun --nnodes={devices // 8} --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    if devices == 1:
+        start, changed = "python", changed | dict(parallel=settings["parallel"])
     flags = [f"--{name}={value}" for name, value in changed.items() if value != settings[name]]
-    return " ".join([start, script, *sys.argv[1:], *flags, "--parallel=fsdp"][:None if devices > 1 else -1])
+    return " ".join([start, script, *sys.argv[1:], *flags])

@@ -18,7 +18,6 @@ github.com/pytorch/torchtitan.
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp
 """
 
-import bisect
 import contextlib
 import os
 import re
@@ -92,6 +91,7 @@ class Ranks:
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
         self.copies = self.size // self.shard
         if self.size % self.shard:
+            from engine.help import nearest_divisors
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
                              f"try {nearest_divisors(self.size, self.shard)}")
         # The group that checkpoints are written with, from join() to leave().
@@ -175,13 +175,6 @@ class Ranks:
         if self.exact:
             torch.set_num_threads(self.threads)
             torch.use_deterministic_algorithms(False)
-
-
-def nearest_divisors(n, near):
-    """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    above = bisect.bisect(divisors, near)
-    return " or ".join(map(str, divisors[max(0, above - 1):above + 1]))
 
 
 # -----------------------------------------------------------------------------

@@ -34,8 +34,6 @@ PANELS = dict(
     loss="training loss (nats/token)",
     val_bpb="validation (bits/byte)",
     old_bpb="old text (bits/byte)",
-    old_kl="KL to the base on old text (nats/token)",
-    task="task (share of right answers)",
     grad_norm="gradient norm",
     lr="learning rate",
     tok_s="tokens per second",
@@ -52,11 +50,6 @@ def entries(folder):
     """
     with open(f"{folder}/log.jsonl", encoding="utf-8", errors="replace") as f:
         yield from filter(None, map(entry_of, f))
-
-
-def read_log(folder):
-    """The entries of a run's log.jsonl, a list of dicts."""
-    return list(entries(folder))
 
 
 def points(folder, panels, x_axis):

@@ -17,8 +17,9 @@ hf://datasets/OWNER/NAME, s3://, https://.
         for document in documents(file, part):
             ...
 
-Memory does not depend on the size of a file of rows. A line that is not UTF-8 or not JSON becomes a document with a
-problem in place of a text, so that prepare.py counts it. Files of the hub are streamed, and not read before.
+Memory does not depend on the size of a file of rows, except .json, which is read whole. A line that is not UTF-8 or not
+JSON becomes a document with a problem in place of a text, so that prepare.py counts it. Files of the hub are streamed,
+and not read before.
 Several processes share a file only if it is parquet (its row groups) or lines that are not packed: many packed files of
 some 100 MB are read faster than a few large ones.
 """
@@ -310,20 +311,15 @@ def json_values(text):
     From the first error on, the rest of the file is one value, which parsed() reports.
     """
     decode = json.JSONDecoder().raw_decode
-    rest = text.read(PART).lstrip().removeprefix("[")
-    more = True
-    while more:
-        end = 0
-        # RecursionError: a million brackets.
-        with contextlib.suppress(ValueError, RecursionError):
-            while True:
-                begin = re.compile(r"[\s,\]]*").match(rest, end).end()
-                _, end = decode(rest, begin)
-                yield rest[begin:end]
-        # A value that is longer than a block is tried again with twice the text.
-        more = text.read(max(PART, len(rest)))
-        rest = rest[end:] + more
-    yield rest.strip(" \t\r\n,]")
+    rest = text.read().lstrip().removeprefix("[")
+    end = 0
+    # RecursionError: a million brackets.
+    with contextlib.suppress(ValueError, RecursionError):
+        while True:
+            begin = re.compile(r"[\s,\]]*").match(rest, end).end()
+            _, end = decode(rest, begin)
+            yield rest[begin:end]
+    yield rest[end:].strip(" \t\r\n,]")
 
 
 def table_rows(text, tabs):

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.parallel import Ranks, nearest_divisors
+from engine.help import nearest_divisors
+from engine.parallel import Ranks
 
 
 HEADS, POSITIONS = 1, 2            # dimensions of q, k and v

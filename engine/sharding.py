@@ -1,4 +1,5 @@
-"""A model in shards over ranks (FSDP2), and its initial weights. Imported where it is needed, since it takes seconds."""
+"""A model in shards over ranks (FSDP2), and its initial weights. Imported where it is needed: it takes seconds."""
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -34,8 +35,7 @@ def draw(model, seed):
     """
     # Large ones first, so that in each round all ranks draw equally long.
     params = sorted(model.named_parameters(), key=lambda pair: -pair[1].numel())
-    mesh = params[0][1].device_mesh
-    mesh = mesh["shards"] if mesh.ndim > 1 else mesh
+    mesh = params[0][1].device_mesh["shards"]
     me, size = mesh.get_local_rank(), mesh.size()
     for first in tqdm(range(0, len(params), size), "initial weights", delay=2, disable=dist.get_rank() > 0):
         for k, (name, p) in enumerate(params[first:first + size]):

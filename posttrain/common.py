@@ -21,7 +21,7 @@ from configurator import settings
 from data import by_epoch
 from engine.checkpoint import everyone, steps_in
 from engine.files import read_text, write_flushed
-from engine.resume import refuse_another
+from engine.restore import refuse_another
 from engine.runs import settings_of
 from posttrain import start
 

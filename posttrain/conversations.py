@@ -198,7 +198,8 @@ def verdict(tok, max_length, date, rules, contamination, row):
 
 def tokenize(folder, judge, name, file, part):
     """
-    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows left out.
+    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows that
+    are left out.
 
     ValueError: a line is no JSON object.
     """

@@ -12,7 +12,7 @@ import convert
 import train
 from engine.attention import attend_on
 from engine.parallel import spread
-from engine.resume import refuse_another
+from engine.restore import refuse_another
 from model import Apertus
 from posttrain import forgetting, lora
 from posttrain.quantised import quantise

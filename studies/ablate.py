@@ -130,7 +130,7 @@ def train_all(study, asked, bar):
 
 def read_run(folder, arm, lr, seed):
     """The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte."""
-    validations = [entry for entry in plot.read_log(folder) if "val_bpb" in entry]
+    validations = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
     model, _ = convert.load_any(folder)
     return dict(
         arm=arm,

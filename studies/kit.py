@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from engine import plot
 from engine.files import read_json, sha256_of, write_flushed
-from engine.intervals import half_interval
+from engine.intervals import student
 
 # -----------------------------------------------------------------------------
 # runs
@@ -197,7 +197,7 @@ def plus_minus(values, spread, spec):
 
 def interval(values, digits=2):
     """Mean ± half of its 95 % interval by Student's t, as text."""
-    return plus_minus(values, half_interval, f".{digits}f")
+    return plus_minus(values, lambda values: student(values)[1], f".{digits}f")
 
 
 # -----------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def plot_intervals(path, arms, xlabel, zero=None):
     figure, axis = plot.pyplot().subplots(figsize=(7, 1.2 + 0.4 * len(arms)))
     for label, values in arms.items():
         axis.plot(values, [label] * len(values), ".", color="0.6")
-        axis.errorbar(statistics.fmean(values), label, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
+        axis.errorbar(statistics.fmean(values), label, xerr=student(values)[1], fmt="o", color="C3", capsize=4)
     if zero is not None:
         axis.axvline(zero, color="0.5")
     caption = f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval"

@@ -31,14 +31,13 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from statistics import fmean
 from string import Template
 
 import numpy as np
 from tqdm import tqdm
 
 from configurator import run
-from engine.intervals import half_interval, wilson
+from engine.intervals import student, wilson
 from engine.plot import finish, pyplot
 from studies import kit
 from studies.exam import share
@@ -201,7 +200,7 @@ def measure(rows, what, link, *where):
         if what != "apart":
             k, n = sum(values), sum(exam["n"] for exam in exams)
             return share(k, n), k / n, *wilson(k, n)
-    mean, half = fmean(values), half_interval(values)
+    mean, half, _ = student(values)
     return kit.interval(values, 3 if what == "bits" else 2), mean, mean - half, mean + half
 
 

@@ -11,7 +11,8 @@ from data import read_meta
 
 BYTE = tokenizer.load("byte")
 WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but "
-         "their all one we can there been if more when will would who so no out up into them then she he do its").split()
+         "their all one we can there been if more when will would who so no out up into them then she he do "
+         "its").split()
 
 
 def text(seed, n=120):
@@ -21,7 +22,8 @@ def text(seed, n=120):
 
 def rows(n, first=0):
     """n documents with the columns that rules ask for."""
-    return [dict(id=f"d{i}", text=text(i), url=f"https://host{i % 7}.example/page/{i}", lang=("deu_Latn", "roh_Latn")[i % 2],
+    return [dict(id=f"d{i}", text=text(i), url=f"https://host{i % 7}.example/page/{i}",
+                 lang=("deu_Latn", "roh_Latn")[i % 2],
                  license=("cc0", "mit", "none")[i % 3], score=i * 37 % 101 / 100) for i in range(first, first + n)]
 
 
@@ -64,7 +66,8 @@ def report(folder):
 
 def written(folder):
     """{file: bytes} of all that two equal runs have in common."""
-    return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if not file.name.startswith("report")}
+    files = sorted(Path(folder).iterdir())
+    return {file.name: file.read_bytes() for file in files if not file.name.startswith("report")}
 
 
 def streams(folder):

@@ -22,7 +22,8 @@ def texts(tmp_path_factory):
 
 
 def flags(root):
-    return [root / "in", "--near_dedup=0.72", "--source_by=lang", "--shard_tokens=3000", "--keep_licenses=cc0,mit", "--train_bpe=400",
+    return [root / "in", "--near_dedup=0.72", "--source_by=lang", "--shard_tokens=3000",
+            "--keep_licenses=cc0,mit", "--train_bpe=400",
             "--tokenizer="]
 
 
@@ -43,8 +44,10 @@ def test_any_number_of_tasks_makes_the_same_folder_and_makes_it_again(texts, alo
 
 
 def test_killed_and_started_again_it_makes_the_same(texts, alone, tmp_path):
-    command = [sys.executable, "-m", "corpus.cluster", *map(str, flags(texts)), f"--out={tmp_path}/data", "--tasks=2", "--workers=2"]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "corpus.cluster", *map(str, flags(texts))]
+    command += [f"--out={tmp_path}/data", "--tasks=2", "--workers=2"]
+    silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **silent)
     while process.poll() is None and not (tmp_path / "data.tmp" / "work" / "sift").exists():
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)

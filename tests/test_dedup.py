@@ -41,7 +41,8 @@ def test_a_fingerprint_ignores_unicode_form_and_white_space_also_in_pieces(monke
 
 def test_a_row_that_shares_a_key_with_an_earlier_one_that_stays_was_seen_before():
     """Against a Python set. A key belongs to a band, as in band_keys()."""
-    keys, seen = np.random.default_rng(0).integers(0, 3000, (1800, 3), dtype=np.uint64) * 3 + np.arange(3, dtype=np.uint64), set()
+    keys = np.random.default_rng(0).integers(0, 3000, (1800, 3), dtype=np.uint64) * 3 + np.arange(3, dtype=np.uint64)
+    seen = set()
     for row, again in zip(keys.tolist(), dedup.seen_before(keys)):
         assert again != seen.isdisjoint(row)
         seen.update([] if again else row)

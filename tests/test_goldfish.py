@@ -103,7 +103,7 @@ def test_windows_that_differ_in_one_or_two_labels_never_collide():
         assert np.abs(b).min() >= 2**17
 
 
-@pytest.mark.parametrize("args", [(ids(4).int(),), (ids(4), 1), (ids(4), 50, 0), (ids(4), 50, 50, "sha")])
+@pytest.mark.parametrize("args", [(ids(4).float(),), (ids(4), 1), (ids(4), 50, 0), (ids(4), 50, 50, "sha")])
 def test_a_wrong_argument_is_an_error_that_names_what_it_wants(args):
     with pytest.raises(ValueError, match="want "):
         goldfish_mask(*args)

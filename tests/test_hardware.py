@@ -13,7 +13,7 @@ import torch
 
 import model  # noqa: F401  which sets torch's kernels
 from conftest import ROOT
-from engine import decoding, gpus, hardware
+from engine import cores, decoding, gpus, hardware
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="libgomp and /proc are Linux's")
 
@@ -75,9 +75,9 @@ def test_malloc_keeps_freed_memory_unless_the_user_says_otherwise(monkeypatch, e
     """mallopt(3): M_MMAP_THRESHOLD is -3, of at most 32 MB; M_TRIM_THRESHOLD is -1."""
     told = []
     libc = SimpleNamespace(mallopt=lambda *args: told.append(args))
-    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: libc)
-    monkeypatch.setattr(hardware.os, "environ", env)
-    hardware.keep_freed_memory()
+    monkeypatch.setattr(cores.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(cores.os, "environ", env)
+    cores.keep_freed_memory()
     assert told == want
 
 

@@ -36,7 +36,7 @@ TORN = ['{"step": 3, "lo{"step": 4}\n', "\0\0\n", "null\n", "17\n", "{}\n", "[" 
 def test_torn_lines_of_a_log_are_left_out(tmp_path, torn):
     with open(f"{run(tmp_path / 'a')}/log.jsonl", "a", encoding="utf-8") as f:
         f.write(torn + '{"step": 10, "loss": 1.5}\n{"step": 11}')
-    assert [entry["step"] for entry in plot.read_log(tmp_path / "a")] == [*range(10), 9, 10]
+    assert [entry["step"] for entry in plot.entries(tmp_path / "a")] == [*range(10), 9, 10]
 
 
 def test_each_panel_has_the_numbers_of_the_logs_and_names_the_last_beside_the_colour_of_its_run(tmp_path, drawn):

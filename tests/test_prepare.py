@@ -60,7 +60,8 @@ def corpus(tmp_path_factory):
     rules = dict(domain="host1.example", content="User-agent: GPTBot\nDisallow: /page/1")
     write_lines(root / "robots.jsonl", [rules, dict(domain="host2.example", content="")])
     put(root, {"prompts.txt": " ".join(every[21]["text"].split()[:30])})
-    args = [root / "in", f"--robots={root}/robots.jsonl", f"--decontaminate={root}/prompts.txt", "--near_dedup=0.72", "--source_by=lang",
+    args = [root / "in", f"--robots={root}/robots.jsonl", f"--decontaminate={root}/prompts.txt", "--near_dedup=0.72",
+            "--source_by=lang",
             "--keep_rate=deu_Latn:0.5,*:1", "--default_language=und", "--shard_tokens=30000", "--val_share=0.1"]
     fill(root / "out", *args)
     return root / "out", args, found | alone
@@ -115,7 +116,8 @@ def run(*args, first=""):
     """Start prepare.py with some lines before it."""
     code = f"{first}\nimport prepare\nfrom configurator import run\nprepare.SMALL = 0\nrun(prepare.main, vars(prepare))"
     return subprocess.Popen([sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)], cwd=ROOT,
-                            env=dict(os.environ, PYTHONPATH=ROOT), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                            env=dict(os.environ, PYTHONPATH=ROOT), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True)
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):
@@ -163,7 +165,8 @@ def test_a_few_documents_or_one_still_leave_something_to_validate(tmp_path):
     fill(tmp_path / "one", tmp_path / "one.jsonl", "--val_share=0.1", "--near_dedup=0.72", f"--known={tmp_path}/known")
     (train,), (val,) = texts_of(tmp_path / "one").values()
     assert train + val == one and 0.05 < len(val) / len(train) < 0.15
-    assert report(tmp_path / "one")["total"]["documents"] == 1 and script("corpus.audit", tmp_path / "one").returncode == 0
+    assert report(tmp_path / "one")["total"]["documents"] == 1
+    assert script("corpus.audit", tmp_path / "one").returncode == 0
 
 
 def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
@@ -189,7 +192,8 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
     assert {one["text"]: one["repetitions"] for one in said} == {one: seen[one] for one in passages}
     assert sorted(seen[one] for one in passages) == [0, 0, 0, 3, 3, 3]
     assert all(BYTE.decode(one["ids"]) == one["text"] for one in said)
-    assert report(tmp_path / "out")["total"]["documents"] == 30 and script("corpus.audit", tmp_path / "out").returncode == 0
+    assert report(tmp_path / "out")["total"]["documents"] == 30
+    assert script("corpus.audit", tmp_path / "out").returncode == 0
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
@@ -204,7 +208,8 @@ def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
 def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path):
     (tmp_path / "score.py").write_text("def score(text): return -len(text)")
     write_lines(tmp_path / "in.jsonl", rows(60))
-    for how, key in (("--score_field=score", lambda row: row["score"]), (f"--score={tmp_path}/score.py", lambda row: -len(row["text"]))):
+    for how, key in (("--score_field=score", lambda row: row["score"]),
+                     (f"--score={tmp_path}/score.py", lambda row: -len(row["text"]))):
         fill(tmp_path / "out", tmp_path / "in.jsonl", "--keep_top=0.2", how)
         want = set()
         for mine in rows(60)[::2], rows(60)[1::2]:
@@ -266,7 +271,8 @@ def test_the_old_data_come_back_where_the_new_ones_cannot_take_their_place(home,
         if len(calls) == 2:
             raise KeyboardInterrupt
         true(*names)
-    with pytest.raises(KeyboardInterrupt), folder.building(home / "data", []) as (final, tmp), monkeypatch.context() as patch:
+    building = folder.building(home / "data", [])
+    with pytest.raises(KeyboardInterrupt), building as (final, tmp), monkeypatch.context() as patch:
         (tmp / "data").mkdir()
         patch.setattr(folder.os, "rename", rename)
         folder.publish(final, tmp)
@@ -274,7 +280,8 @@ def test_the_old_data_come_back_where_the_new_ones_cannot_take_their_place(home,
 
 
 def test_killed_between_two_renames_the_same_command_finishes(home):
-    kill = ("import os, signal\ntrue, names = os.rename, []\ndef rename(*pair):\n    true(*pair)\n    names.append(pair)\n"
+    kill = ("import os, signal\ntrue, names = os.rename, []\n"
+            "def rename(*pair):\n    true(*pair)\n    names.append(pair)\n"
             "    if len(names) == {}: os.kill(os.getpid(), signal.SIGKILL)\nos.rename = rename")
     put(home, {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}})
     old = snapshot(home / "data")

@@ -284,7 +284,7 @@ def test_six_lines_from_a_model_to_a_chat_with_ones_own_adapter(place):
         done = script(name, *own, *small.get(name, "").split(), stdin="hello\n")
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
-    assert "adapters beside a base in int8" in said[0] and "tokens are learnt" in said[1]
+    assert "adapters on a base in int8" in said[0] and "tokens are learnt" in said[1]
     left = {"mine-chat/adapter/adapter_config.json", "mine-merged/model.safetensors"}
     assert all((place / file).exists() for file in left)
 

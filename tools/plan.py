@@ -36,7 +36,7 @@ from configurator import config_file, configure, read_config, run, settings
 from engine.gpus import GPUS
 from engine.memory import MODES, gb, of_step, trained
 from engine.parallel import MODES as SPREAD
-from engine.parallel import nearest_divisors
+from engine.help import nearest_divisors
 from model import ApertusConfig
 from posttrain import attach, qrpo, sft
 from posttrain.start import adapters_of, check_base, shapes_of
