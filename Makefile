@@ -12,7 +12,7 @@ BOOKS =
 KILLS = 500
 RUNS = 20
 
-.PHONY: train recipe align ablate memorize faults flakes test gpu clean
+.PHONY: train recipe align ablate memorize faults flakes test test-all gpu clean
 
 # Five minutes of training on any machine; longer: make train CONFIG="configs/laptop.py --minutes=20". One that
 # multiplies in bf16 reads five million tokens and more in that time, enough for four layers: --n_layer=4
@@ -51,7 +51,11 @@ flakes: .venv/tests
 	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
 
 test: .venv/tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+# The slow ones too
+test-all: test
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench
 gpu: .venv/tests

@@ -43,6 +43,7 @@ def test_any_number_of_tasks_makes_the_same_folder_and_makes_it_again(texts, alo
     assert {key for key in ours if ours[key] != theirs[key]} == {"run"}
 
 
+@pytest.mark.slow
 def test_killed_and_started_again_it_makes_the_same(texts, alone, tmp_path):
     command = [sys.executable, "-m", "corpus.cluster", *map(str, flags(texts))]
     command += [f"--out={tmp_path}/data", "--tasks=2", "--workers=2"]

@@ -72,7 +72,7 @@ def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
 @pytest.mark.parametrize("command, takes", [
     ("70b --gpus=8", "--gpus=32 --parallel=fsdp"),
     ("sft_8b --gpus=1 --gpu=4090", "--lora_r=16 --base=bf16"),
-    ("sft_70b --gpus=1 --gpu=4090", "--gpu=a100 --lora_r=16 --base=nf4"),
+    pytest.param("sft_70b --gpus=1 --gpu=4090", "--gpu=a100 --lora_r=16 --base=nf4", marks=pytest.mark.slow),
     ("1b5 --gpus=1 --gpu=4090", "--gpu=a100"),
 ])
 def test_what_does_not_fit_exits_with_2_and_flags_with_which_it_does(command, takes):

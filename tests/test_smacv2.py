@@ -108,6 +108,7 @@ def test_the_battle_is_that_of_the_committed_rows(game, policy, want):
     assert found == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_learns_to_win(monkeypatch):
     """A policy that sees, where nothing is random, after a quarter of the training: 54 % of fights, untrained none."""
     monkeypatch.setattr(smacv2, "ROLLOUTS", 20)
