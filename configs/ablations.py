@@ -1,9 +1,8 @@
 """
 The studies of studies/ablate.py: `python -m studies.ablate NAME` runs one, `--report` writes its tables again.
 
-    arms         {name: arguments of train.py, after those of the size}
-    baseline     the arm that the others are compared with
-    lrs          peak learning rates that every arm tries; with one, nothing is searched
+    arms         {name: arguments of train.py, after those of the size}; the first is the baseline
+    lrs          peak learning rates that every arm tries, if not 5e-4, 1e-3, 2e-3; with one, nothing is searched
     published    the result of the report (arXiv 2509.14233) or of another paper
     reading      our conclusion from the committed runs; without one, the program writes its own
     out          the folder of the results, if it is not results/ablations
@@ -33,9 +32,7 @@ STUDIES = dict(
     activations=dict(
         # SwiGLU has three matrices, so its width is two thirds of the others'.
         question="xIELU, SwiGLU, GELU and ReLU^2 at equal parameters",
-        baseline="xielu",
         arms=dict(xielu="", swiglu="--activation=swiglu", gelu="--activation=gelu", relu2="--activation=relu2"),
-        lrs=(5e-4, 1e-3, 2e-3),
         published="report Table 3, 1.5B, 100B tokens, one run: SwiGLU 2.037 -> xIELU 1.997 nats of training loss.",
         reading="""
             The order is not the published one. ReLU^2 is ahead of xIELU by 0.049 +- 0.015 bits per byte, in five seeds
@@ -47,7 +44,6 @@ STUDIES = dict(
             minutes."""),
     apertus=dict(
         question="Apertus' recipe against the Llama-style one",
-        baseline="llama",
         arms=dict(llama="configs/ablations/llama.py", apertus=""),
         lrs=(5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
         published="""
@@ -62,7 +58,6 @@ STUDIES = dict(
             tokens of Python are 300 steps."""),
     distill=dict(
         question="a student of 0.64M parameters, with and without a teacher of 1.9M",
-        baseline="alone",
         arms=dict(alone=_STUDENT, distilled=f"{_STUDENT} --teacher=out/laptop --distill=0.9"),
         lrs=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
         out="results",
@@ -76,9 +71,7 @@ STUDIES = dict(
             because the teacher runs too; we did not train the student alone for the same time."""),
     doc_mask=dict(
         question="attention inside documents, or across them",
-        baseline="inside",
         arms=dict(inside="", across="--doc_mask=False"),
-        lrs=(5e-4, 1e-3, 2e-3),
         published="""
             report Table 3, 1.5B, 100B tokens, one run: 2.037 with and without (and the released code most likely did
             not mask).""",
@@ -88,9 +81,7 @@ STUDIES = dict(
     goldfish=dict(
         # What it costs in validation loss, with the published hash and with one that drops as many as it promises.
         question="what Goldfish costs: none, the published product hash, a mixing hash (k = h = 50)",
-        baseline="none",
         arms=dict(none="--goldfish_k=0", product="", mix="--goldfish_hash=mix"),
-        lrs=(5e-4, 1e-3, 2e-3),
         published="no row of its own in the report; Table E.5 finds downstream scores unharmed at 1B to 8B.",
         reading="""
             Five seeds see no cost of dropping one label in fifty: +0.001 +- 0.006 bits per byte with the product hash,
@@ -98,7 +89,6 @@ STUDIES = dict(
     optimizer=dict(
         # AdamW has the same first two betas, the same clipping, and searches the same learning rates.
         question="AdEMAMix against AdamW",
-        baseline="ademamix",
         arms=dict(ademamix="", adamw="--optimizer=adamw"),
         lrs=(5e-4, 1e-3, 2e-3, 4e-3),
         published="""
@@ -110,7 +100,6 @@ STUDIES = dict(
     qk_norm=dict(
         # A rate ten times too high is where QK-norm is said to matter. The gradient norms are in runs.jsonl.
         question="QK-norm on and off at a learning rate ten times the best",
-        baseline="qk_norm",
         arms=dict(qk_norm="", without="--qk_norm=False"),
         lrs=(1e-2,),
         published="no row of its own in the report; said to keep attention logits from growing (sec. 2.1).",
@@ -121,7 +110,6 @@ STUDIES = dict(
     schedule=dict(
         # Warm-up, stable, 1-sqrt decay over the last 30 %, or half a cosine. Both end at a tenth of the peak.
         question="WSD against cosine",
-        baseline="wsd",
         arms=dict(wsd="", cosine="--schedule=cosine"),
         lrs=(5e-4, 1e-3, 2e-3, 4e-3),
         published="report Table 3, 1.5B, 100B tokens, one run: cosine 2.037 -> WSD 2.033 nats of training loss.",
@@ -132,9 +120,7 @@ STUDIES = dict(
             a third of its peak."""),
     structured=dict(
         question="LowRank, BlockDense, BlockShuffle at 63 % and 32 % of the MLP, +sg with self-guided training",
-        baseline="dense",
         arms=dict(dense=_WIDE, **_FORMS, **_GUIDED),
-        lrs=(5e-4, 1e-3, 2e-3),
         out="results",
         published="""
             arXiv 2406.16450, 1.3B, 25.5B tokens, one run: perplexity 12.46 dense; 12.86, 12.97, 12.98 at 63 %; 13.55,
@@ -152,10 +138,10 @@ STUDIES = dict(
     tying=dict(
         # Fewer parameters at equal tokens.
         question="tied and untied embeddings",
-        baseline="untied",
         arms=dict(untied="", tied="--tie_embeddings=True"),
-        lrs=(5e-4, 1e-3, 2e-3),
         published="no row in the report; Apertus is untied at both sizes.",
         reading="""
             Not significant: +0.008 +- 0.020 bits per byte for one matrix instead of two, at 73 % of the parameters.
             Over half of this model's parameters are embeddings, unlike at 8B."""))
+for _study in STUDIES.values():
+    _study["baseline"] = next(iter(_study["arms"]))

@@ -16,7 +16,6 @@ data = "data/node"
 block_size = 4096
 n_layer = 16
 n_head = 32
-n_kv_head = 8
 n_embd = 2048
 ffn_dim = 12288
 

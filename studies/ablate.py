@@ -58,7 +58,8 @@ report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 SEARCH_SEED = 0            # chooses the learning rates, and is never reported
-STUDY = dict(seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations")
+STUDY = dict(
+    seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations", lrs=(5e-4, 1e-3, 2e-3))
 QUICK = dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3))
 ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
 

@@ -275,6 +275,15 @@ def test_the_stages_of_the_published_runs_end_at_the_published_tokens(size):
     assert len(set(seeds)) == len(seeds) and seeds[0] == 28
 
 
+def test_the_stages_of_1_5_have_the_published_tokens_and_the_rate_decays_in_the_third():
+    """805B, 2.80T and 403B (swiss-ai/pretrain-code), from the published 8B."""
+    config = runpy.run_path(config_file("continue_1p5_8b"))
+    ends = [until for _, _, until, _ in config["stages"]]
+    billions = np.diff(ends, prepend=0) * 8192 / 1e9
+    assert billions.tolist() == pytest.approx([805, 2802, 403], abs=0.5)
+    assert config["decay_samples"] == ends[2] - ends[1] and config["total_samples"] == ends[2]
+
+
 def test_the_command_shows_the_sources_and_a_window_of_them(lab):
     """One window of all tokens has all documents."""
     (source,) = TokenDataset(f"{lab}/data", "train", 16).parts

@@ -33,6 +33,19 @@ def test_identical_to_the_published_mask(case):
     assert torch.equal(goldfish_mask(labels, *golden[f"kh_{case}"].tolist()), kept)
 
 
+@pytest.mark.parametrize("case", range(6))
+def test_identical_to_the_coefficients_of_the_apertus_2_trainer(case):
+    """swiss-ai/Megatron-LM-MoE, goldfish.py. Exempt ids are kept; as int32, as rows, and with context, it is the same."""
+    golden = tensors("goldfish_coef.npz")
+    k, h = golden[f"kh_{case}"].tolist()
+    how = dict(hash="coef", exempt=golden[f"exempt_{case}"].tolist())
+    labels, kept = golden[f"tokens_{case}"], ~golden[f"dropped_{case}"]
+    assert torch.equal(goldfish_mask(labels, k, h, **how), kept)
+    rows = labels.int().expand(3, -1)
+    c = h - 1
+    assert torch.equal(goldfish_mask(rows[:, c:], k, h, context=rows[:, :c], **how), kept[c:].expand(3, -1))
+
+
 @pytest.mark.parametrize("k, h", [(50, 50), (2, 1), (7.5, 13), (2, 64), (4.279285256079162, 50)])
 def test_identical_to_the_published_expression_for_any_int64(k, h):
     """Ids that make the product 0, that wrap around, and negative ones. The last 1/k is the table's first number."""
@@ -63,7 +76,7 @@ def test_the_finalizer_is_that_of_splitmix64():
     assert A == 6364136223846793005
 
 
-@pytest.mark.parametrize("hash, h", [("product", 13), ("mix", 50), ("mix", 1)])
+@pytest.mark.parametrize("hash, h", [("product", 13), ("mix", 50), ("coef", 1)])
 def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     stream = ids(h - 1 + 8 * 64)
     context, windows = stream.unfold(0, h - 1 + 64, 64).split([h - 1, 64], dim=1)
@@ -74,7 +87,7 @@ def test_with_context_the_masks_of_windows_are_that_of_the_stream(hash, h):
     assert torch.equal(goldfish_mask(windows, 4, h, hash), want)
 
 
-@pytest.mark.parametrize("hash", ["product", "mix"])
+@pytest.mark.parametrize("hash", ["product", "mix", "coef"])
 def test_labels_that_no_window_ends_in_are_kept(hash):
     """Of 50 labels and 50 in a window, only the last can be forgotten; k = 1.0001 forgets it."""
     for T in (0, 1, 7, 49, 50):
