@@ -1,5 +1,5 @@
-# Apertus 1.5's continued pretraining of the 8B: 805B, 2.80T and 403B tokens in windows of 8,192 tokens. The optimizer is
-# kept from stage to stage; the rate decays in exactly the third (swiss-ai/pretrain-code, pretraining/).
+# Apertus 1.5's continued pretraining of the 8B: 805B, 2.80T and 403B tokens in windows of 8,192 tokens. The optimizer
+# is kept from stage to stage; the rate decays in exactly the third (swiss-ai/pretrain-code, pretraining/).
 #
 #     python train.py configs/continue_1p5_8b.py --data=data/mine-apertus --stage=1 --resume    # then --stage=2, 3
 #
