@@ -213,7 +213,7 @@ class TokenDataset:
         self.n_windows = sum(windows)
         if min(windows) < 1:
             raise ValueError(
-                f"{folder}: the {split} split of {' or '.join(names)} has less tokens than one window of "
+                f"{folder}: the {split} split of {' or '.join(names)} has fewer tokens than one window of "
                 f"block_size={block_size} + 1: prepare more text or lower block_size"
             )
         self.fingerprint = fingerprint(self.meta, sources)

@@ -3,10 +3,10 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
 
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
-that differs from Llama in three places. The feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1).
+that differs from Llama 2 in three places. The feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1).
 Queries and keys are normalised before they are rotated (QK-norm). Attention stops at document borders. Parameters have
 the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
-logits are the published ones:
+logits are those of transformers:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
@@ -106,12 +106,12 @@ class RMSNorm(nn.RMSNorm):
 
 class XIELU(nn.Module):
     """
-    xIELU (arXiv 2411.13010; sec. 2.1): a parabola on the right, an integrated ELU on the left, both slopes learned.
+    xIELU (arXiv 2411.13010; sec. 2.1): a parabola on the right, an integrated ELU on the left; both curvatures learned.
 
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope are continuous at 0 (0 and beta). Both alphas start at 0.8. The two scalars are stored raw, as the
+    Value and slope at 0 are 0 and beta, but for a clamp on the left of width 1e-6 (EPS). Both alphas start at 0.8. The two scalars are stored raw, as the
     checkpoints have them, with shape (1,): fully_shard rejects 0-d parameters.
     """
     BETA = 0.5
@@ -123,7 +123,7 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1))
 
     def forward(self, x):
-        # Eager autograd would keep six intermediate tensors in fp32, 465 kB per token and layer of the 8B, so they are
+        # Eager autograd would keep four intermediate tensors in fp32, 366 kB per token and layer of the 8B, so they are
         # recomputed from x. torch.compile decides that by itself.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.formula(x)

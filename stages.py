@@ -2,7 +2,7 @@
 A run in stages, like the five of Apertus (report sec. 3): sources and their order change at given numbers of samples.
 Which stage a sample belongs to is arithmetic on its number, as all of data.py is.
 
-$ python train.py configs/8b.py --stage=stage1    # to the end of the first stage; then --resume --stage=stage2
+$ python train.py configs/8b.py --stage=1    # to the end of the first stage; then --resume --stage=3
 """
 
 import math

@@ -6,7 +6,7 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 
 $ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting of this file and of ApertusConfig, as a flag
-$ python train.py configs/8b.py --data=data/mine --resume    # the real thing; resumes where it was stopped
+$ python train.py configs/8b.py --data=data/mine-apertus --resume    # the real thing; resumes where it was stopped
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
@@ -60,7 +60,7 @@ stage = ""                      # stop at the end of this stage; all = run throu
 # the ranks (engine/parallel.py)
 parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
-recompute = "none"              # activations that backward recomputes: none | selective | full
+recompute = "none"              # how much backward recomputes instead of storing: none | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model
@@ -75,14 +75,14 @@ loss_average = "step"           # step: over all kept tokens | micro: mean of mi
 total_samples = 3_662_109_375   # 15T tokens of 4096
 warmup_samples = 4_096_000
 decay_samples = 403_905_806
-minutes = 0.0                   # train that long, on any machine, instead of total_samples, if it was said after that
+minutes = 0.0                   # train that long; overrides total_samples, unless that is given later
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples per step
 batch_ramp_at = 0               # samples after which the batch is doubled; 0 = never
 micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded at random
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded stochastically
 lr = 1.1e-4                     # peak
 lr_floor = 1.1e-5               # at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
@@ -100,7 +100,7 @@ last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's wi
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
 checkpoint_minutes = 30.0       # a checkpoint after so many minutes without one, whatever the steps; 0 = never
-keep_checkpoints = 2            # of the newest, and the last from before the decay; 0 = all
+keep_checkpoints = 2            # how many of the newest to keep, besides the last one before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
 skip_nonfinite = 0              # steps in a row whose loss or gradient may be not a number; 0 = stop at the first
@@ -470,7 +470,7 @@ def save(run, done, begun):
     run.saver.save(done, run.model, run.opt, about, spare=steps_until(run.decay_at))
     run.latest["checkpoint"] = time.perf_counter()
     if begun:
-        # The begin of the decay is on disk before its first step, so a killed run begins it there again.
+        # The start of the decay is on disk before its first step, so a killed run begins it there again.
         run.saver.wait()
         if run.ranks.first:
             runs.forget(out, "cooldown")

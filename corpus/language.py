@@ -14,7 +14,7 @@ GlotLID's verdict.
 import re
 from functools import lru_cache
 
-# Characters at the begin of a text that are examined, in 0.6 ms.
+# Characters at the start of a text that are examined, in 0.6 ms.
 JUDGED = 1_000
 # The names of py3langid (ISO 639-1 where it exists) and of FineWeb-2, which thresholds and limits use.
 NAMES = """

@@ -183,7 +183,7 @@ IBAN_LENGTH = dict(re.findall(r"(..)(\d\d)", """
     FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26 IT27 JO30 KW30 KZ20 LB28 LC32
     LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28 NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24
     RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 SO23 ST25 SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30"""))
-# Two letters of a country at the begin of a word, two digits. The lookbehinds come last because digits are rarer than
+# Two letters of a country at the start of a word, two digits. The lookbehinds come last because digits are rarer than
 # letters, which makes the search three times faster.
 CHECK_DIGITS = re.compile(rf"""(?ax)
     \d\d (?<=[A-Za-z]{{2}}\d\d) (?<!\w[A-Za-z]{{2}}\d\d) (?<=(?i:{'|'.join(IBAN_LENGTH)})\d\d)""")

@@ -5,7 +5,7 @@ The run folder of train.py, posttrain/sft.py and posttrain/qrpo.py: who may writ
     log.jsonl      one line per step; lines of steps that a resumed run repeats are cut off
     ckpt/          the checkpoints (engine/checkpoint.py)
     .lock          held by the process that writes here; the kernel frees it when that process ends, however it ends
-    stop           `touch` it, and all ranks save after the current step, and exit
+    stop           `touch` it, and all ranks leave the current step, save, and exit
     profile        `touch` it, and the next step is traced: trace.json, for chrome://tracing
     cooldown       `touch` it, and train.py begins the decay of its learning rate after the current step
 """
