@@ -122,7 +122,7 @@ def user_turn(tok, text):
     return [tok.id_of("<|user_start|>"), *tok.encode(text), tok.id_of("<|user_end|>"), tok.id_of("<|assistant_start|>")]
 
 
-def ends(tok):
+def stop_ids(tok):
     """
     The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
@@ -308,7 +308,7 @@ def count(bad, why, place, times=1):
     bad[why] = had + times, first
 
 
-def left_out(bad, kept, what):
+def describe_dropped(bad, kept, what):
     """Which items were left out and why, in one line. bad: {reason: (count, first place)}; what: their name, plural."""
     n = sum(times for times, _ in bad.values())
     reasons = "; ".join(f"{times} {why} (first in {place})" for why, (times, place) in bad.items())

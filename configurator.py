@@ -16,6 +16,7 @@ which is executed: name only files that you would run.
 import ast
 import importlib
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -116,7 +117,7 @@ def configure(namespace, argv=None, *more):
                 follows = rest and not rest[0].startswith("--") and kind is not bool
                 text = rest.pop(0) if follows else "True"
             flags.append((key, text if kind is str else literal(text)))
-        elif "paths" in defaults and not arg.startswith("config"):
+        elif "paths" in defaults and not re.match(r"config.*\.py$", arg):
             namespace["paths"] = [*namespace["paths"], arg]
         elif file := config_file(arg):
             for key, value in read_config(file, settings(*spaces)).items():

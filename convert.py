@@ -474,7 +474,7 @@ def write_texts(folder, tok):
     """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns the ids of bos, eos and pad."""
     ends = dict(bos_token_id=tok.bos, eos_token_id=tok.eos, pad_token_id=tok.pad)
     # A chat model stops at the end of its turn, and at that of a call of tools.
-    stops = sorted(chat.ends(tok)) if tok.eos == tok.special.get("<|assistant_end|>") else tok.eos
+    stops = sorted(chat.stop_ids(tok)) if tok.eos == tok.special.get("<|assistant_end|>") else tok.eos
     for file, content in (hf_files(tok) | {"generation_config.json": ends | dict(eos_token_id=stops)}).items():
         write_json(f"{folder}/{file}", content)
     return ends

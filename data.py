@@ -25,7 +25,7 @@ from bisect import bisect_right
 import numpy as np
 import torch
 
-from engine.files import read_json, sha256_of, version
+from engine.files import read_json, sha256_of
 from goldfish import goldfish_mask
 
 # Letters: T block_size, the length of a window; g number of a sample in the run.
@@ -182,6 +182,8 @@ class TokenDataset:
         exempt=(),
         sources=None,
     ):
+        if block_size < 1:
+            raise ValueError(f"block_size={block_size}: must be at least 1")
         self.folder = folder
         self.T = block_size
         self.seed = seed
@@ -294,6 +296,18 @@ class TokenDataset:
 VOCABULARY = ("tokenizer_hash", "vocab_size", "bos", "eos")
 
 
+def version(meta):
+    """
+    The hash that identifies a version of a data set: of all of meta.json, and so of every token. meta.json, the report,
+    and the config.json and checkpoints of every run contain it.
+    """
+    rest = dict(meta)
+    rest.pop("version", None)
+    # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
+    names = list(meta["sources"])
+    return sha256_of(rest if names == sorted(names) else [rest, names])
+
+
 def fingerprint(meta, sources=None):
     """
     sha256 of the data that a run reads, which must be the same when it is resumed.
@@ -313,7 +327,7 @@ def fingerprint(meta, sources=None):
     return sha256_of([[meta.get(key) for key in VOCABULARY], rows])
 
 
-def begun(fingerprint, samples):
+def started_stages(fingerprint, samples):
     """
     The words of a fingerprint that a run depends on after this number of samples.
 

@@ -163,6 +163,8 @@ def main():
     for path in paths or [__file__]:
         ids += [tok.bos, *tok.encode(read_text(path)), tok.eos]
     labels = torch.tensor(ids)
+    if len(ids) < h:
+        raise ValueError(f"a text of {len(ids)} tokens is shorter than h={h}: name a longer one, or take --h=13")
     for hash in HASHES:
         keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
         print(f"{hash}, k = {k}, h = {h}: forgets {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")

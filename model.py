@@ -3,9 +3,9 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
 
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
-that differs from Llama 2 in three places. The feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1).
-Queries and keys are normalised before they are rotated (QK-norm). Attention stops at document borders. Parameters have
-the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
+that differs from Llama 2 in three places. The feed-forward layer has no gate and a learned activation, xIELU (sec.
+2.1). Queries and keys are normalised before they are rotated (QK-norm). Attention stops at document borders. Parameters
+have the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
 logits are those of transformers:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
@@ -52,6 +52,8 @@ class ApertusConfig:
     init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; a 200-wide model wants more (configs/laptop.py)
 
     def __post_init__(self):
+        if min(self.n_layer, self.n_embd, self.ffn_dim) < 1:
+            raise ValueError("n_layer, n_embd and ffn_dim must be at least 1")
         for big, small in (("n_embd", "n_head"), ("n_head", "n_kv_head")):
             a, b = getattr(self, big), getattr(self, small)
             if b < 1 or a % b:
@@ -111,8 +113,8 @@ class XIELU(nn.Module):
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope at 0 are 0 and beta, but for a clamp on the left of width 1e-6 (EPS). Both alphas start at 0.8. The two scalars are stored raw, as the
-    checkpoints have them, with shape (1,): fully_shard rejects 0-d parameters.
+    Value and slope at 0 are 0 and beta, but for a clamp on the left of width 1e-6 (EPS). Both alphas start at 0.8. The
+    two scalars are stored raw, as the checkpoints have them, with shape (1,): fully_shard rejects 0-d parameters.
     """
     BETA = 0.5
     EPS = -1e-6                                            # the left branch computes with at most this

@@ -43,7 +43,7 @@ from configurator import ROOT, run, settings
 from corpus import stages
 from corpus.folder import building, clear, empty, publish
 from corpus.language import identifier
-from corpus.ledger import counted, schema
+from corpus.ledger import counted
 from corpus.rules import limit_files
 from corpus.withdraw import withdraw
 from engine.files import read_json, read_text, sha256_of, write_json
@@ -200,10 +200,10 @@ def standard_library():
 
 def check_settings():
     """ValueError for a setting that makes no sense. Work.rules checks the others."""
-    schema()
     if not out:
         raise ValueError("--out is empty: name a folder")
-    for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0).items():
+    for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0,
+                            max_tokens=0).items():
         if globals()[name] < least:
             raise ValueError(f"{name}={globals()[name]}: want {least} or more")
     if not repetitions or not all(type(n) is int and n >= 0 for n in repetitions):
@@ -215,6 +215,8 @@ def check_settings():
             raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want allow or deny")
+    if missing == "deny" and not robots:
+        raise ValueError("missing=deny drops hosts without a robots.txt: name a store of them with --robots")
     if not 0 <= val_share < 1:
         raise ValueError(f"val_share={val_share}: want a part of 1, like 0.04")
     if split_by not in ("", "text", "id"):
@@ -264,7 +266,10 @@ def each(name, numbers, folder, workers):
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context(fork), end_with_the_main_process)
     try:
         for number, future in [(number, pool.submit(stages.do, name, number, folder)) for number in numbers]:
-            future.result()
+            try:
+                future.result()
+            except (ValueError, OSError) as error:
+                raise type(error)(*error.args) from None   # as from here: the user's mistake, one line
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None

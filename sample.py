@@ -9,7 +9,8 @@ $ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       
 import torch
 
 import convert
-from chat import ends
+import tokenizer
+from chat import stop_ids
 from configurator import attached
 from engine.decoding import lay_out_for_decoding
 from engine.files import read_text
@@ -49,7 +50,7 @@ def main():
 
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     prompt = [tok.bos, *tok.encode(text)]
-    stop = ends(tok)
+    stop = stop_ids(tok)
     if num_samples > 1:
         for ids in generate(model, [prompt] * num_samples, max_new_tokens, stop=stop, compile=compile, **how):
             print(tok.decode([i for i in ids[1:] if i not in stop]))
@@ -62,6 +63,20 @@ def main():
         if token.item() not in stop:
             print(decode(token.item()), end="", flush=True)
     print()
+
+
+def sample_of(run, data, seed):
+    """
+    A short text of a run of train.py while it trains: of run.model, on run.device. data: its data folder. Eager, because
+    the cached decoding step has shapes that training has not compiled.
+    """
+    tok = tokenizer.load_for(data)
+    how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=torch.Generator(run.device).manual_seed(seed))
+    run.model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        ids = generate(run.model, [[tok.bos]], min(120, run.shape.block_size), **how)
+    run.model.train()
+    return tok.decode(ids[0][1:])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class StagedDataset:
 
     stop: the number of samples at the end of the stage called `stage`, None if none is named.
     fingerprint: HASH@BEGIN of each stage, so that the data of a later one may still change, or come: see
-    begun(). ValueError: no such stage, or stages that do not follow each other.
+    started_stages(). ValueError: no such stage, or stages that do not follow each other.
     """
 
     def __init__(self, folder, stages, block_size, *goldfish, stage=""):

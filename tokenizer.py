@@ -212,14 +212,6 @@ class Tokenizer:
             raise ValueError(why)
 
 
-def first_difference(a, b):
-    """(id, token in a, token in b) at the first id where two Tokenizers differ, None where one has none; or None."""
-    ours, theirs = a.tokens(), b.tokens()
-    for i in sorted(ours | theirs):
-        if ours.get(i) != theirs.get(i):
-            return i, ours.get(i), theirs.get(i)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # vocabularies by name
 

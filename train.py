@@ -37,14 +37,14 @@ from tqdm import tqdm
 
 from ademamix import build_optimizer, check_states
 from configurator import lengths, run as run_script, settings
-from data import TokenDataset, begun
+from data import TokenDataset, started_stages
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.parallel import (
-    Ranks, add_gradients, drop_gathered, orderly_exit, reduce_after, spread, square_norm, stop_signals,
+    Ranks, add_gradients, distribute, drop_gathered, orderly_exit, reduce_after, square_norm, stop_signals,
 )
 from model import Apertus, ApertusConfig
-from schedule import NEVER, batch_size as batch_at, begun_at, cosine, samples_at, steps_in, wsd
+from schedule import NEVER, batch_size as batch_at, cosine, plan_with_decay_at, samples_at, steps_in, wsd
 
 # -----------------------------------------------------------------------------
 # the run
@@ -108,6 +108,8 @@ skip_nonfinite = 0              # steps in a row whose loss or gradient may be n
 
 
 _exempt = ()                                               # ids that Goldfish never drops; posttrain/attach.py
+COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
+            keep_checkpoints save_failures skip_nonfinite grad_clip"""
 
 
 def lr_at(samples, decay_at=None):
@@ -117,7 +119,7 @@ def lr_at(samples, decay_at=None):
     return wsd(samples, lr, lr_floor, warmup_samples, total_samples, decay_samples, decay_at)
 
 
-def seen(step):
+def tokens_seen(step):
     """How many tokens the run has seen when this step begins, for the log."""
     return dict(tokens=samples_before(step) * shape.block_size)
 
@@ -158,8 +160,9 @@ def check_settings():
     if stage and not stages:
         raise ValueError(f"stage={stage!r}, but there is no table of stages: "
                          "name a config that has one, like configs/8b.py")
-    if keep_checkpoints < 0:
-        raise ValueError(f"keep_checkpoints={keep_checkpoints}: want how many of the newest to keep, 0 = all")
+    for name in COUNTS.split():
+        if globals()[name] < 0:
+            raise ValueError(f"{name}={globals()[name]}: want 0 or more; --help says what 0 means")
     check_states(optimizer, state_dtype)
     lr_at(0)
 
@@ -194,7 +197,7 @@ def set_up(build, more, decides):
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, summary=None, usage=lambda speed: {}, bar=tqdm(disable=True),
+                          cores=None, summary=None, usage=lambda speed: {}, trace=None, bar=tqdm(disable=True),
                           decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
@@ -219,7 +222,7 @@ def build_all(run, build, found):
         run.cores = cores_for(run.device) if run.compiled else None
         keep_freed_memory()
         attend_on(model, run.device)
-    spread(model, run.ranks, run.device, recompute, run.compiled)
+    distribute(model, run.ranks, run.device, recompute, run.compiled)
     flops = model.flops_per_token(shape.block_size) / run.ranks.size
     if run.device.startswith("cuda"):
         from engine.gpus import usage
@@ -231,8 +234,6 @@ def build_all(run, build, found):
             from engine.sharding import draw
             draw(model, seed)
         else:
-            if (seconds := model.num_params() / 45e6) > 5:
-                print(f"initial weights: {seconds:.0f} s")
             model.init_weights(seed)
     # Apertus grew alpha and beta3 over 100,000 steps of 2.6 million. A short run would never get there and stay plain
     # Adam, so its warm-ups last as long as the run, as in the report's own post-training. With --minutes they last as
@@ -262,7 +263,7 @@ def end_of(run):
     The number of steps after which the run ends, other than planned if the decay began earlier or later, or its stage
     ends. A step across the border of two stages belongs to the second.
     """
-    end = steps_until(begun_at(run.decay_at, total_samples, decay_samples)[0])
+    end = steps_until(plan_with_decay_at(run.decay_at, total_samples, decay_samples)[0])
     return end if run.train.stop is None else min(end, steps_until(run.train.stop))
 
 
@@ -307,6 +308,8 @@ def forward_backward(run, batch, step):
         # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
         if i and ranks.agree(runs.asked_to_stop(out, run.stop, ranks)):
             return None
+        if i == 4:
+            end_trace(run)                                 # a long step would make a file of gigabytes
         if time.perf_counter() - run.step_began > 10:
             run.bar.set_postfix_str(f"micro-batch {i + 1} of {len(micro)}")
         divide_by = n_tokens
@@ -374,18 +377,12 @@ def validate(run, windows):
 
 
 def sample(run):
-    """A short text, to look at. Eager, because the cached decoding step has shapes that training has not compiled."""
-    import tokenizer                                       # here, since training itself reads ids only
-    from generate import generate
+    """A short text, to look at."""
+    from sample import sample_of                           # here, since training itself reads ids only
 
-    tok = tokenizer.load_for(data)
-    how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=torch.Generator(run.device).manual_seed(seed))
-    run.model.eval()
-    with torch.compiler.set_stance("force_eager"):
-        ids = generate(run.model, [[tok.bos]], min(120, shape.block_size), **how)
-    run.model.train()
+    text = sample_of(run, data, seed)
     drop_gathered(run.model)
-    return tok.decode(ids[0][1:])
+    return text
 
 
 # -----------------------------------------------------------------------------
@@ -409,10 +406,10 @@ def introduce(run, end):
 def finish(run, last):
     """After the last save of a finished run: the last validation, and what summary.json will say."""
     entry = validate(run, last_eval_windows)
-    run.log(step=last - 1, **seen(last), **entry)
+    run.log(step=last - 1, **tokens_seen(last), **entry)
     # The first steps compile.
     speed = statistics.median(run.speeds[3:] or run.speeds or [0])
-    run.summary = entry | seen(last) | dict(steps=last, seconds=round(entry["seconds"]), tok_s=round(speed),
+    run.summary = entry | tokens_seen(last) | dict(steps=last, seconds=round(entry["seconds"]), tok_s=round(speed),
                                             torch=torch.__version__) | run.usage(speed)
     if run.ranks.first:
         print(f"{out}: {entry['val_bpb']:.3f} bits per byte of validation text after {entry['seconds']:.0f} s")
@@ -426,7 +423,7 @@ def conclude(run):
         write_flushed(f"{out}/summary.json", json.dumps(run.summary, indent=1))
     if run.speeds or run.summary:
         from engine import plot                            # here, since matplotlib takes a second
-        plot.curves([out], f"{out}/loss.png", x_axis="tokens" if seen(0) else "step")
+        plot.curves([out], f"{out}/loss.png", x_axis="tokens" if tokens_seen(0) else "step")
         print(f"the curve: {out}/loss.png")
 
 
@@ -443,9 +440,18 @@ def decay_wanted(run, cooldown, step):
         if total < math.inf:
             run.bar.total = steps_until(int(total))
         # Begun after this step, the decay would end when the time does, or later.
-        if begun_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total:
+        if plan_with_decay_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total:
             return True
     return bool(cooldown) or os.path.exists(f"{out}/cooldown")
+
+
+def end_trace(run):
+    """Write trace.json, if the file `profile` has asked for a trace."""
+    if run.trace:
+        run.trace.stop()
+        run.trace.export_chrome_trace(f"{out}/trace.json")
+        runs.forget(out, "profile")
+        run.trace = None
 
 
 def overdue(run, what, minutes):
@@ -483,7 +489,7 @@ def pretrain(run, build, stop, cooldown):
     if resume:
         # Here, since a new run need not read it.
         from engine.restore import find_checkpoint, refuse_finished, set_aside
-        found = find_checkpoint(run, begun, samples_before, steps_until)
+        found = find_checkpoint(run, started_stages, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
     if start >= end:
@@ -503,10 +509,10 @@ def pretrain(run, build, stop, cooldown):
                          disable=not first)
     loader = batches(run, start)
     skipped, done, saved, stopping = 0, start, start, False
-    run.stop, run.speeds, trace = stop, [], None
+    run.stop, run.speeds = stop, []
     run.latest = dict.fromkeys(("validation", "checkpoint"), time.perf_counter())
     if run.validate_first and not start:
-        run.log(step=0, **seen(0), **validate(run, eval_windows))
+        run.log(step=0, **tokens_seen(0), **validate(run, eval_windows))
     if run.compiled:
         bar.set_postfix_str("compiling: half a minute, the first time")
     while done < end and not stopping:
@@ -514,8 +520,8 @@ def pretrain(run, build, stop, cooldown):
             bar.write(says)
         step, run.step_began = done, time.perf_counter()
         if first and os.path.exists(f"{out}/profile"):
-            trace = torch.profiler.profile()
-            trace.start()
+            run.trace = torch.profiler.profile()
+            run.trace.start()
 
         # Gradients; then one sum over ranks of the squared norm, the loss, and what any rank was asked to do.
         made = forward_backward(run, next(loader), step)
@@ -544,11 +550,7 @@ def pretrain(run, build, stop, cooldown):
         if finite:
             update(run, rate, norm)
         run.opt.zero_grad(set_to_none=True)
-        if trace:
-            trace.stop()
-            trace.export_chrome_trace(f"{out}/trace.json")
-            runs.forget(out, "profile")
-            trace = None
+        end_trace(run)
 
         # What happened.
         done = step + 1
@@ -562,13 +564,13 @@ def pretrain(run, build, stop, cooldown):
         bar.update()
         if not finite:
             norm, said = None, dict.fromkeys(said)         # JSON has no nan
-        run.log(step=step, **seen(done), **said, grad_norm=norm, lr=rate, tok_s=round(speed), skipped=skipped, **facts,
-                **run.usage(speed))
+        run.log(step=step, **tokens_seen(done), **said, grad_norm=norm, lr=rate, tok_s=round(speed), skipped=skipped,
+                **facts, **run.usage(speed))
         # The last validation comes after the last save.
         if done < end and (validate_now or eval_every and done % eval_every == 0):
             entry = validate(run, eval_windows)
             run.latest["validation"] = time.perf_counter()
-            run.log(step=step, **seen(done), **entry)
+            run.log(step=step, **tokens_seen(done), **entry)
             if first:
                 bar.write(f"step {done:6}   " + "   ".join(f"{name} {value:.3f}" for name, value in entry.items()))
         if done >= end or stopping or decay or save_now or checkpoint_every and done % checkpoint_every == 0:
@@ -611,6 +613,7 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
                 pretrain(run, build, stop, cooldown)
             finally:
                 run.bar.close()                            # an error has a line of its own
+                end_trace(run)
         run.ranks.leave()
         if run.ranks.first:
             conclude(run)

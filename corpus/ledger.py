@@ -30,7 +30,8 @@ import pyarrow.parquet
 from corpus.robots import KNOWN, RESERVED, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
-from engine.files import read_json, sha256, version, write_flushed, write_json
+from data import version
+from engine.files import read_json, sha256, write_flushed, write_json
 from engine.readers import in_one_line
 
 FILE = "documents.parquet"

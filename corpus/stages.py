@@ -44,7 +44,7 @@ from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reser
 from corpus.rules import TOXICITY, as_number, broken, by_language, column, column_rules, listed, score_function
 from corpus.rules import text_rules, top_thresholds
 from corpus.shards import dtype_of, long_parts, safe, write_shard, write_tokens
-from corpus.withdraw import reason_of, stays_out
+from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
 from engine.readers import check, documents, files_of, id_hash, rows_of, writable
 
@@ -358,7 +358,8 @@ def decide(work, n):
     # A planted passage that is in the corpus as well would be seen more often than promised.
     before = np.array([dedup.fingerprint(passage["text"]) for passage in work.passages], np.uint64)
     if work.known:
-        known, gone = pyarrow.concat_tables(ledger.ledger(work.known, ["text", "reason"])), stays_out(work.known)
+        known = pyarrow.concat_tables(ledger.ledger(work.known, ["text", "reason"]))
+        gone = withdrawn_entries(work.known)
         before = np.append(before, known.filter(pc.field("reason") == "")["text"])
         for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist()):
             reason[i] = reason[i] or reason_of(row, gone)[0]
@@ -401,6 +402,8 @@ def judge(number, work):
     rows = pyarrow.concat_tables([rows, extra]).select(["source", "text", *PLACE])
     # Sources of removed documents too. That of planted passages is the last.
     sources = sorted(rows["source"].unique().to_pylist(), key=lambda name: (name == "probes" and any(copies), name))
+    if work.source_by not in ("", "file") and sources == ["none"]:
+        raise ValueError(f"source_by={work.source_by}: no document has such a column")
     rows = rows.take(kept)
     documents = np.zeros(len(kept), DOCUMENT)
     for name in PLACE:

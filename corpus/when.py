@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from data import TokenDataset, begun
+from data import TokenDataset, started_stages
 from stages import StagedDataset
 
 # Samples whose windows are computed at once.
@@ -52,7 +52,7 @@ def data_of_run(config, samples):
         data = StagedDataset(folder, config["stages"], T, stage=config["stage"].removeprefix("all"))
     else:
         data = TokenDataset(folder, "train", T, config["seed"])
-    if begun(data.fingerprint, samples) != begun(config["data_hash"], samples):
+    if started_stages(data.fingerprint, samples) != started_stages(config["data_hash"], samples):
         raise ValueError(f"{folder} has changed since the run began: it is version {data.fingerprint:.16}, the run has "
                          f"read {config['data_hash']:.16}")
     return data

@@ -110,7 +110,7 @@ def bare(host):
     return (host_key(f"//{host}") or host).removeprefix("www.")
 
 
-def stays_out(folder):
+def withdrawn_entries(folder):
     """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
     entries = set()
     for row in rows_of(folder, ["id", "url", "text", "reason"]):

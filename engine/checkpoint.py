@@ -36,7 +36,7 @@ from engine.parallel import local
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
-def everyone(value, group):
+def gather(value, group):
     """The values of all ranks, in order of rank; [value] for one process. Every rank of the group must call it."""
     if not group:
         return [value]
@@ -50,7 +50,7 @@ def rank_in(group):
     return group.rank() if group else 0
 
 
-def together(do, group):
+def on_all_ranks(do, group):
     """
     The list of what do() returned on each rank. If it fails on any rank, OSError on all of them, with the first error.
     Every rank of the group must call it.
@@ -62,7 +62,7 @@ def together(do, group):
     # torch wraps the error of a full disk in a CheckpointException, which is a BaseException.
     except (OSError, RuntimeError, ValueError, CheckpointException) as e:
         result = OSError((str(e) or repr(e)).splitlines()[-1])
-    results = everyone(result, group)
+    results = gather(result, group)
     for error in results:
         if isinstance(error, OSError):
             raise error
@@ -131,9 +131,9 @@ def write(folder, step, tensors, info, keep, spare, group):
             delete_old(folder, step, keep, spare)
 
     try:
-        for hashes in together(write_my_part, group):
+        for hashes in on_all_ranks(write_my_part, group):
             files.update(hashes)
-        together(publish, group)
+        on_all_ranks(publish, group)
     except OSError as e:
         if rank == 0:
             shutil.rmtree(tmp, ignore_errors=True)

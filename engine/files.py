@@ -6,7 +6,6 @@ Files that are whole or absent, whatever happens to the process or to the power.
     flush            fsync of a file that is written already; a rename may reach the disk before the data it names
     lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           shows later whether a bit has flipped
-    version          the hash of a meta.json
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
 
@@ -32,18 +31,6 @@ def sha256(path):
 def sha256_of(content):
     """The sha256 of a JSON value; the order of keys does not change it."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def version(meta):
-    """
-    The hash that identifies a version of a data set: of all of meta.json, and so of every token. meta.json, the report,
-    and the config.json and checkpoints of every run contain it.
-    """
-    rest = dict(meta)
-    rest.pop("version", None)
-    # Sorted keys hide the order of the sources, so an unsorted order is hashed with them.
-    names = list(meta["sources"])
-    return sha256_of(rest if names == sorted(names) else [rest, names])
 
 
 def read_json(path):

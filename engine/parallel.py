@@ -181,7 +181,7 @@ class Ranks:
 # the model, on all of them
 
 
-def spread(model, ranks, device, recompute="none", compiled=False):
+def distribute(model, ranks, device, recompute="none", compiled=False):
     """
     Recompute activations, compile each block, shard: in this order. Changes the model.
 

@@ -311,7 +311,8 @@ def json_values(text):
     From the first error on, the rest of the file is one value, which parsed() reports.
     """
     decode = json.JSONDecoder().raw_decode
-    rest = text.read().lstrip().removeprefix("[")
+    whole = text.read().lstrip()
+    rest = whole.removeprefix("[")
     end = 0
     # RecursionError: a million brackets.
     with contextlib.suppress(ValueError, RecursionError):
@@ -319,7 +320,9 @@ def json_values(text):
             begin = re.compile(r"[\s,\]]*").match(rest, end).end()
             _, end = decode(rest, begin)
             yield rest[begin:end]
-    yield rest[end:].strip(" \t\r\n,]")
+    tail = rest[end:].strip(" \t\r\n,")
+    # A list without its end is torn.
+    yield tail.rstrip("]") if tail or rest is whole else "["
 
 
 def table_rows(text, tabs):

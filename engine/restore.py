@@ -18,7 +18,7 @@ import shutil
 
 import torch
 
-from engine.checkpoint import everyone, rank_in, sealed, steps_in, tensors_of, together
+from engine.checkpoint import gather, on_all_ranks, rank_in, sealed, steps_in, tensors_of
 from engine.files import read_json, read_text, sha256
 from engine.runs import forget
 
@@ -32,7 +32,7 @@ def newest_intact(folder, group=None, allow_restart=False, until=math.inf):
     away. allow_restart=True returns None instead.
     """
     # Rank 0 lists the folder for all: on a network file system two ranks may see different files.
-    steps = [step for step in everyone(steps_in(folder), group)[0] if step <= until]
+    steps = [step for step in gather(steps_in(folder), group)[0] if step <= until]
     for step in reversed(steps):
         path = f"{folder}/step-{step:08d}"
         try:
@@ -55,7 +55,7 @@ def verified(path, group=None):
                 raise ValueError(f"{path}: {file} is not as it was written (sha256)")
         return manifest
 
-    return together(check, group)[0]
+    return on_all_ranks(check, group)[0]
 
 
 def read_manifest(path):
@@ -151,13 +151,13 @@ def place(p, rows):
 # where a run resumes
 
 
-def find_checkpoint(run, begun, samples_before, steps_until):
+def find_checkpoint(run, started_stages, samples_before, steps_until):
     """
     (path, manifest) of the checkpoint to resume from, or None if the folder has no checkpoint. Sets run.decay_at,
     run.spent and run.decayed, the steps of the checkpoints that set_aside() renames once the run has loaded.
 
-    begun: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the checkpoint is of a
-    run with other settings, which it names; or no checkpoint is left from before the decay.
+    started_stages: as in data.py; samples_before(step), steps_until(samples): as in train.py. ValueError: the
+    checkpoint is of a run with other settings, which it names; or no checkpoint is left from before the decay.
     """
     now = run.config
     folder = f"{now['out']}/ckpt"
@@ -172,7 +172,7 @@ def find_checkpoint(run, begun, samples_before, steps_until):
         """The settings of a run; of its data and stages only the part that counts at this checkpoint."""
         same = {name: config.get(name) for name in [*vars(run.shape), *names, *sorted(run.decides)]}
         # Of the data, only stages that have begun count: those of later stages may still come.
-        return same | dict(stage=bool(config.get("stage")), data_hash=begun(config["data_hash"], samples))
+        return same | dict(stage=bool(config.get("stage")), data_hash=started_stages(config["data_hash"], samples))
 
     refuse_another(path, decisive(before), decisive(now))
     decay_at = manifest["decay_at"]
@@ -190,6 +190,9 @@ def find_checkpoint(run, begun, samples_before, steps_until):
             raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
                              f"train longer from: start from these weights, --init_from={now['out']} --out=ANOTHER")
         run.decayed = [step for step in steps_in(folder) if step > found[1]["step"]]
+    elif samples > run.decay_at:
+        raise ValueError(f"{path} has {samples} samples behind it, and total_samples={now['total_samples']} decays from "
+                         f"{run.decay_at} on: resume with more, or touch {now['out']}/cooldown to decay now")
     run.spent = found[1]["seconds"]
     return found
 

@@ -39,7 +39,7 @@ def claim(out, resume, ranks):
     if found & {"log.jsonl", "ckpt"}:
         if not resume:
             raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
-    elif "meta.json" in found or found - {"stop", "cooldown"} and ".lock" not in found:
+    elif "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
     else:
         # The file was meant for an earlier run.

@@ -91,10 +91,12 @@ def check_settings():
 
 def same_vocabulary(ours, theirs, name):
     """ValueError, naming the first id, if two tokenizers differ: of the data and of the model `name`."""
-    if difference := tokenizer.first_difference(ours, theirs):
-        i, mine, other = difference
-        raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: id {i} is {mine!r} there "
-                         f"and {other!r} in the model (None: no such id); prepare the data with the model's tokenizer")
+    mine, its = ours.tokens(), theirs.tokens()
+    for i in sorted(mine | its):
+        if mine.get(i) != its.get(i):
+            raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: id {i} is "
+                             f"{mine.get(i)!r} there and {its.get(i)!r} in the model (None: no such id); prepare the "
+                             "data with the model's tokenizer")
 
 
 def take_shape(found):

@@ -19,7 +19,7 @@ import train
 from ademamix import build_optimizer
 from configurator import settings
 from data import by_epoch
-from engine.checkpoint import everyone, steps_in
+from engine.checkpoint import gather, steps_in
 from engine.files import read_text, write_flushed
 from engine.restore import refuse_another
 from engine.runs import settings_of
@@ -104,8 +104,9 @@ def tune(script, what, prepare, batches, forward_backward):
 
     train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
     train.batches, train.forward_backward = batches, forward_backward
-    train.seen = lambda step: {}
+    train.tokens_seen = lambda step: {}
     train.validate = lambda run, windows: {}
+    train.eval_minutes = 0
     # Large optimizers are compiled also where the model is not.
     train.build_optimizer = lambda *args, compile, **how: build_optimizer(*args, **how)
     start.wrap(script["old"], script["old_windows"], tok)
@@ -123,12 +124,20 @@ def cached(files, ranks, what, compute, together=False):
     """
     mine = [k for k in range(len(files))[ranks.rank::ranks.size] if not os.path.exists(files[k])]
     if together:
-        most = max(everyone(len(mine), ranks.files))
+        most = max(gather(len(mine), ranks.files))
         mine += [0] * (most - len(mine))
     for k in tqdm(mine, what, delay=2, leave=False, disable=not ranks.first):
         write_flushed(files[k], json.dumps(compute(k)), shared=True)
     ranks.add(0)        # Barrier: no rank reads before every rank has written.
-    return [json.loads(read_text(file)) for file in files]
+    return list(map(contents, files))
+
+
+def contents(file):
+    """The value in a JSON file. ValueError, one line, if it is damaged."""
+    try:
+        return json.loads(read_text(file))
+    except ValueError:
+        raise ValueError(f"{file} is damaged: delete it, and it will be made again") from None
 
 
 # -----------------------------------------------------------------------------

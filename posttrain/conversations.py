@@ -21,7 +21,7 @@ import os
 import numpy as np
 
 import chat
-from chat import count, learnable, left_out
+from chat import count, describe_dropped, learnable
 from configurator import attached, literal
 from data import by_epoch
 from engine import checkpoint, readers
@@ -144,7 +144,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     weights = weights_of(data)
     # The first rank reads each file to its end, to find damage before the run.
     sources = [[readers.check(file, "") for file in files_of(source)] for source in weights] if ranks.first else []
-    sources = checkpoint.everyone(sources, ranks.files)[0]
+    sources = checkpoint.gather(sources, ranks.files)[0]
     licenses = {name.strip() for name in keep_licenses.split(",")} if keep_licenses else None
     contamination = dedup.Contamination(dedup.read_prompts(decontaminate)) if decontaminate else None
     judge = functools.partial(verdict, tok, max_length, date, selection.column_rules(licenses), contamination)
@@ -167,7 +167,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     for source, parts in zip(weights, found):
         if not any(part["lengths"] for part in parts):
             bad = reasons(parts)
-            raise ValueError(f"{source}: {left_out(bad, 0, 'conversations')}" if bad else f"{source} is empty")
+            raise ValueError(f"{source}: {describe_dropped(bad, 0, 'conversations')}" if bad else f"{source} is empty")
     return Conversations(found), reasons(itertools.chain(*found)), sha256_of([names, [*weights.values()]])
 
 
@@ -222,7 +222,7 @@ def tokenize(folder, judge, name, file, part):
 
 
 @functools.lru_cache(1)
-def spread(slots):
+def interleave(slots):
     """
     SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
     come before it, both (SLOTS,).
@@ -245,7 +245,7 @@ def chosen(step, batch_size, sizes, weights, epochs, seed):
     function of the step, so that a resumed run and any number of ranks see the same batches.
     """
     slots = mix_weights(dict(enumerate(weights)))
-    source, before = spread(tuple(slots.values()))
+    source, before = interleave(tuple(slots.values()))
     end = min((step + 1) * batch_size, epochs * sum(sizes))
     position = np.arange(step * batch_size, end)
     block, j = np.divmod(position, SLOTS)
@@ -260,7 +260,7 @@ def chosen(step, batch_size, sizes, weights, epochs, seed):
 def described(conversations, bad, weights, epochs):
     """Lines for the user: the rows left out; each source's share of a mixture, and how often it is seen; tokens."""
     n = len(conversations)
-    lines = [left_out(bad, n, "conversations")] if bad else []
+    lines = [describe_dropped(bad, n, "conversations")] if bad else []
     for (source, weight), size in zip(weights.items(), conversations.sizes):
         share = weight / sum(weights.values())
         if len(weights) > 1:

@@ -53,7 +53,7 @@ import numpy as np
 import train                        # before torch: it sets the environment that torch reads
 import torch
 
-from chat import count, left_out, numbered_rows, prompt_ids
+from chat import count, describe_dropped, numbered_rows, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine.files import sha256_of
@@ -161,7 +161,7 @@ def prompts_of(tok, path):
             where = f"{path}, line {line}: without --rewards,"
             asked[-1].rated = numbers(row, "ref_rewards", n_refs, where), numbers(row, "rewards", len(texts), where)
     if not asked:
-        raise ValueError(f"{path}: {left_out(bad, 0, 'prompts')}" if bad else f"{path} is empty")
+        raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}" if bad else f"{path} is empty")
     return asked, bad
 
 
@@ -201,7 +201,7 @@ def prepare(run):
     run.texts = [(better.text, worse.text) for better, worse in couples]
     run.known = known = known_of(couples, run.beta)
     run.items = len(couples)
-    run.notes = [left_out(bad, len(asked), "prompts")] if bad else []
+    run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
     run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
     tied, mass = tie_report([p.group for p in asked], known.beta.mean().item())
     if loss == "qrpo" and ties == "le" and tied > 0.1:

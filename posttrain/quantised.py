@@ -101,7 +101,7 @@ def _(x, q, scale, shape, back):
     return x.new_empty(*x.shape[:-1], shape[back])
 
 
-def remember(ctx, inputs, output):
+def save_for_gradient(ctx, inputs, output):
     _, *parts, ctx.shape, _ = inputs
     ctx.save_for_backward(*parts)
 
@@ -110,7 +110,7 @@ def gradient(ctx, grad):
     return product(grad, *ctx.saved_tensors, ctx.shape, True), None, None, None, None
 
 
-product.register_autograd(gradient, setup_context=remember)
+product.register_autograd(gradient, setup_context=save_for_gradient)
 
 
 class Quantised(Linear):

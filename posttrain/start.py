@@ -11,7 +11,7 @@ import torch
 import convert
 import train
 from engine.attention import attend_on
-from engine.parallel import spread
+from engine.parallel import distribute
 from engine.restore import refuse_another
 from model import Apertus
 from posttrain import forgetting, lora
@@ -101,7 +101,7 @@ def ready(run):
     with torch.device("meta" if run.ranks.sharded else run.device):
         model = build(run)
     model.dtype = run.dtype
-    spread(model, run.ranks, run.device)
+    distribute(model, run.ranks, run.device)
     model.init_weights(train.seed)
     model.init_weights = lambda seed: None
     attend_on(model, run.device)

@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 import convert
-from chat import ends, prompt_ids
+from chat import prompt_ids, stop_ids
 from configurator import run
 from engine.intervals import wilson
 from generate import generate
@@ -72,7 +72,7 @@ def first_sentence(tok, ids, stop):
 @torch.no_grad()
 def answers(model, tok, rows, kind):
     """The answers to questions: first sentences as text, their log-probabilities, and manners, three lists."""
-    stop = ends(tok)
+    stop = stop_ids(tok)
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)
     said, logp, manners = [], [], []
     for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):

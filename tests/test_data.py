@@ -11,7 +11,7 @@ import torch
 
 from configurator import config_file, read_config
 from conftest import script
-from data import TokenDataset, begun, fingerprint, mapped, permute, read_meta
+from data import TokenDataset, fingerprint, mapped, permute, read_meta, started_stages
 from goldfish import goldfish_mask
 from schedule import steps_in, wsd
 from stages import StagedDataset
@@ -204,10 +204,10 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
 @pytest.mark.parametrize("second, until, same", [
     (("2", (B,), 99, 7), 40, True), (("2", (B,), 99, 7), 41, False), (("2", {A: 1, B: 1}, 70, 30), 41, False)])
 def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder, second, until, same):
-    before, after = (begun(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
+    before, after = (started_stages(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
     assert (after == before) == same
     whole = TokenDataset(folder, "train", 16).fingerprint
-    assert begun(whole, 0) == [whole]
+    assert started_stages(whole, 0) == [whole]
 
 
 META = dict(tokenizer_hash="t", vocab_size=100, bos=1, eos=2, sources=dict(

@@ -35,7 +35,7 @@ def test_identical_to_the_published_mask(case):
 
 @pytest.mark.parametrize("case", range(6))
 def test_identical_to_the_coefficients_of_the_apertus_2_trainer(case):
-    """swiss-ai/Megatron-LM-MoE, goldfish.py. Exempt ids are kept; as int32, as rows, and with context, it is the same."""
+    """swiss-ai/Megatron-LM-MoE, goldfish.py. Exempt ids are kept; int32, rows, and context give the same."""
     golden = tensors("goldfish_coef.npz")
     k, h = golden[f"kh_{case}"].tolist()
     how = dict(hash="coef", exempt=golden[f"exempt_{case}"].tolist())

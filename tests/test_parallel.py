@@ -183,7 +183,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     with torch.device("meta"):
         model = Apertus(SMALL)
     model.dtype = dtype
-    parallel.spread(model, one_shard, "cpu")
+    parallel.distribute(model, one_shard, "cpu")
     sharding.draw(model, 5)
     whole = Apertus(SMALL, 5).parameters()
     assert all(p.full_tensor().equal(q) for p, q in zip(model.parameters(), whole))
@@ -199,7 +199,7 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
 
 def test_blocks_and_the_loss_of_a_chunk_are_compiled():
     model = Apertus(SMALL)
-    parallel.spread(model, parallel.Ranks(), "cpu", compiled=True)
+    parallel.distribute(model, parallel.Ranks(), "cpu", compiled=True)
     assert model.chunk_loss is not loss.chunk_loss
     assert all(block._compiled_call_impl for block in model.model.layers)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import ROOT, script
-from schedule import NEVER, batch_size, begun_at, cosine, samples_at, steps_in, wsd
+from schedule import NEVER, batch_size, cosine, plan_with_decay_at, samples_at, steps_in, wsd
 
 TOTAL, DECAY = 3_662_109_375, 403_905_806
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, decay=DECAY)
@@ -25,7 +25,7 @@ def test_the_8b_run_has_the_published_learning_rates():
 def test_a_decay_that_begins_at_another_time_keeps_its_share_and_its_shape(decay_at):
     """30 % of the run: 150 samples behind 350 at the peak, 900 behind 2,100; 1 - sqrt of its course (2405.18392)."""
     total = decay_at * 10 // 7
-    assert begun_at(decay_at, 1000, 300) == (total, total * 3 // 10)
+    assert plan_with_decay_at(decay_at, 1000, 300) == (total, total * 3 // 10)
     rates = {0: 0, 50: 0.5, 100: 1, decay_at: 1, total: 0.1, 10 * total: 0.1}
     for course in (0.2, 0.5, 0.8):
         s = decay_at + int(course * (total - decay_at))
@@ -46,7 +46,7 @@ CURVES = [
 @pytest.mark.parametrize("warmup, decay, decay_at, rates", CURVES)
 def test_wsd_without_a_phase_and_with_one_inside_another(warmup, decay, decay_at, rates):
     assert {s: wsd(s, 1.0, 0.1, warmup, 100, decay, decay_at) for s in rates} == pytest.approx(rates)
-    assert begun_at(0, 100, 100) == (100, 100)             # all of the run may be the decay
+    assert plan_with_decay_at(0, 100, 100) == (100, 100)             # all of the run may be the decay
 
 
 def test_cosine_is_torchs():

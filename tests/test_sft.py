@@ -224,5 +224,5 @@ def test_the_run_chats_in_transformers_with_the_same_greedy_tokens(lab):
     # As in the published file, [2, 68, 72]: it ends a turn, and stops where a tool has to answer.
     ends = [TOK.special[f"<|{name}|>"] for name in ("assistant_end", "tools_suffix")]
     assert tok.eos_token_id == ends[0] and theirs.generation_config.eos_token_id == [2, *ends]
-    ours = generate(convert.load_run(str(lab / "sft"))[0], ids.tolist(), 30, chat.ends(TOK), temperature=0)
+    ours = generate(convert.load_run(str(lab / "sft"))[0], ids.tolist(), 30, chat.stop_ids(TOK), temperature=0)
     assert theirs.generate(ids, max_new_tokens=30, do_sample=False).tolist() == ours

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from conftest import refused, same, script, weights
 from data import TokenDataset
 from engine import checkpoint, parallel, restore
 from engine.runs import settings_of
+from model import Apertus
 from trained import (  # noqa: F401
     RUN, SIX_STEPS, contents, data, equal, killed_after, log, ran, steps, timeless, trained,
 )
@@ -328,6 +330,35 @@ def clocked(monkeypatch, each_step):
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         each_step(does)
     return install
+
+
+def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(data, tmp_path, clocked):
+    """A second a step: 2.5 s without a checkpoint, or 4.5 s without a validation, are over in the fourth and sixth."""
+    clocked(1.0, 1.0)
+    minutes = "--checkpoint_every=0", f"--checkpoint_minutes={2.5 / 60}", f"--eval_minutes={4.5 / 60}"
+    run = trained(data, tmp_path / "run", *minutes)
+    assert steps(run) == [4, 8, 12, 16, 20]
+    assert [entry["step"] for entry in log(run, "val_loss")] == [5, 11, 17, 19]
+    assert json.loads((run / "summary.json").read_text())["tok_s"] == 8 * 32
+
+
+def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_written_when_asked(
+    data, runs, tmp_path, monkeypatch
+):
+    calls, forward = itertools.count(1), Apertus.forward
+
+    def signalled(*args, **how):
+        if "n_tokens" in how and next(calls) == 15:        # the first micro-batch of two of step 7
+            signal.raise_signal(signal.SIGTERM)
+        return forward(*args, **how)
+    monkeypatch.setattr("model.Apertus.forward", signalled)
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "profile").touch()
+    says(ran(data, new), "stopped as asked after step 7, saved")
+    assert steps(new) == [5, 7] and not (new / "profile").exists()
+    assert json.loads((new / "trace.json").read_text())["traceEvents"]
+    assert equal(trained(data, new, "--resume"), runs())
 
 
 def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes(data, runs, tmp_path, clocked):

@@ -40,7 +40,7 @@ from tqdm import tqdm
 from ademamix import AdEMAMix
 from engine.cores import keep_freed_memory
 from engine.hardware import can_compile, pick_device
-from engine.parallel import Ranks, spread
+from engine.parallel import Ranks, distribute
 from generate import generate
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
@@ -210,7 +210,7 @@ def contestant(name, batch):
     model = built()
     if name == "ours":
         model.dtype = getattr(torch, dtype)
-        spread(model, Ranks(), device, compiled=can_compile(device))
+        distribute(model, Ranks(), device, compiled=can_compile(device))
     else:
         model = hugging_face(model)
     loss = loss_of(name, model, batch)
