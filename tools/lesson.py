@@ -96,7 +96,7 @@ def main():
             with TemporaryDirectory() as wrong:
                 write(Path(wrong, file), source.replace(mistake["old"], mistake["new"]))
                 *_, theirs = tested(wrong, lesson)
-            if len(ours & theirs) > 3 * len(ours ^ theirs):
+            if len(ours & theirs) > 4 * len(ours ^ theirs):
                 print(mistake["says"])
         sys.exit(code)
     else:
