@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import transformers  # noqa: F401  here once, and not in each fork
+from transformers import AutoTokenizer  # noqa: F401  here once, and not in each fork
 
 from conftest import ROOT, script
 
@@ -39,9 +39,7 @@ def child(command, env, log):
     os.environ.update(env)
     sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
     sys.stdout = sys.stderr = open(log, "w")
-    code = pytest.main(command[4:])
-    sys.stdout.flush()
-    os._exit(code)
+    sys.exit(pytest.main(command[4:]))
 
 
 @pytest.fixture
