@@ -81,7 +81,7 @@ def main():
     folder = Path(out, name)
     mine, sheet = folder / file, folder / "README.md"
     if mine.exists() != (hint or check or solution):
-        raise ValueError(f"{folder} is made once, without a flag; --hint, --check and --solution come afterwards")
+        raise ValueError(f"{folder} is made by python -m tools.lesson {name}, once; --hint or --check come later")
     if solution:
         subprocess.run(["git", "diff", "--no-index", mine, f"{ROOT}/{file}"])
     elif hint:
@@ -97,7 +97,7 @@ def main():
                 write(Path(wrong, file), source.replace(mistake["old"], mistake["new"]))
                 *_, theirs = tested(wrong, lesson)
             if len(ours & theirs) > 4 * len(ours ^ theirs):
-                print(mistake["says"])
+                print(f"They fail as after a typical mistake. {mistake['says']}")
         sys.exit(code)
     else:
         write(mine, emptied(source, lesson["module"], lesson["write"]))
