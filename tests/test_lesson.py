@@ -1,0 +1,130 @@
+"""tools/lesson.py: a judge passes the project's file, fails the empty one, and names the mistake that was planted."""
+import multiprocessing
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer  # noqa: F401  here once, and not in each fork
+
+from conftest import ROOT, script
+
+LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
+KEPT = {}
+
+
+def judged(command, env, **_):
+    """subprocess.run of a pytest, once for each text, in a fork of this process: importing torch anew takes seconds."""
+    folder = Path(env["PYTHONPATH"].split(os.pathsep)[0])
+    [file] = folder.rglob("*.py")
+    key = file.read_text(), *command
+    if key not in KEPT:
+        log = folder / "log"
+        process = multiprocessing.get_context("fork").Process(target=child, args=(command, env, log))
+        process.start()
+        process.join()
+        KEPT[key] = SimpleNamespace(returncode=process.exitcode, stdout=log.read_text(), stderr="")
+    return KEPT[key]
+
+
+def child(command, env, log):
+    """Begin like a new process, without the project's modules that the tests before have imported."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(ROOT) and "site-packages" not in file:
+            del sys.modules[name]
+    os.environ.update(env)
+    sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+    sys.stdout = sys.stderr = open(log, "w")
+    sys.exit(pytest.main(command[4:]))
+
+
+@pytest.fixture
+def lesson(tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", judged)
+    return lambda *args: script("tools.lesson", f"--out={tmp_path}", *args)
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(lesson, tmp_path, name):
+    row = LESSONS[name]
+    assert lesson(name).stdout.strip() == row["sheet"].strip()
+    mine = tmp_path / name / row["file"]
+    source = Path(ROOT, row["file"]).read_text()
+
+    def check(text):
+        """Does it pass, and which mistakes are named?"""
+        mine.write_text(text)
+        done = lesson(name, "--check")
+        assert done.returncode == (" failed" in done.stdout)
+        return not done.returncode, [row["says"] for row in row["mistakes"] if row["says"] in done.stdout]
+    empty = mine.read_text()
+    assert all(f"raise NotImplementedError('write {path}')\n" in empty for path in row["write"])
+    assert check(empty) == (False, [])
+    assert check(source) == (True, [])
+    for mistake in row["mistakes"]:
+        assert source.count(mistake["old"]) == 1
+        wrong = source.replace(mistake["old"], mistake["new"])
+        assert check(wrong) == (False, [mistake["says"]])
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_a_lesson_is_whole(name):
+    """Three hints, at least three mistakes, and a small picture."""
+    row = LESSONS[name]
+    assert len(row["hints"]) == 3 <= len(row["mistakes"])
+    picture = f"assets/lessons/{name}.png"
+    assert picture in row["sheet"] and Path(ROOT, picture).stat().st_size < 60_000
+
+
+OWN = """
+def wsd(seen, peak, floor, warmup, total, decay, decay_at=None):
+    fits(warmup, decay, total)
+    begin = decay_at if isinstance(decay_at, int) else total - decay
+    end, decay = begun_at(begin, total, decay)
+    reached = min(1, begin / warmup) * peak if warmup else peak
+    if seen >= end:
+        return floor
+    if seen <= begin:
+        return min(reached, peak * seen / warmup) if warmup else peak
+    left = 1 - ((seen - begin) / decay) ** POWER
+    return left * reached + (1 - left) * min(floor, reached)
+
+
+def fits(warmup, decay, total):
+    if min(warmup, decay, total - warmup - decay) < 0:
+        raise ValueError(f"these do not fit into total={total}")
+"""
+
+
+@pytest.mark.parametrize("power, wrong", [("0.5", False), ("1", True)])
+def test_code_of_ones_own_is_judged_by_its_results(lesson, tmp_path, power, wrong):
+    """It has other words and a helper. A linear decay is named."""
+    lesson("schedule")
+    with open(tmp_path / "schedule" / "schedule.py", "a") as f:
+        f.write(OWN.replace("POWER", power))
+    done = lesson("schedule", "--check")
+    assert done.returncode == wrong == ("The decay is linear" in done.stdout)
+
+
+def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, monkeypatch, capfd):
+    sheet = LESSONS["rope"]["sheet"]
+    lesson("rope")
+    for hint in 2 * LESSONS["rope"]["hints"]:
+        assert lesson("rope", "--hint").stdout == f"{hint}\n"
+        sheet += f"\nHint: {hint}\n"
+    assert (tmp_path / "rope" / "README.md").read_text() == sheet
+    monkeypatch.undo()
+    script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
+    lines = capfd.readouterr().out.splitlines()
+    assert "+    turned = torch.cat((-b, a), dim=-1)" in lines
+    assert "-    raise NotImplementedError('write rotate')" in lines
+
+
+def test_without_a_name_the_lessons_are_listed_in_the_order_of_the_course(lesson):
+    listed = [line.split()[0] for line in lesson().stdout.splitlines()]
+    page = Path(ROOT, "docs", "learn.md").read_text()
+    assert listed == [*LESSONS] == sorted(listed, key=lambda name: page.index(f"| `{name}` |"))
