@@ -67,8 +67,8 @@ def main():
 
 def sample_of(run, data, seed):
     """
-    A short text of a run of train.py while it trains: of run.model, on run.device. data: its data folder. Eager, because
-    the cached decoding step has shapes that training has not compiled.
+    A short text of a run of train.py while it trains: of run.model, on run.device. data: its data folder. Eager,
+    because the cached decoding step has shapes that training has not compiled.
     """
     tok = tokenizer.load_for(data)
     how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=torch.Generator(run.device).manual_seed(seed))

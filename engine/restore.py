@@ -191,8 +191,8 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
                              f"train longer from: start from these weights, --init_from={now['out']} --out=ANOTHER")
         run.decayed = [step for step in steps_in(folder) if step > found[1]["step"]]
     elif samples > run.decay_at:
-        raise ValueError(f"{path} has {samples} samples behind it, and total_samples={now['total_samples']} decays from "
-                         f"{run.decay_at} on: resume with more, or touch {now['out']}/cooldown to decay now")
+        raise ValueError(f"{path} has {samples} samples behind it, and total_samples={now['total_samples']} decays "
+                         f"from {run.decay_at} on: resume with more, or touch {now['out']}/cooldown to decay now")
     run.spent = found[1]["seconds"]
     return found
 
