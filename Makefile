@@ -51,11 +51,12 @@ flakes: .venv/tests
 	for i in $$(seq $(RUNS)); do OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/test_parallel.py tests/faults || exit 1; done
 
 test: .venv/tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not alone"
 
 # The slow ones too
 test-all: test
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -m alone tests/test_lesson.py
 
 # On a GPU: does it compute what a CPU does, and how fast is it? The records of the races: out/bench
 gpu: .venv/tests

@@ -14,6 +14,7 @@ from conftest import ROOT, script
 
 LESSONS = tomllib.loads(Path(ROOT, "tools", "lessons.toml").read_text())
 KEPT = {}
+pytestmark = pytest.mark.alone
 RUN = subprocess.run
 
 
