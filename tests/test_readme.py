@@ -206,6 +206,7 @@ def replacements(place):
         "notes.md": os.path.join(ROOT, "README.md"),
         "book.jsonl.gz": f"{place}/my_texts/1.txt",
         "data/stdlib": f"{place}/data",
+        "data/mine": f"{place}/data",
         "--old=data/stdlib": f"--old={place}/data",
         "out/laptop": run,
         "out/swiglu": run,
