@@ -94,12 +94,12 @@ weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
 # logging and saving
 eval_every = 250                # steps; 0 = at the end only
-eval_minutes = 60.0             # a validation after so many minutes without one, whatever the steps; 0 = never
+eval_minutes = 60.0             # validate at least this often, whatever the steps; 0 = by steps alone
 eval_windows = 64               # windows of the validation split; 0 = all
 last_eval_windows = 4096        # the same at the end; 17M tokens of the 8B's windows
 sample_every = 1000             # steps; 0 = never
 checkpoint_every = 1000         # steps; 0 = at the end only
-checkpoint_minutes = 30.0       # a checkpoint after so many minutes without one, whatever the steps; 0 = never
+checkpoint_minutes = 30.0       # save at least this often, whatever the steps; 0 = by steps alone
 keep_checkpoints = 2            # how many of the newest to keep, besides the last one before the decay; 0 = all
 save_failures = 3               # saves in a row that may fail (disk full) before the run stops
 allow_restart = False           # with --resume, start over if there are checkpoints but none is intact
@@ -455,7 +455,7 @@ def end_trace(run):
 
 
 def overdue(run, what, minutes):
-    """Whether so many minutes have passed, by the first rank's clock, without a validation or a checkpoint (`what`)."""
+    """Whether the last validation or checkpoint (`what`) is older than `minutes`, by the clock of the first rank."""
     return run.ranks.first and 0 < 60 * minutes < time.perf_counter() - run.latest[what]
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
-from conftest import script
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = json.loads((GOLDEN / "ademamix.json").read_text())
@@ -128,9 +127,3 @@ def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scala
 def test_a_wrong_setting_is_an_error_that_names_it(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         one(**bad)
-
-
-def test_the_command_prints_the_warmups_of_the_report():
-    rows = [line.split() for line in script("ademamix.py").stdout.splitlines()[1:]]
-    assert rows[3] == ["1,000", "0.0800", "0.99090099", "75.8", "steps"]
-    assert rows[-1] == ["100,000", "8.0000", "0.99990000", "6931.8", "steps"]
