@@ -104,7 +104,7 @@ def curves(folders, picture, panels=PANELS, x_axis="tokens"):
             groups = np.array_split(found[key], min(found[key].shape[1], 100), axis=1)
             x, low, mean, high = np.transpose([(x.mean() / unit, y.min(), y.mean(), y.max()) for x, y in groups])
             axis.fill_between(x, low, high, color=f"C{n}", alpha=0.2)
-            name = f"{Path(folders[n]).name} {found[key][1, -1]:.3f}"
+            name = f"{Path(folders[n]).name} {found[key][1, -1]:.5g}"
             axis.plot(x, mean, color=f"C{n}", marker="." if len(x) < 100 else "", label=name)
         axis.legend()
     finish(figure, picture)

@@ -47,9 +47,9 @@ def test_each_panel_has_the_numbers_of_the_logs_and_names_the_last_beside_the_co
     assert shown == [[[9, 1.5]], [[i, 1.0] for i in range(10) if i != 4], [[2, 1.5]]]
     assert loss.lines[2].get_xydata() == pytest.approx(np.array([[i, 3 - i / 10] for i in range(10)]))
     assert [axis.get_xlabel() for axis in drawn[0].axes] == 3 * ["million tokens"] + ["minutes"]
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["0 2.100", "1 2.100", "2 2.100"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["0 2.1", "1 2.1", "2 2.1"]
     named = {line.get_label(): line.get_color() for line in bpb.lines}
-    assert named == {"0 1.500": "C0", "2 1.100": "C2"}
+    assert named == {"0 1.5": "C0", "2 1.1": "C2"}
 
 
 def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(tmp_path, drawn):
