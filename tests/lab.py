@@ -1,7 +1,7 @@
 """
 A folder with one of everything, small, made once for the whole run of pytest and never changed: the fixture `lab`.
 
-    data/                    the bytes of engine/
+    data/                    the bytes of 40 pages that never change
     chats.jsonl, prompts.jsonl, reward.py
     pretrained/  hf/         a run of train.py, and its export
     sft/  adapted/  qrpo/    SFT of hf/, the same by adapters, and QRPO of sft/
@@ -11,7 +11,7 @@ import json
 
 import pytest
 
-from conftest import ROOT, script
+from conftest import script
 
 SHAPE = """configs/tiny.py --block_size=256 --n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=32
     --ffn_dim=64 --init_std=0.05""".split()
@@ -67,7 +67,9 @@ def make(lab):
     for name, rows in dict(chats=chats, prompts=prompts[:6]).items():
         (lab / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (lab / "reward.py").write_text(REWARD)
-    run("prepare.py", f"{ROOT}/engine/*.py", f"--out={lab}/data", "--tokenizer=byte", "--val_share=0.05")
+    pages = [" ".join(f"page {i} has word {i * j * j % 997}" for j in range(200)) for i in range(40)]
+    (lab / "pages.jsonl").write_text("\n".join(json.dumps(dict(text=page)) for page in pages) + "\n")
+    run("prepare.py", lab / "pages.jsonl", f"--out={lab}/data", "--tokenizer=byte", "--val_share=0.05")
     run(*pretraining(lab, lab / "pretrained"))
     run("convert.py", f"--load={lab}/pretrained", f"--save={lab}/hf")
     run(*tuning(lab, lab / "sft"))

@@ -106,10 +106,10 @@ def test_it_starts_at_the_reference_and_is_watched_and_adapters_have_their_model
     first, *_ = log(lab / "qrpo")
     watched = {"target", "correlation", "reward_policy", "length", "rank_effective", "dead_units"}
     assert watched <= first.keys() and abs(first["log_ratio"]) < 1e-4 and first["kl"] < 1e-4
-    begun, *_, last = align(lab, tmp_path / "run", *ADAPTERS, f"--references={lab}/qrpo/references")
+    begun, *_, last = align(lab, tmp_path / "run", *ADAPTERS, "--lr=1e-2", f"--references={lab}/qrpo/references")
     for name in "target", "loss", "reward", "log_ratio":
         assert begun[name] == pytest.approx(first[name], abs=1e-4)
-    assert last["kl"] > 1e-4
+    assert last["kl"] > 1e-3
 
 
 # Two completions a prompt, (text, reward), and the rewards of its references. The better completion is the first,
