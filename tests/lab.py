@@ -64,11 +64,10 @@ def make(lab):
         chats.append(dict(messages=[system, user, answer]))
         prompts.append(dict(messages=[system, user]))
     lab.mkdir(exist_ok=True)
-    for name, rows in dict(chats=chats, prompts=prompts[:6]).items():
+    pages = [dict(text=" ".join(f"page {i} has word {i * j * j % 997}" for j in range(200))) for i in range(40)]
+    for name, rows in dict(chats=chats, prompts=prompts[:6], pages=pages).items():
         (lab / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (lab / "reward.py").write_text(REWARD)
-    pages = [" ".join(f"page {i} has word {i * j * j % 997}" for j in range(200)) for i in range(40)]
-    (lab / "pages.jsonl").write_text("\n".join(json.dumps(dict(text=page)) for page in pages) + "\n")
     run("prepare.py", lab / "pages.jsonl", f"--out={lab}/data", "--tokenizer=byte", "--val_share=0.05")
     run(*pretraining(lab, lab / "pretrained"))
     run("convert.py", f"--load={lab}/pretrained", f"--save={lab}/hf")
