@@ -43,19 +43,19 @@ def feistel(x, half, keys):
     return left << half | right
 
 
-def permute(i, n, seed, epoch, cipher=feistel):
+def permute(i, n, seed, epoch):
     """
     Bijection of [0, n) onto itself, keyed by (seed, epoch). i: array of int64 -> array of int64.
 
     Six rounds on the next even number of bits. Results >= n are permuted again until they are smaller ("cycle-walking":
-    fewer than 4 times on average). cipher: another one gives another bijection, like the inverse.
+    fewer than 4 times on average).
     """
     bits = int(n - 1).bit_length()
     half = max(1, (bits + 1) // 2)
     keys = [round_key(f"{seed}:{epoch}:{r}") for r in range(6)]
-    x = cipher(i.astype(np.uint64), half, keys)
+    x = feistel(i.astype(np.uint64), half, keys)
     while (beyond := x >= n).any():
-        x[beyond] = cipher(x[beyond], half, keys)
+        x[beyond] = feistel(x[beyond], half, keys)
     return x.astype(np.int64)
 
 
@@ -72,12 +72,12 @@ def mix(x):
     return x ^ x >> 16
 
 
-def by_epoch(epoch, i, n, seed, cipher=feistel):
+def by_epoch(epoch, i, n, seed):
     """permute() of each i in its own epoch. epoch, i: arrays of int64."""
     out = np.empty_like(i)
     for e in np.unique(epoch):
         mine = epoch == e
-        out[mine] = permute(i[mine], n, seed, int(e), cipher)
+        out[mine] = permute(i[mine], n, seed, int(e))
     return out
 
 
