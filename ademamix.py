@@ -34,8 +34,8 @@ def ademamix(
     One step for one tensor, in place.
 
     p, g, m1, m2, v: one shape. The rest are 0-d tensors: torch.compile would take Python numbers for
-    constants, but lr, alpha and b3 change every step. w = 1 - b, computed before
-    rounding: 1 - 0.9999 in fp32 is off by 1.7e-4 relative. fix1 = 1 / (1 - b1^t), fix2 = 1 / sqrt(1 - b2^t).
+    constants, but lr, alpha and b3 change every step. w = 1 - b, computed in fp64:
+    1 - 0.9999 in fp32 is off by 1.7e-4 relative. fix1 = 1 / (1 - b1^t), fix2 = 1 / sqrt(1 - b2^t).
     """
     # Clipping happens here, where the gradient is read anyway: a pass of its own would read it twice.
     g = g.to(v.dtype) * grad_scale
@@ -112,7 +112,8 @@ class AdEMAMix(torch.optim.Optimizer):
 
         grad_scale: number or 0-d tensor that multiplies every gradient: min(1, clip / norm) clips by the norm.
         """
-        # Here, since it adds nothing to the lesson: ademamix() for many tensors, in fewer passes or in less memory.
+        # Imported here, to keep this file about the method. updater() applies ademamix() to each row, compiled, small
+        # rows together; averages in bf16 it rounds, the slow one at random by a hash of t.
         from engine.averages import updater
         from engine.parallel import local
 

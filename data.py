@@ -6,7 +6,7 @@ Token shards -> batches. The order of samples is a pure function of (seed, numbe
                            tokens   = stream[window * T : window * T + T + 1]
 
 Windows are block_size + 1 tokens and overlap by one, as in Megatron's loader, which Apertus used (report sec. 3):
-inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a four-line
+inputs are the first T, labels the last T. Instead of a table of shuffled indices (29 GB for 15T tokens) a small
 cipher permutes the window numbers: a Feistel network is a bijection whatever its round function is. Every process can
 compute every sample, so 1 and 512 ranks see the same data, and a resumed run needs only its step number.
 
@@ -28,7 +28,7 @@ import torch
 from engine.files import read_json, sha256_of
 from goldfish import goldfish_mask
 
-# Letters: T block_size, the length of a window; g number of a sample in the run.
+# Letters: T block_size, the labels of a window; g number of a sample in the run.
 
 # -----------------------------------------------------------------------------
 # The order of samples
@@ -230,13 +230,13 @@ class TokenDataset:
         stream = np.zeros_like(samples)
         number = samples
         if self.slots is not None:
-            # 10,000 samples in a row are a permutation of the slots, so proportions are exact, and each source
-            # continues counting its samples where the last block left it.
-            block, j = np.divmod(samples, self.slots[-1])
-            slot = by_epoch(block, j, int(self.slots[-1]), ~self.seed)
+            # Each weight is a number of slots, 10,000 in all. So many samples in a row are a permutation of the slots:
+            # proportions are exact, and each source goes on with its windows where the last cycle left it.
+            cycle, j = np.divmod(samples, self.slots[-1])
+            slot = by_epoch(cycle, j, int(self.slots[-1]), ~self.seed)
             stream = np.searchsorted(self.slots, slot, side="right") - 1
             slots_of = np.diff(self.slots)[stream]
-            number = block * slots_of + slot - self.slots[stream]
+            number = cycle * slots_of + slot - self.slots[stream]
         window = np.empty_like(number)
         for s in np.unique(stream):
             mine = stream == s
@@ -282,7 +282,11 @@ class TokenDataset:
         return idx, targets, keep, doc
 
     def bits_per_byte(self, nats_per_token):
-        """Mean loss per predicted token (nats) -> bits per byte of text, which tokenizers do not change."""
+        """
+        Mean loss per predicted token (nats) -> bits per byte of text, which tokenizers do not change.
+
+        Tokens per byte are those of the whole split: of a mean over some windows this is an estimate.
+        """
         # All tokens are predicted except the begin of each document.
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
         n_bytes = sum(part["bytes"] for part in self.parts)

@@ -1,39 +1,42 @@
 """
-Goldfish loss: which tokens the loss forgets, so that the model cannot recite what it has read a hundred times.
+Goldfish loss: which labels the loss drops, so that the model cannot recite what it has read a hundred times.
 
     loss = - sum_i keep_i log p(x_i | x_<i) / sum_i keep_i      keep_i = 0  if  hash(x_{i-h+1}, ..., x_i) < 1/k,  else 1
 
-The hash sees the last h labels and nothing else, so a passage that comes back loses the same tokens
+The hash sees the last h labels and nothing else, so a passage that comes back drops the same labels
 every time: they are never trained on, must be guessed, and recitation breaks at the first wrong
-guess. A mask drawn at random would have its holes elsewhere each time, and in the end none.
+guess. A mask drawn at random would drop others each time, and in the end every label would be trained.
+The limits: the first h-1 labels of a window are kept, and a copy with one other token has another mask
+for h labels. How much is recited, with and without: results/memorize/table.md.
 Source: Hans et al. (arXiv 2406.10209) sec. 3; Apertus report (arXiv 2509.14233) sec. 2.3, k = h = 50.
 
-hash='product', what Apertus trained with, bit for bit:  table[(x_{i-h+1} ... x_i  mod 2^64)  mod 1,000,003]
-    An even id brings factors of two, and 64 of them (or one id 0) make the product 0, which reads
-    table[0] = 0.23368 whatever the text says. The table is uniform in [0, 1) and below 1/k is
-    forgotten, so these windows are *never* forgotten at k = 50 and *always* at k <= 4. Apertus
-    dropped not 2 % of its labels but fewer, and how many depends on the text:
+hash='product', what Apertus trained with, bit for bit:  table[(x_{i-h+1} ... x_i) mod 1,000,003]
+    The product wraps around in int64, and its remainder is not negative. An even id brings a factor of two,
+    and 64 of them (or one id 0) make the product 0, which reads table[0] = 0.23368 whatever the text says.
+    The table is uniform in [0, 1), and a label is dropped below 1/k. So those of product 0 are *never*
+    dropped at k = 50 and *always* at k <= 4. Products with 52 or more factors of two take few values, and
+    drop 1.2 to 1.6 %. Apertus therefore dropped not 2 % of its labels but fewer; how many depends on the text:
 
         h = 50, Apertus' ids            product = 0    dropped at k = 50    at k = 4
         Python's standard library           19 %            1.44 %            40 %
         Pride and Prejudice                  6 %            1.77 %            30 %
         tables (encodings/*.py)             84 %            0.20 %            89 %
-        the library as bytes                92 %            0.10 %            94 %
+        the library as bytes (their ids)    92 %            0.10 %            94 %
 
-    At h <= 24 almost no window collapses, and 1/k is dropped.
+    At h <= 24 almost no product is 0, and 1/k is dropped.
 
 hash='mix', ours:  finalizer(x_{i-h+1} A^{h-1} + ... + x_{i-1} A + x_i  mod 2^64) / 2^64
     drops 1/k for any ids and any h, and sees the order of the labels, which the product does not.
 
-hash='coef', the Apertus 2 trainer's, bit for bit:  table[(c_1 x_{i-h+1} + ... + c_h x_i  mod 2^64)  mod 1,000,003]
+hash='coef', the Apertus 2 trainer's, bit for bit:  table[(c_1 x_{i-h+1} + ... + c_h x_i) mod 1,000,003]
     drops 1/k too: the c are fixed and odd, so one even id or one 0 does not make the sum 0.
 
 Scope. Apertus hashes each window of block_size labels by itself (context=None): the first h-1 labels
-have no full hash and are kept. At 4096 that hardly matters. At 256, a passage read 128 times at
-random offsets has each of its holes filled 128 * 49 / 256 = 24 times. With context = the h-1 tokens
-before the window, the same passage has the same mask wherever it is cut.
+have no full hash and are kept. At 4096 that hardly matters. At 256, a passage read
+128 times at random offsets has each label that should be dropped trained 128 * 49 / 256 = 24 times.
+With context = the h-1 tokens before the window, the same passage has the same mask wherever it is cut.
 
-$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, and a passage with its holes
+$ python goldfish.py FILES [--tokenizer=byte] [--k=4] [--h=13]     # drop rates of a text, and a passage with its gaps
 """
 
 import functools
@@ -41,12 +44,12 @@ import functools
 import numpy as np
 import torch
 
-# Letters: B batch, T time, c labels of context, h labels in a hashed window, 1/k the share to forget.
+# Letters: B batch, T time, c labels of context, h labels in a hashed window, 1/k the share to drop.
 
 tokenizer = "apertus"   # whose ids are hashed: apertus, apertus:K, byte, bpe:FILE (tokenizer.py)
-k = 50                  # forget one label in k
-h = 50                  # labels that the hash sees, the forgotten one included
-show = 200              # tokens of the text to print, the forgotten ones in brackets
+k = 50                  # drop one label in k
+h = 50                  # labels that the hash sees, the dropped one included
+show = 200              # tokens of the text to print, the dropped ones in brackets
 paths = []              # text files; default: this file
 
 TABLE_SIZE = 1_000_003
@@ -56,12 +59,12 @@ A = 6364136223846793005  # Knuth's MMIX multiplier: s <- A s + x is his random g
 
 def goldfish_mask(labels, k=50, h=50, hash="product", context=None, exempt=()):
     """
-    True where the loss keeps a label, False where it forgets it.
+    True where the loss keeps a label, False where it drops it.
 
-    labels (T,) or (B, T) int32 or int64 on the CPU. k > 1: one label in k is forgotten. h >= 1: labels
-    that the hash sees, the forgotten one included. hash 'product' (Apertus, bit-exact), 'mix', or 'coef'
+    labels (T,) or (B, T) int32 or int64 on the CPU. k > 1: one label in k is dropped. h >= 1: labels
+    that the hash sees, the dropped one included. hash 'product' (Apertus, bit-exact), 'mix', or 'coef'
     (Apertus 2, bit-exact). context (c,) or (B, c): the tokens before the labels, c = h-1 to hash them all;
-    with fewer or None (c = 0) the first h-1-c labels are kept. exempt: ids that are never forgotten. Returns
+    with fewer or None (c = 0) the first h-1-c labels are kept. exempt: ids that are never dropped. Returns
     a bool tensor of labels' shape. ValueError for a wrong type or value. Sources: apply_goldfish in
     swiss-ai/Megatron-LM and swiss-ai/Megatron-LM-MoE.
     """
@@ -107,12 +110,12 @@ def fold(x, h, join):
 
 
 def window_product(x, h):
-    """x (..., T) int64 -> (..., T-h+1) int64: product of h neighbours, modulo 2^64, exact in any order."""
+    """x (..., T) int64 -> (..., T-h+1) int64: product of h neighbours, wrapping around, exact in any order."""
     return fold(x, h, lambda left, right, n: left * right)
 
 
 def window_sum(x, h):
-    """x (..., T) int64 -> (..., T-h+1) int64: h neighbours times fixed odd numbers, added modulo 2^64."""
+    """x (..., T) int64 -> (..., T-h+1) int64: h neighbours times fixed odd numbers, added, wrapping around."""
     generator = torch.Generator().manual_seed(SEED + h)
     odd = torch.randint(2**62, (h,), generator=generator).numpy() | 1
     n = max(0, x.shape[-1] - h + 1)
@@ -154,7 +157,7 @@ HASHES = dict(product=window_product, mix=window_mix, coef=window_sum)
 
 
 def main():
-    """Print the share of labels that each hash drops, and a passage with its forgotten tokens in brackets."""
+    """Print the share of labels that each hash drops, and a passage with its dropped tokens in brackets."""
     import tokenizer as tokenizers
     from engine.files import read_text
 
@@ -167,7 +170,7 @@ def main():
         raise ValueError(f"a text of {len(ids)} tokens is shorter than h={h}: name a longer one, or take --h=13")
     for hash in HASHES:
         keep = goldfish_mask(labels, k, h, hash)[h - 1 :].tolist()
-        print(f"{hash}, k = {k}, h = {h}: forgets {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")
+        print(f"{hash}, k = {k}, h = {h}: drops {keep.count(False) / len(keep):.2%} of {len(keep):,} labels")
         passage = zip(ids[h - 1 :], keep[:show])
         print(*(tok.decode([i]) if kept else f"[{tok.decode([i])}]" for i, kept in passage), "\n", sep="")
 

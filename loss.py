@@ -24,7 +24,7 @@ def chunk_loss(h, w, targets, weights, train):
     targets = targets[:, None]
     own = z.gather(1, targets)[:, 0]                       # (rows,)  the logits of the targets
     largest = z.amax(-1)
-    # In place: one such tensor of the 8B takes 268 MB. The sum and the gradient share the exponentials, so
+    # In place: one such tensor of the 8B takes 268 MB or more. The sum and the gradient share the exponentials, so
     # torch.compile computes them once, row by row, while the row is in the cache.
     e = z.sub_(largest[:, None]).exp_()
     total = e.sum(-1)                                      # (rows,)
@@ -68,8 +68,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
     h (N, C), head (V, C), targets (N,) int64, weights (N,) fp32 -> loss (), and nll (N,) without gradient.
 
-    chunk_loss: the function above, or the same compiled, or one with more terms than one: weights and nll then have a
-    column for each.
+    chunk_loss: the function above, or the same compiled, or one of several loss terms: weights and nll are then
+    (N, terms).
     """
 
     @staticmethod

@@ -3,16 +3,17 @@ Apertus (Swiss AI, arXiv 2509.14233), 8B and 70B, in one file: a pre-norm decode
 
     x = x + Attention(RMSNorm(x))          x = x + W_down xIELU(W_up RMSNorm(x))
 
-that differs from Llama 2 in three places. The feed-forward layer has no gate and a learned activation, xIELU (sec.
-2.1). Queries and keys are normalised before they are rotated (QK-norm). Attention stops at document borders. Parameters
-have the names of the published checkpoints, so a safetensors file loads without a mapping table (convert.py), and the
-logits are those of transformers:
+that differs from Llama 3 in two places. The feed-forward layer has no gate and a learned activation, xIELU (sec. 2.1).
+Queries and keys are normalised before they are rotated (QK-norm). As in Llama 3, a few key-value heads serve all query
+heads, RoPE is scaled, and attention stops at document borders. Parameters have the names of the published checkpoints,
+so a safetensors file loads without a mapping table (convert.py), and the logits are those of transformers:
 
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
 
-Each choice that the report ablates is one word of ApertusConfig. Everything else attaches to a finished model from
-outside: another Attention.attend, other modules in place of Linear, a subclass with another forward.
+Each choice that the report ablates is one word of ApertusConfig. What else there is (a cache, adapters, 8-bit weights)
+attaches to a finished model from outside: another Attention.attend, other modules in place of Linear, a subclass with
+another forward.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from loss import ChunkedCrossEntropy, at_least_fp32, chunk_loss
 
-# Shapes: B batch, T time, C channels, H query heads, K key-value heads, D head dim, V vocabulary.
+# Shapes: B batch, T time, S keys, C channels, H query heads, K key-value heads, D head dim, L layers, V vocabulary.
 
 
 @dataclass
@@ -38,7 +39,7 @@ class ApertusConfig:
     n_head: int = 32
     n_kv_head: int = 8              # grouped-query attention; n_head = multi-head, 1 = multi-query
     n_embd: int = 4096
-    ffn_dim: int = 21504            # 5.25 C: without a gate, 1.5 times Llama's width costs the same parameters
+    ffn_dim: int = 21504            # 5.25 C: without a gate, 1.5 times Llama 3's width costs the same parameters
     activation: str = "xielu"       # xielu | swiglu | gelu | relu2; swiglu takes 2/3 of ffn_dim for its three matrices
     qk_norm: bool = True
     doc_mask: bool = True           # attention inside documents (sec. 2.3); the released runs most likely had False
@@ -86,7 +87,7 @@ class Linear(nn.Linear):
     """
     A matrix without bias. Its fp32 weight is cast to the dtype of the activations where it is used.
 
-    So neither autocast nor a second copy of the weights is needed: torch.compile fuses the cast.
+    So autocast is not needed, and half copies of the weights live for one micro-batch.
     """
 
     def __init__(self, n_in, n_out):
@@ -113,8 +114,8 @@ class XIELU(nn.Module):
         x > 0:   alpha_p x^2 + beta x                            alpha_p = softplus(a_p)
         x <= 0:  alpha_n (exp(x) - 1) - alpha_n x + beta x       alpha_n = beta + softplus(a_n),  beta = 0.5
 
-    Value and slope at 0 are 0 and beta, but for a clamp on the left of width 1e-6 (EPS). Both alphas start at 0.8. The
-    two scalars are stored raw, as the checkpoints have them, with shape (1,): fully_shard rejects 0-d parameters.
+    Value and slope at 0 are 0 and beta, except in -1e-6 < x <= 0, where exp is clamped (EPS). Both alphas start at 0.8.
+    The two a are stored, as in the checkpoints, with shape (1,): fully_shard rejects 0-d parameters.
     """
     BETA = 0.5
     EPS = -1e-6                                            # the left branch computes with at most this
@@ -125,7 +126,7 @@ class XIELU(nn.Module):
         self.alpha_n = nn.Parameter(torch.empty(1))
 
     def forward(self, x):
-        # Eager autograd would keep four intermediate tensors in fp32, 366 kB per token and layer of the 8B, so they are
+        # Eager autograd would keep four fp32 tensors and a bool one, 366 kB per token and layer of the 8B, so they are
         # recomputed from x. torch.compile decides that by itself.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.formula(x)
@@ -145,7 +146,7 @@ class XIELU(nn.Module):
 
 
 class MLP(nn.Module):
-    """up -> activation -> down. SwiGLU, for the ablation, adds a gate and is narrower by 2/3."""
+    """up -> activation -> down. SwiGLU, for the ablation, adds a gate and has 2/3 of the width."""
 
     def __init__(self, config):
         super().__init__()
@@ -230,7 +231,7 @@ def document_mask(doc, head_dim):
     return create_block_mask(sees, B, None, T, T, device=doc.device)
 
 
-# On Hopper torch would choose cuDNN's kernel, which plans for half a second for each new length.
+# On Hopper torch would choose cuDNN's kernel, which plans anew for each length: users report half a second.
 torch.backends.cuda.enable_cudnn_sdp(False)
 if torch.cuda.is_available():                              # flex_attention has no backward pass on CPUs
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -325,7 +326,7 @@ class Apertus(nn.Module):
     def initial(self, name, shape, seed):
         """
         Matrices: N(0, init_std), and those that write to the residual stream, o_proj and down_proj, 1/sqrt(2L) of that.
-        Gains: 1. Both slopes of xIELU: 0.8.
+        Gains: 1. Both alphas of xIELU: 0.8.
         """
         if "alpha" in name:
             softplus = 0.8 - XIELU.BETA * name.endswith("alpha_n")
@@ -345,8 +346,8 @@ class Apertus(nn.Module):
         Training FLOPs per token at window length T: 6 per matrix parameter (4 if it is frozen and has no gradient of
         its own), and 6 L H D T for attention.
 
-        The head counts, the embedding is a look-up. Causal pairs count once (PaLM, appendix B); neither recomputation
-        nor masked pairs count. MFU is measured by this.
+        The head counts, the embedding is a look-up. Causal pairs count once, which is half of the 12 L H D T of PaLM's
+        appendix B; neither recomputation nor masked pairs count. MFU is measured by this.
         """
         c = self.config
         matrices = [p for p in self.parameters() if p.ndim > 1]
@@ -360,13 +361,14 @@ class Apertus(nn.Module):
         """
         Token ids (B, T) -> normalised last hidden states (B, T, C).
 
-        doc (B, T): ids of documents. positions (T,) or (B, T): of the tokens in their text; None counts from 0.
+        doc (B, T): ids of documents. positions (T,) or (B, T); None: 0 to T - 1 in the window, on through its documents
+        (RoPE sees differences alone).
         """
         x = self.model.embed_tokens(idx)                   # (B, T, C)
         x = x.to(self.dtype or x.dtype)
         if positions is None:
             positions = torch.arange(idx.shape[1], device=idx.device)
-        # In fp32: bf16 has no room for positions.
+        # In fp32: bf16 has no odd numbers above 256.
         half = positions[..., None].float() * rope_frequencies(self.config, idx.device)
         angles = torch.cat((half, half), dim=-1)           # (T, D) or (B, T, D)
         angles = angles.unsqueeze(-3)                      # (1, T, D) or (B, 1, T, D), for all heads
@@ -387,7 +389,7 @@ class Apertus(nn.Module):
         keep (B, T) bool: which positions have a loss (goldfish.py); targets below 0 never have. n_tokens: divide by
         this, the kept tokens of the whole step, instead of by those of this batch; then gradients of several batches
         and ranks add up. per_token: instead of the mean, the negative log-likelihoods (B, T) in nats, fp32, without
-        gradient. doc and positions: as in hidden().
+        gradient, with some value where there is no loss. doc and positions: as in hidden().
         """
         x = self.hidden(idx, doc, positions)
         if targets is None:

@@ -6,12 +6,13 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 
 $ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting of this file and of ApertusConfig, as a flag
-$ python train.py configs/8b.py --data=data/mine-apertus --resume    # the real thing; resumes where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --parallel=fsdp --resume    # eight GPUs, and later any number
+$ python train.py configs/gpu.py --resume                    # one GPU; resumes where it was stopped
+$ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --micro_batch=2 --resume     # eight GPUs
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
-step, so a killed and resumed run ends bit-exact. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks
-drop the gradients of the current step at the next border of a micro-batch, save the weights before it, and exit.
+step, so a killed and resumed run ends bit-exact: on one process, or with --exact on any number, and wherever the decay
+begins at a step and not by the clock. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave at
+the next border of a micro-batch. An unfinished step is dropped, a finished one counts; they save and exit.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
 folder, or SIGUSR1 without NCCL), or when time is short: --minutes=5 ends in time on any machine. --resume with
@@ -66,7 +67,7 @@ timeout = 600                   # seconds that a rank waits for another before i
 # the model
 shape = ApertusConfig(vocab_size=0)    # its fields are settings too (model.py); vocab_size=0: the data's
 # the loss
-goldfish_k = 50                 # forget one label in k; 0 = plain cross-entropy
+goldfish_k = 50                 # drop one label in k; 0 = plain cross-entropy
 goldfish_h = 50                 # labels that the hash sees
 goldfish_hash = "product"       # product (Apertus, bit-exact) | mix (really drops 1/k) | coef (Apertus 2, bit-exact)
 goldfish_scope = "window"       # window (Apertus) | stream (for windows much shorter than 4096: goldfish.py)
@@ -82,12 +83,12 @@ batch_ramp_at = 0               # samples after which the batch is doubled; 0 = 
 micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
-state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, rounded stochastically
+state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
 lr = 1.1e-4                     # peak
 lr_floor = 1.1e-5               # at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
 alpha = 8.0                     # weight of the slow average
-alpha_warmup = 0                # steps over which alpha grows; 0 = the run's, at most Apertus' 100,000
+alpha_warmup = 0                # steps over which alpha grows; 0 = as long as the run, at most 100,000
 beta3_warmup = 0                # the same for beta3
 eps = 1e-8
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
@@ -170,8 +171,8 @@ def check_settings():
 
 def open_data(ranks):
     """
-    The training windows, with Goldfish; the validation windows, where every predictable token counts; and how many of
-    them are in memory at once on each rank.
+    The training windows, with Goldfish; the validation windows, where every predictable token counts; and the windows
+    of a micro-batch on each rank.
     """
     goldfish = goldfish_k, goldfish_h, goldfish_hash, goldfish_scope, _exempt
     if stage:
@@ -183,7 +184,13 @@ def open_data(ranks):
 
 
 def set_up(build, more, decides):
-    """All that a run needs before it meets other ranks or writes: a namespace that the functions below share."""
+    """
+    All that a run needs before it meets other ranks or writes: a namespace that the functions below share.
+
+    rows: windows of a micro-batch on this rank. config: all settings, for config.json; decides: names of those that a
+    resumed run may not change. spent: seconds before it resumed. decay_at: samples before the decay. usage(tokens/s):
+    entries of the log about the GPU.
+    """
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
     check_settings()
@@ -212,7 +219,7 @@ def build_plain(run):
 
 def build_all(run, build, found):
     """The model and the optimizer: with initial weights, or with those of the checkpoint `found` (path, manifest)."""
-    # In shards the model comes without memory, which each rank takes for its own. (Not otherwise: to_empty() unties.)
+    # Sharded, it is built on meta, and each rank allocates its shard. Not otherwise: to_empty() would untie the head.
     with torch.device("meta" if run.ranks.sharded else run.device):
         run.model = model = build(run)
     model.dtype = run.dtype
@@ -230,7 +237,7 @@ def build_all(run, build, found):
         run.usage = lambda speed: usage(flops * speed)
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
-        # A start model has an init_weights() of its own, which reads a file.
+        # A pretrained model (init_from) has an init_weights() of its own, which reads a file.
         if run.ranks.sharded and "init_weights" not in vars(model):
             from engine.sharding import draw
             draw(model, seed)
@@ -261,8 +268,8 @@ def load(run, found):
 
 def end_of(run):
     """
-    The number of steps after which the run ends, other than planned if the decay began earlier or later, or its stage
-    ends. A step across the border of two stages belongs to the second.
+    Steps of the whole run: as planned, unless the decay began earlier or later, or the stage ends before. A step across
+    the border of two stages belongs to the second.
     """
     end = steps_until(plan_with_decay_at(run.decay_at, total_samples, decay_samples)[0])
     return end if run.train.stop is None else min(end, steps_until(run.train.stop))
@@ -275,7 +282,8 @@ def end_of(run):
 def batches(run, step):
     """
     This rank's part of the samples of this step and all later ones: yields idx, targets, keep, doc, each (samples, T).
-    A thread prepares the next step while the caller computes this one.
+    Ranks that share a window are one of the `groups`, number `group`. A thread prepares the next step while the caller
+    computes this one.
 
     The thread has one OpenMP thread: a second pool would make libgomp count more threads than cores, and those of the
     training step would then sleep at every barrier instead of spinning.
@@ -319,10 +327,10 @@ def forward_backward(run, batch, step):
         idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
         # Ranks exchange gradients once, behind the last micro-batch.
         reduce_after(model, ranks, last=i + 1 == len(micro))
-        model.now = step, ranks.group * len(micro) + i     # for models that change during a run
-        more, loss = model(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
+        model.now = step, ranks.group * len(micro) + i     # for models that change in a run, like guides that fade
+        extra, loss = model(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
         loss.backward()
-        for name, term in (dict(loss=loss.detach()) | (more or {})).items():
+        for name, term in (dict(loss=loss.detach()) | (extra or {})).items():
             terms[name] = terms.get(name, 0) + (term.double() if exact else term)
     add_gradients(model, ranks)
     return terms, n_all, dict(kept=n_tokens / n_all)
@@ -484,12 +492,17 @@ def save(run, done, begun):
 
 
 def pretrain(run, build, stop, cooldown):
-    """stop, cooldown: lists that are no longer empty once a signal has asked this process to exit or to decay."""
+    """
+    The loop: resume or begin; then step, log, validate and save, until the end or a stop.
+
+    stop, cooldown: lists that are no longer empty once a signal has asked this process to exit or to decay.
+    """
     ranks, first = run.ranks, run.ranks.first
     found = None
     if resume:
         # Here, since a new run need not read it.
         from engine.restore import find_checkpoint, refuse_finished, set_aside
+        # It also sets run.spent, run.decay_at, and run.decayed, the steps of checkpoints after the latter.
         found = find_checkpoint(run, started_stages, samples_before, steps_until)
     start = found[1]["step"] if found else 0
     end = end_of(run)
@@ -608,8 +621,8 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         if prepare:
             prepare(run)
         # NCCL uses SIGUSR1 itself.
-        more = () if run.device.startswith("cuda") else ("SIGUSR1",)
-        with stop_signals() as stop, stop_signals(more) as cooldown:
+        signals = () if run.device.startswith("cuda") else ("SIGUSR1",)
+        with stop_signals() as stop, stop_signals(signals) as cooldown:
             try:
                 pretrain(run, build, stop, cooldown)
             finally:

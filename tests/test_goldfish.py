@@ -128,6 +128,6 @@ def test_the_command_prints_the_rates_of_a_text_and_a_passage_with_its_holes(tmp
     done = script("goldfish.py", tmp_path / "austen.txt", "--tokenizer=byte", "--k=3", "--h=13", "--show=100")
     kept = published(torch.tensor([1, *(64 + b for b in text.encode()), 2]), 3, 13)[12:].tolist()
     rate, holes, _, mix, *_ = done.stdout.split("\n")
-    assert rate == f"product, k = 3, h = 13: forgets {kept.count(False) / 1690:.2%} of 1,690 labels"
+    assert rate == f"product, k = 3, h = 13: drops {kept.count(False) / 1690:.2%} of 1,690 labels"
     assert holes == "".join(c if keep else f"[{c}]" for c, keep in zip(text[11:], kept[:100]))
-    assert mix == "mix, k = 3, h = 13: forgets 40.06% of 1,690 labels"
+    assert mix == "mix, k = 3, h = 13: drops 40.06% of 1,690 labels"
