@@ -257,7 +257,7 @@ class TokenDataset:
 
         Returns idx and targets, int64; keep, bool: which targets have a loss; doc, int64: the number of the document of
         each input token. Two kinds of targets have no loss: those that Goldfish drops, and those whose *input* ends a
-        document, since the next document's begin cannot be predicted. The end itself is learnt (report sec. 3).
+        document, since the next document's first token cannot be predicted. The end itself is learnt (report sec. 3).
         ValueError for a token id outside the vocabulary.
         """
         # A row holds T labels, and before them the tokens that Goldfish hashes, at least the first input.
@@ -287,7 +287,7 @@ class TokenDataset:
 
         Tokens per byte are those of the whole split: of a mean over some windows this is an estimate.
         """
-        # All tokens are predicted except the begin of each document.
+        # All tokens are predicted except the first of each document.
         n_predicted = sum(part["tokens"] - part["documents"] for part in self.parts)
         n_bytes = sum(part["bytes"] for part in self.parts)
         return nats_per_token / np.log(2) * n_predicted / n_bytes

@@ -164,7 +164,7 @@ class KVCache:
     def begin(self, T):
         """
         Make room for T more positions and set their mask (B, 1, T, S). Returns their RoPE positions (B, T), counted
-        from the begin of each row. ValueError if the buffers are full.
+        from the beginning of each row. ValueError if the buffers are full.
         """
         device = self.padding.device
         new = torch.arange(T, device=device) + self.length  # columns of the buffer, (T,)

@@ -11,8 +11,8 @@ so a safetensors file loads without a mapping table (convert.py), and the logits
 $ python -m pytest tests/test_model.py           # logits, loss, gradients and greedy tokens against transformers
 $ python sample.py --init_from=swiss-ai/Apertus-8B-Instruct-2509 --chat
 
-Each choice that the report ablates is one word of ApertusConfig. What else there is (a cache, adapters, 8-bit weights)
-attaches to a finished model from outside: another Attention.attend, other modules in place of Linear, a subclass with
+Each choice of architecture that the report ablates is a field of ApertusConfig. A cache, adapters or 8-bit weights
+attach to a finished model from outside: another Attention.attend, other modules in place of Linear, a subclass with
 another forward.
 """
 
@@ -33,23 +33,23 @@ from loss import ChunkedCrossEntropy, at_least_fp32, chunk_loss
 @dataclass
 class ApertusConfig:
     """The defaults are the 8B model in pretraining (Table 1); configs/*.py set the same names."""
-    block_size: int = 4096
-    vocab_size: int = 131072
-    n_layer: int = 32
-    n_head: int = 32
+    block_size: int = 4096          # T, the window in tokens
+    vocab_size: int = 131072        # V
+    n_layer: int = 32               # L
+    n_head: int = 32                # H, query heads
     n_kv_head: int = 8              # grouped-query attention; n_head = multi-head, 1 = multi-query
-    n_embd: int = 4096
+    n_embd: int = 4096              # C, the width
     ffn_dim: int = 21504            # 5.25 C: without a gate, 1.5 times Llama 3's width costs the same parameters
     activation: str = "xielu"       # xielu | swiglu | gelu | relu2; swiglu takes 2/3 of ffn_dim for its three matrices
-    qk_norm: bool = True
+    qk_norm: bool = True            # RMSNorm of queries and keys
     doc_mask: bool = True           # attention inside documents (sec. 2.3); the released runs most likely had False
-    tie_embeddings: bool = False
+    tie_embeddings: bool = False    # one matrix for the embedding and the head
     rope_theta: float = 500_000.0   # 12e6 after the long-context stages
     rope_scaling: float = 8.0       # llama3 factor, on from the first step of pretraining; 0 = plain RoPE
     rope_original: int = 8192       # hard-coded in the official code, although pretraining windows are 4096
-    rope_low: float = 1.0
-    rope_high: float = 4.0
-    norm_eps: float = 1e-5
+    rope_low: float = 1.0           # fewer turns in the original context: the frequency is divided by the factor
+    rope_high: float = 4.0          # more: it stays
+    norm_eps: float = 1e-5          # in the root of RMSNorm
     init_std: float = 0.008944      # 0.02 / sqrt(5) for both sizes; a 200-wide model wants more (configs/laptop.py)
 
     def __post_init__(self):
@@ -101,7 +101,7 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; squares of half types are summed in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; squares of bf16 are summed in fp32."""
 
     def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

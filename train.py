@@ -10,9 +10,10 @@ $ python train.py configs/gpu.py --resume                    # one GPU; resumes 
 $ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --micro_batch=2 --resume     # eight GPUs
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
-step, so a killed and resumed run ends bit-exact: on one process, or with --exact on any number, and wherever the decay
-begins at a step and not by the clock. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave at
-the next border of a micro-batch. An unfinished step is dropped, a finished one counts; they save and exit.
+step, so a killed and resumed run ends bit-exact: on one process, or with --exact on several; but not if the clock
+chooses where the decay begins, or the number of threads changes (engine/cores.py). SIGTERM, SIGUSR2, or a file named
+`stop` in the run folder: all ranks leave at the next border of a micro-batch, save and exit. An unfinished step is
+dropped, a finished one counts.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
 folder, or SIGUSR1 without NCCL), or when time is short: --minutes=5 ends in time on any machine. --resume with
@@ -74,8 +75,8 @@ goldfish_scope = "window"       # window (Apertus) | stream (for windows much sh
 loss_average = "step"           # step: over all kept tokens | micro: mean of micro-batch means, as Apertus (Megatron)
 # the schedule, counted in samples (windows)
 total_samples = 3_662_109_375   # 15T tokens of 4096
-warmup_samples = 4_096_000
-decay_samples = 403_905_806
+warmup_samples = 4_096_000      # the rate rises linearly over the first of them
+decay_samples = 403_905_806     # and falls to lr_floor over the last, by 1 - sqrt
 minutes = 0.0                   # train that long; overrides total_samples, unless that is given later
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples per step
@@ -88,9 +89,9 @@ lr = 1.1e-4                     # peak
 lr_floor = 1.1e-5               # at the end of the decay
 betas = (0.9, 0.999, 0.9999)    # fast average, squares, slow average; AdamW uses the first two
 alpha = 8.0                     # weight of the slow average
-alpha_warmup = 0                # steps over which alpha grows; 0 = as long as the run, at most 100,000
+alpha_warmup = 0                # steps over which alpha grows; 0 = those of the run, at most 100,000; 1 = no warm-up
 beta3_warmup = 0                # the same for beta3
-eps = 1e-8
+eps = 1e-8                      # added to the root of the squares
 weight_decay = 0.1              # on matrices; never on gains and xIELU scalars
 grad_clip = 0.1                 # global L2 norm; at 0.1 nearly every step is clipped (sec. 2.6)
 # logging and saving

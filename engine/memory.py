@@ -15,8 +15,8 @@ The memory that a training step takes on a device, added up before anything is a
                   the sum, 16 % in shards: the most in a dry run of the 8B and 1.5B against a stand-in for CUDA
 
 A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum. Without the last line it is 0
-to 6 % less than the peaks of whole 8B steps in torch's allocator on one H200. Eager torch also keeps the blocks'
-weights in bf16 for backward, 14 GB of the 8B.
+to 6 % less than the peaks of whole 8B steps in torch's allocator on a stand-in for an H200. Eager torch also keeps the
+blocks' weights in bf16 for backward, 14 GB of the 8B.
 """
 
 import os
