@@ -390,6 +390,7 @@ DOCUMENTS = """
 {"ai_txt": "User-Agent: GPTBot\\nDisallow: /", "path": "/a.jpg"} ai-txt:GPTBot:/
 {"ai_txt": "User-Agent: other\\nDisallow: /", "path": "/a.jpg"} None
 {"ai_txt": "<html></html>", "path": "/a.jpg"} None
+{"ai_txt": "User-Agent: other\\nDisallow: /", "tdm_reservation": 1} tdm-header
 """
 
 

@@ -170,8 +170,8 @@ def test_thresholds_are_quantiles_of_a_sample_that_does_not_depend_on_the_order(
     docs = [(f"d{i}", i % 2, score) for i, score in enumerate(scores.T.ravel())]
     want = {i: -np.quantile(-some, 0.33, method="inverted_cdf") for i, some in enumerate(scores)}
     assert top_thresholds(docs, 0.33) == want
-    sample = [sorted(docs[i::2], key=lambda doc: uniform(doc[0], 0))[:400] for i in range(2)]
-    assert top_thresholds(docs[::-1], 0.33, 400) == top_thresholds(sum(sample, []), 0.33)
+    sample = [sorted(docs[i::2], key=lambda doc: uniform(doc[0], 0))[:401] for i in range(2)]
+    assert top_thresholds(docs[::-1], 0.33, 401) == top_thresholds(sum(sample, []), 0.33)
     assert top_thresholds([(str(i), "de", i) for i in range(100)], 0.07) == {"de": 93}
 
 
