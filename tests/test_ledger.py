@@ -147,7 +147,7 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     # Nor does a join with a folder that has them.
     fill(tmp_path / "back", path)
     refuse(f"withdrawn from {data}: remove it there too", data, tmp_path / "back", f"--join={tmp_path}/both", name="data.py")
-    assert script("data.py", data, tmp_path / "fresh", f"--join={tmp_path}/both").returncode == 0
+    assert script("data.py", data, tmp_path / "more", f"--join={tmp_path}/both").returncode == 0
 
 
 def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(data, tmp_path):
