@@ -12,7 +12,10 @@ pytest.importorskip("datatrove")
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    root = put(tmp_path_factory.mktemp("texts"), {"in/bad.txt": b"Gr\xfcezi", "in/scan.pdf": ""})
+    root = put(
+        tmp_path_factory.mktemp("texts"),
+        {"in/bad.txt": b"Gr\xfcezi", "in/scan.pdf": ""}
+    )
     for name in "abc":
         write_lines(root / "in" / f"{name}.jsonl", rows(40, 30 * ord(name)))
     return root
@@ -45,8 +48,16 @@ def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before
     sbatch.write_text(f'#!/bin/sh\necho "$@" >> {said}\necho $(wc -l < {said})\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    args = [*flags(texts), f"--out={tmp_path}/data", "--tasks=7", "--executor=slurm", "--partition=cpu"]
+    args = [
+        *flags(texts),
+        f"--out={tmp_path}/data",
+        "--tasks=7",
+        "--executor=slurm",
+        "--partition=cpu"
+    ]
     done = script("corpus.cluster", *args)
     assert done.returncode == 0 and "submitted" in done.stdout, done.stderr[-2000:]
     jobs = [line for line in said.read_text().splitlines() if line.startswith("--export")]
-    assert len(jobs) == 9 and "--dependency" not in jobs[0] and all("--dependency=afterok:" in job for job in jobs[1:])
+    assert len(jobs) == 9
+    assert "--dependency" not in jobs[0]
+    assert all("--dependency=afterok:" in job for job in jobs[1:])

@@ -23,7 +23,8 @@ def test_hashes_do_not_change_between_versions():
     ids, ends = dedup.words([english, CHINESE, "a b c d", "a b c", "a b", "a", ""])
     signatures = dedup.signatures(ids, ends)
     assert dedup.fingerprint(english) == 11080551895044264074
-    assert ids[0] == 17883861470632752357 and np.diff(ends).tolist() == [6, 4, 3, 2, 1, 0]
+    assert ids[0] == 17883861470632752357
+    assert np.diff(ends).tolist() == [6, 4, 3, 2, 1, 0]
     assert " ".join(map(str, signatures[:, 0])) == (
         "1910524470 2184832521 4126655661 3861305381 3891752666 3863047082 4294967295")
     assert dedup.band_keys(signatures, 14, 8)[:2, 0].tolist() == [17867989160535214360, 6370679387961258329]
@@ -59,7 +60,8 @@ def test_equal_words_have_equal_hashes_and_no_others():
 @pytest.mark.parametrize("text", [CHINESE, "\u0e21\u0e21\u0e38\u0e29\u0e22\u0e4c"])
 def test_each_character_is_a_word_in_chinese_and_thai(text):
     ids, ends = dedup.words(["", text * 8, "a"])
-    assert ends.tolist() == [0, 48, 49] and ids[0] == ids[1] != ids[2]
+    assert ends.tolist() == [0, 48, 49]
+    assert ids[0] == ids[1] != ids[2]
     assert ids[:48].tolist() == ids[:6].tolist() * 8
 
 
@@ -67,11 +69,22 @@ def test_each_character_is_a_word_in_chinese_and_thai(text):
 def test_near_duplicates_are_found_as_often_as_the_formula_says(shift):
     """Two texts have 200 shingles each, and all but the first or last `shift` of them in common."""
     pytest.importorskip("rensa")
-    ids = np.random.default_rng(0).integers(0, 2**63, (400, 204 + shift), dtype=np.uint64)
-    pair = [dedup.signatures(part.ravel(), np.arange(1, 401) * 204) for part in (ids[:, :204], ids[:, shift:])]
+    ids = np.random.default_rng(0).integers(
+        0,
+        2**63,
+        (400, 204 + shift),
+        dtype=np.uint64
+    )
+    pair = [
+        dedup.signatures(part.ravel(), np.arange(1, 401) * 204)
+        for part in (ids[:, :204], ids[:, shift:])
+    ]
     one, two = (dedup.band_keys(signatures, *dedup.bands_of(0.72)) for signatures in pair)
     p = 1 - (1 - ((200 - shift) / (200 + shift))**8)**14
-    assert (one == two).any(1).mean() == pytest.approx(p, abs=4 * (p * (1 - p) / 400)**0.5)
+    assert (one == two).any(1).mean() == pytest.approx(
+        p,
+        abs=4 * (p * (1 - p) / 400)**0.5
+    )
 
 
 @pytest.mark.parametrize("size", [8, 20, 33])
@@ -79,13 +92,22 @@ def test_contamination_is_half_of_the_prompt_in_runs_of_five(size):
     """difflib's matching blocks of the whole text: one of at least 8, and those of at least 5 half of the prompt."""
     rng, want = random.Random(0), {}
     prompt, rest = [f"p{i}" for i in range(size)], [f"d{i}" for i in range(20)]
-    docs = [rest + [rng.choice([word] * 7 + ["changed"]) for word in prompt] + rest for _ in range(200)]
+    docs = [
+        rest + [rng.choice([word] * 7 + ["changed"]) for word in prompt] + rest
+        for _ in range(200)
+    ]
     for i, doc in enumerate(docs):
-        sizes = [block.size for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()]
+        sizes = [
+            block.size
+            for block in SequenceMatcher(None, doc, prompt, autojunk=False).get_matching_blocks()
+        ]
         if max(sizes) >= 8 and 2 * sum(n for n in sizes if n >= 5) >= size:
             want[i] = 0
     texts = list(map(" ".join, docs))
-    assert dedup.Contamination([" ".join(prompt)]).find(texts, *dedup.words(texts)) == want != {}
+    assert dedup.Contamination([" ".join(prompt)]).find(
+        texts,
+        *dedup.words(texts)
+    ) == want != {}
 
 
 def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
@@ -95,4 +117,7 @@ def test_a_prompt_is_found_anywhere_in_a_long_text_and_not_across_two_texts():
     texts = [*halves, " ".join(halves), prompt.replace("spider", "insect")]
     texts += ["a " * n + prompt + " b" * 500_000 for n in (499_990, 999_995)]
     check = dedup.Contamination(["too short", prompt])
-    assert check.find(texts, *dedup.words([text[:dedup.LONG] for text in texts])) == {2: 1, 4: 1, 5: 1}
+    assert check.find(
+        texts,
+        *dedup.words([text[:dedup.LONG] for text in texts])
+    ) == {2: 1, 4: 1, 5: 1}

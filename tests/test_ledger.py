@@ -20,7 +20,13 @@ def made(tmp_path_factory):
     """60 documents in two sources, in shards that documents cross."""
     root = tmp_path_factory.mktemp("made")
     write_lines(root / "in.jsonl", rows(60))
-    fill(root / "data", root / "in.jsonl", "--source_by=lang", "--shard_tokens=3000", "--val_share=0.2")
+    fill(
+        root / "data",
+        root / "in.jsonl",
+        "--source_by=lang",
+        "--shard_tokens=3000",
+        "--val_share=0.2"
+    )
     return root
 
 
@@ -49,10 +55,17 @@ ARGUMENTS = dict(
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """What a report can say: a all, b that the hosts are unknown, c that nobody was asked; d is all three joined."""
-    root = shutil.copytree(f"{ROOT}/tests/golden/reports", tmp_path_factory.mktemp("reports") / "reports")
+    root = shutil.copytree(
+        f"{ROOT}/tests/golden/reports",
+        tmp_path_factory.mktemp("reports") / "reports"
+    )
     for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
-    assert script("data.py", *(root / name for name in "abc"), f"--join={root}/d").returncode == 0
+    assert script(
+        "data.py",
+        *(root / name for name in "abc"),
+        f"--join={root}/d"
+    ).returncode == 0
     return root
 
 
@@ -95,7 +108,8 @@ def test_the_check_counts_the_documents_in_the_shards(data, monkeypatch, column,
 
 
 def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
-    row, letter = next(row for row in kept(data) if row["id"] == "in.jsonl:d7"), tmp_path / "letter.txt"
+    row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
+    letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
     for how, name in zip(("id", "URL", "text", "text"), (row["id"], row["url"], text(7), letter)):
         said = ask(data, f"--find={name}")
@@ -107,8 +121,15 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
 
 def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
     """10 steps of 8 windows of 257 tokens, found in the stream by their bytes."""
-    idx, targets, *_ = TokenDataset(str(lab / "data"), "train", 256).batch(0, 80)
-    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
+    idx, targets, *_ = TokenDataset(
+        str(lab / "data"),
+        "train",
+        256
+    ).batch(0, 80)
+    windows = np.concatenate(
+        [idx.numpy(), targets.numpy()[:, -1:]],
+        1
+    ).astype(np.uint16)
     whole = streams(lab / "data")["data", "train"].tobytes()
     places = np.array([whole.find(window.tobytes()) // 2 for window in windows])
     for row in kept(lab / "data"):
@@ -116,7 +137,8 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
         near = (row["offset"] - 257 < places) & (places < row["offset"] + row["tokens"])
         steps = sorted(set(np.flatnonzero(near) // 8))
         listed = ", ".join(f"{step} (tokens {2048 * step:,} to {2048 * step + 2048:,})" for step in steps)
-        want = f"read at {len(steps)} of the 10 steps of {lab}/pretrained: {listed}\n" if steps else "none of the 10 steps"
+        said_of = f"read at {len(steps)} of the 10 steps of {lab}/pretrained: {listed}\n"
+        want = said_of if steps else "none of the 10 steps"
         assert ("for validation" if row["split"] == "val" else want) in said
 
 
@@ -132,7 +154,11 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     for some, n in ((asked[:4], 12), (asked[4:], 8)):
         path = write_lines(tmp_path / "list.jsonl", some)
         assert f"{n} documents (" in script("prepare.py", f"--remove={path}", f"--out={data}/").stdout
-    gone = [row for i, row in enumerate(every) if i in (2, 30, 58) or i % 7 in (3, 5)]
+    gone = [
+        row
+        for i, row in enumerate(every)
+        if i in (2, 30, 58) or i % 7 in (3, 5)
+    ]
     path = write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone])
     fill(tmp_path / "fresh", path, "--source_by=lang", "--val_share=0.2")
     assert texts_of(data) == texts_of(tmp_path / "fresh")
@@ -146,8 +172,19 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502, 503, 504)]
     # Nor does a join with a folder that has them.
     fill(tmp_path / "back", path)
-    refuse(f"withdrawn from {data}: remove it there too", data, tmp_path / "back", f"--join={tmp_path}/both", name="data.py")
-    assert script("data.py", data, tmp_path / "more", f"--join={tmp_path}/both").returncode == 0
+    refuse(
+        f"withdrawn from {data}: remove it there too",
+        data,
+        tmp_path / "back",
+        f"--join={tmp_path}/both",
+        name="data.py"
+    )
+    assert script(
+        "data.py",
+        data,
+        tmp_path / "more",
+        f"--join={tmp_path}/both"
+    ).returncode == 0
 
 
 def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(data, tmp_path):
@@ -176,16 +213,33 @@ def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monke
 
 def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, tmp_path):
     a, b, c, both = made / "data", tmp_path / "b", tmp_path / "c", tmp_path / "both"
-    fill(b, write_lines(tmp_path / "b.jsonl", rows(30, 50)), "--source_by=lang", "--val_share=0.1")
+    fill(
+        b,
+        write_lines(tmp_path / "b.jsonl", rows(30, 50)),
+        "--source_by=lang",
+        "--val_share=0.1"
+    )
     fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
     done = script("data.py", a, b, f"--join={both}")
-    train, val = [[*texts_of(a)[split], *texts_of(b)[split]] for split in ("train", "val")]
+    train, val = [
+        [*texts_of(a)[split], *texts_of(b)[split]]
+        for split in ("train", "val")
+    ]
     crossing = len({*train} & {*val})
     assert f"there before: 10; texts for training and for validation: {crossing}" in done.stdout and crossing
-    assert sorted(os.listdir(both)) == ["documents.parquet", "meta.json", "report.json", "report.md"]
+    assert sorted(os.listdir(both)) == [
+        "documents.parquet",
+        "meta.json",
+        "report.json",
+        "report.md"
+    ]
     assert texts_of(both) == dict(train=train, val=val)
-    assert list(streams(both))[::2] == [(name, "train") for name in ("deu_Latn", "roh_Latn", "b/deu_Latn", "b/roh_Latn")]
-    assert "90 documents in = 90 kept" in ask(both) and "of source b/" in ask(both, "--find=b.jsonl:d77")
+    assert list(streams(both))[::2] == [
+        (name, "train")
+        for name in ("deu_Latn", "roh_Latn", "b/deu_Latn", "b/roh_Latn")
+    ]
+    assert "90 documents in = 90 kept" in ask(both)
+    assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # To the joined folder more is joined, and nothing else is replaced.
     assert script("data.py", both, c, f"--join={both}/").returncode == 0

@@ -22,7 +22,10 @@ def labelled(name):
     """[(text, the text as it must become)] of a file."""
     raw = Path(ROOT, "tests", "golden", name).read_text("utf-8").replace(r"\r", "\r")
     lines = [line.replace(r"\n", "\n") for line in raw.split("\n")]
-    return [(MARK.sub(r"\2", line), MARK.sub(lambda m: TAGS[m[1]], line)) for line in lines]
+    return [
+        (MARK.sub(r"\2", line), MARK.sub(lambda m: TAGS[m[1]], line))
+        for line in lines
+    ]
 
 
 @pytest.mark.parametrize("name", ["pii_own.txt", "pii_forms.txt"])

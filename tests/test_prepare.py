@@ -58,7 +58,10 @@ def corpus(tmp_path_factory):
     lines = write_lines(root / "b.jsonl", every).read_bytes()
     put(root, {"in/b.jsonl.gz": gzip.compress(lines)})
     texts = {name: FILES[f"in/{name}"] for name in ("code.py", "note.txt")}
-    texts |= {f"a.jsonl:{row['id']}": row["text"] for row in map(json.loads, ODD.strip().splitlines())}
+    texts |= {
+        f"a.jsonl:{row['id']}": row["text"]
+        for row in map(json.loads, ODD.strip().splitlines())
+    }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
     rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=0.1"
@@ -69,15 +72,32 @@ def corpus(tmp_path_factory):
 
 def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     out, _, texts = corpus
-    found, total, sizes = {row["id"]: row for row in ledger(out)}, report(out)["total"], {}
+    found = {row["id"]: row for row in ledger(out)}
+    total = report(out)["total"]
+    sizes = {}
     assert found.keys() == {*texts, "bad.txt"}
     for name, row in found.items():
-        size, kind = len(texts.get(name, "").encode()), row["reason"].partition(":")[0]
+        size = len(texts.get(name, "").encode())
+        kind = row["reason"].partition(":")[0]
         assert row["bytes"] == size and not (kind and row["written"] + row["tokens"])
-        sizes[kind] = np.add(sizes.get(kind, 0), (1, size)).tolist()
-    assert [total["documents_in"], total["bytes_in"]] == np.sum([*sizes.values()], 0).tolist()
+        sizes[kind] = np.add(
+            sizes.get(kind, 0),
+            (1, size)
+        ).tolist()
+    assert [total["documents_in"], total["bytes_in"]] == np.sum(
+        [*sizes.values()],
+        0
+    ).tolist()
     assert [total["documents"], total["bytes"]] == sizes.pop("") and total["removed"] == sizes
-    assert sizes.keys() == {"unreadable", "empty", "robots", "rate", "contaminated", "duplicate", "near-duplicate"}
+    assert sizes.keys() == {
+        "unreadable",
+        "empty",
+        "robots",
+        "rate",
+        "contaminated",
+        "duplicate",
+        "near-duplicate"
+    }
     # Of equal and of nearly equal texts the first in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "", "duplicate", "near-duplicate"]
@@ -86,7 +106,8 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
 
 def test_a_dry_run_prints_the_report_and_leaves_nothing(corpus, tmp_path):
     said = fill(tmp_path / "out", *corpus[1], "--dry_run")
-    assert "| duplicate: the same text was kept before | 1 |" in said and os.listdir(tmp_path) == []
+    assert "| duplicate: the same text was kept before | 1 |" in said
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes(corpus):
@@ -111,7 +132,11 @@ def run(*args, first=""):
     """Start prepare.py with some lines before it."""
     code = f"{first}\nimport prepare\nfrom configurator import run\nprepare.SMALL = 0\nrun(prepare.main, vars(prepare))"
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)], cwd=ROOT, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)],
+        cwd=ROOT,
+        **pipes
+    )
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):
@@ -147,10 +172,20 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
     """The other one of its folder was --known."""
     known, one = text(5), text(4, 900).replace("\n", " ")
     fill(tmp_path / "known", write_lines(tmp_path / "known.jsonl", [dict(text=known)]))
-    path = write_lines(tmp_path / "in.jsonl", [dict(text=some) for some in (f"{known}\n", one, one)])
-    fill(tmp_path / "out", path, "--val_share=0.1", "--near_dedup=0.72", f"--known={tmp_path}/known")
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        [dict(text=some) for some in (f"{known}\n", one, one)]
+    )
+    fill(
+        tmp_path / "out",
+        path,
+        "--val_share=0.1",
+        "--near_dedup=0.72",
+        f"--known={tmp_path}/known"
+    )
     (train,), (val,) = texts_of(tmp_path / "out").values()
-    assert train + val == one and len(val) / len(one) == pytest.approx(0.1, abs=0.02)
+    assert train + val == one
+    assert len(val) / len(one) == pytest.approx(0.1, abs=0.02)
     assert script("corpus.audit", tmp_path / "out").returncode == 0
 
 
@@ -161,7 +196,8 @@ def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
     fill(tmp_path / "out", path, "--tokenizer=", "--train_bpe=400", "--val_share=0.5")
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
-    assert learnt == [word for word in words if fingerprint(f"{word} " * 50) >= 2**63] and 5 < len(learnt) < 15
+    assert learnt == [word for word in words if fingerprint(f"{word} " * 50) >= 2**63]
+    assert 5 < len(learnt) < 15
 
 
 def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
@@ -179,9 +215,13 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "GROUP", 1000)
-    files = [write_lines(tmp_path / f"{name}.jsonl", rows(10, 10 * ord(name))) for name in "abc"]
+    files = [
+        write_lines(tmp_path / f"{name}.jsonl", rows(10, 10 * ord(name)))
+        for name in "abc"
+    ]
     fill(tmp_path / "out", *files, "--max_bytes=3000")
-    assert len(kept(tmp_path / "out")) == 10 and report(tmp_path / "out")["total"]["written"] >= 3000
+    assert len(kept(tmp_path / "out")) == 10
+    assert report(tmp_path / "out")["total"]["written"] >= 3000
     problems = [file["problem"] for file in report(tmp_path / "out")["inputs"]]
     assert problems == [None, *["not read: --max_bytes was reached"] * 2]
 
@@ -193,20 +233,32 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
     fill(tmp_path / "out", path, "--keep_top=0.2", how.replace("DIR", str(tmp_path)))
     want = set()
     for language in range(2):
-        best = sorted(rows(60)[language::2], key=itemgetter("score"))[-6:]
+        best = sorted(
+            rows(60)[language::2],
+            key=itemgetter("score")
+        )[-6:]
         want |= {f"in.jsonl:{row['id']}" for row in best}
     assert {row["id"] for row in kept(tmp_path / "out")} == want
 
 
 def test_bounds_on_tokens_count_begin_and_end(tmp_path):
-    path = write_lines(tmp_path / "in.jsonl", [dict(text="x" * n) for n in range(1, 12)])
+    path = write_lines(
+        tmp_path / "in.jsonl",
+        [dict(text="x" * n) for n in range(1, 12)]
+    )
     fill(tmp_path / "out", path, "--min_tokens=6", "--max_tokens=9")
-    assert sorted(row["tokens"] for row in kept(tmp_path / "out")) == [6, 7, 8, 9]
+    assert sorted(
+        row["tokens"]
+        for row in kept(tmp_path / "out")
+    ) == [6, 7, 8, 9]
 
 
 def test_a_long_document_in_parts_has_the_same_tokens():
     tok = tokenizer.load("apertus:4096")
-    long = "".join(text(i) + "\n\n" * (i % 2) + " 12,345 " * (i % 3) + "  " for i in range(80))
+    long = "".join(
+        text(i) + "\n\n" * (i % 2) + " 12,345 " * (i % 3) + "  "
+        for i in range(80)
+    )
     parts = list(long_parts(long, 501))
     assert len(parts) > 50 and "".join(parts) == long
     assert sum((tok.encode(part) for part in parts), []) == tok.encode(long)
@@ -217,13 +269,19 @@ def test_a_long_document_in_parts_has_the_same_tokens():
 
 
 def snapshot(root):
-    return {path: path.is_file() and path.read_bytes() for path in Path(root).rglob("*")}
+    return {
+        path: path.is_file() and path.read_bytes()
+        for path in Path(root).rglob("*")
+    }
 
 
 @pytest.fixture
 def home(tmp_path):
     """A user's folder: texts, and a data folder of ours that was made of them."""
-    fill(tmp_path / "data", put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts")
+    fill(
+        tmp_path / "data",
+        put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"
+    )
     return tmp_path
 
 
@@ -254,10 +312,17 @@ os.rename = rename
 
 
 def test_killed_between_two_renames_the_same_command_finishes(home):
-    put(home, {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}})
+    put(
+        home,
+        {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
+    )
     for at, asked in ((1, home / "texts"), (2, home / "texts"), (1, f"--remove={home}/list")):
         old = snapshot(home / "data")
-        assert run(asked, f"--out={home}/data", first=KILL.format(at)).wait() == -signal.SIGKILL
+        assert run(
+            asked,
+            f"--out={home}/data",
+            first=KILL.format(at)
+        ).wait() == -signal.SIGKILL
         # The next run puts the old data back, whatever it will do.
         with folder.building(home / "data", []):
             assert at == 2 or snapshot(home / "data") == old

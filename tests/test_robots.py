@@ -119,7 +119,10 @@ def test_500_kib_are_read_up_to_a_whole_line():
     """The limit is after the "/" of /private."""
     begin = "User-agent: *\nDisallow: /early\n# ".ljust(500 * 1024 - len("\nDisallow: /"))
     content = begin + "\nDisallow: /private/diary\nDisallow: /late"
-    assert [allowed(content, "a", path) for path in ("/early", "/public", "/late")] == [False, True, True]
+    assert [
+        allowed(content, "a", path)
+        for path in ("/early", "/public", "/late")
+    ] == [False, True, True]
 
 
 def test_hostile_rules_and_urls_take_linear_time():
@@ -130,7 +133,10 @@ def test_hostile_rules_and_urls_take_linear_time():
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
     assert not reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n"))
     deep = "[" * 100_000
-    assert not reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep}))
+    assert not reservation(
+        dict(headers=deep, url="https://a.org/"),
+        dict.fromkeys(FILES, {"a.org": deep})
+    )
 
 
 HOSTS = """
@@ -217,8 +223,18 @@ all | /x | # x;; sitemap: /s;other | allowed
 @pytest.mark.parametrize("line", REASONS.strip().splitlines())
 def test_the_reason_names_the_agent_and_its_rule(line):
     who, path, robots, reason = map(str.strip, line.split("|"))
-    agents = dict(all=AGENTS, named=AGENTS[:-1], explicit=AGENTS[:-1], reversed=AGENTS[::-1]).get(who, [who])
-    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
+    agents = dict(
+        all=AGENTS,
+        named=AGENTS[:-1],
+        explicit=AGENTS[:-1],
+        reversed=AGENTS[::-1]
+    ).get(who, [who])
+    found = may_train_on(
+        f"https://a.org{path}",
+        robots.replace(";", "\n"),
+        agents,
+        who == "explicit"
+    )
     assert found == (reason in ("allowed", "unparsable"), reason) and len(AGENTS) == 15
 
 
@@ -284,7 +300,8 @@ def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
         "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}',
     })
     for name, list_of_hosts in (("s.jsonl", "blocked"), ("folder", "blocked.jsonl")):
-        store, blocked = open_robots(tmp_path / name), blocked_domains(tmp_path / list_of_hosts)
+        store = open_robots(tmp_path / name)
+        blocked = blocked_domains(tmp_path / list_of_hosts)
         assert len(store) == 3
         for line in OUTCOMES.strip().splitlines():
             url, outcome, *silent = line.split()
@@ -401,15 +418,24 @@ def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(line
     doc.setdefault("url", f"https://a.org{doc['path']}")
     if isinstance(doc["tdmrep"], list):
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
-    store = {file: {"a.org": doc[column]} for file, column in zip(FILES, ("tdmrep", "ai_txt"))}
+    store = {
+        file: {"a.org": doc[column]}
+        for file, column in zip(FILES, ("tdmrep", "ai_txt"))
+    }
     assert str(reservation(doc, store)) == want
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
     files = ("www.a.org", "tdmrep.json", RESERVES), ("b.org", "/ai.txt", AI_TXT), ("c.org", "ai.txt", None)
     rows = [dict(zip(("domain", "file", "content"), file)) for file in files]
-    put(tmp_path / "mirror", {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT})
+    put(
+        tmp_path / "mirror",
+        {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT}
+    )
     for path in (write_lines(tmp_path / "store.jsonl", rows), tmp_path / "mirror"):
         store = open_reservations(path)
-        found = [refusal(dict(url=f"https://{host}/x.txt"), None, store) for host, *_ in files]
+        found = [
+            refusal(dict(url=f"https://{host}/x.txt"), None, store)
+            for host, *_ in files
+        ]
         assert found == ["tdm-file:/", "ai-txt:*:*.txt", None]

@@ -15,8 +15,7 @@ import pytest
 
 from conftest import ROOT
 from corpora import put
-from corpus.rules import (HEURISTICS, broken, by_language, column_rules, listed, score_function, text_rules,
-                          top_thresholds, uniform)
+from corpus.rules import HEURISTICS, broken, column_rules, text_rules, top_thresholds, uniform
 
 with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt", encoding="utf-8") as lines:
     PAGES = list(map(json.loads, lines))
@@ -30,7 +29,11 @@ def verdict(spec, text, language="eng_Latn"):
 def test_verdicts_equal_datatrove(name):
     assert [verdict(name, page["text"]) for page in PAGES] == [page[name] for page in PAGES]
     # A page breaks every rule, but for one that would take half a megabyte.
-    rules = {rule for rule, (source, *_) in HEURISTICS.items() if source == name} - {"many-words"}
+    rules = {
+        rule
+        for rule, (source, *_) in HEURISTICS.items()
+        if source == name
+    } - {"many-words"}
     assert {page[name] for page in PAGES} == rules | {None}
 
 
@@ -52,7 +55,10 @@ top_n_grams: [[2, 0.25], [3, 0.22], [4, 0.2]]
 @pytest.fixture
 def folder(tmp_path):
     """A folder like FineWeb-2's, with the limits of two languages. 0 means no limit."""
-    put(tmp_path, {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")})
+    put(
+        tmp_path,
+        {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")}
+    )
     return str(tmp_path)
 
 
@@ -67,7 +73,10 @@ def test_with_limits_of_a_language_verdicts_equal_datatrove(folder, source):
 GERMAN = "Die W\u00fcrde des Menschen ist unantastbar. Sie zu achten ist Verpflichtung aller staatlichen Gewalt.\n" * 6
 # Each line is one word by white space, of 14 characters, and too long for Latin letters.
 LINE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5e73\u7b49\u3002\n"
-CHINESE = "".join(LINE.replace("\u751f", chr(0x4e00 + i)) for i in range(20))
+CHINESE = "".join(
+    LINE.replace("\u751f", chr(0x4e00 + i))
+    for i in range(20)
+)
 LATIN = re.sub(r"[^\n]", "x", CHINESE)
 TEXTS = dict(
     two="Two sentences are here. No more.",
@@ -120,7 +129,16 @@ def test_which_rules_a_document_meets(folder, row):
 # ----------------------------------------------------------------------------------------------------------------------
 # columns
 
-DOC = dict(id="7", text="x" * 100, lang="deu_Latn", license="mit", score="2.5", toxic=0.9977, gap=None, nan="nan")
+DOC = dict(
+    id="7",
+    text="x" * 100,
+    lang="deu_Latn",
+    license="mit",
+    score="2.5",
+    toxic=0.9977,
+    gap=None,
+    nan="nan"
+)
 # Settings of column_rules(), how many rules they make, and the reason for which DOC is removed.
 COLUMNS = """
 {"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} 3 None
@@ -152,29 +170,34 @@ def test_column_rules(row):
 def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
     def drawn(rate, **seed):
         rules = column_rules(rate=rate, **seed)
-        return {i for i in range(9_000) if not broken(dict(id=str(i)), rules)}
+        return {
+            i
+            for i in range(9_000)
+            if not broken(dict(id=str(i)), rules)
+        }
     few, many = drawn(0.095), drawn(0.3135)
     assert few < many == drawn(0.3135, seed=42) != drawn(0.3135, seed=1)
     assert abs(len(many) / 9_000 - 0.3135) < 4 * (0.3135 * 0.6865 / 9_000)**0.5
 
 
-def test_lists_and_numbers_by_language_are_read():
-    assert listed("mit, cc0") == {"mit", "cc0"} and listed("") is None
-    assert by_language("rate", "deu_Latn:1, *:0.3") == {"deu_Latn": 1, "*": 0.3}
-    assert (by_language("rate", "0.3"), by_language("rate", "")) == (0.3, None)
-
-
 def test_thresholds_are_quantiles_of_a_sample_that_does_not_depend_on_the_order():
     """0.07 * 100 is 7.000000000000001."""
     scores = np.random.default_rng(0).normal(size=(2, 2000))
-    docs = [(f"d{i}", i % 2, score) for i, score in enumerate(scores.T.ravel())]
-    want = {i: -np.quantile(-some, 0.33, method="inverted_cdf") for i, some in enumerate(scores)}
+    docs = [
+        (f"d{i}", i % 2, score)
+        for i, score in enumerate(scores.T.ravel())
+    ]
+    want = {
+        i: -np.quantile(-some, 0.33, method="inverted_cdf")
+        for i, some in enumerate(scores)
+    }
     assert top_thresholds(docs, 0.33) == want
-    sample = [sorted(docs[i::2], key=lambda doc: uniform(doc[0], 0))[:401] for i in range(2)]
+    sample = [
+        sorted(docs[i::2], key=lambda doc: uniform(doc[0], 0))[:401]
+        for i in range(2)
+    ]
     assert top_thresholds(docs[::-1], 0.33, 401) == top_thresholds(sum(sample, []), 0.33)
-    assert top_thresholds([(str(i), "de", i) for i in range(100)], 0.07) == {"de": 93}
-
-
-def test_a_score_from_a_file_of_the_user(tmp_path):
-    (tmp_path / "mine.py").write_text("K = 2\ndef score(text):\n    return K * len(text)\n")
-    assert score_function(str(tmp_path / "mine.py"))("abc") == 6.0
+    assert top_thresholds(
+        [(str(i), "de", i) for i in range(100)],
+        0.07
+    ) == {"de": 93}
