@@ -1,4 +1,4 @@
-"""Corpora for the tests of the data rooms: texts, the command, and what is in a data folder, read from its files."""
+"""Corpora for the tests of the data rooms: texts, the command, and the content of a data folder, from its files."""
 import json
 from pathlib import Path
 

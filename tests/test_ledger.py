@@ -54,7 +54,7 @@ ARGUMENTS = dict(
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What a report can say: a all, b that the hosts are unknown, c that nobody was asked; d is all three joined."""
+    """a has every part of a report, b unknown hosts, c no robots.txt; d is all three joined."""
     root = shutil.copytree(
         f"{ROOT}/tests/golden/reports",
         tmp_path_factory.mktemp("reports") / "reports"

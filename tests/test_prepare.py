@@ -32,9 +32,9 @@ from data import read_meta
 # columns of the user's, one of which is not UTF-8.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
-{"id": "one", "text": "We walked along the river until the mill came into view and nobody spoke of the war again"}
-{"id": "two", "text": "We walked along the  river until the mill came into view and nobody spoke of the war again"}
-{"id": "near", "text": "We walked along the river until the mill came into view and nobody spoke of the war again. So"}
+{"id": "one", "text": "We walked along the river until the mill came into view and did not speak of the war again"}
+{"id": "two", "text": "We walked along the  river until the mill came into view and did not speak of the war again"}
+{"id": "near", "text": "We walked along the river until the mill came into view and did not speak of the war again. So"}
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
 {"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
 {"id": "dash", "text": "A text of another.", "lang": "a-b"}

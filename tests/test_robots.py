@@ -184,7 +184,7 @@ DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Co
 # The agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: an agent that is not named is *,
 # and a named agent is reported before *. Then the draft's table, and other preferences: Cloudflare's line; two for one
 # path, of which n wins; the longest path, even without a word on training; wildcards; a preference ends the user-agent
-# lines of a group; explicit is about reading only. Last what is no robots.txt, and what is one without rules.
+# lines of a group; explicit is about reading only. Last pages that are no robots.txt, and files without rules.
 REASONS = f"""
 all | /private | {WELCOME} | robots:*:/private
 named | /private | {WELCOME} | allowed

@@ -15,7 +15,7 @@ import pytest
 
 from conftest import ROOT
 from corpora import put
-from corpus.rules import HEURISTICS, broken, column_rules, text_rules, top_thresholds, uniform
+from corpus.rules import HEURISTICS, broken, by_language, column_rules, text_rules, top_thresholds, uniform
 
 with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt", encoding="utf-8") as lines:
     PAGES = list(map(json.loads, lines))
@@ -175,7 +175,7 @@ def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
             for i in range(9_000)
             if not broken(dict(id=str(i)), rules)
         }
-    few, many = drawn(0.095), drawn(0.3135)
+    few, many = drawn(0.095), drawn(by_language("rate", "0.3135"))
     assert few < many == drawn(0.3135, seed=42) != drawn(0.3135, seed=1)
     assert abs(len(many) / 9_000 - 0.3135) < 4 * (0.3135 * 0.6865 / 9_000)**0.5
 
