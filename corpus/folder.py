@@ -13,9 +13,9 @@ from corpus.shards import shards_of
 from engine.files import flush, lock_file, read_json
 
 LOCK = ".prepare.lock"
-WRITTEN = {"meta.json", "documents.parquet", "report.json", "report.md", "tokenizer.json", "probes.json"}
-# Of an older prepare.py, whose folders may be replaced.
-WRITTEN |= {"kept.parquet", "removed.jsonl.gz", "flow.png"}
+# The last three are of an older prepare.py, whose folders may be replaced.
+WRITTEN = set("""meta.json documents.parquet report.json report.md tokenizer.json probes.json
+    kept.parquet removed.jsonl.gz flow.png""".split())
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def not_ours(folder, joined):
     if not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
     entries, ours = sorted(os.listdir(folder)), set()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with contextlib.suppress(Exception):
         files = {shard["file"] for shard in shards_of(read_json(folder / "meta.json"))}
         # The shards of a joined folder lie in others.
         if "report.json" in entries and joined in (None, any(map(os.path.dirname, files))):

@@ -8,7 +8,7 @@ $ python data.py data/edu data/german --join=data/both    # a folder with the so
 import os
 import shutil
 from collections import Counter
-from itertools import chain
+from itertools import permutations
 
 import numpy as np
 import pyarrow
@@ -18,7 +18,8 @@ import data
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, changed, ledger, write_account, write_ledger
+from corpus.ledger import FILE, changed, ledger, rows_of, write_account, write_ledger
+from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
 paths = []           # the data folder (default data/stdlib), or several with --join
@@ -32,27 +33,35 @@ def join_folders(folders, out):
     Write a data folder with the sources of all folders, whose shards stay where they are, and one ledger. `out` may be
     one of the folders, to which the others are added.
 
-    ValueError: a folder is named twice, two vocabularies, a source that is there twice, or `out` holds anything but the
-    result of an earlier --join.
+    ValueError: a folder is named twice, two vocabularies, a source that is there twice, a document that was withdrawn
+    from another of the folders, or `out` holds anything but the result of an earlier --join.
     """
     others = [folder for folder in folders if os.path.realpath(folder) != os.path.realpath(out)]
     if len(set(map(os.path.realpath, folders))) < len(folders):
         raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = {folder: data.read_meta(folder) for folder in folders}
     names = new_names(metas)
+    for folder, other in permutations(folders, 2):
+        withdrawn = withdrawn_entries(folder)
+        # Most folders have none, and need not be compared.
+        for row in rows_of(other) if withdrawn[0] else []:
+            if not row["reason"] and reason_of(row, withdrawn)[0]:
+                raise ValueError(f"{other} holds {row['id']}, which was withdrawn from {folder}: remove it there too, "
+                                 f"python prepare.py --out={other} --remove=LIST")
     with building(out, others, joined=True) as (final, tmp):
         empty(tmp)
         new = tmp / "data"
         new.mkdir()
         if os.path.isfile(f"{folders[0]}/tokenizer.json"):
             shutil.copy(f"{folders[0]}/tokenizer.json", new)
-        ledgers = (changed(folder, renamed, folder, names, final) for folder in folders)
-        write_ledger(new / FILE, chain.from_iterable(ledgers))
-        streams = {name: {} for name in names.values()}
+        tables = (table for folder in folders for table in changed(folder, renamed, folder, names, final))
+        write_ledger(new / FILE, tables)
+        streams = {}
         for (folder, source), name in names.items():
-            for split, part in metas[folder]["sources"][source].items():
-                shards = [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
-                streams[name][split] = shards
+            streams[name] = {
+                split: [dict(shard, file=seen_from(final, folder, shard["file"])) for shard in part["shards"]]
+                for split, part in metas[folder]["sources"][source].items()
+            }
         reports = [read_json(f"{folder}/report.json") for folder in folders]
         write_account(new, metas[folders[0]], streams, joined_report(reports, out))
         print(texts_again(new))
@@ -78,7 +87,7 @@ def new_names(metas):
 
 def seen_from(final, folder, file):
     """The path of a shard from the folder `final`."""
-    return os.path.relpath(os.path.realpath(os.path.join(folder, file)), final)
+    return os.path.relpath(os.path.realpath(f"{folder}/{file}"), final)
 
 
 def renamed(row, folder, names, final):

@@ -523,8 +523,7 @@ def main():
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         store = {}
         if robots.endswith(".txt"):
-            with open(robots, "rb") as f:
-                store = {host: f.read()}
+            store = {host: Path(robots).read_bytes()}
         elif robots:
             store = open_robots(robots)
         groups = parse_robots(store.get(host) or b"") or {}

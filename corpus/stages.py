@@ -151,11 +151,9 @@ class Work:
     def passages(self):
         """[{id, repetitions, text}] of the passages to plant: the repetitions are dealt out in the order of a hash."""
         texts = given(dedup.read_prompts, self.probes) or []
-        passages = [dict(id=f"probe/{i}", repetitions=0, text=text) for i, text in enumerate(texts)]
-        passages.sort(key=lambda passage: id_hash(passage["id"] + passage["text"]))
-        for passage, times in zip(passages, cycle(self.repetitions)):
-            passage["repetitions"] = times
-        return passages
+        dealt = sorted(enumerate(texts), key=lambda one: id_hash(f"probe/{one[0]}{one[1]}"))
+        return [dict(id=f"probe/{i}", repetitions=times, text=text)
+                for (i, text), times in zip(dealt, cycle(self.repetitions))]
 
     @cached_property
     def documents(self):

@@ -1,4 +1,4 @@
-"""Corpora for the tests of the data rooms: texts, the command, and what is in a data folder, read from its files."""
+"""Corpora for the tests of the data rooms: texts, the command, and the content of a data folder, from its files."""
 import json
 from pathlib import Path
 
@@ -67,7 +67,11 @@ def report(folder):
 def written(folder):
     """{file: bytes} of all that two equal runs have in common."""
     files = sorted(Path(folder).iterdir())
-    return {file.name: file.read_bytes() for file in files if not file.name.startswith("report")}
+    return {
+        file.name: file.read_bytes()
+        for file in files
+        if not file.name.startswith("report")
+    }
 
 
 def streams(folder):
@@ -85,5 +89,8 @@ def texts_of(folder):
     found = dict(train=[], val=[])
     for (_, split), stream in streams(folder).items():
         documents = np.split(stream, np.flatnonzero(stream == BYTE.bos))[1:]
-        found[split] += [BYTE.decode(document[1:-1].tolist()) for document in documents]
+        found[split] += [
+            BYTE.decode(document[1:-1].tolist())
+            for document in documents
+        ]
     return found

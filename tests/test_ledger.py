@@ -1,20 +1,18 @@
 """
 The ledger of a data folder: checked, asked, joined, and rid of documents, by python -m corpus.audit, data.py, --remove.
 
-golden/reports: the reports of these folders as commit 58a600a wrote them.
+golden/reports: small corpora, and their reports as commit 58a600a wrote them.
 """
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import ROOT, script
-from corpora import BYTE, WORDS, fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpora import fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
-from engine.files import sha256
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +20,13 @@ def made(tmp_path_factory):
     """60 documents in two sources, in shards that documents cross."""
     root = tmp_path_factory.mktemp("made")
     write_lines(root / "in.jsonl", rows(60))
-    fill(root / "data", root / "in.jsonl", "--source_by=lang", "--shard_tokens=3000", "--val_share=0.2")
+    fill(
+        root / "data",
+        root / "in.jsonl",
+        "--source_by=lang",
+        "--shard_tokens=3000",
+        "--val_share=0.2"
+    )
     return root
 
 
@@ -40,39 +44,35 @@ def ask(folder, *args):
 # ----------------------------------------------------------------------------------------------------------------------
 # the report
 
-ALL = """--keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) --min_chars=200
-    --val_share=0.2"""
+ARGUMENTS = dict(
+    a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
+      "--min_chars=200 --val_share=0.2",
+    b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
+    c="DIR/b.jsonl --pii_in_code",
+)
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What a report can say: a all, b that the hosts are unknown, c that nobody was asked; d is all three joined."""
-    root = tmp_path_factory.mktemp("reports")
-    docs = [dict(text=" ".join(WORDS[i * k % 47] for k in range(40 + i)), url=f"https://host{i % 30}.example/{i}",
-                 lang=f"x{i % 65}", license=("cc0", "mit", "none")[i % 3]) for i in range(90)]
-    docs[57].update(text=docs[57]["text"] + " ann@example.org 10.1.2.3 10.1.2.4")
-    docs[59]["x_robots_tag"] = "noai"
-    write_lines(root / "b.jsonl", [dict(doc, url=doc["url"] if i % 2 else None) for i, doc in enumerate(docs[60:78])])
-    (root / "in").mkdir()
-    write_lines(root / "in" / "a.jsonl", docs)
-    for name in ("b.txt", "c.pdf", "d.pdf", "e.bz2"):
-        (root / "in" / name).write_bytes(b"Gr\xfcezi")
-    (root / "probes").write_text(text(1) + "\n" + text(2))
-    rules = [f"User-agent: {agent}\nDisallow: /" for agent in ["GPTBot", "*"] * 12] + ["<html>", "", "User-agent: x"]
-    hosts = [dict(domain=f"host{i}.example", content=rule) for i, rule in enumerate(rules)]
-    write_lines(root / "a.robots.jsonl", hosts)
-    write_lines(root / "b.robots.jsonl", [dict(domain="other.example", content="")])
-    for name, args in dict(a=f"DIR/in {ALL}", b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
-                           c="DIR/b.jsonl --pii_in_code").items():
+    """a has every part of a report, b unknown hosts, c no robots.txt; d is all three joined."""
+    root = shutil.copytree(
+        f"{ROOT}/tests/golden/reports",
+        tmp_path_factory.mktemp("reports") / "reports"
+    )
+    for name, args in ARGUMENTS.items():
         fill(root / name, "--tokenizer=apertus:4096", *args.replace("DIR", str(root)).split())
-    assert script("data.py", *(root / name for name in "abc"), f"--join={root}/d").returncode == 0
+    assert script(
+        "data.py",
+        *(root / name for name in "abc"),
+        f"--join={root}/d"
+    ).returncode == 0
     return root
 
 
 @pytest.mark.parametrize("name", "abcd")
 def test_a_report_reads_as_before(reports, name):
-    page = (reports / name / "report.md").read_text().replace(str(reports), "DIR")
-    assert page == Path(ROOT, "tests", "golden", "reports", f"{name}.md").read_text()
+    page = (reports / name / "report.md").read_text()
+    assert page.replace(str(reports), "DIR") == (reports / f"{name}.md").read_text()
 
 
 def test_a_share_never_reads_as_nothing_or_all():
@@ -98,18 +98,18 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
 
 @pytest.mark.parametrize("column, value, says", [
     ("offset", 7, "do not begin where"), ("shard", None, "do not begin where"), ("tokens", 7, "hold other documents")])
-def test_the_check_counts_the_documents_in_the_shards(data, column, value, says):
-    """A ledger that is wrong in one row, and a report that has its hash."""
-    write_ledger(data / "new", changed(data, lambda row: row["id"] == "in.jsonl:d7" and row.update({column: value})))
-    old, new = sha256(data / FILE), sha256(data / "new")
+def test_the_check_counts_the_documents_in_the_shards(data, monkeypatch, column, value, says):
+    """A ledger that is wrong in one row, whose hash the report has."""
+    monkeypatch.setattr("corpus.ledger.sha256", lambda path: report(data)["outputs"]["ledger"])
+    wrong = changed(data, lambda row: row["id"] == "in.jsonl:d7" and row.update({column: value}))
+    write_ledger(data / "new", wrong)
     (data / "new").replace(data / FILE)
-    text = (data / "report.json").read_text()
-    (data / "report.json").write_text(text.replace(old, new))
     refuse(says, data, name="corpus.audit")
 
 
 def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
-    row, letter = next(row for row in kept(data) if row["id"] == "in.jsonl:d7"), tmp_path / "letter.txt"
+    row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
+    letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
     for how, name in zip(("id", "URL", "text", "text"), (row["id"], row["url"], text(7), letter)):
         said = ask(data, f"--find={name}")
@@ -121,18 +121,25 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
 
 def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
     """10 steps of 8 windows of 257 tokens, found in the stream by their bytes."""
-    idx, targets, *_ = TokenDataset(str(lab / "data"), "train", 256).batch(0, 80)
-    windows = np.concatenate([idx.numpy(), targets.numpy()[:, -1:]], 1).astype(np.uint16)
+    idx, targets, *_ = TokenDataset(
+        str(lab / "data"),
+        "train",
+        256
+    ).batch(0, 80)
+    windows = np.concatenate(
+        [idx.numpy(), targets.numpy()[:, -1:]],
+        1
+    ).astype(np.uint16)
     whole = streams(lab / "data")["data", "train"].tobytes()
     places = np.array([whole.find(window.tobytes()) // 2 for window in windows])
     for row in kept(lab / "data"):
         said = ask(lab / "data", f"--find={row['id']}", f"--when={lab}/pretrained")
         near = (row["offset"] - 257 < places) & (places < row["offset"] + row["tokens"])
-        steps = sorted(set(np.flatnonzero(near) // 8)) if row["split"] == "train" else []
+        steps = sorted(set(np.flatnonzero(near) // 8))
         listed = ", ".join(f"{step} (tokens {2048 * step:,} to {2048 * step + 2048:,})" for step in steps)
-        many = f"read at {len(steps)} of the 10 steps of {lab}/pretrained: {listed}\n"
-        none = dict(val="for validation", train="none of the 10 steps")[row["split"]]
-        assert (many if steps else none) in said.split("\n    ")[1]
+        said_of = f"read at {len(steps)} of the 10 steps of {lab}/pretrained: {listed}\n"
+        want = said_of if steps else "none of the 10 steps"
+        assert ("for validation" if row["split"] == "val" else want) in said
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,28 +148,43 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
 
 def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_path):
     """By id, URL, text and host, and by a newer robots.txt."""
-    before, every = ledger(data), rows(60)
+    every = rows(60)
     asked = [dict(id="in.jsonl:d2"), dict(url=every[30]["url"]), dict(text=text(58).replace(" ", "  ")),
              dict(host="host3.example"), dict(domain="host5.example", content="User-agent: *\nDisallow: /page")]
     for some, n in ((asked[:4], 12), (asked[4:], 8)):
         path = write_lines(tmp_path / "list.jsonl", some)
-        done = script("prepare.py", f"--remove={path}", f"--out={data}/")
-        assert done.returncode == 0 and f"{n} documents (" in done.stdout, done.stderr
-    gone = [row for i, row in enumerate(every) if i in (2, 30, 58) or i % 7 in (3, 5)]
-    left = write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone])
-    fill(tmp_path / "fresh" / "data", left, "--source_by=lang", "--val_share=0.2")
-    after, fresh = streams(data), streams(tmp_path / "fresh" / "data")
-    assert all(after[name].tolist() == stream.tolist() for name, stream in fresh.items())
-    assert [row["id"] for row in ledger(data)] == [row["id"] for row in before]
-    out = [row["id"] for row in ledger(data) if row["reason"].startswith("withdrawn:") and row["withdrawn"]]
-    assert out == [f"in.jsonl:{row['id']}" for row in gone]
+        assert f"{n} documents (" in script("prepare.py", f"--remove={path}", f"--out={data}/").stdout
+    gone = [
+        row
+        for i, row in enumerate(every)
+        if i in (2, 30, 58) or i % 7 in (3, 5)
+    ]
+    path = write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone])
+    fill(tmp_path / "fresh", path, "--source_by=lang", "--val_share=0.2")
+    assert texts_of(data) == texts_of(tmp_path / "fresh")
     assert "60 documents in = 40 kept + 20 removed" in ask(data)
-    tokens = sum(row["tokens"] for row in ledger(data) if row["withdrawn"])
-    assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=tokens)
+    out = [row for row in ledger(data) if row["withdrawn"]]
+    assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
+    assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
     # And new files do not bring them back, but for other pages of a host whose robots.txt was read.
-    again = write_lines(tmp_path / "again.jsonl", [*gone, *rows(5, 500)])
-    fill(tmp_path / "more", again, f"--known={data}")
+    path = write_lines(tmp_path / "again.jsonl", [*gone, *rows(5, 500)])
+    fill(tmp_path / "more", path, f"--known={data}")
     assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502, 503, 504)]
+    # Nor does a join with a folder that has them.
+    fill(tmp_path / "back", path)
+    refuse(
+        f"withdrawn from {data}: remove it there too",
+        data,
+        tmp_path / "back",
+        f"--join={tmp_path}/both",
+        name="data.py"
+    )
+    assert script(
+        "data.py",
+        data,
+        tmp_path / "more",
+        f"--join={tmp_path}/both"
+    ).returncode == 0
 
 
 def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(data, tmp_path):
@@ -176,16 +198,13 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
 
 
 def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monkeypatch):
-    """A source would be empty; a disk is full."""
-    before, hosts = written(data), [f"host{i}.example\n" for i in range(7)]
-    for lines, says in ((hosts, "would have no document of source 'deu_Latn' for train"), (hosts[:1], "is as it was")):
-        (tmp_path / "list").write_text("".join(lines))
-        refuse(says, f"--remove={tmp_path}/list", f"--out={data}")
-        assert written(data) == before
-
-        def full(*args):
-            raise OSError(28, "No space left on device")
-        monkeypatch.setattr("corpus.withdraw.write_shard", full)
+    def full(*args):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("corpus.withdraw.write_shard", full)
+    (tmp_path / "list").write_text("in.jsonl:d1")
+    before = written(data)
+    refuse("is as it was", f"--remove={tmp_path}/list", f"--out={data}")
+    assert written(data) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -194,20 +213,35 @@ def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monke
 
 def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, tmp_path):
     a, b, c, both = made / "data", tmp_path / "b", tmp_path / "c", tmp_path / "both"
-    fill(b, write_lines(tmp_path / "b.jsonl", rows(30, 50)), "--source_by=lang", "--val_share=0.1")
+    fill(
+        b,
+        write_lines(tmp_path / "b.jsonl", rows(30, 50)),
+        "--source_by=lang",
+        "--val_share=0.1"
+    )
+    fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
     done = script("data.py", a, b, f"--join={both}")
-    sides = [{text: split for split, texts in texts_of(folder).items() for text in texts} for folder in (a, b)]
-    crossing = sum(sides[0][text] != side for text, side in sides[1].items() if text in sides[0])
+    train, val = [
+        [*texts_of(a)[split], *texts_of(b)[split]]
+        for split in ("train", "val")
+    ]
+    crossing = len({*train} & {*val})
     assert f"there before: 10; texts for training and for validation: {crossing}" in done.stdout and crossing
-    assert sorted(os.listdir(both)) == ["documents.parquet", "meta.json", "report.json", "report.md"]
-    names = TokenDataset(str(both), "train", 8).meta["sources"]
-    assert list(names) == ["deu_Latn", "roh_Latn", "b/deu_Latn", "b/roh_Latn"]
-    assert {split: texts_of(a)[split] + texts_of(b)[split] for split in ("train", "val")} == texts_of(both)
+    assert sorted(os.listdir(both)) == [
+        "documents.parquet",
+        "meta.json",
+        "report.json",
+        "report.md"
+    ]
+    assert texts_of(both) == dict(train=train, val=val)
+    assert list(streams(both))[::2] == [
+        (name, "train")
+        for name in ("deu_Latn", "roh_Latn", "b/deu_Latn", "b/roh_Latn")
+    ]
     assert "90 documents in = 90 kept" in ask(both)
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # To the joined folder more is joined, and nothing else is replaced.
-    fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
     assert script("data.py", both, c, f"--join={both}/").returncode == 0
     assert "94 documents in = 94 kept" in ask(both)
     refuse("which prepare.py did not write", both, c, f"--join={b}", name="data.py")

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from conftest import ROOT, script
-from corpora import write_lines
+from corpora import put, write_lines
 from corpus.robots import (AGENTS, FILES, blocked_domains, host_key, may_train_on, open_reservations, open_robots,
                            refusal, reservation, verdict)
 
@@ -106,23 +106,23 @@ useragent: a;dissalow: / | a | | /z
 @pytest.mark.parametrize("line", CASES.strip().splitlines())
 def test_rules_are_those_of_the_rfc_and_of_google_in_any_encoding_and_with_any_line_breaks(line):
     text, agent, yes, no = map(str.strip, line.split("|"))
-    text = dict(RFC=RFC_5_1).get(text, text)
+    text = text.replace("RFC", RFC_5_1)
     text = text if "gent" in text.lower() else f"User-agent: *;Disallow: {text}"
-    contents = [text.replace(";", end) for end in ("\n", "\r", "\r\n")]
-    contents.append(contents[0].encode() + b"\r# \xff")
-    for content in contents + [contents[0].encode("utf-16")] * text.isascii():
+    plain, *contents = [text.replace(";", end) for end in ("\n", "\r", "\r\n")]
+    contents += [plain, plain.encode() + b"\r# \xff"] + [plain.encode("utf-16")] * text.isascii()
+    for content in contents:
         assert all(allowed(content, agent, path) for path in [*yes.split(), "/robots.txt"])
         assert not any(allowed(content, agent, path) for path in no.split())
 
 
 def test_500_kib_are_read_up_to_a_whole_line():
-    head = "User-agent: *\n"
-    filler = "# " + "x" * 97 + "\n"
-    early = head + "Disallow: /early\n" + filler * 5200 + "Disallow: /late\n"
-    assert len(early) > 500 * 1024 and not allowed(early, "a", "/early") and allowed(early, "a", "/late")
-    # The limit is after the "/" of /private.
-    cut = (head + filler * 5119).ljust(500 * 1024 - len("\nDisallow: /"), " ") + "\n"
-    assert allowed(cut + "Disallow: /private/diary\n", "a", "/public")
+    """The limit is after the "/" of /private."""
+    begin = "User-agent: *\nDisallow: /early\n# ".ljust(500 * 1024 - len("\nDisallow: /"))
+    content = begin + "\nDisallow: /private/diary\nDisallow: /late"
+    assert [
+        allowed(content, "a", path)
+        for path in ("/early", "/public", "/late")
+    ] == [False, True, True]
 
 
 def test_hostile_rules_and_urls_take_linear_time():
@@ -131,9 +131,12 @@ def test_hostile_rules_and_urls_take_linear_time():
     robots = f"User-agent: *\nDisallow: {rule}\n"
     assert allowed(robots, "x", path) and not allowed(robots, "x", path + "b")
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
-    assert reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n")) is None
+    assert not reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n"))
     deep = "[" * 100_000
-    assert reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep})) is None
+    assert not reservation(
+        dict(headers=deep, url="https://a.org/"),
+        dict.fromkeys(FILES, {"a.org": deep})
+    )
 
 
 HOSTS = """
@@ -149,22 +152,27 @@ http://b\u00fccher.example/ xn--bcher-kva.example
 http://stra\u00dfe.de/ xn--strae-oqa.de
 http://\u4f8b\u3048\u3002jp/ xn--r8jz45g.jp
 """
+# The last ones by the package idna: encode(name, uts46=True).
+HOSTS += """
+http://fa\u00df.de xn--fa-hia.de
+http://\u03b2\u03cc\u03bb\u03bf\u03c2.com xn--nxasmm1c.com
+http://\u0645\u062b\u0627\u0644.example xn--mgbh0fb.example
+http://\u0440\u0444.\u0440\u0444 xn--p1ai.xn--p1ai
+http://\ud55c\uad6d.kr xn--3e0b707e.kr
+http://A\u0300.org xn--0ca.org
+"""
 NO_HOSTS = ["mailto:a@b.org", "http://", "http://a b/", "http://a..b/", "http://[::1", "http://a.b:x/", "just words",
             "", None, float("nan"), ["a.org"]]
 
 
 def test_hosts_are_those_of_the_url_and_of_the_idna_library():
-    for line in HOSTS.strip().splitlines():
-        url, host = line.split()
-        assert host_key(url) == host
-    assert [url for url in NO_HOSTS if host_key(url) is not None] == []
+    for line in HOSTS.split("\n"):
+        url, _, host = line.partition(" ")
+        assert host_key(url) == (host or None)
+    assert {host_key(url) for url in NO_HOSTS} == {None}
     for url in ("https://a.org", "https://a.org?x", "https://a.org#x", "a.org"):
         # RFC 3986 sec. 6.2.3: without a path it is the root.
         assert not may_train_on(url, f"User-agent: *\nDisallow: {'/?' if '?' in url else '/$'}")[0]
-    idna = pytest.importorskip("idna")
-    for name in ("fa\u00df.de", "\u03b2\u03cc\u03bb\u03bf\u03c2.com", "\u0645\u062b\u0627\u0644.example",
-                 "\u0440\u0444.\u0440\u0444", "\ud55c\uad6d.kr", "A\u0300.org"):
-        assert host_key(f"https://{name}/") == idna.encode(name, uts46=True).decode()
 
 
 STAR = "User-agent: *;Disallow: /private;"
@@ -176,7 +184,7 @@ DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Co
 # The agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: an agent that is not named is *,
 # and a named agent is reported before *. Then the draft's table, and other preferences: Cloudflare's line; two for one
 # path, of which n wins; the longest path, even without a word on training; wildcards; a preference ends the user-agent
-# lines of a group; explicit is about reading only. Last what is no robots.txt, and what is one without rules.
+# lines of a group; explicit is about reading only. Last pages that are no robots.txt, and files without rules.
 REASONS = f"""
 all | /private | {WELCOME} | robots:*:/private
 named | /private | {WELCOME} | allowed
@@ -215,8 +223,18 @@ all | /x | # x;; sitemap: /s;other | allowed
 @pytest.mark.parametrize("line", REASONS.strip().splitlines())
 def test_the_reason_names_the_agent_and_its_rule(line):
     who, path, robots, reason = map(str.strip, line.split("|"))
-    agents = dict(all=AGENTS, named=AGENTS[:-1], explicit=AGENTS[:-1], reversed=AGENTS[::-1]).get(who, [who])
-    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
+    agents = dict(
+        all=AGENTS,
+        named=AGENTS[:-1],
+        explicit=AGENTS[:-1],
+        reversed=AGENTS[::-1]
+    ).get(who, [who])
+    found = may_train_on(
+        f"https://a.org{path}",
+        robots.replace(";", "\n"),
+        agents,
+        who == "explicit"
+    )
     assert found == (reason in ("allowed", "unparsable"), reason) and len(AGENTS) == 15
 
 
@@ -246,10 +264,12 @@ def test_real_files_are_decided_as_protego_does_but_for_seven():
 # ----------------------------------------------------------------------------------------------------------------------
 # stores and outcomes
 
-ROBOTS = [{"domain": "Example.com", "content": "User-agent: GPTBot\nDisallow: /no\nContent-Usage: /use train-ai=n"},
-          {"domain": "null.org", "content": None},
-          {"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"},
-          {"domain": "page.net", "content": "<html>"}]
+ROBOTS = r"""
+{"domain": "Example.com", "content": "User-agent: GPTBot\nDisallow: /no\nContent-Usage: /use train-ai=n"}
+{"domain": "null.org", "content": null}
+{"domain": "https://www.b\u00fccher.example/", "content": "User-agent: *\nDisallow: /"}
+{"domain": "page.net", "content": "<html>"}
+"""
 # A URL and its outcome; those with a ! are dropped if a missing file means no.
 OUTCOMES = """
 http://EXAMPLE.com:80/no drop:robots:GPTBot:/no
@@ -270,16 +290,18 @@ http://other.co.uk/ drop:blocked-domain:other.co.uk
 
 def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
     """As a file of rows, and as a folder of files and rows; blocked domains as lines and as rows."""
-    folder = tmp_path / "folder" / "www.xn--bcher-kva.example"
-    folder.mkdir(parents=True)
-    (folder / "robots.txt").write_text(ROBOTS[2]["content"])
-    (tmp_path / "folder" / "example.com.txt").write_text(ROBOTS[0]["content"])
-    write_lines(tmp_path / "folder" / "more.jsonl", ROBOTS[3:])
-    (tmp_path / "blocked").write_text("# list\nBad.com\n\nwww.other.co.uk # why\n")
-    rows = [dict(domain="Bad.com", why="#"), dict(domain="other.co.uk", why="#")]
-    blocked = blocked_domains(tmp_path / "blocked")
-    assert blocked == blocked_domains(write_lines(tmp_path / "b.jsonl", rows))
-    for store in map(open_robots, (write_lines(tmp_path / "s.jsonl", ROBOTS), tmp_path / "folder")):
+    example, _, third, page = ROBOTS.strip().splitlines()
+    put(tmp_path, {
+        "s.jsonl": ROBOTS,
+        "folder/example.com.txt": json.loads(example)["content"],
+        "folder/www.xn--bcher-kva.example/robots.txt": json.loads(third)["content"],
+        "folder/more.jsonl": page,
+        "blocked": "# list\nBad.com\n\nwww.other.co.uk # why\n",
+        "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}',
+    })
+    for name, list_of_hosts in (("s.jsonl", "blocked"), ("folder", "blocked.jsonl")):
+        store = open_robots(tmp_path / name)
+        blocked = blocked_domains(tmp_path / list_of_hosts)
         assert len(store) == 3
         for line in OUTCOMES.strip().splitlines():
             url, outcome, *silent = line.split()
@@ -385,27 +407,35 @@ DOCUMENTS = """
 {"ai_txt": "User-Agent: GPTBot\\nDisallow: /", "path": "/a.jpg"} ai-txt:GPTBot:/
 {"ai_txt": "User-Agent: other\\nDisallow: /", "path": "/a.jpg"} None
 {"ai_txt": "<html></html>", "path": "/a.jpg"} None
+{"ai_txt": "User-Agent: other\\nDisallow: /", "tdm_reservation": 1} tdm-header
 """
 
 
 @pytest.mark.parametrize("line", DOCUMENTS.strip().splitlines())
 def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(line):
     said, _, want = line.replace("AI_TXT", json.dumps(AI_TXT)).rpartition(" ")
-    doc = dict(url=None, path="/x", tdmrep=[], ai_txt=None) | json.loads(said)
-    doc["url"] = doc["url"] or f"https://a.org{doc['path']}"
+    doc = dict(path="/x", tdmrep=[], ai_txt=None) | json.loads(said)
+    doc.setdefault("url", f"https://a.org{doc['path']}")
     if isinstance(doc["tdmrep"], list):
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])
-    store = {"tdmrep.json": {"a.org": doc["tdmrep"]}, "ai.txt": {"a.org": doc["ai_txt"]}}
+    store = {
+        file: {"a.org": doc[column]}
+        for file, column in zip(FILES, ("tdmrep", "ai_txt"))
+    }
     assert str(reservation(doc, store)) == want
 
 
 def test_reservations_are_rows_or_a_mirror_of_hosts(tmp_path):
-    rows = [dict(domain="www.a.org", file="tdmrep.json", content=RESERVES),
-            dict(domain="b.org", file="/ai.txt", content=AI_TXT), dict(domain="c.org", file="ai.txt", content=None)]
-    for file, content in {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT}.items():
-        (tmp_path / "mirror" / file).parent.mkdir(parents=True)
-        (tmp_path / "mirror" / file).write_text(content)
+    files = ("www.a.org", "tdmrep.json", RESERVES), ("b.org", "/ai.txt", AI_TXT), ("c.org", "ai.txt", None)
+    rows = [dict(zip(("domain", "file", "content"), file)) for file in files]
+    put(
+        tmp_path / "mirror",
+        {"a.org/.well-known/tdmrep.json": RESERVES, "b.org/ai.txt": AI_TXT}
+    )
     for path in (write_lines(tmp_path / "store.jsonl", rows), tmp_path / "mirror"):
         store = open_reservations(path)
-        for host, reason in {"www.a.org": "tdm-file:/", "b.org": "ai-txt:*:*.txt", "c.org": None}.items():
-            assert refusal(dict(url=f"https://{host}/x.txt"), dict(missing="allow"), store) == reason
+        found = [
+            refusal(dict(url=f"https://{host}/x.txt"), None, store)
+            for host, *_ in files
+        ]
+        assert found == ["tdm-file:/", "ai-txt:*:*.txt", None]

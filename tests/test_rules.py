@@ -8,16 +8,14 @@ pages, tests/test_heuristics.py of commit ac03345 the verdicts.
 import gzip
 import json
 import os
-import random
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from conftest import ROOT
-from corpus.rules import (HEURISTICS, TOXICITY, broken, by_language, column_rules, limit_files, listed, score_function,
-                          text_rules, top_thresholds, uniform)
+from corpora import put
+from corpus.rules import HEURISTICS, broken, by_language, column_rules, text_rules, top_thresholds, uniform
 
 with gzip.open(f"{ROOT}/tests/golden/heuristics.jsonl.gz", "rt", encoding="utf-8") as lines:
     PAGES = list(map(json.loads, lines))
@@ -31,7 +29,11 @@ def verdict(spec, text, language="eng_Latn"):
 def test_verdicts_equal_datatrove(name):
     assert [verdict(name, page["text"]) for page in PAGES] == [page[name] for page in PAGES]
     # A page breaks every rule, but for one that would take half a megabyte.
-    rules = {rule for rule, (source, *_) in HEURISTICS.items() if source == name} - {"many-words"}
+    rules = {
+        rule
+        for rule, (source, *_) in HEURISTICS.items()
+        if source == name
+    } - {"many-words"}
     assert {page[name] for page in PAGES} == rules | {None}
 
 
@@ -52,118 +54,150 @@ top_n_grams: [[2, 0.25], [3, 0.22], [4, 0.2]]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder like FineWeb-2's, with the limits of one language."""
-    (tmp_path / "xyz_Latn.yml").write_text(LIMITS, encoding="utf-8")
+    """A folder like FineWeb-2's, with the limits of two languages. 0 means no limit."""
+    put(
+        tmp_path,
+        {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")}
+    )
     return str(tmp_path)
 
 
-def test_with_limits_of_a_language_verdicts_equal_datatrove(folder):
-    rules = text_rules(folder)
-    for source in ("repetition", "fineweb", "gopher"):
-        mine = [rule for rule in rules if HEURISTICS[rule[0]][0] == source]
-        names = dict.fromkeys(name for name, _ in mine)
-        want = [next((name for name in names if name in page["fineweb2"]), None) for page in PAGES]
-        assert [broken(dict(text=page["text"], language="xyz_Latn"), mine) for page in PAGES] == want
-    assert limit_files(f"c4, {folder}") == [folder + "/xyz_Latn.yml"]
-    # 0 means no limit.
-    Path(folder, "abc_Latn.yml").write_text(LIMITS.replace("length: 6", "length: 0"), "utf-8")
-    assert verdict(f"{folder},few-words:1,stop-words:0", "Donaudampfschiff.", "abc_Latn") is None
+@pytest.mark.parametrize("source", ["repetition", "fineweb", "gopher"])
+def test_with_limits_of_a_language_verdicts_equal_datatrove(folder, source):
+    rules = [rule for rule in text_rules(folder) if HEURISTICS[rule[0]][0] == source]
+    for page in PAGES:
+        want = next((name for name, _ in rules if name in page["fineweb2"]), None)
+        assert broken(dict(text=page["text"], language="xyz_Latn"), rules) == want
 
 
-TWO = "Two sentences are here. No more."
 GERMAN = "Die W\u00fcrde des Menschen ist unantastbar. Sie zu achten ist Verpflichtung aller staatlichen Gewalt.\n" * 6
 # Each line is one word by white space, of 14 characters, and too long for Latin letters.
 LINE = "\u4eba\u4eba\u751f\u800c\u81ea\u7531\uff0c\u5728\u5c0a\u4e25\u4e0a\u5e73\u7b49\u3002\n"
-CHINESE = "".join(LINE.replace("\u751f", chr(0x4e00 + i)) for i in range(20))
+CHINESE = "".join(
+    LINE.replace("\u751f", chr(0x4e00 + i))
+    for i in range(20)
+)
 LATIN = re.sub(r"[^\n]", "x", CHINESE)
-# The setting, with DIR for the folder; a text, its language, and the rule that it breaks.
-CASES = [
-    # Limits of the user apply to every language.
-    ("c4,sentences:2,DIR", TWO, "deu_Latn", None), ("DIR,sentences:2, c4", TWO, "deu_Latn", None),
-    ("c4,DIR", TWO, "deu_Latn", "sentences"), ("DIR,few-words:1,c4", TWO * 2, "xyz_Latn", "stop-words"),
-    ("DIR,c4,few-words:1,stop-words:0,sentences:9", TWO, "xyz_Latn", "sentences"),
-    # The file replaces the sets, and a language is not a path.
-    ("c4,DIR,few-words:1,stop-words:0", "the {", "xyz_Latn", "punctuation"),
-    ("lorem-ipsum,DIR", TWO, "../DIR/xyz_Latn", None),
-    # English stop words are for English only, and no rule is for code.
-    *[("gopher", GERMAN, language, "stop-words") for language in ("eng_Latn", "en-GB")],
-    *[("gopher", GERMAN, language, None) for language in ("enm_Latn", "deu_Latn", None)],
-    ("gopher", "x", "code", None), ("gopher", "word and the " * 40_000, "en", "many-words"),
-    # Rules about words skip scripts without spaces, rules about lines do not; a Chinese full stop ends a sentence.
-    ("gopher", CHINESE, "zho_Hans", None), ("long-words", LATIN, "zho_Hans", "long-words"),
-    ("long-words", LINE * 2 + LATIN, "en", "long-words"),
-    ("punctuation", CHINESE, "en", None), ("punctuation", CHINESE.replace("\u3002", ""), "en", "punctuation")]
+TEXTS = dict(
+    two="Two sentences are here. No more.",
+    four="Two sentences are here. No more." * 2,
+    code="the {",
+    x="x",
+    ship="Donaudampfschiff.",
+    long="word and the " * 40_000,
+    german=GERMAN,
+    chinese=CHINESE,
+    endless=CHINESE.replace("\u3002", ""),
+    latin=LATIN,
+    mixed=LINE * 2 + LATIN,
+)
+# The setting, with DIR for the folder; a text, its language, and the rule that it breaks. First: limits of the user
+# apply to every language. Then: the file replaces the sets, and a language is not a path. Then: English stop words are
+# for English only, and no rule is for code. Last: rules about words skip scripts without spaces, rules about lines do
+# not; a Chinese full stop ends a sentence.
+CASES = """
+c4,sentences:2,DIR      | two     | deu_Latn        | None
+DIR,sentences:2, c4     | two     | deu_Latn        | None
+c4,DIR                  | two     | deu_Latn        | sentences
+DIR,few-words:1,c4      | four    | xyz_Latn        | stop-words
+DIR,c4,few-words:1,stop-words:0,sentences:9 | two | xyz_Latn | sentences
+DIR,few-words:1,stop-words:0 | ship | abc_Latn     | None
+c4,DIR,few-words:1,stop-words:0 | code | xyz_Latn   | punctuation
+lorem-ipsum,DIR         | two     | ../DIR/xyz_Latn | None
+gopher                  | german  | eng_Latn        | stop-words
+gopher                  | german  | en-GB           | stop-words
+gopher                  | german  | enm_Latn        | None
+gopher                  | german  | deu_Latn        | None
+gopher                  | german  |                 | None
+gopher                  | x       | code            | None
+gopher                  | long    | en              | many-words
+gopher                  | chinese | zho_Hans        | None
+long-words              | latin   | zho_Hans        | long-words
+long-words              | mixed   | en              | long-words
+punctuation             | chinese | en              | None
+punctuation             | endless | en              | punctuation
+"""
 
 
-@pytest.mark.parametrize("spec, text, language, rule", CASES)
-def test_which_rules_a_document_meets(folder, spec, text, language, rule):
-    language = language and language.replace("DIR", os.path.basename(folder))
-    assert verdict(spec.replace("DIR", folder), text, language) == rule
+@pytest.mark.parametrize("row", CASES.strip().splitlines())
+def test_which_rules_a_document_meets(folder, row):
+    row = row.replace("DIR/", os.path.basename(folder) + "/").replace("DIR", folder)
+    spec, text, language, rule = map(str.strip, row.split("|"))
+    assert str(verdict(spec, TEXTS[text], language)) == rule
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # columns
 
-DOC = dict(id="7", text="x" * 100, lang="deu_Latn", license="mit", score="2.5", toxic=0.9977, gap=None, nan="nan")
+DOC = dict(
+    id="7",
+    text="x" * 100,
+    lang="deu_Latn",
+    license="mit",
+    score="2.5",
+    toxic=0.9977,
+    gap=None,
+    nan="nan"
+)
+# Settings of column_rules(), how many rules they make, and the reason for which DOC is removed.
+COLUMNS = """
+{"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} 3 None
+{"licenses": ["cc0"]} 1 license
+{"languages": ["fra_Latn"]} 1 language
+{"min_chars": 101} 1 length
+{"max_chars": 99} 1 length
+{"top": ["score", 2.5]} 1 None
+{"top": ["score", {"deu_Latn": 2.6}]} 1 score
+{"top": ["score", {"fra_Latn": 9}]} 1 None
+{"top": ["gap", 0]} 1 score
+{"top": ["nan", 0]} 1 score
+{"below": ["gap", 0]} 1 None
+{"below": ["nan", 0]} 1 above
+{"below": ["toxic", {"deu_Latn": 0.9977}]} 1 above
+{"rate": {"*": 0}} 1 rate
+{"rate": {"deu_Latn": 1, "*": 0}} 1 None
+{} 0 None
+"""
 
 
-@pytest.mark.parametrize("asked, reason", [
-    (dict(licenses={"mit"}, languages=["deu_Latn"], min_chars=100, max_chars=100), None),
-    (dict(licenses={"cc0"}), "license"),
-    (dict(languages=["fra_Latn"]), "language"),
-    (dict(min_chars=101), "length"),
-    (dict(max_chars=99), "length"),
-    (dict(top=("score", 2.5)), None),
-    (dict(top=("score", {"deu_Latn": 2.6})), "score"),
-    (dict(top=("score", {"fra_Latn": 9})), None),
-    (dict(top=("gap", 0)), "score"),
-    (dict(top=("nan", 0)), "score"),
-    (dict(below=("gap", 0)), None),
-    (dict(below=("nan", 0)), "above"),
-    (dict(below=("toxic", TOXICITY)), "above"),
-    (dict(rate={"*": 0}), "rate"),
-    (dict(rate={"deu_Latn": 1, "*": 0}), None),
-])
-def test_column_rules(asked, reason):
-    assert broken(DOC, column_rules(**asked)) == reason
-    assert len(column_rules(**asked)) == len(asked.keys() - {"max_chars"} or asked)
+@pytest.mark.parametrize("row", COLUMNS.strip().splitlines())
+def test_column_rules(row):
+    asked, n, reason = row.rsplit(" ", 2)
+    rules = column_rules(**json.loads(asked))
+    assert (len(rules), str(broken(DOC, rules))) == (int(n), reason)
 
 
 def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
-    draws = np.array([uniform(str(i)) for i in range(20_000)])
-    assert abs((draws < 0.3135).mean() - 0.3135) < 4 * (0.3135 * 0.6865 / 20_000) ** 0.5
-
     def drawn(rate, **seed):
-        return {i for i in range(500) if not broken({"id": str(i), "text": ""}, column_rules(rate=rate, **seed))}
-    assert drawn(0.095) < drawn(0.3135) == drawn(0.3135, seed=42) != drawn(0.3135, seed=1)
-
-
-def test_settings_are_read():
-    assert listed("mit, cc0") == {"mit", "cc0"} and listed("") is None
-    assert by_language("rate", "0.3") == 0.3 and by_language("rate", "") is None
-    assert by_language("rate", "deu_Latn:1, *:0.3") == {"deu_Latn": 1, "*": 0.3}
+        rules = column_rules(rate=rate, **seed)
+        return {
+            i
+            for i in range(9_000)
+            if not broken(dict(id=str(i)), rules)
+        }
+    few, many = drawn(0.095), drawn(by_language("rate", "0.3135"))
+    assert few < many == drawn(0.3135, seed=42) != drawn(0.3135, seed=1)
+    assert abs(len(many) / 9_000 - 0.3135) < 4 * (0.3135 * 0.6865 / 9_000)**0.5
 
 
 def test_thresholds_are_quantiles_of_a_sample_that_does_not_depend_on_the_order():
-    rng = random.Random(0)
-    docs = [(f"d{i}", rng.choice(["de", "fr"]), rng.gauss(0, 1)) for i in range(5000)]
-    for share in (0.1, 0.33):
-        for language, threshold in top_thresholds(docs, share).items():
-            scores = np.array([score for _, its, score in docs if its == language])
-            assert threshold == -np.quantile(-scores, share, method="inverted_cdf")
-    german = [doc for doc in docs if doc[1] == "de"]
-    lowest = sorted(german, key=lambda doc: uniform(doc[0], seed=0))[:400]
-    for same in (german, rng.sample(german, len(german))):
-        assert top_thresholds(same, 0.33, sample=400) == top_thresholds(lowest, 0.33)
-    # 0.07 * 100 is 7.000000000000001; ties stay.
-    assert top_thresholds([(str(i), "de", i) for i in range(100)], 0.07) == {"de": 93}
-    assert top_thresholds([(f"d{i}", "rm", 3) for i in range(10)], 0.33) == {"rm": 3.0}
-
-
-def test_a_score_from_a_file_of_the_user(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("K = 2\ndef score(text):\n    return K * len(text) if text else None\n")
-    score = score_function(str(path))
-    assert score("abc") == 6.0
-    with pytest.raises(ValueError, match="mine.py: .*number.*None"):
-        score("")
+    """0.07 * 100 is 7.000000000000001."""
+    scores = np.random.default_rng(0).normal(size=(2, 2000))
+    docs = [
+        (f"d{i}", i % 2, score)
+        for i, score in enumerate(scores.T.ravel())
+    ]
+    want = {
+        i: -np.quantile(-some, 0.33, method="inverted_cdf")
+        for i, some in enumerate(scores)
+    }
+    assert top_thresholds(docs, 0.33) == want
+    sample = [
+        sorted(docs[i::2], key=lambda doc: uniform(doc[0], 0))[:401]
+        for i in range(2)
+    ]
+    assert top_thresholds(docs[::-1], 0.33, 401) == top_thresholds(sum(sample, []), 0.33)
+    assert top_thresholds(
+        [(str(i), "de", i) for i in range(100)],
+        0.07
+    ) == {"de": 93}
