@@ -5,8 +5,6 @@ import json
 import operator
 import os
 import random
-import re
-import sys
 
 import numpy as np
 import pytest
@@ -204,8 +202,6 @@ def test_our_template_in_transformers_is_our_chat_and_its_assistant_mask_what_we
         theirs = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
         ids, said = load("apertus").chat_ids(written(case, date=None))
         assert theirs["input_ids"] == ids and theirs["assistant_masks"] == said
-        text = hf.apply_chat_template(messages, tokenize=False, **options)
-        assert re.sub(r"Current date: \d{4}-\d\d-\d\d", "Current date: 2026-01-31", text) == case["text"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
