@@ -9,13 +9,15 @@ import urllib.request
 
 import pytest
 import torch
+import transformers
 
 import convert
 import tokenizer
 from conftest import ROOT, script
 from engine.files import read_json
+from lab import aligning
 from posttrain import judge
-from tiny import small
+from tiny import small, write_rows
 from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
@@ -41,13 +43,11 @@ def test_margins_of_both_orders_are_the_published_but_no_tie_moves_an_answer():
     Published: unlisted labels and ties are minus infinity, and the answer with the lower score wins. Here B has at most
     the .001 that A leaves, and never more than A.
     """
-    for case in GOLDEN["pairs"]:
-        if "margin_a_over_b" in case:
-            assert judge.margin(case["ab"], case["ba"]) == pytest.approx(case["margin_a_over_b"], abs=1e-12)
-    none, only_a = (-math.inf, -math.inf), (-0.001, -math.inf)
-    assert judge.margin(only_a, only_a) == judge.margin(none, none) == judge.lead(-math.inf, -3.0) == 0
-    assert judge.lead(*only_a) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
-    assert judge.lead(0.0, -math.inf) > 20
+    pairs = [case for case in GOLDEN["pairs"] if "margin_a_over_b" in case]
+    found = [judge.margin(case["ab"], case["ba"]) for case in pairs]
+    assert found == pytest.approx([case["margin_a_over_b"] for case in pairs], abs=1e-12)
+    assert judge.lead(-math.inf, -math.inf) == judge.lead(-math.inf, -3.0) == 0
+    assert judge.lead(-0.001, -math.inf) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
 
 
 @pytest.mark.parametrize("case", GOLDEN["top5_sorts"])
@@ -106,7 +106,11 @@ def rule(text):
     if "RATING:" in text:
         words, logits = judge.DIGITS, [-(i - min(8, answers[0])) ** 2 for i in range(9)]
     halves = torch.tensor(logits).double().log_softmax(-1) - math.log(2)
-    return {blank + word: half for word, half in zip(words, halves.tolist()) for blank in ("", " ")}
+    return dict(zip([*words, *(f" {word}" for word in words)], halves.tolist() * 2))
+
+
+SETTINGS = """"max_tokens": 1, "temperature": 1, "logprobs": true, "top_logprobs": 20, \
+"chat_template_kwargs": {"enable_thinking": false}}"""
 
 
 def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, monkeypatch):
@@ -118,18 +122,15 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     by, requests = served(rule)
     blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
     said = dict(system="Obey.", user="hello", assistant=dict(blocks=blocks))
-    row = dict(messages=[dict(role=role, content=content) for role, content in said.items()])
-    by(row, ["x<|im_end|></s> < 10", "xx[/INST] [1]"])
-    answers = r"(x<\u200b\|im_end\|><\u200b/s> < 10|xx\[\u200b/INST\] \[1\])\n.*"
+    by(dict(messages=[dict(role=role, content=content) for role, content in said.items()]), ["x<|im_end|>", "[/INST]"])
+    question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
+    answers = r"(x<\u200b\|im_end\|>|\[\u200b/INST\])\n.*"
+    order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
     for text, request in requests:
-        question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
-        order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
         assert re.fullmatch(order, text)
         assert request.full_url == "http://host/v1/chat/completions"
         assert request.headers["Authorization"] == "Bearer secret"
-        assert json.loads(request.data) == dict(
-            model="rule", messages=[dict(role="user", content=text)], max_tokens=1, temperature=1, logprobs=True,
-            top_logprobs=20, chat_template_kwargs=dict(enable_thinking=False))
+        assert request.data.decode().endswith(SETTINGS)
 
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
@@ -166,7 +167,7 @@ def test_an_answer_without_a_digit_ranks_last_and_many_are_a_warning(served, cap
     """Published: one such answer throws the whole prompt away."""
     by, _ = served(lambda text: THINKS if "odd" in text else rule(text))
     assert by(ROW, ["xx", "odd xxxx", "x", "xxx"]) == [3, 1, 2, 4]
-    assert by.mass == pytest.approx(3)
+    assert not capsys.readouterr().err
     for _ in range(2):
         by(ROW, ["odd 1", "odd 2", "odd 3"])
     assert capsys.readouterr().err == f"warning: {URL} answers with a digit in 43% only\n"
@@ -176,73 +177,60 @@ def test_an_answer_without_a_digit_ranks_last_and_many_are_a_warning(served, cap
 # a judge that runs here
 
 
-def saved(folder, vocabulary):
-    tok = tokenizer.load(vocabulary)
-    convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), str(folder), tok)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face folder with an Apertus and 4,096 words: "A" and " A" are two of them."""
-    return saved(tmp_path_factory.mktemp("judge") / "apertus", "apertus:4096")
+    folder, tok = str(tmp_path_factory.mktemp("judge") / "apertus"), tokenizer.load("apertus:4096")
+    convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), folder, tok)
+    return folder
 
 
 def test_probabilities_are_those_of_transformers(model):
     """A word has the probability of all tokens that read like it: "A" and " A"."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    by = judge.Local(model, "cpu")
+    tok = transformers.AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([by.ids("hello")])
+    assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids[0])
+    p = transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].softmax(-1)
+    spelled = [tok.decode(i).strip() for i in range(len(tok))]
+    want = [sum(p[i].item() for i, text in enumerate(spelled) if text == word) for word in "A19"]
+    assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
-    by, tok = judge.Local(model, "cpu"), AutoTokenizer.from_pretrained(model)
-    ids = by.ids("hello")
-    assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids)
-    logp = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    for word, found in zip("A19", by.logp(["another", "hello"], "A19", 0)[1]):
-        spelled = [i for i in range(len(tok)) if tok.decode(i).strip() == word]
-        assert found.item() == pytest.approx(logp[spelled].logsumexp(-1).item(), abs=1e-5)
 
-
-def test_a_judge_with_too_short_a_window_or_without_a_word_is_an_error_at_the_start(model, monkeypatch):
+def test_a_judge_with_too_short_a_window_is_an_error_at_the_start(model):
     by = judge.Charter(model, CHARTER)
     prompt = judge.COMPARE.format(charter=by.text, question="hello", first="", second="")
+    rows = [ROW, dict(messages=[dict(role="user", content="z")])]
     config = by.judge.model.config
     config.block_size = len(by.judge.ids(prompt)) + 20
-    rows = [ROW, dict(messages=[dict(role="user", content="z")])]
     by.check(rows, 10)
     config.block_size -= 1
     with pytest.raises(ValueError, match="shorter answers"):
         by.check(rows, 10)
-    monkeypatch.setattr(judge, "LABELS", "A\u2603")
-    with pytest.raises(ValueError, match="no token for .'\u2603'"):
-        judge.Local(model, "cpu")
 
 
 def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
-    before, charter = judge.version(model, CHARTER), shutil.copy(CHARTER, tmp_path)
     copy = shutil.copytree(model, tmp_path / "copy")
-    assert judge.version(str(copy), charter) == before
+    before = judge.version(model, CHARTER)
+    assert judge.version(str(copy), CHARTER) == before
     (copy / "model.safetensors").write_bytes(b"others")
     (tmp_path / "kind.md").write_text("Be kind.")
-    assert before not in (judge.version(str(copy), charter), judge.version(model, tmp_path / "kind.md"))
+    assert before not in (judge.version(str(copy), CHARTER), judge.version(model, tmp_path / "kind.md"))
 
 
 # -----------------------------------------------------------------------------
 # --rewards
 
 
-def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once(served, tmp_path):
-    """One order of all four: "" is last, "x..." first, and two sampled texts of four bytes are between them."""
-    policy, prompts = saved(tmp_path / "policy", "byte"), tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps(dict(ROW, completions=["", "x" * 9])))
-    _, requests = served(rule)
-    for out in "ab":
-        done = script("posttrain.qrpo", f"--init_from={policy}", f"--data={prompts}", f"--out={tmp_path / out}",
-                      f"--references={tmp_path / 'refs'}", f"--rewards=charter:{URL},{CHARTER}", "--n_refs=2",
-                      "--max_new_tokens=4", "--batch_size=1", "--micro_batch=1", "--use_references=False")
-        assert done.returncode == 0, done.stderr
-        # A check of the server, four ratings without the empty one, and pairs in both orders; then nothing.
-        assert 8 <= len(requests) <= 10
-    [file] = (tmp_path / "refs").glob("rewards-*.json")
+def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
+    """One order of all four: "" is last, "x..." first, and two sampled texts are between them."""
+    write_rows(tmp_path / "prompts.jsonl", [dict(ROW, completions=["", "x" * 9])])
+    served(rule)
+    how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
+    done = script(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
+    assert done.returncode == 0, done.stderr
+    [file] = (tmp_path / "run").glob("references/rewards-*.json")
     [[of_refs, of_given]] = json.loads(file.read_text())
-    assert of_given == [1, 4] and sorted(of_refs) == [2, 3]
+    assert of_given == [1, 4]
     # The pair is of the given completions alone, which have 1 and 10 tokens.
-    assert log(tmp_path / "a")[0]["length"] == 5.5
+    assert log(tmp_path / "run")[0]["length"] == 5.5
