@@ -39,8 +39,8 @@ def theirs(folder):
 
 def same(one, other):
     """Whether two models, ours or theirs, have the same parameters."""
-    return dict(one.named_parameters()).keys() == dict(other.named_parameters()).keys() and all(
-        map(torch.equal, one.parameters(), other.parameters()))
+    (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (one, other))
+    return names == others and all(map(torch.equal, ours, theirs))
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from engine.files import read_json
 from lab import ADAPTERS, aligning
 from plain import Plain
 from posttrain import common, losses, qrpo, references
-from test_sft import TOK, assistant, chat_row, user, write_rows
+from test_sft import TOK, assistant, chat_row, user
+from tiny import write_rows
 from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/preference_losses.json")
