@@ -152,7 +152,7 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 
 
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
-    """A null licence is not in the allowlist; rows without the column are an error."""
+    """A null licence is not in the allowlist."""
     rows = [dict(row, license=license) for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))]
     rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
     write_parquet(tmp_path / "a.parquet", rows)
@@ -162,9 +162,6 @@ def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_
     assert everything(found) == rendered([rows[0], rows[3]])
     assert bad == {"license": (2, "row 2 of a.parquet"), "contaminated": (1, "row 5 of a.parquet")}
     assert identity != read(tmp_path, tmp_path / "a.parquet", keep_licenses="mit, cc0")[2]
-    write_rows(tmp_path / "b.jsonl", rows_like(2))
-    with pytest.raises(ValueError, match="no column license in the data; it has messages"):
-        read(tmp_path, tmp_path / "b.jsonl", keep_licenses="mit")
     write_rows(tmp_path / "b.jsonl", [chat_row("?")])
     with pytest.raises(ValueError, match="b.jsonl: none of 1 conversations can be learnt from: 1 no assistant turn"):
         read(tmp_path, tmp_path / "b.jsonl")
