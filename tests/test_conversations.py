@@ -135,13 +135,14 @@ def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end
 def test_the_hash_of_a_mixture_has_all_contents_and_weights_and_the_lines_say_the_shares(tmp_path):
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     write_rows(tmp_path / "a.jsonl", rows_like(3))
-    write_rows(tmp_path / "b.jsonl", rows_like(4))
-    hashes = [read(tmp_path, data)[2] for data in (a, {a: 1, b: 2}, {a: 1, b: 2}, {a: 1, b: 1}, {b: 1, a: 2})]
-    write_rows(tmp_path / "b.jsonl", rows_like(5))
-    found, bad, changed = read(tmp_path, {a: 1, b: 2})
-    assert hashes[1] == hashes[2] and len({*hashes, changed}) == 5 and found.sizes == [3, 5]
-    first, second, total = conversations.described(found, bad, {a: 1, b: 2}, 3)
-    assert first == f"{a}: 3 conversations, 33.3% of the run, each seen 2.67 times" and "66.7%" in second
+    hashes = set()
+    for n, weights in (4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2}):
+        write_rows(tmp_path / "b.jsonl", rows_like(n))
+        found, bad, sha = read(tmp_path, weights)
+        hashes.add(sha)
+    assert len(hashes) == 4 and found.sizes == [3, 5]
+    first, second, total = conversations.described(found, bad, weights, 3)
+    assert first == f"{a}: 3 conversations, 33.3% of the run, each seen 2.67 times"
     assert total == f"{found.tokens:,} tokens, {found.learnt:,} of them learnt"
 
 
@@ -162,6 +163,5 @@ def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_
     assert everything(found) == rendered([rows[0], rows[3]])
     assert bad == {"license": (2, "row 2 of a.parquet"), "contaminated": (1, "row 5 of a.parquet")}
     assert identity != read(tmp_path, tmp_path / "a.parquet", keep_licenses="mit, cc0")[2]
-    write_rows(tmp_path / "b.jsonl", [chat_row("?")])
-    with pytest.raises(ValueError, match="b.jsonl: none of 1 conversations can be learnt from: 1 no assistant turn"):
-        read(tmp_path, tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match="a.parquet: none of 5 conversations can be learnt from: 5 license"):
+        read(tmp_path, tmp_path / "a.parquet", keep_licenses="gpl")

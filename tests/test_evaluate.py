@@ -179,39 +179,14 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
     assert Counter(source for source, _ in found) == counts and len(counts) == 3
 
 
-# -----------------------------------------------------------------------------
-# lm-evaluation-harness
-
-
-TASK = """
-task: own_quiz
-dataset_path: json
-dataset_kwargs:
-  data_files: {file}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}\\nAnswer:"
-doc_to_choice: choices
-doc_to_target: answer
-metric_list:
-  - metric: acc
-  - metric: acc_norm
-  - metric: acc_bytes
-"""
-
-
 def test_the_harness_runs_a_local_task_file(lab, tmp_path, monkeypatch):
     """The authority for our own scores of the same rows."""
     pytest.importorskip("lm_eval")
     for name in ("HF_HOME", "HF_DATASETS_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / "cache"))
-    words = ["ja", "gewiss nicht", "οὐδέν ἐστι", "да", "人", "yes, of course", "né"]
-    rows = [quiz(f"What is {i} + 1?", [words[(i + j) % 7] for j in (0, 1, 3)], i % 7 % 3) for i in range(24)]
-    write_rows(tmp_path / "quiz.jsonl", rows)
-    (tmp_path / "own_quiz.yaml").write_text(TASK.format(file=tmp_path / "quiz.jsonl"))
     model = f"--init_from={lab}/hf"
-    _, ours = evaluated(tmp_path, tmp_path / "quiz.jsonl", model)
-    _, theirs = evaluated(tmp_path, model, f"--harness_path={tmp_path}", "--harness=own_quiz")
+    _, ours = evaluated(tmp_path, "tests/golden/quiz/quiz.jsonl", model)
+    _, theirs = evaluated(tmp_path, model, "--harness_path=tests/golden/quiz", "--harness=own_quiz")
     theirs = {row["metric"]: row for row in theirs}
     for own, metric in zip(ours, ("acc,none", "acc_bytes,none"), strict=True):
         for key in ("n", "score", "low", "high"):

@@ -197,18 +197,6 @@ def test_probabilities_are_those_of_transformers(model):
     assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_a_judge_with_too_short_a_window_is_an_error_at_the_start(model):
-    by = judge.Charter(model, CHARTER)
-    prompt = judge.COMPARE.format(charter=by.text, question="hello", first="", second="")
-    rows = [ROW, dict(messages=[dict(role="user", content="z")])]
-    config = by.judge.model.config
-    config.block_size = len(by.judge.ids(prompt)) + 20
-    by.check(rows, 10)
-    config.block_size -= 1
-    with pytest.raises(ValueError, match="shorter answers"):
-        by.check(rows, 10)
-
-
 def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
     copy = shutil.copytree(model, tmp_path / "copy")
     before = judge.version(model, CHARTER)

@@ -87,7 +87,6 @@ def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
     assert parameters.keys() - kept.keys() == {n for n, p in parameters.items() if "layers" in n and p.ndim == 2}
     assert all(p.equal(parameters[name]) for name, p in kept.items())
     assert few.num_params() == model.num_params()
-    assert few.flops_per_token(32) == model.requires_grad_(False).flops_per_token(32)
     assert relative(few(IDX)[0], model(IDX)[0]) < (0.03 if base == "int8" else 0.3)
 
 
@@ -100,8 +99,3 @@ def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
     adapted = model(IDX)[0]
     lora.merge(model)
     torch.testing.assert_close(model(IDX)[0], adapted, rtol=1e-4, atol=1e-5)
-
-
-def test_parts_of_blocks_are_an_error():
-    with pytest.raises(ValueError, match=r"blocks of 64 weights, and a matrix of \(3, 63\)"):
-        to_nf4(gaussian(3, 63))

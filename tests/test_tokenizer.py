@@ -20,13 +20,7 @@ from tokenizer import EXACT, PATTERN, hf_files, train_bpe
 
 load = functools.cache(tokenizer.load)
 # Accents, ligatures, right to left, no spaces, marks, emoji with joiners, digits, line breaks, code, odd bytes.
-STRINGS = [
-    "", " ", "Hello, world!", "Grüezi mitenand, wie gaht's?", "Romansh: ‹Cun tuttas quaidas›", "مرحبا بالعالم ١٢٣",
-    "שלום עולם", "你好，世界。", "こんにちは世界", "สวัสดีชาวโลก", "नमस्ते दुनिया", "ᎣᏏᏲ ᎡᎶᎯ", "བོད་སྐད།", "👩‍👩‍👧‍👦🇨🇭",
-    "e\u0301 é ﬁ Ⅷ", "1234567890 3.14", "def f(x):\n\treturn x**2  # ok\r\n\r\n\n", "  \n  \n x   ", "CamelCaseXMLHttp",
-    "I'll you're", "a\x00\x7f\x80\xffz", "\u2028\ufeff", r"\begin{align} \frac{1}{2} \end{align}",
-    "write to <email-pii> or <ip-pii>", "ÄÖÜ" * 50, "!?" * 300, "\n" * 99,
-]
+STRINGS = json.loads(read_text(f"{GOLDEN}/strings.json"))
 CONTROL = "a</s>b<|user_start|>c<s><|assistant_end|><unk><SPECIAL_77>[TOOL_CALLS]"
 
 
@@ -91,7 +85,7 @@ def test_a_trained_vocabulary_encodes_as_rustbpe_does_and_reads_back(trained):
     ours, file, texts = trained
     theirs = rustbpe.Tokenizer()
     theirs.train_from_iterator(iter(texts), 700 - 64, pattern=PATTERN)
-    for text in STRINGS[:22]:       # those behind have control tokens
+    for text in STRINGS[:22]:       # the next two have control tokens
         assert ours.encode(text) == [64 + i for i in theirs.encode(text)]
     assert load(file).hash == load(f"bpe:{file}").hash == ours.hash and ours.vocab_size == 700
     assert train_bpe(["no pair is worth an id"], 320, file).vocab_size == 320
