@@ -3,7 +3,6 @@ import io
 import json
 import math
 import re
-import shutil
 import urllib.error
 import urllib.request
 
@@ -13,9 +12,9 @@ import transformers
 
 import convert
 import tokenizer
-from conftest import ROOT, script
+from conftest import ROOT
 from engine.files import read_json
-from lab import aligning
+from lab import aligning, run
 from posttrain import judge
 from tiny import small, write_rows
 from trained import log
@@ -197,15 +196,6 @@ def test_probabilities_are_those_of_transformers(model):
     assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
 
-def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
-    copy = shutil.copytree(model, tmp_path / "copy")
-    before = judge.version(model, CHARTER)
-    assert judge.version(str(copy), CHARTER) == before
-    (copy / "model.safetensors").write_bytes(b"others")
-    (tmp_path / "kind.md").write_text("Be kind.")
-    assert before not in (judge.version(str(copy), CHARTER), judge.version(model, tmp_path / "kind.md"))
-
-
 # -----------------------------------------------------------------------------
 # --rewards
 
@@ -215,8 +205,7 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, 
     write_rows(tmp_path / "prompts.jsonl", [dict(ROW, completions=["", "x" * 9])])
     served(rule)
     how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
-    done = script(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
-    assert done.returncode == 0, done.stderr
+    run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
     [file] = (tmp_path / "run").glob("references/rewards-*.json")
     [[of_refs, of_given]] = json.loads(file.read_text())
     assert of_given == [1, 4]

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import convert
-from conftest import same, script
+from conftest import same
 from engine.files import read_json
-from lab import ADAPTERS, tuning
+from lab import ADAPTERS, run, tuning
 from posttrain import lora
 from tiny import GOLDEN, tensors
 from trained import log
@@ -134,21 +134,20 @@ def answers(name, **how):
 
 def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tmp_path):
     """Within the rounding of fp32: the sum W x + s B A x, or of the matrices before the product."""
-    run = lab / "adapted"
-    assert sum(losses(run)[-3:]) < 0.95 * sum(losses(run)[:3])
-    want = answers(run)
-    assert answers(run / "adapter").equal(want)
+    adapted = lab / "adapted"
+    assert sum(losses(adapted)[-3:]) < 0.95 * sum(losses(adapted)[:3])
+    want = answers(adapted)
+    assert answers(adapted / "adapter").equal(want)
     assert not torch.allclose(answers(lab / "hf"), want, atol=1e-2)
-    close(peft.PeftModel.from_pretrained(published(lab / "hf"), run / "adapter")(IDX).logits, want)
-    done = script("convert.py", f"--load={run}", f"--save={tmp_path / 'hf'}", "--merge")
-    assert "100.0% of the adapters' update survives" in done.stdout, done.stderr
+    close(peft.PeftModel.from_pretrained(published(lab / "hf"), adapted / "adapter")(IDX).logits, want)
+    done = run("convert.py", f"--load={adapted}", f"--save={tmp_path / 'hf'}", "--merge")
+    assert "100.0% of the adapters' update survives" in done.stdout
     close(answers(tmp_path / "hf"), want)
 
 
 def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
     """The base model is recognised by its values in bf16 and in fp32."""
-    done = script(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
-    assert done.returncode == 0, done.stderr
+    run(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
     assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.1)
     for dtype in (None, torch.bfloat16):
         assert answers(tmp_path / "run", dtype=dtype).equal(answers(tmp_path / "run" / "adapter", dtype=dtype))

@@ -117,15 +117,6 @@ def written(case, date="2026-01-31"):
     return chat.marked(case["messages"], thinking=thinking, **options, date=date)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_chat_is_the_published_template(case):
-    apertus, text = load("apertus"), written(case)
-    ids, said = apertus.chat_ids(text)
-    assert text.translate(chat.SPELLED) == case["text"] and ids == case["ids"]
-    learnt = apertus.decode([i for i, mine in zip(ids, said) if mine])
-    assert learnt == case.get("learnt", learnt)
-
-
 def test_a_token_belongs_to_the_speaker_who_begins_it():
     ids, said = load("apertus").chat_ids(f"Hello wor{chat.BEGIN}ld agai{chat.END}n and")
     assert ids == load("apertus").encode("Hello world again and") and said == [False, False, True, False]
@@ -188,14 +179,24 @@ def test_merges_are_all_pairs_of_pieces_whose_union_is_one_in_the_order_of_ranks
     assert [(rank[a + b], rank[a], rank[b]) for a, b in model["merges"]] == want
 
 
-def test_our_template_in_transformers_is_our_chat_and_its_assistant_mask_what_we_train_on(tmp_path):
-    """Our exported template gives the published text; its mask is what TRL's assistant_only_loss goes by."""
-    hf = in_transformers(load("apertus"), tmp_path)
+def test_our_chat_is_the_published_template_and_ours_in_transformers_with_its_assistant_mask(tmp_path):
+    """The mask is what TRL's assistant_only_loss goes by. transformers writes today's date."""
+    apertus = load("apertus")
+    hf = in_transformers(apertus, tmp_path)
     for case in CASES:
-        messages, options = case["messages"], case["options"]
-        theirs = hf.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
-        ids, said = load("apertus").chat_ids(written(case, date=None))
-        assert theirs["input_ids"] == ids and theirs["assistant_masks"] == said
+        text = written(case)
+        assert text.translate(chat.SPELLED) == case["text"]
+        ids, said = apertus.chat_ids(text)
+        assert ids == case["ids"]
+        learnt = apertus.decode([i for i, mine in zip(ids, said) if mine])
+        assert learnt == case.get("learnt", learnt)
+        theirs = hf.apply_chat_template(
+            case["messages"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **case["options"],
+        )
+        assert (theirs["input_ids"], theirs["assistant_masks"]) == apertus.chat_ids(written(case, date=None))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
