@@ -24,7 +24,10 @@ DATE = "2025-01-01"
 def chat_row(*texts, **more):
     """A row of system, user, assistant, user, ..."""
     roles = ["system", *["user", "assistant"] * 9]
-    return dict(messages=[dict(role=role, content=text) for role, text in zip(roles, ("s", *texts))], **more)
+    return dict(
+        messages=[dict(role=role, content=text) for role, text in zip(roles, ("s", *texts))],
+        **more
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -47,8 +50,14 @@ def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
 
 def rows_like(n):
     """n conversations of different lengths, every second one without a system message."""
-    rows = [chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7)) for i in range(n)]
-    return [dict(messages=row["messages"][i % 2:]) for i, row in enumerate(rows)]
+    rows = [
+        chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7))
+        for i in range(n)
+    ]
+    return [
+        dict(messages=row["messages"][i % 2:])
+        for i, row in enumerate(rows)
+    ]
 
 
 def rendered(rows):
@@ -56,13 +65,24 @@ def rendered(rows):
 
 
 def everything(found):
-    return [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(len(found)))]
+    return [
+        (ids.tolist(), said.tolist())
+        for ids, said in map(found.__getitem__, range(len(found)))
+    ]
 
 
 def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
     """(the conversations, the reasons, the hash) of a --data, made anew if no folder is named."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenized(folder, tok, str(data), longest, date, Ranks(), **rules)
+    return conversations.tokenized(
+        folder,
+        tok,
+        str(data),
+        longest,
+        date,
+        Ranks(),
+        **rules
+    )
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
@@ -104,7 +124,10 @@ def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_pa
     rows = rows_like(9)
     folder = tmp_path / "in"
     folder.mkdir()
-    wide = [dict(row, embedding=[0.5] * 9, tools=None) for row in rows[:7]]
+    wide = [
+        dict(row, embedding=[0.5] * 9, tools=None)
+        for row in rows[:7]
+    ]
     write_parquet(folder / "a.parquet", wide, row_group_size=2)
     with gzip.open(folder / "b.jsonl.gz", "wt") as f:
         f.write("\n".join(map(json.dumps, rows[7:])))
@@ -119,7 +142,10 @@ def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_pa
 def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end_before_it_starts_anew():
     """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
     sizes = 40, 7, 300
-    numbers = np.concatenate([conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28) for step in range(14)])
+    numbers = np.concatenate([
+        conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
+        for step in range(14)
+    ])
     assert len(numbers) == 40 * sum(sizes)
     of_source = np.digitize(numbers, [40, 47])
     for end in (10, 11, 57, 1000, 9_999, 10_001, len(numbers)):
@@ -154,7 +180,10 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
     """A null licence is not in the allowlist."""
-    rows = [dict(row, license=license) for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))]
+    rows = [
+        dict(row, license=license)
+        for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
+    ]
     rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
     write_parquet(tmp_path / "a.parquet", rows)
     (tmp_path / "prompts.txt").write_text(QUESTION)

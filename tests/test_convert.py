@@ -39,7 +39,10 @@ def theirs(folder):
 
 def same(one, other):
     """Whether two models, ours or theirs, have the same parameters."""
-    (names, ours), (others, theirs) = (zip(*model.named_parameters()) for model in (one, other))
+    (names, ours), (others, theirs) = (
+        zip(*model.named_parameters())
+        for model in (one, other)
+    )
     return names == others and all(map(torch.equal, ours, theirs))
 
 
@@ -47,7 +50,12 @@ def same(one, other):
 def assert_known_to_transformers(folder, model, tok):
     """The same logits and the same ids there."""
     idx = ids(2, 40, high=320)
-    torch.testing.assert_close(theirs(folder)(idx).logits, model(idx)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        theirs(folder)(idx).logits,
+        model(idx)[0],
+        rtol=1e-5,
+        atol=1e-5
+    )
     assert transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == [tok.bos, *tok.encode(TEXT)]
 
 
@@ -119,7 +127,12 @@ def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
     """And both have the same fingerprint, which runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
     assert convert.fingerprint(whole)[:16] == convert.fingerprint(read)[:16] == "3c5c6cd11e153ed4"
-    torch.testing.assert_close(read.state_dict(), quantise(whole, base).state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        read.state_dict(),
+        quantise(whole, base).state_dict(),
+        rtol=0,
+        atol=0
+    )
     assert not any(p.requires_grad for p in read.parameters())
 
 

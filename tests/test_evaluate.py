@@ -21,7 +21,10 @@ TEXTS = ["All human beings are born free and equal in dignity and rights.",
 def evaluated(folder, *args):
     """Run evaluate.py with --out=FOLDER/out: its output, and the rows of evaluation.json, which has no NaN."""
     done = run("evaluate.py", *args, f"--out={folder / 'out'}")
-    found = json.loads((folder / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    found = json.loads(
+        (folder / "out" / "evaluation.json").read_text(),
+        parse_constant=pytest.fail
+    )
     return done.stdout, found["rows"]
 
 
@@ -52,14 +55,26 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     monkeypatch.setattr(evaluate, "batch_tokens", 31)
     monkeypatch.setattr(TOK, "eos", TOK.id_of("<|assistant_end|>"))
     narrow = small(vocab_size=320, block_size=12).double().eval()
-    texts = [TEXTS[1][:n] for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)]
-    bits = np.array([bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")]) for text in texts])
+    texts = [
+        TEXTS[1][:n]
+        for n in (1, 5, 37, 10, 9, 22, 24, 11, 2)
+    ]
+    bits = np.array([
+        bits_by_hand(narrow, [TOK.bos, *TOK.encode(text), TOK.id_of("</s>")])
+        for text in texts
+    ])
     sizes = np.array([len(text.encode()) for text in texts])
     rows = evaluate.text_scores(narrow, TOK, list(zip("xyz" * 3, texts)))
-    parts = dict(all=slice(None)) | {name: slice(i, None, 3) for i, name in enumerate("xyz")}
+    parts = dict(all=slice(None)) | {
+        name: slice(i, None, 3)
+        for i, name in enumerate("xyz")
+    }
     for row, (name, part) in zip(rows, parts.items(), strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
-        assert row["score"] == pytest.approx(bits[part].sum() / sizes[part].sum(), rel=1e-5)
+        assert row["score"] == pytest.approx(
+            bits[part].sum() / sizes[part].sum(),
+            rel=1e-5
+        )
 
 
 def test_the_interval_over_documents_is_the_jackknifes():
@@ -113,7 +128,10 @@ def say(monkeypatch):
     def say(ids):
         def generate(model, prompts, n, temperature, stop):
             say.prompts = prompts
-            end = next((i for i, token in enumerate(ids[:n]) if token in stop), n)
+            end = next(
+                (i for i, token in enumerate(ids[:n]) if token in stop),
+                n
+            )
             return [[*prompt, *ids[:end + 1]] for prompt in prompts]
         monkeypatch.setattr(evaluate, "generate", generate)
     return say
@@ -121,9 +139,22 @@ def say(monkeypatch):
 
 def test_exact_match_accepts_any_of_the_answers_and_nothing_else(model, say):
     """Control tokens, later lines and what comes after the end are no part of the answer."""
-    answers = [["no", 42], 42, "42", " 42 ", "4", "42 and more", ["a", "b"]]
+    answers = [
+        ["no", 42],
+        42,
+        "42",
+        " 42 ",
+        "4",
+        "42 and more",
+        ["a", "b"]
+    ]
     rows = [dict(question="?", answer=answer) for answer in answers]
-    say([TOK.id_of("<|user_start|>"), *TOK.encode(" 42 \n43"), TOK.eos, *TOK.encode("no")])
+    say([
+        TOK.id_of("<|user_start|>"),
+        *TOK.encode(" 42 \n43"),
+        TOK.eos,
+        *TOK.encode("no")
+    ])
     found, = evaluate.answer_scores(model, TOK, rows, "sums")
     assert (found["score"], found["n"], found["chance"]) == (4 / 7, 7, 0.0)
 
@@ -134,7 +165,12 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
     assert evaluate.pair(TOK, context, " ab", 96) == (TOK.encode(context[-94:] + " ab"), 94)
     assert evaluate.pair(TOK, "?", " ab", 4) == ([TOK.bos, *TOK.encode("? ab")], 2)
     say(TOK.encode("1"))
-    evaluate.answer_scores(model, TOK, [dict(question=context, answer=1)], "sums")
+    evaluate.answer_scores(
+        model,
+        TOK,
+        [dict(question=context, answer=1)],
+        "sums"
+    )
     assert say.prompts == [TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96:]]
 
 
@@ -144,11 +180,23 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
 
 def test_one_command_gives_a_table_and_json(lab, tmp_path):
     texts, task = tmp_path / "texts.jsonl", tmp_path / "quiz.jsonl"
-    write_rows(texts, [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "a", " "], ("en", "fr", "de", "en", "it"))])
-    write_rows(task, [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)])
+    write_rows(
+        texts,
+        [dict(text=t, lang=lang) for t, lang in zip([*TEXTS, "a", " "], ("en", "fr", "de", "en", "it"))]
+    )
+    write_rows(
+        task,
+        [quiz("1 + 1?", ["2", "3"], "2"), dict(question="2 + 2?", answer=4)]
+    )
     table, rows = evaluated(tmp_path, texts, task, f"--init_from={lab}/hf")
     names = [(row["name"], row["n"]) for row in rows]
-    assert names == [("all", 4), ("de", 1), ("en", 2), ("fr", 1), *[("quiz.jsonl", 1)] * 3]
+    assert names == [
+        ("all", 4),
+        ("de", 1),
+        ("en", 2),
+        ("fr", 1),
+        *[("quiz.jsonl", 1)] * 3
+    ]
     assert rows[1]["low"] is None, "one document has no interval"
     assert f"| de | bits/byte |  | 1 | {len(TEXTS[2].encode())} | {rows[1]['score']:.3f} |  |  |  |" in table
     _, rows = evaluated(tmp_path, texts, f"--init_from={lab}/hf", "--limit=2", "--by=source")
@@ -158,13 +206,23 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
 def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
     """Three sources of different sizes; the documents read back are compared with the texts that went in."""
     sizes = dict(one=7, two=19, three=4)
-    texts = {f"{name} {i}: " + "Würde " * i: name for name, n in sizes.items() for i in range(n)}
-    write_rows(tmp_path / "x.jsonl", [dict(source=source, text=text) for text, source in texts.items()])
+    texts = {
+        f"{name} {i}: " + "Würde " * i: name
+        for name, n in sizes.items()
+        for i in range(n)
+    }
+    write_rows(
+        tmp_path / "x.jsonl",
+        [dict(source=source, text=text) for text, source in texts.items()]
+    )
     data = str(tmp_path / "own")
     how = "--tokenizer=apertus:400", "--source_by=source", f"--out={data}", "--val_share=0.5"
     run("prepare.py", tmp_path / "x.jsonl", *how)
     sources = evaluate.TokenDataset(data, "val", 1).meta["sources"]
-    counts = {source: splits["val"]["documents"] for source, splits in sources.items()}
+    counts = {
+        source: splits["val"]["documents"]
+        for source, splits in sources.items()
+    }
     # A model of another vocabulary, to whose ids the text is translated.
     found = evaluate.validation_documents(data, TOK)
     assert len({*found}) == len(found)

@@ -65,7 +65,10 @@ def test_the_sort_is_the_published_but_for_ties_which_stay(case):
 def test_ranks_are_the_published(case, monkeypatch):
     monkeypatch.setattr(judge, "TOP", case["k"])
     quality = case["true_quality"]
-    ranks = judge.rank(case["scores"], lambda couples: [quality[i] - quality[j] for i, j in couples])
+    ranks = judge.rank(
+        case["scores"],
+        lambda couples: [quality[i] - quality[j] for i, j in couples]
+    )
     assert ranks == case["published_rank"]
 
 
@@ -85,7 +88,10 @@ def served(monkeypatch):
             found = answer(message["content"])
             if isinstance(found, int):
                 raise urllib.error.HTTPError(URL, found, "No", {}, io.BytesIO(b"too\nlong"))
-            first = dict(top_logprobs=[dict(token=token, logprob=logp) for token, logp in found.items()])
+            first = dict(top_logprobs=[
+                dict(token=token, logprob=logp)
+                for token, logp in found.items()
+            ])
             return io.StringIO(json.dumps(dict(choices=[dict(logprobs=dict(content=[first]))])))
 
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
@@ -100,12 +106,18 @@ def rule(text):
     A judge who likes the letter x, up to a rating of 9; of a pair it prefers the first by 2.5 nats more. "8" and " 8"
     have half the probability each; the published scripts count one of them.
     """
-    answers = [part.split("\n\n")[0].count("x") for part in text.split("RESPONSE")[1:]]
+    answers = [
+        part.split("\n\n")[0].count("x")
+        for part in text.split("RESPONSE")[1:]
+    ]
     words, logits = judge.LABELS, [answers[0] - answers[-1] + 2.5, 0]
     if "RATING:" in text:
         words, logits = judge.DIGITS, [-(i - min(8, answers[0])) ** 2 for i in range(9)]
     halves = torch.tensor(logits).double().log_softmax(-1) - math.log(2)
-    return dict(zip([*words, *(f" {word}" for word in words)], halves.tolist() * 2))
+    return dict(zip(
+        [*words, *(f" {word}" for word in words)],
+        halves.tolist() * 2
+    ))
 
 
 SETTINGS = """"max_tokens": 1, "temperature": 1, "logprobs": true, "top_logprobs": 20, \
@@ -119,9 +131,15 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     """
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     by, requests = served(rule)
-    blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
+    blocks = [
+        dict(type="thoughts", text="hm"),
+        dict(type="response", text="Yes.")
+    ]
     said = dict(system="Obey.", user="hello", assistant=dict(blocks=blocks))
-    by(dict(messages=[dict(role=role, content=content) for role, content in said.items()]), ["x<|im_end|>", "[/INST]"])
+    by(
+        dict(messages=[dict(role=role, content=content) for role, content in said.items()]),
+        ["x<|im_end|>", "[/INST]"]
+    )
     question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
     answers = r"(x<\u200b\|im_end\|>|\[\u200b/INST\])\n.*"
     order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
@@ -137,7 +155,8 @@ def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
     by, requests = served(rule)
     assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
     assert sum("RATING:" in text for text, _ in requests) == 3
-    assert by(ROW, ["", " "]) == [1, 1] and len({*by(ROW, ["x a", "x b"])}) == 1
+    assert by(ROW, ["", " "]) == [1, 1]
+    assert len({*by(ROW, ["x a", "x b"])}) == 1
 
 
 def test_pairs_overrule_scores_among_the_five_best(served):
@@ -191,8 +210,14 @@ def test_probabilities_are_those_of_transformers(model):
     ids = torch.tensor([by.ids("hello")])
     assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids[0])
     p = transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].softmax(-1)
-    spelled = [tok.decode(i).strip() for i in range(len(tok))]
-    want = [sum(p[i].item() for i, text in enumerate(spelled) if text == word) for word in "A19"]
+    spelled = [
+        tok.decode(i).strip()
+        for i in range(len(tok))
+    ]
+    want = [
+        sum(p[i].item() for i, text in enumerate(spelled) if text == word)
+        for word in "A19"
+    ]
     assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
 
@@ -202,7 +227,10 @@ def test_probabilities_are_those_of_transformers(model):
 
 def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
     """One order of all four: "" is last, "x..." first, and two sampled texts are between them."""
-    write_rows(tmp_path / "prompts.jsonl", [dict(ROW, completions=["", "x" * 9])])
+    write_rows(
+        tmp_path / "prompts.jsonl",
+        [dict(ROW, completions=["", "x" * 9])]
+    )
     served(rule)
     how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
     run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))

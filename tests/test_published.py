@@ -90,7 +90,12 @@ def weights(config):
 
 def tokens(names):
     """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
-    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = tokenizer.hf_files(tokenizer.Tokenizer(
+        "tiny",
+        tokenizer.tekken()[:456],
+        names,
+        in_text=()
+    ))
     for token in files["tokenizer.json"]["added_tokens"]:
         token["special"] = token["content"] not in tokenizer.NAMED[14:18]
     return files
@@ -124,7 +129,10 @@ def as_mini(folder):
     """Tied, the head stored beside all the same (572.6M on the hub for 438.3M). Its template has these tokens."""
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors"
+    )
     write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
     return model
 
@@ -156,7 +164,10 @@ def as_omni(folder):
         tensor = tensor[:TEXT].clone() if name == "lm_head.weight" else tensor
         laid_out[name.replace("model.", "model.language_model.", 1)] = tensor
     save_file(laid_out, folder / "model.safetensors")
-    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
+    files = tokens({
+        RENAMED.get(i, name): i
+        for name, i in tokenizer.SPECIAL.items()
+    })
     own = files["tokenizer.json"]
     own["normalizer"] = json.loads(NORMALIZER)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
@@ -188,7 +199,12 @@ def hub(tmp_path_factory):
 def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path, name, ends):
     """A Mini's config says pad_token_id 3, which is [INST] there: <pad> is taken by its name."""
     model, tok = convert.load_any(name, dtype=torch.float32)
-    idx = torch.randint(1000, TEXT, (2, 40), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(
+        1000,
+        TEXT,
+        (2, 40),
+        generator=torch.Generator().manual_seed(0)
+    )
     wanted = hub[name](idx).logits[..., :TEXT]
     torch.testing.assert_close(model(idx)[0], wanted, rtol=1e-5, atol=1e-5)
     convert.save_hf(model, str(tmp_path), tok)

@@ -43,7 +43,12 @@ def test_losses_are_the_published_implementations(case):
     length = both("len") if case.get("length_norm", case["loss"] == "simpo") else 1.0
     quantiles = losses.quantile(both("reward"), golden("ref_rewards"))
     q = losses.TRANSFORMS[kind](quantiles, 7)
-    beta = losses.effective_beta(q, length, case["beta"], case.get("clamp", 0.0))
+    beta = losses.effective_beta(
+        q,
+        length,
+        case["beta"],
+        case.get("clamp", 0.0)
+    )
     log_z = beta * beta.log() + 1 if kind == "identity" else losses.beta_log_z(beta, kind)
     known = SimpleNamespace(
         ref=both("ref_logp"),
@@ -61,7 +66,11 @@ def test_losses_are_the_published_implementations(case):
 def test_partition_functions_are_the_integrals(beta):
     """log E exp(log t / beta) is log(beta / (1 + beta)); log E exp(x / beta) of a standard normal is 1 / (2 beta^2)."""
     z = integrate.quad(lambda t: math.exp((t - 1) / beta), 0, 1)[0]         # Z e^(-1/beta), which does not overflow
-    want = [beta * math.log(z) + 1, beta * math.log(beta / (1 + beta)), 1 / (2 * beta)]
+    want = [
+        beta * math.log(z) + 1,
+        beta * math.log(beta / (1 + beta)),
+        1 / (2 * beta)
+    ]
     assert [losses.beta_log_z(beta, kind) for kind in losses.LOG_Z] == pytest.approx(want, abs=1e-9)
     assert losses.beta_log_z(torch.tensor([1e-6, 1e3])).isfinite().all()
 
@@ -78,7 +87,10 @@ def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
 def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it():
     """A quarter passes. The mass, sum_y pi_ref exp(target / beta), should be 1, as it is for rewards without ties."""
     beta = torch.tensor(0.1, dtype=torch.float64)
-    r = torch.tensor([0.0] * 75 + [1.0] * 25, dtype=torch.float64)
+    r = torch.tensor(
+        [0.0] * 75 + [1.0] * 25,
+        dtype=torch.float64
+    )
     q = losses.quantile(r, r)
     uniform, discrete = (
         torch.exp((q - log_z) / beta).mean().item()
@@ -117,11 +129,17 @@ FIXED = "r", "ref", "target", "beta"
 def pair_of(plain, row, norm, ties):
     """A row as a pair, the better completion first: rewards r, logp() of both, as it is now (ref), target and beta."""
     _, prompt = TOK.chat(row["messages"], add_generation_prompt=True)
-    r, texts = zip(*sorted(zip(row["rewards"], row["completions"]), reverse=True))
+    r, texts = zip(*sorted(
+        zip(row["rewards"], row["completions"]),
+        reverse=True
+    ))
     said = [TOK.encode(text) + [END] for text in texts]
 
     def logp():
-        return torch.stack([plain.logp(prompt + ids)[len(prompt) - 1:].sum() for ids in said])
+        return torch.stack([
+            plain.logp(prompt + ids)[len(prompt) - 1:].sum()
+            for ids in said
+        ])
 
     refs = torch.tensor(row["ref_rewards"]).double()
     size = torch.tensor([len(ids) for ids in said]).double()
@@ -148,10 +166,19 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, how, norm, ti
         --beta_max=0.25 --ties={ties} --optimizer={optimizer} --grad_clip={clip} --lr=1e-2 --eps=1e-2
         --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
     plain = Plain(lab / "sft")
-    pairs = [pair_of(plain, row, norm, ties) for row in chat.read_rows(COUPLES)]
+    pairs = [
+        pair_of(plain, row, norm, ties)
+        for row in chat.read_rows(COUPLES)
+    ]
     for step, found in enumerate(align(lab, tmp_path / "run", *how.split())):
-        batch = [pairs[k] for k in common.items(step, 2, 4, 1, 28)]
-        r, ref, target, beta = (torch.stack([getattr(p, name) for p in batch]) for name in FIXED)
+        batch = [
+            pairs[k]
+            for k in common.items(step, 2, 4, 1, 28)
+        ]
+        r, ref, target, beta = (
+            torch.stack([getattr(p, name) for p in batch])
+            for name in FIXED
+        )
         ratio = torch.stack([p.logp() for p in batch]) - ref
         loss = (target - beta * ratio).square().mean()
         loss.backward()
@@ -165,7 +192,15 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, how, norm, ti
         )
         for name, number in want.items():
             assert found[name] == pytest.approx(number.item(), rel=2e-5, abs=2e-5), name
-        plain.update(step + 1, 2, (1e-2, 5e-3)[step], clip, 1e-2, 0.1, optimizer == "adamw")
+        plain.update(
+            step + 1,
+            2,
+            (1e-2, 5e-3)[step],
+            clip,
+            1e-2,
+            0.1,
+            optimizer == "adamw"
+        )
     assert plain.distance(convert.load_run(str(tmp_path / "run"))[0]) < 1e-3
 
 
@@ -181,7 +216,10 @@ def test_references_on_disk_are_sampled_ids_and_their_rewards(lab):
         for stage in ("samples-2", "rewards")
     )
     assert [len(ids) for ids in sampled] == [6] * 6
-    assert rewards == [[[reward("", references.words(TOK, said)) for said in ids], []] for ids in sampled]
+    assert rewards == [
+        [[reward("", references.words(TOK, said)) for said in ids], []]
+        for ids in sampled
+    ]
 
 
 @pytest.mark.parametrize("loo, q", [(1, [0.5, 0.5, 1]), (0, [2 / 3, 2 / 3, 1])])
@@ -190,9 +228,17 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
     monkeypatch.setattr(qrpo, "loo", loo)
     refs = [[5, END], [6, END], [7]]
     given = [[5, 6, END], [5] * 7 + [END]]
-    prompt = SimpleNamespace(ids=[1, 2], refs=refs, given=given, rated=([1.0, 1.0, 9.0], [9.0, 9.0]))
+    prompt = SimpleNamespace(
+        ids=[1, 2],
+        refs=refs,
+        given=given,
+        rated=([1.0, 1.0, 9.0], [9.0, 9.0])
+    )
     found = qrpo.candidates(SimpleNamespace(tok=TOK, longest=9), prompt)
-    assert [c.text for c in found] == [([1, 2], ids) for ids in (*refs[:2], given[0])]
+    assert [c.text for c in found] == [
+        ([1, 2], ids)
+        for ids in (*refs[:2], given[0])
+    ]
     assert [c.length for c in found] == [2, 2, 3]
     assert [c.q for c in found] == found[0].own.tolist() == pytest.approx(q)
 
@@ -204,7 +250,10 @@ def pairs_of(monkeypatch):
         for name, value in (dict(pairs_per_prompt=0) | settings).items():
             monkeypatch.setattr(qrpo, name, value)
         pool = [SimpleNamespace(reward=r, q=r / 10) for r in rewards]
-        return [(better.reward, worse.reward) for better, worse in qrpo.pairs_of(i, pool)]
+        return [
+            (better.reward, worse.reward)
+            for better, worse in qrpo.pairs_of(i, pool)
+        ]
 
     return pairs_of
 
@@ -222,8 +271,7 @@ def test_pairs_are_disjoint_and_the_better_one_comes_first(pairs_of):
 @pytest.mark.parametrize("n, worse", [(10, [0, 1, 2]), (3, [0, 1, 2, 3])])
 def test_best_pairs_set_the_best_against_the_worst_fifth_or_the_worst_of_a_few(pairs_of, n, worse):
     """Apertus: quantile <= max(.2, 1/n). The one of quantile .3 is taken where n = 3."""
-    found = pairs_of([3, 1, 10, 2, 0, 9], pairs="best", n_refs=n)
-    assert sorted(found) == [(10, k) for k in worse]
+    assert sorted(pairs_of([3, 1, 10, 2, 0, 9], pairs="best", n_refs=n)) == [(10, k) for k in worse]
 
 
 def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypatch):
@@ -239,7 +287,10 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
     assert found.ids == TOK.chat(**good, add_generation_prompt=True, date="2025-09-02")[1]
-    assert bad == {why: (1, f"line {n}") for n, why in enumerate(reasons, 1)}
+    assert bad == {
+        why: (1, f"line {n}")
+        for n, why in enumerate(reasons, 1)
+    }
 
 
 # -----------------------------------------------------------------------------
@@ -255,9 +306,12 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
     for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="gave 1 rewards for 6").items():
         refused(script(*aligning(lab, *with_reward(wrong))), f"line 1: --rewards={lab}/reward.py:{wrong} ", says)
     [samples] = (tmp_path / "refs").glob("samples-*")
-    before = samples.stat().st_mtime_ns
-    one, two = (align(lab, *with_reward(name)) for name in ("one", "two"))
-    assert samples.stat().st_mtime_ns == before
+    before = samples.stat()
+    one, two = (
+        align(lab, *with_reward(name))
+        for name in ("one", "two")
+    )
+    assert samples.stat().st_mtime_ns == before.st_mtime_ns
     assert one[0]["reward"] > 0 > two[0]["reward"]
 
 
@@ -273,7 +327,12 @@ def test_a_reward_function_gets_what_it_asks_for(tmp_path, signature, body, want
     """The last question and the answer, and the row too; or the row and all answers."""
     (tmp_path / "r.py").write_text(f"def {signature}:\n    return {body}\n")
     parts = [dict(type="text", text=part) for part in ("sec", "ond")]
-    row = chat_row(user("first"), assistant("x"), user(parts), gold=7)
+    row = chat_row(
+        user("first"),
+        assistant("x"),
+        user(parts),
+        gold=7
+    )
     assert list(references.load_reward(f"{tmp_path}/r.py", "cpu")(row, ["yes", "a"])) == want
 
 
@@ -284,5 +343,8 @@ def test_another_reward_equal_ones_or_log_probs_of_another_model_are_errors(lab,
     (tmp_path / "r.py").write_text("def reward(prompt, completion): return 1")
     refused(script(*new, f"--rewards={tmp_path}/r.py"), "nothing to learn from")
     for file in (old / "references").glob("logp-*.json"):
-        file.write_text(json.dumps([x - 5 for x in common.contents(file)]))
+        file.write_text(json.dumps([
+            x - 5
+            for x in common.contents(file)
+        ]))
     assert "differs from its own reference log-probs" in script(*new).stderr

@@ -34,7 +34,8 @@ def test_nf4_is_bitsandbytes_bit_for_bit_and_its_maxima_are_ten_times_as_precise
     """Against its 8 bits for a maximum (compress_statistics=True). fp16 has 11 bits."""
     w, decoded, maxima = (BITSANDBYTES[name] for name in ("w", "decoded", "maxima"))
     q, halves = to_nf4(w)
-    assert CODE.equal(BITSANDBYTES["code"]) and q.flatten().equal(BITSANDBYTES["packed"].flatten())
+    assert CODE.equal(BITSANDBYTES["code"])
+    assert q.flatten().equal(BITSANDBYTES["packed"].flatten())
     assert halves.equal(maxima.half())
     assert dense(q, maxima, w.shape, torch.float32).equal(decoded)
     assert 10 * relative(Quantised(w, "nf4").dense(), decoded) < relative(BITSANDBYTES["double_decoded"], decoded)
@@ -49,7 +50,8 @@ def test_error_and_bits_of_gaussian_weights_are_those_of_the_formats(base, error
     assert relative(layer.dense(), w) == pytest.approx(error, rel=0.03)
     assert not layer.dense()[3].any()
     stored = sum(part.nbytes for part in layer.buffers()) * 8 / w.numel()
-    assert stored == pytest.approx(bits, rel=1e-4) and not list(layer.parameters())
+    assert stored == pytest.approx(bits, rel=1e-4)
+    assert not list(layer.parameters())
 
 
 @both
@@ -65,8 +67,15 @@ def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_laye
     for product in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
         y = product(x)
         torch.testing.assert_close(y, want)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x, retain_graph=True), exact)
-    kept = {t.dtype for t in y.grad_fn.saved_tensors if t.numel() >= 256 * 128 // 2}
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sum(), x, retain_graph=True),
+            exact
+        )
+    kept = {
+        t.dtype
+        for t in y.grad_fn.saved_tensors
+        if t.numel() >= 256 * 128 // 2
+    }
     assert len(kept) == 1 and kept < {torch.int8, torch.uint8}
 
 
@@ -84,18 +93,33 @@ def test_a_few_rows_in_bf16_are_multiplied_in_8_bits(rows):
 def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
     model, few = wide(), quantise(wide(), base)
     parameters, kept = (dict(m.named_parameters()) for m in (model, few))
-    assert parameters.keys() - kept.keys() == {n for n, p in parameters.items() if "layers" in n and p.ndim == 2}
-    assert all(p.equal(parameters[name]) for name, p in kept.items())
+    assert parameters.keys() - kept.keys() == {
+        n
+        for n, p in parameters.items()
+        if "layers" in n and p.ndim == 2
+    }
+    assert all(
+        p.equal(parameters[name])
+        for name, p in kept.items()
+    )
     assert few.num_params() == model.num_params()
     assert relative(few(IDX)[0], model(IDX)[0]) < (0.03 if base == "int8" else 0.3)
 
 
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
-    model = lora.adapt(quantise(wide(), "nf4"), lora.settings_of(4, 8, "all"))
+    model = lora.adapt(
+        quantise(wide(), "nf4"),
+        lora.settings_of(4, 8, "all")
+    )
     model(IDX, IDX)[1].backward()
     for layer in lora.adapted(model).values():
         assert layer.lora_B.weight.grad.any()
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)[0]
     lora.merge(model)
-    torch.testing.assert_close(model(IDX)[0], adapted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        model(IDX)[0],
+        adapted,
+        rtol=1e-4,
+        atol=1e-5
+    )
