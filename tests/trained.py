@@ -11,7 +11,6 @@ import pytest
 
 from conftest import same, script, weights
 from engine import checkpoint
-from tiny import write_rows
 
 # 20 steps of 8 samples, of which the first 2 warm up and the last 6 decay: 30 %. SwiGLU, since the slope of xIELU jumps
 # just left of 0, where two CPUs may fall on different sides.
@@ -38,10 +37,11 @@ def corpus(root, *args):
     """
     os.makedirs(root, exist_ok=True)
     files = [f"{root}/{name}.jsonl" for name in "ab"]
-    texts = [f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23)) for i in range(400)]
-    rows = [dict(text=text[:5 + i * 13 % 56]) for i, text in enumerate(texts)]
     for first, path in enumerate(files):
-        write_rows(Path(path), rows[first::2])
+        with open(path, "w", encoding="utf-8") as f:
+            for i in range(first, 400, 2):
+                text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
+                print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
     how = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
     done = script("prepare.py", *files, *how, *args)
     assert done.returncode == 0, done.stderr
