@@ -8,6 +8,7 @@ the Minis' control tokens are Mistral-Nemo's (mistral-common, tekken.py), their 
 1.5's tokenizer is made as swiss-ai/apertus-omni-tokenizer makes it, its weights lie as in transformers' conversion
 script for it.
 """
+import hashlib
 import json
 import shutil
 
@@ -245,8 +246,11 @@ def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, 
     assert asked == [["config.json"], ["*.safetensors", "*.json", "chat_template.jinja"]]
 
 
-def test_a_chat_template_without_all_published_tokens_is_refused(hub, tmp_path):
-    folder = shutil.copytree(convert.local(NAME), tmp_path / "other")
-    (folder / "chat_template.jinja").write_text(str(tokenizer.CHAT[:-1]))
+def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_refused(hub, tmp_path, monkeypatch):
+    folder = str(shutil.copytree(convert.local(NAME), tmp_path / "other"))
+    (tmp_path / "other" / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
-        convert.load_any(str(folder), chat=True)
+        convert.load_any(folder, chat=True)
+    known = hashlib.sha256(b"another").hexdigest(), tokenizer.CHAT, "system"
+    monkeypatch.setattr(tokenizer, "FORMATS", [known])
+    assert tokenizer.load_for(folder).system == "system"
