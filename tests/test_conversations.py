@@ -1,10 +1,10 @@
 """posttrain/conversations.py: rows of any form, files of any kind, mixtures of them, and the rows that are left out."""
-import collections
 import gzip
 import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -15,73 +15,33 @@ from conftest import ROOT
 from engine import readers
 from engine.parallel import Ranks
 from posttrain import conversations
+from tiny import write_rows
 
 TOK = tokenizer.load("byte")
 DATE = "2025-01-01"
 
 
-def turn(role, content):
-    return dict(role=role, content=content)
-
-
 def chat_row(*texts, **more):
-    """A row of user, assistant, user, ... after a system message."""
+    """A row of system, user, assistant, user, ..."""
     roles = ["system", *["user", "assistant"] * 9]
-    return dict(messages=[turn(role, text) for role, text in zip(roles, ("s", *texts))], **more)
-
-
-def ids_of(row):
-    return chat.learnable(TOK, row, 10_000, DATE)
-
-
-def write_rows(path, rows):
-    path.write_text("\n\n".join(map(json.dumps, rows)))
+    return dict(
+        messages=[dict(role=role, content=text) for role, text in zip(roles, ("s", *texts))],
+        **more
+    )
 
 
 # -----------------------------------------------------------------------------
 # the forms
 
-SAME = chat_row("2+2?", "4")
-ROWS = Path(ROOT, "tests", "rows.txt").read_text().splitlines()[1:]
+ROWS = [line for line in Path(ROOT, "tests", "rows.txt").read_text().splitlines() if line[0] != "#"]
 
 
 @pytest.mark.parametrize("line", ROWS)
 def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     """A row with messages and more, as in ultrachat_200k, is read by its messages."""
     why, _, row = line.partition(" | ")
-    want = ids_of(SAME) if why == "SAME" else why.replace("ODD", chat.ODD)
-    assert chat.learnable(TOK, json.loads(row), 100, DATE) == want
-
-
-# Source: PROMPT_DICT of tatsu-lab/stanford_alpaca, train.py.
-PROMPT_DICT = {
-    "3 and {4}": (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
-    ),
-    "": (
-        "Below is an instruction that describes a task. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\n{instruction}\n\n### Response:"
-    ),
-}
-
-
-@pytest.mark.parametrize("given", PROMPT_DICT)
-def test_alpacas_row_is_asked_as_alpaca_was(given):
-    row = dict(instruction="Add {them}.", input=given, output="7", system="s")
-    assert ids_of(row) == ids_of(chat_row(PROMPT_DICT[given].format_map(row), "7"))
-
-
-def test_sharegpts_calls_of_tools_are_openais():
-    tool = dict(name="f", description="a tool")
-    turns = dict(human="go", function_call='{"name": "f", "arguments": {"x": 1}}', observation="OUT", gpt="ok")
-    row = dict(conversations=[{"from": who, "value": text} for who, text in turns.items()], tools=json.dumps([tool]))
-    call = dict(type="function", function=dict(name="f", arguments='{"x": 1}'))
-    asked = turn("assistant", None) | dict(tool_calls=[call])
-    openai = [turn("user", "go"), asked, turn("tool", "OUT"), turn("assistant", "ok")]
-    assert ids_of(row) == ids_of(dict(messages=openai, tools=[tool])) and isinstance(ids_of(row), tuple)
+    want = chat.render(TOK, json.loads(why), DATE) if why[0] == "{" else why.replace("ODD", chat.ODD)
+    assert chat.learnable(TOK, json.loads(row), 600, DATE) == want
 
 
 # -----------------------------------------------------------------------------
@@ -90,39 +50,54 @@ def test_sharegpts_calls_of_tools_are_openais():
 
 def rows_like(n):
     """n conversations of different lengths, every second one without a system message."""
-    rows = [chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7)) for i in range(n)]
-    return [dict(messages=row["messages"][i % 2:]) for i, row in enumerate(rows)]
+    rows = [
+        chat_row(f"{i}?" * (1 + i % 5), "é" * (1 + i % 7))
+        for i in range(n)
+    ]
+    return [
+        dict(messages=row["messages"][i % 2:])
+        for i, row in enumerate(rows)
+    ]
 
 
 def rendered(rows):
-    return [chat.render(TOK, row, DATE)[0] for row in rows]
+    return [chat.render(TOK, row, DATE) for row in rows]
 
 
 def everything(found):
-    return [found[k][0].tolist() for k in range(len(found))]
+    return [
+        (ids.tolist(), said.tolist())
+        for ids, said in map(found.__getitem__, range(len(found)))
+    ]
 
 
 def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
     """(the conversations, the reasons, the hash) of a --data, made anew if no folder is named."""
     folder = str(tmp_path / (folder or f"ids-{len(os.listdir(tmp_path))}"))
-    return conversations.tokenized(folder, tok, str(data), longest, date, Ranks(), **rules)
+    return conversations.tokenized(
+        folder,
+        tok,
+        str(data),
+        longest,
+        date,
+        Ranks(),
+        **rules
+    )
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
-    """Four bytes a token; parts of 300 bytes, so that conversations begin before, at and after their borders."""
+    """Parts of 300 bytes, so that conversations begin before, at and after their borders."""
     rows = rows_like(40)
     rows[7] = rows[31] = chat_row("?")
     write_rows(tmp_path / "chats.jsonl", rows)
-    want = [chat.render(TOK, row, DATE) for row in rows if row is not rows[7]]
-    for part in (300, len(json.dumps(rows[0])) + 2, 2**26):
+    want = rendered(row for row in rows if row is not rows[7])
+    for part in (300, len(json.dumps(rows[0])) + 1, 2**26):
         monkeypatch.setattr(readers, "PART", part)
-        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl", str(part))
-        assert bad == {"no assistant turn": (2, "line 15 of chats.jsonl")}
-        assert [(ids.tolist(), said.tolist()) for ids, said in map(found.__getitem__, range(len(found)))] == want
+        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl")
+        assert bad == {"no assistant turn": (2, "line 8 of chats.jsonl")}
+        assert everything(found) == want
         assert found.tokens == sum(len(ids) for ids, _ in want)
         assert found.learnt == sum(sum(said) for _, said in want)
-        sizes = [f.stat().st_size for f in (tmp_path / str(part)).glob("*.ids")]
-        assert sum(sizes) == 4 * found.tokens and (len(sizes) > 10) == (part < 2**20)
 
 
 def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_path, monkeypatch):
@@ -130,15 +105,14 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     data = tmp_path / "chats.jsonl"
     write_rows(data, rows_like(40))
     whole = everything(read(tmp_path, data, "tokens")[0])
-    first, *others = sorted((tmp_path / "tokens").glob("*.ids"))
+    first, second, *_ = sorted((tmp_path / "tokens").glob("*.ids"))
     os.remove(first.with_suffix(".json"))               # killed between the two files
     first.write_bytes(b"half")
-    before = [other.stat().st_mtime_ns for other in others]
+    before = second.stat().st_mtime_ns
     assert everything(read(tmp_path, data, "tokens")[0]) == whole
-    assert [other.stat().st_mtime_ns for other in others] == before != []
+    assert second.stat().st_mtime_ns == before
     for change in dict(date="2026-01-01"), dict(tok=tokenizer.load("apertus:300")), dict(longest=75):
-        changed = everything(read(tmp_path, data, "tokens", **change)[0])
-        assert changed == ([ids for ids in whole if len(ids) <= 75] if "longest" in change else changed) != whole
+        assert everything(read(tmp_path, data, "tokens", **change)[0]) != whole
 
 
 def write_parquet(path, rows, **how):
@@ -148,16 +122,17 @@ def write_parquet(path, rows, **how):
 def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_path):
     """Four row groups; a column that is not read, and one that is null."""
     rows = rows_like(9)
-    want = rendered(rows)
     folder = tmp_path / "in"
-    os.makedirs(folder / "deeper")
-    wide = [dict(row, embedding=[0.5] * 9, tools=None) for row in rows[:7]]
+    folder.mkdir()
+    wide = [
+        dict(row, embedding=[0.5] * 9, tools=None)
+        for row in rows[:7]
+    ]
     write_parquet(folder / "a.parquet", wide, row_group_size=2)
-    with gzip.open(folder / "deeper" / "b.jsonl.gz", "wt") as f:
+    with gzip.open(folder / "b.jsonl.gz", "wt") as f:
         f.write("\n".join(map(json.dumps, rows[7:])))
     (folder / "README.md").write_text("# A data set")
-    for data, part in (folder / "a.parquet", want[:7]), (folder, want), (folder / "**" / "*.gz", want[7:]):
-        assert everything(read(tmp_path, data)[0]) == part
+    assert everything(read(tmp_path, folder)[0]) == rendered(rows)
 
 
 # -----------------------------------------------------------------------------
@@ -167,29 +142,33 @@ def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_pa
 def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end_before_it_starts_anew():
     """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
     sizes = 40, 7, 300
-    numbers = [k for step in range(14) for k in conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28).tolist()]
+    numbers = np.concatenate([
+        conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
+        for step in range(14)
+    ])
     assert len(numbers) == 40 * sum(sizes)
-    of_source = [0 if k < 40 else 1 if k < 47 else 2 for k in numbers]
+    of_source = np.digitize(numbers, [40, 47])
     for end in (10, 11, 57, 1000, 9_999, 10_001, len(numbers)):
-        counts = collections.Counter(of_source[:end])
-        assert all(abs(counts[source] - share * end) < 2 for source, share in enumerate((0.6, 0.3, 0.1)))
-    small = [k for k in numbers if 40 <= k < 47]
-    rounds = [small[i:i + 7] for i in range(0, len(small) - 6, 7)]
-    assert all(sorted(once) == list(range(40, 47)) for once in rounds)
-    assert len(set(map(tuple, rounds))) > 300
-    assert sorted([k for k in numbers if k >= 47][:300]) == list(range(47, 347))
+        counts = np.bincount(of_source[:end], minlength=3)
+        assert (abs(counts - np.array([0.6, 0.3, 0.1]) * end) < 2).all()
+    small = numbers[of_source == 1]
+    rounds = small[:len(small) // 7 * 7].reshape(-1, 7)
+    assert (np.sort(rounds) == range(40, 47)).all()
+    assert len(np.unique(rounds, axis=0)) > 300
+    assert sorted(numbers[of_source == 2][:300]) == list(range(47, 347))
 
 
 def test_the_hash_of_a_mixture_has_all_contents_and_weights_and_the_lines_say_the_shares(tmp_path):
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     write_rows(tmp_path / "a.jsonl", rows_like(3))
-    write_rows(tmp_path / "b.jsonl", rows_like(4))
-    hashes = [read(tmp_path, data)[2] for data in (a, {a: 1, b: 2}, {a: 1, b: 2}, {a: 1, b: 1}, {b: 1, a: 2})]
-    write_rows(tmp_path / "b.jsonl", rows_like(5))
-    found, bad, changed = read(tmp_path, {a: 1, b: 2})
-    assert hashes[1] == hashes[2] and len({*hashes, changed}) == 5 and found.sizes == [3, 5]
-    first, second, total = conversations.described(found, bad, {a: 1, b: 2}, 3)
-    assert first == f"{a}: 3 conversations, 33.3% of the run, each seen 2.67 times" and "66.7%" in second
+    hashes = set()
+    for n, weights in (4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2}):
+        write_rows(tmp_path / "b.jsonl", rows_like(n))
+        found, bad, sha = read(tmp_path, weights)
+        hashes.add(sha)
+    assert len(hashes) == 4 and found.sizes == [3, 5]
+    first, second, total = conversations.described(found, bad, weights, 3)
+    assert first == f"{a}: 3 conversations, 33.3% of the run, each seen 2.67 times"
     assert total == f"{found.tokens:,} tokens, {found.learnt:,} of them learnt"
 
 
@@ -200,8 +179,11 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 
 
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
-    """A null licence is not in the allowlist; rows without the column are an error."""
-    rows = [dict(row, license=license) for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))]
+    """A null licence is not in the allowlist."""
+    rows = [
+        dict(row, license=license)
+        for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
+    ]
     rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
     write_parquet(tmp_path / "a.parquet", rows)
     (tmp_path / "prompts.txt").write_text(QUESTION)
@@ -210,9 +192,5 @@ def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_
     assert everything(found) == rendered([rows[0], rows[3]])
     assert bad == {"license": (2, "row 2 of a.parquet"), "contaminated": (1, "row 5 of a.parquet")}
     assert identity != read(tmp_path, tmp_path / "a.parquet", keep_licenses="mit, cc0")[2]
-    write_rows(tmp_path / "b.jsonl", rows_like(2))
-    with pytest.raises(ValueError, match="no column license in the data; it has messages"):
-        read(tmp_path, tmp_path / "b.jsonl", keep_licenses="mit")
-    write_rows(tmp_path / "b.jsonl", [chat_row("?")])
-    with pytest.raises(ValueError, match="b.jsonl: none of 1 conversations can be learnt from: 1 no assistant turn"):
-        read(tmp_path, tmp_path / "b.jsonl")
+    with pytest.raises(ValueError, match="a.parquet: none of 5 conversations can be learnt from: 5 license"):
+        read(tmp_path, tmp_path / "a.parquet", keep_licenses="gpl")

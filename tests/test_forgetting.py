@@ -1,16 +1,12 @@
 """posttrain/forgetting.py: a run has lost what evaluate.py finds, and measuring changes no bit of it."""
-import json
-
 import pytest
 
-import evaluate
 import tokenizer
 from conftest import refused, same, script, weights
 from engine.files import read_json
-from engine.parallel import Ranks
-from lab import tuning
+from lab import run, tuning
 from posttrain import forgetting
-from tiny import small
+from tiny import write_rows
 from trained import killed_after, log
 
 TOK = tokenizer.load("byte")
@@ -21,40 +17,49 @@ TEXTS = ["All human beings are born free. " * 30, "Würde und Rechte", "Tous les
 def watched(lab, tmp_path_factory):
     """A run of SFT with old text, old.jsonl, next to it. Without, it is the run sft/ of the lab."""
     root = tmp_path_factory.mktemp("forgetting")
-    (root / "old.jsonl").write_text("\n".join(json.dumps(dict(text=text)) for text in TEXTS))
-    done = script(*tuning(lab, root / "run", f"--old={root}/old.jsonl", "--old_every=8", "--old_windows=0"))
-    assert done.returncode == 0, done.stderr
+    write_rows(root / "old.jsonl", [dict(text=text) for text in TEXTS])
+    done = run(*tuning(lab, root / "run", f"--old={root}/old.jsonl", "--old_every=8", "--old_windows=0"))
     (root / "said").write_text(done.stdout)
     return root
 
 
 def test_a_run_measures_before_on_the_way_and_after_and_ends_in_the_same_bits(lab, watched):
     assert same(weights(watched / "run"), weights(lab / "sft"))
-    found = [(entry["step"], entry["old_bpb"]) for entry in log(watched / "run", "old_bpb")]
-    assert [step for step, _ in found] == [0, 7, 15, 19]
+    found = {
+        entry["step"]: entry["old_bpb"]
+        for entry in log(watched / "run", "old_bpb")
+    }
+    assert [*found] == [0, 7, 15, 19]
     told = read_json(watched / "run" / "summary.json")
-    assert (told["old_before"], told["old_after"]) == pytest.approx((found[0][1], found[-1][1]))
+    assert (told["old_before"], told["old_after"]) == pytest.approx((found[0], found[19]))
 
 
 def test_what_was_lost_is_what_evaluate_finds_against_the_start(lab, watched, tmp_path):
     """Mean and interval of the paired differences, by another script from the files of both models."""
     models = [f"--init_from={watched}/run", f"--against={lab}/hf"]
-    assert script("evaluate.py", watched / "old.jsonl", *models, f"--out={tmp_path}").returncode == 0
+    run("evaluate.py", watched / "old.jsonl", *models, f"--out={tmp_path}")
     after, above, *_ = read_json(tmp_path / "evaluation.json")["rows"]
     told = read_json(watched / "run" / "summary.json")
     lost, half = told["old_lost"], told["old_plus_minus"]
-    assert (lost, half) == pytest.approx((above["score"], (above["high"] - above["low"]) / 2), rel=1e-4)
-    assert told["old_after"] == pytest.approx(after["score"], rel=1e-6) and abs(lost) > 0.01
+    assert (lost, half) == pytest.approx(
+        (above["score"], (above["high"] - above["low"]) / 2),
+        rel=1e-4
+    )
+    assert told["old_after"] == pytest.approx(after["score"], rel=1e-6)
+    assert abs(lost) > 0.01
     assert f"lost {lost:+.3f} ± {half:.3f} bits/byte of" in (watched / "said").read_text()
 
 
 def test_killed_and_resumed_it_compares_with_the_same_start(lab, watched, tmp_path):
-    run, late = (killed_after(done, tmp_path / done.name, 10) for done in (watched / "run", lab / "sft"))
+    killed, late = (
+        killed_after(done, tmp_path / done.name, 10)
+        for done in (watched / "run", lab / "sft")
+    )
     old = [f"--old={watched}/old.jsonl", "--old_every=8", "--resume"]
-    refused(script(*tuning(lab, run, *old, "--old_windows=2")), "old.json has other windows")
+    refused(script(*tuning(lab, killed, *old, "--old_windows=2")), "old.json has other windows")
     refused(script(*tuning(lab, late, *old)), "old.json is not there")
-    assert script(*tuning(lab, run, *old, "--old_windows=0")).returncode == 0
-    assert read_json(run / "summary.json") == read_json(watched / "run" / "summary.json")
+    run(*tuning(lab, killed, *old, "--old_windows=0"))
+    assert read_json(killed / "summary.json") == read_json(watched / "run" / "summary.json")
 
 
 def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(watched, tmp_path):
@@ -62,9 +67,8 @@ def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(
     text = forgetting.Old(str(watched / "old.jsonl"), TOK, 96, 6, tmp_path)
     assert text.owner == (0, 1, 2, 0, 2, 0)
     scored = [len(ids) - first for ids, first in text.windows]
-    sizes = [scored[0] + scored[3] + scored[5], len(TEXTS[1].encode()), scored[2] + scored[4]]
-    assert text.sizes.tolist() == sizes
-    model = small(block_size=320, vocab_size=320)
-    text.measure(model, Ranks())
-    want = evaluate.text_scores(model, TOK, [("", TEXTS[1])])[0]["score"]
-    assert text.bits[1] / text.sizes[1] == pytest.approx(want, rel=1e-6)
+    assert text.sizes.tolist() == [
+        scored[0] + scored[3] + scored[5],
+        len(TEXTS[1].encode()),
+        scored[2] + scored[4]
+    ]

@@ -3,19 +3,20 @@ import io
 import json
 import math
 import re
-import shutil
 import urllib.error
 import urllib.request
 
 import pytest
 import torch
+import transformers
 
 import convert
 import tokenizer
-from conftest import ROOT, script
+from conftest import ROOT
 from engine.files import read_json
+from lab import aligning, run
 from posttrain import judge
-from tiny import small
+from tiny import small, write_rows
 from trained import log
 
 GOLDEN = read_json(f"{ROOT}/tests/golden/charter.json")
@@ -41,13 +42,11 @@ def test_margins_of_both_orders_are_the_published_but_no_tie_moves_an_answer():
     Published: unlisted labels and ties are minus infinity, and the answer with the lower score wins. Here B has at most
     the .001 that A leaves, and never more than A.
     """
-    for case in GOLDEN["pairs"]:
-        if "margin_a_over_b" in case:
-            assert judge.margin(case["ab"], case["ba"]) == pytest.approx(case["margin_a_over_b"], abs=1e-12)
-    none, only_a = (-math.inf, -math.inf), (-0.001, -math.inf)
-    assert judge.margin(only_a, only_a) == judge.margin(none, none) == judge.lead(-math.inf, -3.0) == 0
-    assert judge.lead(*only_a) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
-    assert judge.lead(0.0, -math.inf) > 20
+    pairs = [case for case in GOLDEN["pairs"] if "margin_a_over_b" in case]
+    found = [judge.margin(case["ab"], case["ba"]) for case in pairs]
+    assert found == pytest.approx([case["margin_a_over_b"] for case in pairs], abs=1e-12)
+    assert judge.lead(-math.inf, -math.inf) == judge.lead(-math.inf, -3.0) == 0
+    assert judge.lead(-0.001, -math.inf) == pytest.approx(-0.001 - math.log(-math.expm1(-0.001)))
 
 
 @pytest.mark.parametrize("case", GOLDEN["top5_sorts"])
@@ -66,7 +65,10 @@ def test_the_sort_is_the_published_but_for_ties_which_stay(case):
 def test_ranks_are_the_published(case, monkeypatch):
     monkeypatch.setattr(judge, "TOP", case["k"])
     quality = case["true_quality"]
-    ranks = judge.rank(case["scores"], lambda couples: [quality[i] - quality[j] for i, j in couples])
+    ranks = judge.rank(
+        case["scores"],
+        lambda couples: [quality[i] - quality[j] for i, j in couples]
+    )
     assert ranks == case["published_rank"]
 
 
@@ -86,7 +88,10 @@ def served(monkeypatch):
             found = answer(message["content"])
             if isinstance(found, int):
                 raise urllib.error.HTTPError(URL, found, "No", {}, io.BytesIO(b"too\nlong"))
-            first = dict(top_logprobs=[dict(token=token, logprob=logp) for token, logp in found.items()])
+            first = dict(top_logprobs=[
+                dict(token=token, logprob=logp)
+                for token, logp in found.items()
+            ])
             return io.StringIO(json.dumps(dict(choices=[dict(logprobs=dict(content=[first]))])))
 
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
@@ -101,12 +106,22 @@ def rule(text):
     A judge who likes the letter x, up to a rating of 9; of a pair it prefers the first by 2.5 nats more. "8" and " 8"
     have half the probability each; the published scripts count one of them.
     """
-    answers = [part.split("\n\n")[0].count("x") for part in text.split("RESPONSE")[1:]]
+    answers = [
+        part.split("\n\n")[0].count("x")
+        for part in text.split("RESPONSE")[1:]
+    ]
     words, logits = judge.LABELS, [answers[0] - answers[-1] + 2.5, 0]
     if "RATING:" in text:
         words, logits = judge.DIGITS, [-(i - min(8, answers[0])) ** 2 for i in range(9)]
     halves = torch.tensor(logits).double().log_softmax(-1) - math.log(2)
-    return {blank + word: half for word, half in zip(words, halves.tolist()) for blank in ("", " ")}
+    return dict(zip(
+        [*words, *(f" {word}" for word in words)],
+        halves.tolist() * 2
+    ))
+
+
+SETTINGS = """"max_tokens": 1, "temperature": 1, "logprobs": true, "top_logprobs": 20, \
+"chat_template_kwargs": {"enable_thinking": false}}"""
 
 
 def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, monkeypatch):
@@ -116,20 +131,23 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
     """
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     by, requests = served(rule)
-    blocks = [dict(type="thoughts", text="hm"), dict(type="response", text="Yes.")]
+    blocks = [
+        dict(type="thoughts", text="hm"),
+        dict(type="response", text="Yes.")
+    ]
     said = dict(system="Obey.", user="hello", assistant=dict(blocks=blocks))
-    row = dict(messages=[dict(role=role, content=content) for role, content in said.items()])
-    by(row, ["x<|im_end|></s> < 10", "xx[/INST] [1]"])
-    answers = r"(x<\u200b\|im_end\|><\u200b/s> < 10|xx\[\u200b/INST\] \[1\])\n.*"
+    by(
+        dict(messages=[dict(role=role, content=content) for role, content in said.items()]),
+        ["x<|im_end|>", "[/INST]"]
+    )
+    question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
+    answers = r"(x<\u200b\|im_end\|>|\[\u200b/INST\])\n.*"
+    order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
     for text, request in requests:
-        question = r"QUESTION:\nUser: hello\n\nAssistant: Yes.\n\n"
-        order = rf"(?s)# A short charter.*these principles.*{question}.*RESPONSE.*:\n{answers}nothing else.*:"
         assert re.fullmatch(order, text)
         assert request.full_url == "http://host/v1/chat/completions"
         assert request.headers["Authorization"] == "Bearer secret"
-        assert json.loads(request.data) == dict(
-            model="rule", messages=[dict(role="user", content=text)], max_tokens=1, temperature=1, logprobs=True,
-            top_logprobs=20, chat_template_kwargs=dict(enable_thinking=False))
+        assert request.data.decode().endswith(SETTINGS)
 
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
@@ -137,7 +155,8 @@ def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
     by, requests = served(rule)
     assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
     assert sum("RATING:" in text for text, _ in requests) == 3
-    assert by(ROW, ["", " "]) == [1, 1] and len({*by(ROW, ["x a", "x b"])}) == 1
+    assert by(ROW, ["", " "]) == [1, 1]
+    assert len({*by(ROW, ["x a", "x b"])}) == 1
 
 
 def test_pairs_overrule_scores_among_the_five_best(served):
@@ -166,7 +185,7 @@ def test_an_answer_without_a_digit_ranks_last_and_many_are_a_warning(served, cap
     """Published: one such answer throws the whole prompt away."""
     by, _ = served(lambda text: THINKS if "odd" in text else rule(text))
     assert by(ROW, ["xx", "odd xxxx", "x", "xxx"]) == [3, 1, 2, 4]
-    assert by.mass == pytest.approx(3)
+    assert not capsys.readouterr().err
     for _ in range(2):
         by(ROW, ["odd 1", "odd 2", "odd 3"])
     assert capsys.readouterr().err == f"warning: {URL} answers with a digit in 43% only\n"
@@ -176,73 +195,48 @@ def test_an_answer_without_a_digit_ranks_last_and_many_are_a_warning(served, cap
 # a judge that runs here
 
 
-def saved(folder, vocabulary):
-    tok = tokenizer.load(vocabulary)
-    convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), str(folder), tok)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A Hugging Face folder with an Apertus and 4,096 words: "A" and " A" are two of them."""
-    return saved(tmp_path_factory.mktemp("judge") / "apertus", "apertus:4096")
+    folder, tok = str(tmp_path_factory.mktemp("judge") / "apertus"), tokenizer.load("apertus:4096")
+    convert.save_hf(small(vocab_size=tok.vocab_size, block_size=1024), folder, tok)
+    return folder
 
 
 def test_probabilities_are_those_of_transformers(model):
     """A word has the probability of all tokens that read like it: "A" and " A"."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    by, tok = judge.Local(model, "cpu"), AutoTokenizer.from_pretrained(model)
-    ids = by.ids("hello")
-    assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids)
-    logp = AutoModelForCausalLM.from_pretrained(model)(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
-    for word, found in zip("A19", by.logp(["another", "hello"], "A19", 0)[1]):
-        spelled = [i for i in range(len(tok)) if tok.decode(i).strip() == word]
-        assert found.item() == pytest.approx(logp[spelled].logsumexp(-1).item(), abs=1e-5)
-
-
-def test_a_judge_with_too_short_a_window_or_without_a_word_is_an_error_at_the_start(model, monkeypatch):
-    by = judge.Charter(model, CHARTER)
-    prompt = judge.COMPARE.format(charter=by.text, question="hello", first="", second="")
-    config = by.judge.model.config
-    config.block_size = len(by.judge.ids(prompt)) + 20
-    rows = [ROW, dict(messages=[dict(role="user", content="z")])]
-    by.check(rows, 10)
-    config.block_size -= 1
-    with pytest.raises(ValueError, match="shorter answers"):
-        by.check(rows, 10)
-    monkeypatch.setattr(judge, "LABELS", "A\u2603")
-    with pytest.raises(ValueError, match="no token for .'\u2603'"):
-        judge.Local(model, "cpu")
-
-
-def test_the_version_is_that_of_weights_and_charter_wherever_they_are(model, tmp_path):
-    before, charter = judge.version(model, CHARTER), shutil.copy(CHARTER, tmp_path)
-    copy = shutil.copytree(model, tmp_path / "copy")
-    assert judge.version(str(copy), charter) == before
-    (copy / "model.safetensors").write_bytes(b"others")
-    (tmp_path / "kind.md").write_text("Be kind.")
-    assert before not in (judge.version(str(copy), charter), judge.version(model, tmp_path / "kind.md"))
+    by = judge.Local(model, "cpu")
+    tok = transformers.AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor([by.ids("hello")])
+    assert "hello<|user_end|><|assistant_start|>" in tok.decode(ids[0])
+    p = transformers.AutoModelForCausalLM.from_pretrained(model)(ids).logits[0, -1].softmax(-1)
+    spelled = [
+        tok.decode(i).strip()
+        for i in range(len(tok))
+    ]
+    want = [
+        sum(p[i].item() for i, text in enumerate(spelled) if text == word)
+        for word in "A19"
+    ]
+    assert by.logp(["another", "hello"], "A19", 0)[1].exp().tolist() == pytest.approx(want, rel=1e-5)
 
 
 # -----------------------------------------------------------------------------
 # --rewards
 
 
-def test_qrpo_asks_a_judge_for_references_and_completions_together_and_only_once(served, tmp_path):
-    """One order of all four: "" is last, "x..." first, and two sampled texts of four bytes are between them."""
-    policy, prompts = saved(tmp_path / "policy", "byte"), tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps(dict(ROW, completions=["", "x" * 9])))
-    _, requests = served(rule)
-    for out in "ab":
-        done = script("posttrain.qrpo", f"--init_from={policy}", f"--data={prompts}", f"--out={tmp_path / out}",
-                      f"--references={tmp_path / 'refs'}", f"--rewards=charter:{URL},{CHARTER}", "--n_refs=2",
-                      "--max_new_tokens=4", "--batch_size=1", "--micro_batch=1", "--use_references=False")
-        assert done.returncode == 0, done.stderr
-        # A check of the server, four ratings without the empty one, and pairs in both orders; then nothing.
-        assert 8 <= len(requests) <= 10
-    [file] = (tmp_path / "refs").glob("rewards-*.json")
+def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, tmp_path):
+    """One order of all four: "" is last, "x..." first, and two sampled texts are between them."""
+    write_rows(
+        tmp_path / "prompts.jsonl",
+        [dict(ROW, completions=["", "x" * 9])]
+    )
+    served(rule)
+    how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
+    run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
+    [file] = (tmp_path / "run").glob("references/rewards-*.json")
     [[of_refs, of_given]] = json.loads(file.read_text())
-    assert of_given == [1, 4] and sorted(of_refs) == [2, 3]
+    assert of_given[0] == 1
+    assert of_given[1] > max(of_refs)
     # The pair is of the given completions alone, which have 1 and 10 tokens.
-    assert log(tmp_path / "a")[0]["length"] == 5.5
+    assert log(tmp_path / "run")[0]["length"] == 5.5

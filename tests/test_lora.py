@@ -3,7 +3,6 @@ posttrain/lora.py against PEFT: golden values that peft computed, and peft itsel
 
 tests/golden/lora: a tiny ApertusForCausalLM and three adapters, made by peft 0.21.2 and transformers 5.23.0.
 """
-import copy
 import json
 import shutil
 
@@ -14,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import convert
-from conftest import same, script
+from conftest import same
 from engine.files import read_json
-from lab import ADAPTERS, tuning
+from lab import ADAPTERS, run, tuning
 from posttrain import lora
 from tiny import GOLDEN, tensors
 from trained import log
@@ -36,15 +35,20 @@ def logits(model):
 
 
 def close(ours, theirs, atol=1e-5):
-    torch.testing.assert_close(ours.detach().to(theirs.dtype), theirs, rtol=0, atol=atol)
+    torch.testing.assert_close(
+        ours.detach().to(theirs.dtype),
+        theirs,
+        rtol=0,
+        atol=atol
+    )
 
 
 def published(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("case, first", [("all", "q_proj"), ("rs", "q_proj"), ("gauss", "o_proj")])
-def test_logits_loss_gradients_and_merged_matrices_are_pefts(case, first):
+@pytest.mark.parametrize("case", ["all", "rs", "gauss"])
+def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
     """Full names, suffixes with rsLoRA, a regular expression. Within off() the model is its base, bit for bit."""
     model = base()
     lora.load(model, f"{FOLDER}/adapter_{case}")
@@ -53,76 +57,79 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case, first):
     loss.backward()
     close(loss, VALUES[f"{case}_loss"], atol=1e-6)
     layers = list(lora.adapted(model).values())
-    for part, norm in zip(("lora_A", "lora_B"), VALUES[f"{case}_grad_norm"]):
-        grads = [getattr(layer, part).weight.grad for layer in layers]
-        assert torch.nn.utils.get_total_norm(grads).item() == pytest.approx(norm.item(), rel=1e-6)
-    close(layers[0].lora_A.weight.grad, VALUES[f"{case}_grad_first_A"], atol=1e-6)
-    assert all((p.grad is not None) == (".lora_" in name) for name, p in model.named_parameters())
-
-    with pytest.raises(KeyError), lora.off(model):
+    norms = [
+        torch.nn.utils.get_total_norm([getattr(layer, part).weight.grad for layer in layers]).item()
+        for part in ("lora_A", "lora_B")
+    ]
+    assert norms == pytest.approx(VALUES[f"{case}_grad_norm"].tolist(), rel=1e-6)
+    assert all(
+        (p.grad is not None) == (".lora_" in name)
+        for name, p in model.named_parameters()
+    )
+    with lora.off(model):
         assert logits(model).equal(logits(base()))
-        raise KeyError
     close(logits(model), VALUES[case])
-    assert lora.merge(copy.deepcopy(model), torch.bfloat16) == pytest.approx(1.0, abs=1e-3)
     assert lora.merge(model) == pytest.approx(1.0, abs=1e-6) and not lora.adapted(model)
-    assert getattr(model.model.layers[0].self_attn, first).weight.equal(VALUES[f"{case}_merged_q0"])
     close(logits(model), VALUES[f"{case}_merged"])
 
 
 def test_a_new_adapter_is_the_base_exactly_and_starts_like_pefts_by_seed_and_name_alone():
     """kaiming_uniform with a = sqrt(5), PEFT's choice, is uniform in +-1/sqrt(in)."""
-    drawn = {}
+    drawn = []
     for on, seed in ("all", 1), ("v_proj,o_proj", 1), ("all", 2):
         model = lora.adapt(base(), lora.settings_of(4, 8, on), seed)
         assert logits(model).equal(logits(base()))
-        drawn[on, seed] = {name: layer.lora_A.weight for name, layer in lora.adapted(model).items()}
-    six, two, other = drawn.values()
+        drawn.append({
+            name: layer.lora_A.weight
+            for name, layer in lora.adapted(model).items()
+        })
+    six, two, other = drawn
     assert (len(six), len(two)) == (12, 4) and same(two, six)
     assert len({A[0, 0].item() for A in [*six.values(), *other.values()]}) == 24
-    numbers = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in six.values()])
-    assert numbers.abs().max() <= 1 and numbers.std().item() == pytest.approx(3**-0.5, rel=0.03)
+    numbers = torch.cat([
+        A.flatten() * A.shape[1] ** 0.5
+        for A in six.values()
+    ])
+    assert numbers.abs().max() <= 1
+    assert numbers.std().item() == pytest.approx(3**-0.5, rel=0.03)
 
 
-def test_peft_and_we_read_each_others_files_with_the_same_logits(tmp_path):
-    """An adapter of some matrices of one layer: its tensors say which. Ours covers all matrices."""
-    config = peft.LoraConfig(r=5, lora_alpha=7, init_lora_weights=False, task_type="CAUSAL_LM",
-                             target_modules=["v_proj", "up_proj"], layers_to_transform=[1], layers_pattern="layers")
+def test_an_adapter_of_peft_on_some_matrices_of_one_layer_has_its_logits(tmp_path):
+    """Its tensors say which matrices have one."""
+    config = peft.LoraConfig(
+        r=5,
+        lora_alpha=7,
+        init_lora_weights=False,
+        target_modules=["v_proj", "up_proj"],
+        layers_to_transform=[1],
+        layers_pattern="layers",
+    )
     theirs = peft.get_peft_model(published(f"{FOLDER}/base"), config)
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs.save_pretrained(tmp_path)
     model = base()
-    lora.load(model, str(tmp_path / "theirs"))
+    lora.load(model, str(tmp_path))
     assert len(lora.adapted(model)) == 2
     close(logits(model), theirs(IDX).logits)
 
-    model = base()
-    lora.load(model, f"{FOLDER}/adapter_all")
-    lora.save(model, lora.settings_of(8, 16, "all"), str(tmp_path / "ours"), f"{FOLDER}/base", "")
-    close(logits(model), peft.PeftModel.from_pretrained(published(f"{FOLDER}/base"), tmp_path / "ours")(IDX).logits)
+
+NAME = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 
 
-REFUSED = dict(use_dora=True, bias="all", rank_pattern={"q_proj": 4}, init_lora_weights="pissa_niter_4",
-               peft_type="IA3", a_key_of_the_future=1)
-
-
-def test_a_setting_that_changes_a_logit_and_another_models_adapter_are_errors_by_name(tmp_path):
-    shutil.copytree(f"{FOLDER}/adapter_all", tmp_path / "adapter")
-    config, weights = (tmp_path / "adapter" / f"adapter_{file}" for file in ("config.json", "model.safetensors"))
-
-    def refused_with(says):
-        with pytest.raises(ValueError, match=says):
-            lora.load(base(), str(tmp_path / "adapter"))
-
-    whole = load_file(weights)
-    name, *others = sorted(whole)
-    for changed, says in ((whole | {name: whole[name][:4].clone()}, "has shape .4, 160. there and .8, 160. in"),
-                          ({other: whole[other] for other in others}, f"{name} has shape None"),
-                          (whole | {"lm_head.lora_A.weight": torch.ones(8, 64)}, "lm_head.lora_A.weight has shape")):
-        save_file(changed, weights)
-        refused_with(says)
-    before = read_json(config)
-    for key, value in REFUSED.items():
-        config.write_text(json.dumps(before | {key: value}))
-        refused_with(key)
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        ({NAME: torch.ones(4, 160)}, "has shape .4, 160. there and .8, 160. in"),
+        ({NAME: None}, f"{NAME} has shape None"),
+    ],
+)
+def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path, changed, says):
+    """Settings that change a logit are in refusals.txt."""
+    folder = shutil.copytree(f"{FOLDER}/adapter_all", tmp_path / "adapter")
+    file = folder / "adapter_model.safetensors"
+    whole = load_file(file) | changed
+    save_file({name: tensor for name, tensor in whole.items() if tensor is not None}, file)
+    with pytest.raises(ValueError, match=says):
+        lora.load(base(), str(folder))
 
 
 # -----------------------------------------------------------------------------
@@ -139,29 +146,27 @@ def answers(name, **how):
 
 def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tmp_path):
     """Within the rounding of fp32: the sum W x + s B A x, or of the matrices before the product."""
-    run = lab / "adapted"
-    assert sum(losses(run)[-3:]) < 0.95 * sum(losses(run)[:3])
-    want = answers(run)
-    assert answers(run / "adapter").equal(want)
+    adapted = lab / "adapted"
+    assert sum(losses(adapted)[-3:]) < 0.95 * sum(losses(adapted)[:3])
+    want = answers(adapted)
+    assert answers(adapted / "adapter").equal(want)
     assert not torch.allclose(answers(lab / "hf"), want, atol=1e-2)
-    close(peft.PeftModel.from_pretrained(published(lab / "hf"), run / "adapter")(IDX).logits, want)
-    done = script("convert.py", f"--load={run}", f"--save={tmp_path / 'hf'}", "--merge")
-    assert "100.0% of the adapters' update survives" in done.stdout, done.stderr
+    close(peft.PeftModel.from_pretrained(published(lab / "hf"), adapted / "adapter")(IDX).logits, want)
+    done = run("convert.py", f"--load={adapted}", f"--save={tmp_path / 'hf'}", "--merge")
+    assert "100.0% of the adapters' update survives" in done.stdout
     close(answers(tmp_path / "hf"), want)
 
 
 def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
     """The base model is recognised by its values in bf16 and in fp32."""
-    done = script(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
-    assert done.returncode == 0, done.stderr
+    run(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
     assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.1)
     for dtype in (None, torch.bfloat16):
         assert answers(tmp_path / "run", dtype=dtype).equal(answers(tmp_path / "run" / "adapter", dtype=dtype))
 
 
-def test_an_adapter_of_other_weights_or_of_none_is_an_error(lab, tmp_path):
+def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
     path = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter") / "adapter_config.json"
-    for base, says in ((lab / "sft", "was trained on other weights"), ("/gone", "is an adapter of '/gone'")):
-        path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=str(base))))
-        with pytest.raises(ValueError, match=says):
-            convert.load_any(str(tmp_path / "adapter"))
+    path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=f"{lab}/sft")))
+    with pytest.raises(ValueError, match="was trained on other weights"):
+        convert.load_any(str(tmp_path / "adapter"))

@@ -1,17 +1,15 @@
 """
-The published models as their repositories hold them: every config.json, every file, and the scripts that load them.
+The published models as their repositories hold them: every config.json, and every file.
 
 golden/published_configs.json: fields of published configs and of what others made of them, copied from public code and
 threads, each with whether it may be loaded. The repositories below are written by transformers at tiny size, with the
-files, names and fields of the published ones, into a hub cache, and read through huggingface_hub, offline: the 8B
-(2509), a Mini (v1.1) and Apertus 1.5. Sources of the last two: the Minis' control tokens are Mistral-Nemo's
-(mistral-common, tekken.py), their conversations those of ollama's tests; 1.5's tokenizer is made as
-swiss-ai/apertus-omni-tokenizer makes it, its weights lie as in transformers' conversion script for it.
+files, names and fields of the published ones: the 8B (2509), a Mini (v1.1) and Apertus 1.5. Sources of the last two:
+the Minis' control tokens are Mistral-Nemo's (mistral-common, tekken.py), their conversations those of ollama's tests;
+1.5's tokenizer is made as swiss-ai/apertus-omni-tokenizer makes it, its weights lie as in transformers' conversion
+script for it.
 """
-import fnmatch
 import hashlib
 import json
-import os
 import shutil
 
 import huggingface_hub
@@ -23,9 +21,9 @@ from safetensors.torch import save_file
 import convert
 import tokenizer
 from chat import user_turn
-from conftest import ROOT, script
+from conftest import ROOT
 from engine.files import read_text
-from model import Apertus, rope_frequencies
+from model import rope_frequencies
 from posttrain import talk
 from tiny import GOLDEN
 
@@ -33,10 +31,16 @@ NAME = "swiss-ai/Apertus-8B-Instruct-2509"
 MINI = "swiss-ai/Apertus-v1.1-0.5B-Instruct"
 OMNI = "swiss-ai/Apertus-v1.5-8B"
 TEXT, MEDIA = 1456, 216    # ids of text; of media 200 reserved ones and 16 codes
-SIZES = dict(vocab_size=TEXT, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=16,
-             num_key_value_heads=4, max_position_embeddings=512)
-with open(os.path.join(GOLDEN, "published_configs.json")) as f:
-    CONFIGS = json.load(f)
+SIZES = json.loads("""{
+    "vocab_size": 1456,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512
+}""")
+CONFIGS = json.loads(read_text(f"{GOLDEN}/published_configs.json"))
 
 
 def config_of(name):
@@ -57,7 +61,7 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
             convert.config_from_hf(case["config"])
         return
     ours = convert.config_from_hf(case["config"])
-    # transformers 5.23 has no Apertus 1.5: its text, with as many ids as its head has rows, is an Apertus.
+    # transformers 5.23 has no Apertus 1.5: its text part, with one id for each row of its head, is an Apertus.
     hf = dict(case["config"].get("text_config", case["config"]))
     hf["vocab_size"] = hf.get("output_vocab_size", hf.get("vocab_size", 131072))
     theirs = transformers.ApertusConfig(**as_4_read(hf))
@@ -69,14 +73,6 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
     exported = convert.config_to_hf(ours)
     assert convert.config_from_hf(exported) == ours
     assert exported["rope_parameters"]["rope_type"] == theirs.rope_parameters["rope_type"]
-
-
-@pytest.mark.parametrize("name, parameters", [("0.5B", 438_349_352), ("1.5B", 1_510_019_104), ("4B", 3_825_361_968)])
-def test_the_minis_have_the_parameters_that_the_hub_counts(name, parameters):
-    """1,510,019,104 is its own count; of the others it shows two digits, 0.44B and 3.83B."""
-    with torch.device("meta"):
-        model = Apertus(convert.config_from_hf(config_of(f"swiss-ai/Apertus-v1.1-{name}")))
-    assert model.num_params() == parameters
 
 
 # -----------------------------------------------------------------------------
@@ -95,7 +91,12 @@ def weights(config):
 
 def tokens(names):
     """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
-    files = tokenizer.hf_files(tokenizer.Tokenizer("tiny", tokenizer.tekken()[:456], names, in_text=()))
+    files = tokenizer.hf_files(tokenizer.Tokenizer(
+        "tiny",
+        tokenizer.tekken()[:456],
+        names,
+        in_text=()
+    ))
     for token in files["tokenizer.json"]["added_tokens"]:
         token["special"] = token["content"] not in tokenizer.NAMED[14:18]
     return files
@@ -105,8 +106,7 @@ def write(folder, config, files, eos, template):
     """The files of a repository that are no weights."""
     decoder = {str(token["id"]): {key: value for key, value in token.items() if key != "id"}
                for token in files["tokenizer.json"]["added_tokens"]}
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token=eos, pad_token="<pad>",
-                    unk_token="<unk>", clean_up_tokenization_spaces=False, added_tokens_decoder=decoder)
+    settings = tokenizer.SETTINGS | tokenizer.ENDS | dict(eos_token=eos, added_tokens_decoder=decoder)
     contents = {"config.json": config, "tokenizer.json": files["tokenizer.json"], "tokenizer_config.json": settings}
     for file, content in contents.items():
         (folder / file).write_text(json.dumps(content, ensure_ascii=False))
@@ -118,32 +118,40 @@ def as_published(folder):
     config = CONFIGS[0]["config"] | SIZES
     model = weights(config)
     model.save_pretrained(folder, max_shard_size="100KB")
-    template = read_text(os.path.join(ROOT, "chat_template.jinja"))
-    write(folder, config, tokens(tokenizer.SPECIAL), "<|assistant_end|>", template)
+    write(folder, config, tokens(tokenizer.SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
     return model
 
 
 NEMO = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
 [TOOL_CALLS] <pad> [PREFIX] [MIDDLE] [SUFFIX]""".split()
-# The text of the published template is not at hand, its hash is: this stands for it.
-MINI_TEMPLATE = "{# <SPECIAL_61> #}"
-MINI_HASH = hashlib.sha256(MINI_TEMPLATE.encode()).hexdigest()
 
 
 def as_mini(folder):
-    """Tied, the head stored beside all the same (the hub counts 572.6M for 438.3M)."""
+    """Tied, the head stored beside all the same (572.6M on the hub for 438.3M). Its template has these tokens."""
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
-    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
-    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", MINI_TEMPLATE)
+    save_file(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        folder / "model.safetensors"
+    )
+    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
     return model
 
 
-RENAMED = {32: "<|inner_prefix|>", 33: "<|inner_suffix|>", 69: "<think>", 70: "</think>",
-           73: "<|tool_output_start|>", 74: "<|tool_output_end|>"}
-RULES = [dict(type="Replace", pattern=dict(Regex=r"<\|inner_suffix\|>\s+"), content="<|inner_suffix|>"),
-         dict(type="Replace", pattern=dict(String="<answer>"), content=""),
-         dict(type="Replace", pattern=dict(String="<think>"), content="<|inner_prefix|>")]
+RENAMED = {
+    32: "<|inner_prefix|>",
+    33: "<|inner_suffix|>",
+    69: "<think>",
+    70: "</think>",
+    73: "<|tool_output_start|>",
+}
+NORMALIZER = r"""{
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Replace", "pattern": {"Regex": "<\\|inner_suffix\\|>\\s+"}, "content": "<|inner_suffix|>"},
+        {"type": "Replace", "pattern": {"String": "<answer>"}, "content": ""},
+        {"type": "Replace", "pattern": {"String": "<think>"}, "content": "<|inner_prefix|>"}]
+}"""
 
 
 def as_omni(folder):
@@ -157,36 +165,33 @@ def as_omni(folder):
         tensor = tensor[:TEXT].clone() if name == "lm_head.weight" else tensor
         laid_out[name.replace("model.", "model.language_model.", 1)] = tensor
     save_file(laid_out, folder / "model.safetensors")
-    files = tokens({RENAMED.get(i, name): i for name, i in tokenizer.SPECIAL.items()})
+    files = tokens({
+        RENAMED.get(i, name): i
+        for name, i in tokenizer.SPECIAL.items()
+    })
     own = files["tokenizer.json"]
-    own["normalizer"] = dict(type="Sequence", normalizers=RULES)
+    own["normalizer"] = json.loads(NORMALIZER)
     own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] not in (69, 70)]
     for token in own["added_tokens"][32:34]:
         token.update(special=False, normalized=True)
-    media = ["<|RESERVED_OMNI_000|>", "<|img_start|>", *(f"<|visual token {i}|>" for i in range(MEDIA - 2))]
-    for i, name in enumerate(media, TEXT):
-        own["added_tokens"].append(tokenizer.EXACT | dict(id=i, content=name, normalized=False, special=True))
+    for i in range(MEDIA):
+        media = dict(id=TEXT + i, content=f"<|visual token {i}|>", normalized=False, special=True)
+        own["added_tokens"].append(tokenizer.EXACT | media)
     write(folder, config_of(OMNI) | dict(text_config=text), files, "</s>", "{{ '<|tool_output_start|>' }}")
     return model
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """{name: transformers' model} of the repositories, which a hub cache holds under their names. No network."""
-    cache, models = tmp_path_factory.mktemp("hub"), {}
+    """{name: transformers' model} of the repositories, which convert.py finds under their names."""
+    folders, models = {}, {}
     for name, make in ((NAME, as_published), (MINI, as_mini), (OMNI, as_omni)):
-        repo = cache / ("models--" + name.replace("/", "--"))
-        snapshot = repo / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (repo / "refs").mkdir()
-        (repo / "refs" / "main").write_text("0" * 40)
-        models[name] = make(snapshot).float()
+        folders[name] = tmp_path_factory.mktemp("hub")
+        models[name] = make(folders[name]).float()
         # .float() leaves RoPE's frequencies rounded to bf16.
         models[name].model.rotary_emb.__init__(models[name].config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-        patch.setattr(tokenizer, "FORMATS", (tokenizer.FORMATS[0], (MINI_HASH, *tokenizer.FORMATS[1][1:])))
+        patch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: str(folders[name]))
         yield models
 
 
@@ -195,7 +200,12 @@ def hub(tmp_path_factory):
 def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path, name, ends):
     """A Mini's config says pad_token_id 3, which is [INST] there: <pad> is taken by its name."""
     model, tok = convert.load_any(name, dtype=torch.float32)
-    idx = torch.randint(1000, TEXT, (2, 40), generator=torch.Generator().manual_seed(0))
+    idx = torch.randint(
+        1000,
+        TEXT,
+        (2, 40),
+        generator=torch.Generator().manual_seed(0)
+    )
     wanted = hub[name](idx).logits[..., :TEXT]
     torch.testing.assert_close(model(idx)[0], wanted, rtol=1e-5, atol=1e-5)
     convert.save_hf(model, str(tmp_path), tok)
@@ -209,61 +219,38 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
         assert tok.decode(tok.encode(text)) == text
 
 
-def test_conversations_are_the_published_ones(hub):
-    """Of the 8B by its template; of a Mini as in ollama's tests of its renderer; 1.5's are refused."""
-    tok = tokenizer.load_for(convert.local(NAME))
-    messages = [dict(role="system", content="s"), dict(role="user", content="hi")]
-    theirs = transformers.AutoTokenizer.from_pretrained(convert.local(NAME))
-    _, ids = tok.chat(messages, add_generation_prompt=True)
-    assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True).input_ids
+@pytest.mark.parametrize("system", ["", "Be concise."])
+def test_conversations_of_a_mini_are_those_of_ollamas_tests(hub, system):
     model, tok = convert.load_any(MINI, chat=True)
+    found = talk.Conversation(model, tok, system, None, False).ids + user_turn(tok, "Hello")
+    text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
+            "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(MINI))
-    for system in ("", "Be concise."):
-        conversation = talk.Conversation(model, tok, system, None, False)
-        text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
-                "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
-        assert conversation.ids + user_turn(tok, "Hello") == theirs.encode(text, add_special_tokens=False)
+    assert found == theirs.encode(text, add_special_tokens=False)
+
+
+def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_and_conversations_are_left_out(hub):
+    """Thoughts stand between 32 and 33 there, 69 and 70 in 1.0."""
+    tok = tokenizer.load_for(convert.local(OMNI))
+    assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
+    assert [tok.special.get(name) for name in ("<|inner_prefix|>", "<think>", "<|visual token 0|>")] == [32, 69, None]
     with pytest.raises(ValueError, match="is of Apertus 1.5"):
         convert.load_any(OMNI, chat=True)
 
 
-def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_are_dropped(hub):
-    """Thoughts stand between 32 and 33 there, 69 and 70 in 1.0."""
-    tok = tokenizer.load_for(convert.local(OMNI))
-    assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
-    assert [tok.special.get(name) for name in ("<|inner_prefix|>", "<think>", "<|img_start|>")] == [32, 69, None]
-
-
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):
     folder, asked = convert.local(NAME), []
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.append(how) or folder)
+    download = lambda name, allow_patterns: asked.append(allow_patterns) or folder  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert convert.shape_of("some/body") == convert.start_of("some/body")[0]
-    assert asked[0] == dict(allow_patterns=["config.json"])
-    code = {"pytorch_model.bin", "modeling_apertus.py", "training_args.bin", "README.md"}
-    files, wanted = {*os.listdir(folder)} | code, asked[1]["allow_patterns"]
-    assert {file for file in files if not any(fnmatch.fnmatch(file, like) for like in wanted)} == code
+    assert asked == [["config.json"], ["*.safetensors", "*.json", "chat_template.jinja"]]
 
 
-@pytest.mark.parametrize("names, system", [(tokenizer.CHAT, None), (tokenizer.RESERVED, "")])
-def test_a_chat_template_without_all_published_tokens_is_refused(hub, tmp_path, names, system):
-    folder = str(tmp_path / "other")
-    shutil.copytree(convert.local(NAME), folder)
-    template = tmp_path / "other" / "chat_template.jinja"
-    template.write_text(str(names))
-    assert tokenizer.load_for(folder).system == system
-    template.write_text(str(names[:-1]))
+def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_refused(hub, tmp_path, monkeypatch):
+    folder = str(shutil.copytree(convert.local(NAME), tmp_path / "other"))
+    (tmp_path / "other" / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
         convert.load_any(folder, chat=True)
-
-
-@pytest.mark.parametrize("line, says", [
-    (f"sample.py --init_from={NAME} --chat --max_new_tokens=4 --system=s", ""),
-    (f"sample.py --init_from={MINI} --start=def --max_new_tokens=4 --base=int8", "def"),
-    (f"sample.py --init_from={OMNI} --start=def --max_new_tokens=4 --num_samples=2", "def"),
-    (f"convert.py --load={OMNI} --save=OUT/export --dtype=bfloat16", "reads it"),
-    (f"evaluate.py OUT/text.txt --init_from={MINI} --out=OUT/evaluation", "text.txt")], ids=str)
-def test_scripts_run_on_the_hub_name(hub, tmp_path, line, says):
-    (tmp_path / "text.txt").write_text("Grüezi mitenand. " * 9)
-    name, *args = line.replace("OUT", str(tmp_path)).split()
-    done = script(name, *args, stdin="hi\n")
-    assert done.returncode == 0 and says in done.stdout, done.stderr
+    known = hashlib.sha256(b"another").hexdigest(), tokenizer.CHAT, "system"
+    monkeypatch.setattr(tokenizer, "FORMATS", [known])
+    assert tokenizer.load_for(folder).system == "system"

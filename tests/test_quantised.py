@@ -3,8 +3,6 @@ posttrain/quantised.py against bitsandbytes (golden values: packed bytes, maxima
 what torch.compile keeps for the backward pass.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,37 +22,36 @@ def gaussian(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def wide():
+    return small(n_embd=64, n_head=4, ffn_dim=128)
+
+
 def relative(got, want):
     return ((got - want).norm() / want.norm()).item()
 
 
 def test_nf4_is_bitsandbytes_bit_for_bit_and_its_maxima_are_ten_times_as_precise():
     """Against its 8 bits for a maximum (compress_statistics=True). fp16 has 11 bits."""
-    w, decoded = BITSANDBYTES["w"], BITSANDBYTES["decoded"]
-    q, maxima = to_nf4(w)
-    assert CODE.equal(BITSANDBYTES["code"]) and q.flatten().equal(BITSANDBYTES["packed"].flatten())
-    assert maxima.equal(BITSANDBYTES["maxima"].half())
-    assert dense(q, BITSANDBYTES["maxima"], w.shape, torch.float32).equal(decoded)
+    w, decoded, maxima = (BITSANDBYTES[name] for name in ("w", "decoded", "maxima"))
+    q, halves = to_nf4(w)
+    assert CODE.equal(BITSANDBYTES["code"])
+    assert q.flatten().equal(BITSANDBYTES["packed"].flatten())
+    assert halves.equal(maxima.half())
+    assert dense(q, maxima, w.shape, torch.float32).equal(decoded)
     assert 10 * relative(Quantised(w, "nf4").dense(), decoded) < relative(BITSANDBYTES["double_decoded"], decoded)
 
 
-@pytest.mark.parametrize("base, error, bits", [
-    ("int8", 0.0087, 8 + 32 / 4096), ("nf4", 0.092, 4 + 16 / 64)])
+@pytest.mark.parametrize("base, error, bits", [("int8", 0.0087, 8 + 32 / 4096), ("nf4", 0.092, 4 + 16 / 64)])
 def test_error_and_bits_of_gaussian_weights_are_those_of_the_formats(base, error, bits):
-    """The error of 4,096 columns is the published one (specification of the formats)."""
+    """The error of 4,096 columns is the published one (specification of the formats); a row of zeros has none."""
     w = gaussian(512, 4096)
+    w[3] = 0
     layer = Quantised(w, base)
     assert relative(layer.dense(), w) == pytest.approx(error, rel=0.03)
+    assert not layer.dense()[3].any()
     stored = sum(part.nbytes for part in layer.buffers()) * 8 / w.numel()
-    assert stored == pytest.approx(bits, rel=1e-4) and not list(layer.parameters())
-
-
-def test_int8_is_off_by_half_a_step_at_most_and_zeros_stay_zeros():
-    w = gaussian(16, 64)
-    w[3] = 0
-    off = (Quantised(w, "int8").dense() - w).abs()
-    assert (off <= w.abs().amax(1, keepdim=True) / 254 + 1e-7).all()
-    assert Quantised(w, "nf4").dense()[3].abs().max() < 0.01
+    assert stored == pytest.approx(bits, rel=1e-4)
+    assert not list(layer.parameters())
 
 
 @both
@@ -62,16 +59,24 @@ def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_laye
     layer = Quantised(gaussian(256, 128), base)
     x = gaussian(3, 16, 128, seed=1).requires_grad_()
     want = F.linear(x.relu(), layer.dense()).square()
-    exact, = torch.autograd.grad(want.sum(), x)
+    exact = torch.autograd.grad(want.sum(), x)
 
     def f(x):
         return layer(x.relu()).square()
+
     for product in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
         y = product(x)
         torch.testing.assert_close(y, want)
-        torch.testing.assert_close(torch.autograd.grad(y.sum(), x, retain_graph=True)[0], exact)
-    kept = [t for t in y.grad_fn.saved_tensors if t.numel() >= 256 * 128 // 2]
-    assert kept and all(t.dtype in (torch.int8, torch.uint8) for t in kept)
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sum(), x, retain_graph=True),
+            exact
+        )
+    kept = {
+        t.dtype
+        for t in y.grad_fn.saved_tensors
+        if t.numel() >= 256 * 128 // 2
+    }
+    assert len(kept) == 1 and kept < {torch.int8, torch.uint8}
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])
@@ -79,36 +84,42 @@ def test_a_few_rows_in_bf16_are_multiplied_in_8_bits(rows):
     """Both ways round in bf16: equal to two of its last bits."""
     layer = Quantised(gaussian(64, 128), "int8")
     x = gaussian(rows, 128, seed=1).bfloat16()
-    want = F.linear(x.float(), layer.dense())
-    assert layer(x).dtype == torch.bfloat16
-    assert relative(layer(x).float(), want) < 2**-7
+    found = layer(x)
+    assert found.dtype == torch.bfloat16
+    assert relative(found.float(), F.linear(x.float(), layer.dense())) < 2**-7
 
 
 @both
 def test_a_model_keeps_all_but_the_matrices_of_its_blocks(base):
-    model = small(n_embd=64, n_head=4, ffn_dim=128)
-    few = quantise(copy.deepcopy(model), base)
+    model, few = wide(), quantise(wide(), base)
     parameters, kept = (dict(m.named_parameters()) for m in (model, few))
-    assert parameters.keys() - kept.keys() == {n for n, p in parameters.items() if "layers" in n and p.ndim == 2}
-    assert all(torch.equal(p, parameters[name]) for name, p in kept.items())
+    assert parameters.keys() - kept.keys() == {
+        n
+        for n, p in parameters.items()
+        if "layers" in n and p.ndim == 2
+    }
+    assert all(
+        p.equal(parameters[name])
+        for name, p in kept.items()
+    )
     assert few.num_params() == model.num_params()
-    assert few.flops_per_token(32) == model.requires_grad_(False).flops_per_token(32)
     assert relative(few(IDX)[0], model(IDX)[0]) < (0.03 if base == "int8" else 0.3)
 
 
 def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
-    model = lora.adapt(quantise(small(n_embd=64, n_head=4, ffn_dim=128), "nf4"), lora.settings_of(4, 8, "all"))
+    model = lora.adapt(
+        quantise(wide(), "nf4"),
+        lora.settings_of(4, 8, "all")
+    )
     model(IDX, IDX)[1].backward()
     for layer in lora.adapted(model).values():
         assert layer.lora_B.weight.grad.any()
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)[0]
     lora.merge(model)
-    torch.testing.assert_close(model(IDX)[0], adapted, rtol=1e-4, atol=1e-5)
-
-
-def test_another_base_and_parts_of_blocks_are_errors():
-    with pytest.raises(ValueError, match="base='int4': want int8 or nf4"):
-        quantise(small(), "int4")
-    with pytest.raises(ValueError, match=r"blocks of 64 weights, and a matrix of \(3, 63\)"):
-        to_nf4(gaussian(3, 63))
+    torch.testing.assert_close(
+        model(IDX)[0],
+        adapted,
+        rtol=1e-4,
+        atol=1e-5
+    )

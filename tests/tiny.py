@@ -1,4 +1,5 @@
-"""A tiny model, tokens for it, and the values of tests/golden (its README says where they are from)."""
+"""A tiny model, tokens for it, rows of a file, and the values of tests/golden."""
+import json
 import os
 
 import numpy as np
@@ -29,3 +30,8 @@ def tensors(*path):
 def golden(name):
     """A model that transformers 5.23 saved, and its inputs and results."""
     return convert.load_hf(os.path.join(GOLDEN, name)), tensors(name, "io.npz")
+
+
+def write_rows(path, rows):
+    """A .jsonl file of JSON objects."""
+    path.write_text("\n".join(map(json.dumps, rows)))
