@@ -123,7 +123,7 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(study):
     root, _, calls, done = study
     assert done.returncode == 0 and len(calls) == 8, done.stderr
     assert set(os.listdir(root / "gelu-relu2")) == {"runs.jsonl", "table.md", "plot.png"}
-    assert "2 seeds, " in done.stdout and "8/8" in done.stderr
+    assert "2 seeds, " in done.stdout and "4/4" in done.stderr
     for arm in ("gelu", "relu2"):
         low, high, *reported = sorted((row for row in results(root) if row[0] == arm), key=lambda row: row[1])
         best = min(low, high, key=lambda row: row[3][-1])[2]

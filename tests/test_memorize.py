@@ -59,7 +59,7 @@ def study(tmp_path_factory):
     settings = dict(
         paths=[str(root / "book.txt")], out=str(root / "out"), runs=str(root / "runs"), tokenizer="byte",
         models="none k4", seeds=1, background=6000, n_passages=1, jobs=1, TRAIN=f"{memorize.TRAIN} {shape}",
-        BUCKETS=[0, 1, 16, "edited"], PASSAGE={256: 100})
+        BUCKETS=[0, 1, 16, "edited"], PASSAGE=100)
     begun = []
 
     def run_script(name, args, log, *how):
