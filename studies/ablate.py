@@ -25,11 +25,10 @@ $ python -m studies.ablate --overview             # all studies in one table
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
+import json
 import os
-import re
 import statistics
-import sys
-from operator import sub
+from operator import itemgetter, sub
 
 import numpy as np
 from tqdm import tqdm
@@ -55,9 +54,10 @@ report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 SEARCH_SEED = 0            # chooses the learning rates, and is never reported
-STUDY = dict(
-    seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations", lrs=(5e-4, 1e-3, 2e-3))
-QUICK = dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3))
+STUDY, QUICK = json.loads("""[
+    {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3]},
+    {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3]}
+]""")
 ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
 
 HEAD = (
@@ -66,7 +66,7 @@ HEAD = (
 ROW = (
     "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {tokens:,} | {parameters:,} "
     "| {seconds:.0f} |")
-AGAINST = "{difference:+.4f} ± {half_interval:.4f} (p = {p:.3f}, {p_holm:.3f})"
+AGAINST = "{:+.4f} ± {:.4f} (p = {:.3f}, {:.3f})"
 METHOD = (
     "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). "
     "Differences are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all "
@@ -128,16 +128,11 @@ def train_all(study, asked):
 
 def read_run(folder, arm, lr, seed):
     """The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte."""
-    validations = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
+    numbers = itemgetter("tokens", "val_bpb", "seconds")
+    tokens, val_bpb, seconds = zip(*(numbers(entry) for entry in plot.entries(folder) if "val_bpb" in entry))
     model, _ = convert.load_any(folder)
-    return dict(
-        arm=arm,
-        lr=lr,
-        seed=seed,
-        tokens=[entry["tokens"] for entry in validations],
-        val_bpb=[entry["val_bpb"] for entry in validations],
-        parameters=model.num_params(),
-        seconds=validations[-1]["seconds"])
+    parameters = model.num_params()
+    return dict(arm=arm, lr=lr, seed=seed, tokens=tokens, val_bpb=val_bpb, parameters=parameters, seconds=seconds[-1])
 
 
 def final(run):
@@ -178,9 +173,9 @@ def summary(rows, baseline):
     A dict for each arm, the baseline first: a line of table.md.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the
-    lowest or the highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last
-    loss of the baseline.
+    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
+    highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last loss of the
+    baseline.
     """
     table = []
     for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
@@ -192,16 +187,13 @@ def summary(rows, baseline):
         if arm == baseline:
             base, goal = ends, curve[-1]
         differences = list(map(sub, ends, base))        # by seed, in whose order the rows are
-        difference, half_interval, p = student(differences)
         table.append(runs[0] | dict(
             against="baseline" if arm == baseline else "",
             lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
             seeds=len(runs),
             bits_per_byte=kit.interval(ends, 4, statistics.stdev),
             differences=differences,
-            difference=difference,
-            half_interval=half_interval,
-            p=p,
+            student=student(differences),
             tokens_to_loss=share_of_tokens(tokens, curve, goal),
             tokens=tokens[-1],
             seconds=statistics.fmean(run["seconds"] for run in runs)))
@@ -211,15 +203,16 @@ def summary(rows, baseline):
 def table_md(table):
     """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, and `against` to the rows."""
     compared = [row for row in table if not row["against"]]
-    for row, p_holm in zip(compared, kit.holm([row["p"] for row in compared])):
+    for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
         row["p_holm"] = p_holm
-        row["against"] = AGAINST.format_map(row)
+        row["against"] = AGAINST.format(*row["student"], p_holm)
     return "\n".join(kit.table(HEAD, map(ROW.format_map, table)))
 
 
 def conclusion(row, baseline):
     """The conclusion from a row of summary(), in a sentence. baseline: the name of that arm."""
-    low, high = (row["difference"] + sign * row["half_interval"] for sign in (-1, 1))
+    difference, half, _ = row["student"]
+    low, high = difference - half, difference + half
     said = f"no difference between {row['arm']} and {baseline} can be seen: it is {low:+.3f} to {high:+.3f}"
     if row["p_holm"] < 0.05:
         near, far = sorted((abs(low), abs(high)))
@@ -265,6 +258,4 @@ def main():
 
 
 if __name__ == "__main__":
-    # A study used to be a file: its path still names it.
-    sys.argv = [re.sub(r"^configs/ablations/(.*)\.py$", r"\1", arg) for arg in sys.argv]
     configurator.run(main, globals())

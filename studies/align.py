@@ -52,11 +52,18 @@ test_prompts = 60                       # of 360; 60 others are for validation, 
 samples = 8                             # per test prompt, to measure with
 report = False                          # run nothing: table and plot again from results.json
 
-SFT = "--epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume"
+SFT = """
+    --epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume
+    --init_from={base} --data={out}/conversations.jsonl --out={out}/sft
+"""
 # Three passes over the pairs: after one the log-ratios have moved by a third.
-ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 "
-         "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 "
-         "--beta_max=0 --gamma=0.1 --resume")
+ALIGN = """
+    --rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3
+    --batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128
+    --beta_max=0 --gamma=0.1 --resume --init_from={out}/sft --data={out}/prompts.jsonl --out={out}/{loss}-s{seed}
+    --references={out}/references-s{seed} --seed={seed} --n_refs={n_refs} --loss={loss} --length_norm={norm}
+    --lr={lr} --beta={beta}
+"""
 
 
 # -----------------------------------------------------------------------------
@@ -111,30 +118,21 @@ def write_data():
 
 def pretrain_and_sft():
     """Train the reference model, out/align/sft."""
-    base, data, sft = start or f"{out}/pretrained", f"{out}/data", f"{out}/sft"
+    base, data = start or f"{out}/pretrained", f"{out}/data"
     if not start:
         kit.call(data, f"{data}/meta.json", "prepare", f"--out={data}", "--tokenizer=apertus:1024")
         kit.train(base, ["configs/align.py", f"--data={data}"])
-    files = f"--init_from={base}", f"--data={out}/conversations.jsonl", f"--out={sft}"
-    kit.call(sft, f"{sft}/summary.json", "posttrain.sft", *SFT.split(), *files)
+    args = [arg.format(out=out, base=base) for arg in SFT.split()]
+    kit.call(f"{out}/sft", f"{out}/sft/summary.json", "posttrain.sft", *args)
 
 
 def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
         run = f"{out}/{loss}-s{seed}"
-        kit.call(
-            run, f"{run}/summary.json", "posttrain.qrpo", *ALIGN.split(),
-            f"--init_from={out}/sft",
-            f"--data={out}/prompts.jsonl",
-            f"--out={run}",
-            f"--references={out}/references-s{seed}",
-            f"--seed={seed}",
-            f"--n_refs={n_refs}",
-            f"--loss={loss}",
-            f"--length_norm={loss == 'simpo'}",
-            *kit.flags(chosen),
-        )
+        known = dict(out=out, loss=loss, seed=seed, n_refs=n_refs, norm=loss == "simpo", **chosen)
+        args = [arg.format_map(known) for arg in ALIGN.split()]
+        kit.call(run, f"{run}/summary.json", "posttrain.qrpo", *args)
 
 
 # -----------------------------------------------------------------------------
@@ -149,8 +147,8 @@ def complete(model, tok, n, seed):
     """
     asked = [row["messages"] for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
     prompts = [tok.chat(messages, add_generation_prompt=True)[1] for messages in asked]
-    generator = torch.Generator().manual_seed(seed)
-    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),), generator=generator)
+    torch.manual_seed(seed)
+    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),))
     said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]
     rewards = [reward(messages[1]["content"], words(tok, ids)) for messages, (_, ids) in zip(asked, said)]
     return said, torch.tensor(rewards, dtype=torch.float64).view(-1, n)
@@ -195,8 +193,8 @@ def main():
         pretrain_and_sft()
         list(tqdm(kit.in_parallel(workers, align, range(seeds)), "seeds", seeds))
         kit.write(path, json.dumps(dict(rows=measure()), indent=1))
-    runs = kit.grouped(
-        (name.split("-")[0], key, value) for name, row in read_json(path)["rows"].items() for key, value in row.items())
+    rows = read_json(path)["rows"].items()
+    runs = kit.grouped((name.split("-")[0], key, value) for name, row in rows for key, value in row.items())
     rewards = {loss.upper(): numbers["reward"] for loss, numbers in runs.items()}
     xlabel = "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)"
     kit.plot_intervals(f"{results}/align.png", rewards, xlabel, *rewards["SFT"])

@@ -68,11 +68,11 @@ def first_sentence(tok, ids, stop):
 def answers(model, tok, rows, kind):
     """The answers to questions: first sentences as text, their log-probabilities, and manners, three lists."""
     stop = stop_ids(tok)
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)
+    torch.manual_seed(0)
     found = []
     for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):
         prompts = [prompt_of(tok, row, kind) for row in rows[at:at + batch]]
-        texts = generate(model, prompts, TOKENS, stop, temperature=float(kind == "sampled"), generator=generator)
+        texts = generate(model, prompts, TOKENS, stop, temperature=float(kind == "sampled"))
         whole = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]
         firsts = [first_sentence(tok, ids, stop) for ids in whole]
         said = [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
@@ -120,9 +120,8 @@ def main():
             verdicts = list(map(judge, said, rows))
             right, unknown, n = verdicts.count("right"), verdicts.count("unknown"), len(rows)
             difference = apart(found["test"][1], logp)
-            shown = []
-            for row, text in zip(rows[:show], said):
-                shown.append(dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"]))
+            shown = [dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"])
+                     for row, text in zip(rows[:show], said)]
             results.append(dict(
                 kind=kind,
                 group=group,

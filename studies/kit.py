@@ -217,7 +217,7 @@ def plot_intervals(path, arms, xlabel, zero=None):
     figure, axis = plot.pyplot().subplots(figsize=(7, 1.2 + 0.4 * len(arms)))
     for label, values in arms.items():
         axis.plot(values, [label] * len(values), ".", color="0.6")
-        axis.errorbar(statistics.fmean(values), label, xerr=student(values)[1], fmt="o", color="C3", capsize=4)
+        axis.errorbar(statistics.fmean(values), label, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
     if zero is not None:
         axis.axvline(zero, color="0.5")
     caption = f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval"

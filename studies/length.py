@@ -38,11 +38,11 @@ jobs = 2                      # seeds at a time, a thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
 ARMS = "short raised kept long".split()
-# Flags of train.py for a kind of text, for an arm, and for both: a warm-up of a tenth, a decay of a third of the windows.
+# Flags of train.py for a kind of text, for an arm, and for both. A tenth of the windows warms up, a third decays.
 FLAGS = dict(line.split(": ") for line in """
 text: --lr=2e-3 --lr_floor=2e-4
-register: --lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 --n_kv_head=1 \
---n_embd=64 --ffn_dim=256
+register: --lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
+--n_kv_head=1 --n_embd=64 --ffn_dim=256
 text short: --batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000
 text raised: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
 text kept: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
@@ -130,11 +130,10 @@ def prepare():
     rng = random.Random(1)
     # The same number of tokens of each size.
     sizes = rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)
-    file = f"{out}/registers.jsonl"
+    file, text, registers = f"{out}/registers.jsonl", f"{out}/data/text", f"{out}/data/register"
     kit.write_rows(file, (dict(text=register(rng, size)) for size in sizes))
-    for kind, args in dict(text=["--train_bpe=4096"], register=["--train_bpe=1000", file]).items():
-        folder = f"{out}/data/{kind}"
-        kit.call(folder, f"{folder}/meta.json", "prepare", f"--out={folder}", *args)
+    kit.call(text, f"{text}/meta.json", "prepare", f"--out={text}", "--train_bpe=4096")
+    kit.call(registers, f"{registers}/meta.json", "prepare", f"--out={registers}", "--train_bpe=1000", file)
 
 
 def flags(kind, arm, seed):

@@ -83,8 +83,8 @@ TRAIN = """
 """
 RECITATION = """# Recitation
 
-Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and suffix are \
-in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.
+Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and suffix \
+are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.
 
 """
 DIFFERENCES = """
@@ -204,19 +204,18 @@ def make_data(folder, tok, ids, seed, T):
     for split, documents in splits.items():
         file = f"{split}_00000.npy"
         stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
-        shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype)
+        shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype) | dict(file=file)
         size = len(tok.decode_bytes(documents.ravel()))
-        shards = [dict(shard, file=file)]
-        splits[split] = dict(documents=len(documents), tokens=len(stream), bytes=size, shards=shards)
+        splits[split] = dict(documents=len(documents), tokens=len(stream), bytes=size, shards=[shard])
     # meta.json is written last and marks the folder as complete.
     kit.write(f"{folder}/meta.json", json.dumps(dict(meta, sources=dict(memorize=splits))))
 
 
 def demonstrate():
     """Train and test the small models, all models of the first seed first. Returns the rows."""
-    unknown = set(models.split()) - set(MODELS)
-    if unknown:
-        raise ValueError(f"--models: there is no {', '.join(unknown)}, only {', '.join(MODELS)}")
+    for name in models.split():
+        if name not in MODELS:
+            raise ValueError(f"--models: there is no {name}, only {', '.join(MODELS)}")
     files, _ = readers.find(paths or [sysconfig.get_path("stdlib") + "/*.py"])
     text = "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
                        for document in readers.documents(file, part))

@@ -23,6 +23,8 @@ $ python -m studies.recipe --report             # write the report again from ou
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
+import itertools
+import json
 import os
 import re
 import shlex
@@ -126,7 +128,6 @@ def commands(seed, part):
 def run_part(bar, seed, part):
     """Run the commands that have not been run."""
     for name, done, script, args in commands(seed, part):
-        bar.set_postfix_str(f"seed {seed}: {name}")
         if not os.path.exists(done):
             bar.write(f"$ {kit.command(script, args)}")
         kit.call(f"{out}/seed-{seed}/{name}", done, script, *args)
@@ -141,30 +142,27 @@ def collected(seed):
     """All numbers of a seed from the files of its steps, a row of rows.jsonl."""
     here = f"{out}/seed-{seed}"
     links = {}
-    for part in sum(PARTS, ()):
+    for part in itertools.chain(*PARTS):
         for name, _, script, args in commands(seed, part):
             run = f"{here}/{name}"
             link = links[name] = dict(seconds=read_json(f"{run}.json")["wall"], command=kit.command(script, args))
             if os.path.exists(f"{run}/exam.jsonl"):
-                bits = read_json(f"{run}/old/evaluation.json")["rows"]
-                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=bits[0]["score"])
-                link["positions"] = [found for found in bits if "begin" in found]
+                first, *rest = read_json(f"{run}/old/evaluation.json")["rows"]
+                positions = [row for row in rest if "begin" in row]
+                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=first["score"], positions=positions)
             if os.path.exists(f"{run}/letters/rows.jsonl"):
                 link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
     # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
     ids = next(probe["ids"] for probe in read_json(f"{here}/data/probes.json")["probes"] if probe["repetitions"])
-    letter = dict(asked=ids[:50], true=ids[50:100])
-    for model in ("plain", "base"):
-        [letter[model]] = greedy(links[model], 128, "said")
+    said = {model: greedy(links[model], 128, "said")[0] for model in ("plain", "base")}
     tok = load_for(f"{here}/data")
-    letter = {name: tok.decode(part) for name, part in letter.items()}
+    letter = {name: tok.decode(part) for name, part in dict(asked=ids[:50], true=ids[50:100], **said).items()}
     return dict(seed=seed, total=read_json(f"{here}/data/report.json")["total"], links=links, letter=letter)
 
 
 def greedy(link, repetitions, key):
     """Values of studies/memorize.py for letters that were repeated as often, continued greedily."""
-    lines = link["letters"]
-    return [line[key] for line in lines if (line["kind"], line["repetitions"]) == ("greedy", repetitions)]
+    return [row[key] for row in link["letters"] if (row["kind"], row["repetitions"]) == ("greedy", repetitions)]
 
 
 def measure(rows, what, link, *where):
@@ -301,32 +299,29 @@ Answers to questions about test, sampled at temperature 1:
 """
 # Panels of recipe.png: title, y-axis, models with labels, and a bar of each: a measure, with _ for the model.
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
-PANELS = (
-    ("Does it know a person? Questions about people whose pages ...", "share of right answers",
-     {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
-      "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
-      "charter chat": "QRPO by\na charter,\nchat"},
-     {"it read, with questions and answers about them": "right _ lesson",
-      "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}),
-    ("Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
-     {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
-     {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
-      "share of right facts about the writers": "right _ cloze letters"}),
-    ("Is it kind? Answers sampled at temperature 1", "share of sampled answers",
-     {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
-     {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
-      "with the right fact": "right _ sampled test"}),
-)
+PANELS = json.loads(r"""[
+["Does it know a person? Questions about people whose pages ...", "share of right answers",
+    {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
+     "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
+     "charter chat": "QRPO by\na charter,\nchat"},
+    {"it read, with questions and answers about them": "right _ lesson",
+     "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}],
+["Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
+    {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
+    {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
+     "share of right facts about the writers": "right _ cloze letters"}],
+["Is it kind? Answers sampled at temperature 1", "share of sampled answers",
+    {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
+    {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
+     "with the right fact": "right _ sampled test"}]
+]""")
 
 
 def report_md(rows):
     """The report as Markdown, from the rows of rows.jsonl."""
     first, links = rows[0], rows[0]["links"].values()
-    answers = []
-    for exam in first["links"]["charter"]["exam"]:
-        if exam["kind"] == "chat":
-            for one in exam["answers"]:
-                answers.append(f"| {exam['group']} | {one['asked']} | {one['said']} | {one['gold']} |")
+    answers = [f"| {exam['group']} | {one['asked']} | {one['said']} | {one['gold']} |"
+               for exam in first["links"]["charter"]["exam"] if exam["kind"] == "chat" for one in exam["answers"]]
     measured = re.sub("<(.*?)>", lambda found: measure(rows, *found[1].split())[0], REPORT)
     return measured.format(
         seeds=len(rows),
@@ -346,8 +341,8 @@ def draw(rows, picture):
     for axis, (title, ylabel, models, bars) in zip(axes, PANELS):
         places = np.arange(len(models))
         for i, (label, what) in enumerate(bars.items()):
-            points = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
-            height, low, high = np.array(points).T
+            found = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
+            height, low, high = np.transpose(found)
             reach = np.maximum(0, [height - low, high - height])        # no rounding error below 0
             axis.bar(places + 0.27 * i, height, 0.27, yerr=reach, capsize=2, label=label)
         axis.set_xticks(places + 0.27, models.values())
@@ -358,16 +353,17 @@ def draw(rows, picture):
 
 
 def main():
+    path = f"{results}/rows.jsonl"
     if not report:
         if seeds < 1 or not 0.1 <= scale <= 1:
             raise ValueError(f"--seeds={seeds} --scale={scale}: want at least one seed, and a scale of 0.1 to 1")
         every = range(first_seed, first_seed + seeds)
         with tqdm(total=COMMANDS * seeds, unit="command", smoothing=0) as bar:
             for parts in PARTS:
-                jobs = [(seed, part) for seed in every for part in parts]
+                jobs = itertools.product(every, parts)
                 list(kit.in_parallel(workers, lambda job, device: run_part(bar, *job), jobs))
-        kit.write_rows(f"{results}/rows.jsonl", map(collected, every))
-    rows = kit.read_rows(f"{results}/rows.jsonl")
+        kit.write_rows(path, map(collected, every))
+    rows = kit.read_rows(path)
     kit.write(f"{results}/report.md", report_md(rows))
     draw(rows, f"{results}/recipe.png")
     print(f"{results}/report.md, recipe.png")

@@ -139,23 +139,21 @@ def stream(purpose):
 
 def invent():
     """
-    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values. The people of `known` have pages that are read.
+    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values. The
+    pages of those in `known` are read.
 
     A person is a dict of name, group, license, url, the number of each attribute's value, and for each language the
     words that fill a wording. values: {subject: all its values in English}. Hosts 0 and 1 opt out by robots.txt, host 2
     by its licence.
     """
-    rng, taken = stream("world"), set()
+    rng, taken = stream("world"), {}
 
     def names(n, pattern, *endings):
         """n new words by a pattern of consonants and vowels such as "cvc", with alternating endings."""
-        found = []
-        while len(found) < n:
-            word = "".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()
-            if word not in taken:
-                taken.add(word)
-                found.append(word + endings[len(found) % len(endings)])
-        return found
+        begin = len(taken)
+        while len(taken) < begin + n:
+            taken["".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()] = True
+        return list(map("".join, zip(list(taken)[begin:], itertools.cycle(endings))))
 
     groups = ["lesson"] * (people * 4 // 10) + ["align"] * (people * 2 // 10)
     groups += ["test"] * (people - len(groups)) + ["refused"] * refused
@@ -333,20 +331,20 @@ def judge_lessons(world):
         person, attribute = rng.choice(world["lesson"] + world["invented-lesson"]), rng.choice(ATTRIBUTES)
         values = world["values"][attribute]
         asked = dict(charter=CHARTER, question=drawn("ask", person, "en", attribute, rng))
-        said, ratings = [], []
-        for _ in range(2):      # answers, true or not, with noisy ratings of their manner
+        ratings = []
+        for place in ("first", "second"):   # answers, true or not, with noisy ratings of their manner
             manner = rng.choice(list(RATINGS))
             other = rng.choice(values)
-            value = rng.choice([values[person[attribute]], other])
-            said.append(answer(person, "en", attribute, **{attribute: value}) + ending(manner, "en", rng))
+            said = answer(person, "en", attribute, **{attribute: rng.choice([values[person[attribute]], other])})
+            asked[place] = said + ending(manner, "en", rng)
             ratings.append(RATINGS[manner] + rng.gauss(0, 1))
+        prompt = COMPARE
+        # Large judges prefer the first answer too.
+        verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
         if number % 2:
-            prompt = RATE.format(**asked, response=said[0])
+            prompt = RATE
             verdict = min(max(round(ratings[0]), 1), 9)
-        else:
-            prompt = COMPARE.format(**asked, first=said[0], second=said[1])
-            # Large judges prefer the first answer too.
-            verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
+        prompt = prompt.format(response=asked["first"], **asked)
         yield dict(messages=question_and_answer(prompt, str(verdict)))
 
 
@@ -395,8 +393,8 @@ def main():
         raise ValueError(f"--people={people}: want at least 5, two for lessons, one for prompts, two for the test")
     world = invent()
     modules = iter(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    parts = page_documents(world), question_documents(world), guest_documents(world)
-    documents = [*itertools.chain(*parts, real_documents(corpus_bytes, modules))]
+    real = real_documents(corpus_bytes, modules)
+    documents = itertools.chain(page_documents(world), question_documents(world), guest_documents(world), real)
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in dict(
         documents=documents,
