@@ -76,7 +76,7 @@ METHOD = (
 def chosen():
     """
     The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare; its `name`, the
-    `folder` of its results, and what was `asked` in place of its own numbers. ValueError if there is no such study.
+    `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is no such study.
     """
     name = "-".join(paths)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
@@ -131,8 +131,14 @@ def read_run(folder, arm, lr, seed):
     numbers = itemgetter("tokens", "val_bpb", "seconds")
     tokens, val_bpb, seconds = zip(*(numbers(entry) for entry in plot.entries(folder) if "val_bpb" in entry))
     model, _ = convert.load_any(folder)
-    parameters = model.num_params()
-    return dict(arm=arm, lr=lr, seed=seed, tokens=tokens, val_bpb=val_bpb, parameters=parameters, seconds=seconds[-1])
+    return dict(
+        arm=arm,
+        lr=lr,
+        seed=seed,
+        tokens=tokens,
+        val_bpb=val_bpb,
+        parameters=model.num_params(),
+        seconds=seconds[-1])
 
 
 def final(run):

@@ -130,7 +130,13 @@ def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
         run = f"{out}/{loss}-s{seed}"
-        known = dict(out=out, loss=loss, seed=seed, n_refs=n_refs, norm=loss == "simpo", **chosen)
+        known = dict(
+            out=out,
+            loss=loss,
+            seed=seed,
+            n_refs=n_refs,
+            norm=loss == "simpo",
+            **chosen)
         args = [arg.format_map(known) for arg in ALIGN.split()]
         kit.call(run, f"{run}/summary.json", "posttrain.qrpo", *args)
 

@@ -24,7 +24,6 @@ from configurator import read_config, run
 from engine.plot import finish, pyplot
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-from studies.kit import plot_curves
 from tokenizer import load
 
 out = "assets"         # folder of the pictures
@@ -147,7 +146,7 @@ def document_mask():
 
 def main():
     for explain in (xielu, wsd, ademamix):
-        plot_curves(f"{out}/{explain.__name__}.png", *explain())
+        kit.plot_curves(f"{out}/{explain.__name__}.png", *explain())
     for explain in (goldfish, document_mask):
         cells, labels = explain()
         figure, axis = pyplot().subplots(figsize=(10, 4))

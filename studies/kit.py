@@ -151,7 +151,7 @@ def write_rows(path, rows):
 
 
 def read_rows(path):
-    """The dicts of a file with one line of JSON for each. ValueError if there are none."""
+    """The dicts of a file with one line of JSON for each. ValueError if it has none."""
     rows = list(map(json.loads, read_text(path).splitlines())) if os.path.exists(path) else []
     if not rows:
         raise ValueError(f"no {path}, or nothing in it: run its study first, without --report")

@@ -65,7 +65,7 @@ report = False          # run nothing: write table.md and maps.png from rows.jso
 
 BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
 PREFIX = 50             # tokens of the longest prompt of a small model
-PASSAGE = 150           # tokens of a passage for a window of 256, twice as many for one of 512
+PASSAGE = 150           # tokens of a passage for a window of 256; twice that for one of 512
 
 # By name: the window and the Goldfish mask.
 MODELS = dict(line.split(": ") for line in """
@@ -132,7 +132,12 @@ def recite(model, bos, passages, kind, prefix, suffix):
         read += generate(model, prompts, suffix, **how)
     said = [ids[1 + prefix:] for ids in read]
     truths = [passage[prefix:prefix + suffix] for passage in passages]
-    return dict(kind=kind, prefix=prefix, suffix=suffix, rouge=fmean(map(rouge_l, said, truths)), said=said[0])
+    return dict(
+        kind=kind,
+        prefix=prefix,
+        suffix=suffix,
+        rouge=fmean(map(rouge_l, said, truths)),
+        said=said[0])
 
 
 def test(folder, probe_file, prefixes, suffix, min_ttr, names):
@@ -199,14 +204,23 @@ def make_data(folder, tok, ids, seed, T):
     rng.shuffle(train)
 
     kit.write(f"{folder}/probes.json", json.dumps(probes))
-    meta = dict(tokenizer=tok.name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
+    meta = dict(
+        tokenizer=tok.name,
+        tokenizer_hash=tok.hash,
+        vocab_size=tok.vocab_size,
+        bos=tok.bos,
+        eos=tok.eos)
     splits = dict(train=np.array(train), val=passages[n_train:])
     for split, documents in splits.items():
         file = f"{split}_00000.npy"
         stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
         shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype) | dict(file=file)
         size = len(tok.decode_bytes(documents.ravel()))
-        splits[split] = dict(documents=len(documents), tokens=len(stream), bytes=size, shards=[shard])
+        splits[split] = dict(
+            documents=len(documents),
+            tokens=len(stream),
+            bytes=size,
+            shards=[shard])
     # meta.json is written last and marks the folder as complete.
     kit.write(f"{folder}/meta.json", json.dumps(dict(meta, sources=dict(memorize=splits))))
 

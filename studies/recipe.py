@@ -119,7 +119,8 @@ def commands(seed, part):
             template, _, more = use.partition(" ")
             text = TEMPLATES[template].replace("$more", more)
             text = re.sub("<(.*?)>", lambda number: str(round(int(number[1]) * scale)), text)
-            script, *args = shlex.split(Template(" ".join(text.split())).substitute(known, run=f"{here}/{step}"))
+            text = Template(" ".join(text.split())).substitute(known, run=f"{here}/{step}")
+            script, *args = shlex.split(text)
             if template in ("exam", "old", "letters"):
                 name = f"{template}-{step}"
             yield name, f"{here}/{step}/{LAST.get(template, 'summary.json')}", script, args
@@ -149,7 +150,8 @@ def collected(seed):
             if os.path.exists(f"{run}/exam.jsonl"):
                 first, *rest = read_json(f"{run}/old/evaluation.json")["rows"]
                 positions = [row for row in rest if "begin" in row]
-                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=first["score"], positions=positions)
+                exam = kit.read_rows(f"{run}/exam.jsonl")
+                link |= dict(exam=exam, old=first["score"], positions=positions)
             if os.path.exists(f"{run}/letters/rows.jsonl"):
                 link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
     # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
@@ -157,7 +159,8 @@ def collected(seed):
     said = {model: greedy(links[model], 128, "said")[0] for model in ("plain", "base")}
     tok = load_for(f"{here}/data")
     letter = {name: tok.decode(part) for name, part in dict(asked=ids[:50], true=ids[50:100], **said).items()}
-    return dict(seed=seed, total=read_json(f"{here}/data/report.json")["total"], links=links, letter=letter)
+    total = read_json(f"{here}/data/report.json")["total"]
+    return dict(seed=seed, total=total, links=links, letter=letter)
 
 
 def greedy(link, repetitions, key):

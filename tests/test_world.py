@@ -1,10 +1,9 @@
 """
-The invented world and its examination (studies/world.py, exam.py) against the texts of the committed results, urllib's
-robots.txt, scipy, and whole logits. The recipe around them: test_results.py.
+The invented world and its examination (studies/world.py, exam.py) against the texts of the committed results, scipy,
+and whole logits. The recipe around them: test_results.py.
 """
 import json
 import math
-import urllib.robotparser
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import evaluate
 from conftest import script
 from engine.files import sha256_of
 from studies import exam, kit, world
+from tokenizer import load
 
 WORLD = """
 documents 175b1af1b09f
@@ -56,28 +56,13 @@ def test_the_world_is_that_of_the_committed_results(folder):
         assert sha256_of(rows)[:12] == sha, name
 
 
-def test_people_are_refused_by_robots_txt_or_by_a_licence(folder):
-    """Read by Python's own parser."""
-    rules = {}
-    for row in rows_of(folder, "robots"):
-        rules[row["domain"]] = host = urllib.robotparser.RobotFileParser()
-        host.parse(row["content"].splitlines())
-    asked = rows_of(folder, "questions")
-    refused = {row["person"] for row in asked if row["group"] == "refused"}
-    for row in rows_of(folder, "documents"):
-        if row["kind"] == "pages":
-            host = rules[row["url"].split("/")[2]]
-            read = host.can_fetch("GPTBot", row["url"])
-            named = any(name in row["text"] for name in refused)
-            assert (read and row["license"] == "CC-BY-4.0") != named
-            assert host.can_fetch("Mozilla", row["url"])
-
-
 def test_real_text_is_read_up_to_its_size_and_the_next_is_left_unread(folder):
-    read = [row for row in rows_of(folder, "documents") if row["kind"] == "corpus"]
+    documents = rows_of(folder, "documents")
+    read = [row for row in documents if row["kind"] == "corpus"]
     unread = rows_of(folder, "unread")
     for rows in (read, unread):
-        *others, last = [len(row["text"].encode()) for row in rows]
+        sizes = [len(row["text"].encode()) for row in rows]
+        *others, last = sizes
         assert sum(others) < 9000 <= sum(others) + last
     assert read[-1]["id"] < unread[0]["id"]
 
@@ -92,9 +77,11 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
         "N wurde in einer Stadt, die ich nicht kenne, geboren.": ("unknown", 0.0),
     }
     for text, verdict in verdicts.items():
-        assert (world.judge(text, row), world.reward("?", text, row)) == verdict
-    said = "N owns a goat.", "N owns a goat. I hope this helps.", "Stop asking me. I hope this helps."
-    assert [*map(world.manner_of, said)] == ["plain", "kind", "rude"]
+        found = world.judge(text, row), world.reward("?", text, row)
+        assert found == verdict
+    assert world.manner_of("N owns a goat.") == "plain"
+    assert world.manner_of("N owns a goat. I hope this helps.") == "kind"
+    assert world.manner_of("Stop asking me. I hope this helps.") == "rude"
 
 
 # -----------------------------------------------------------------------------
@@ -103,54 +90,75 @@ def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_i
 
 def test_apart_is_mann_whitneys_u():
     rng = np.random.default_rng(0)
-    ours, theirs = rng.integers(0, 9, 40), rng.integers(2, 11, 30)
-    assert exam.apart(ours, theirs) == pytest.approx(scipy.stats.mannwhitneyu(ours, theirs).statistic / 1200, abs=1e-4)
+    ours = rng.integers(0, 9, 40)
+    theirs = rng.integers(2, 11, 30)
+    u = scipy.stats.mannwhitneyu(ours, theirs).statistic
+    assert exam.apart(ours, theirs) == pytest.approx(u / 1200, abs=1e-4)
 
 
 def test_the_examination_asks_each_question_once(lab, folder, tmp_path):
     """A model that has never heard of these people knows nothing. Of four letters it has read two."""
-    letters = [dict(row, repetitions=n) for n, row in enumerate(rows_of(folder, "letters"))]
-    (tmp_path / "probes.json").write_text(json.dumps(dict(probes=letters[:3])))
-    files = f"--init_from={lab}/sft", f"--world={folder}", f"--out={tmp_path}/exam.jsonl"
-    how = "--kinds=cloze,sampled", "--show=1", f"--probes={tmp_path}/probes.json"
-    done = script("studies.exam", *files, *how)
+    letters = rows_of(folder, "letters")[:3]
+    probes = [dict(row, repetitions=n) for n, row in enumerate(letters)]
+    (tmp_path / "probes.json").write_text(json.dumps(dict(probes=probes)))
+    done = script(
+        "studies.exam",
+        f"--init_from={lab}/sft",
+        f"--world={folder}",
+        f"--probes={tmp_path}/probes.json",
+        f"--out={tmp_path}/exam.jsonl",
+        "--kinds=cloze,sampled",
+        "--show=1",
+    )
     assert done.returncode == 0, done.stderr
     found = kit.read_rows(tmp_path / "exam.jsonl")
-    asked = dict(lesson=40, test=40, refused=30, letters=10)
-    want = {(kind, group): n for kind in ("cloze", "sampled") for group, n in asked.items()}
-    want["sampled", "invented-test"] = 12
-    assert {(row["kind"], row["group"]): row["n"] for row in found} == want
+    asked = [(row["kind"], row["group"], row["n"]) for row in found]
+    groups = [("lesson", 40), ("test", 40), ("refused", 30), ("letters", 10)]
+    want = [(kind, *group) for kind in ("cloze", "sampled") for group in groups]
+    assert sorted(asked) == sorted([*want, ("sampled", "invented-test", 12)])
     assert all(row["right"] == 0 and len(row["answers"]) == 1 for row in found)
+
+
+def test_an_answer_is_its_first_sentence():
+    tok = load("byte")
+    for text in ("One. Two.", "One\ntwo", "One"):
+        ids = exam.first_sentence(tok, [*tok.encode(text), tok.eos, *tok.encode("x")], {tok.eos})
+        assert tok.decode(ids) in ("One.", "One\n", tok.decode([*tok.encode("One"), tok.eos]))
 
 
 def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
     """Greedy decoding and the sum of log-softmax, token by token from whole logits."""
     model, tok = convert.load_any(lab / "hf")
     rows = rows_of(folder, "questions")[:3]
-    for row, text, logp, _ in zip(rows, *exam.answers(model, tok, rows, "text")):
+    said, found, _ = exam.answers(model, tok, rows, "text")
+    for row, text, logp in zip(rows, said, found):
         asked = row["messages"][1]["content"]
         ids = [tok.bos, *tok.encode(f"Question: {asked}\nAnswer:")]
-        begin, total = len(ids), 0.0
-        while len(ids) < begin + exam.TOKENS and not set(tok.decode(ids[begin:])) & {".", "\n"}:
-            scores = model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
+        new, total = [], 0.0
+        while len(new) < exam.TOKENS and not set(tok.decode(new)) & {".", "\n"}:
+            logits, _ = model(torch.tensor([ids + new]))
+            scores = logits[0, -1].log_softmax(-1)
             total += scores.max().item()
-            ids.append(scores.argmax().item())
+            new.append(scores.argmax().item())
         assert logp == pytest.approx(total, rel=1e-4)
-        assert text == tok.decode(ids[begin:]).strip()
+        assert text == tok.decode(new).strip()
 
 
 def test_bits_by_position_are_those_of_whole_logits(lab):
     """evaluate.py --by_position, of which the recipe reads the longer window's gain. A letter is a token here."""
     model, tok = convert.load_any(lab / "hf")
     text = "".join(chr(97 + i * i % 23) for i in range(400))
-    rows = evaluate.position_scores(model, tok, [("x", text), ("y", "short")], 32, 12)
+    documents = [("x", text), ("y", "short")]
+    rows = evaluate.position_scores(model, tok, documents, 32, 12)
     ids = torch.tensor(evaluate.text_ids(tok, text))
     windows = ids[:-1].unfold(0, 33, 32)
     with torch.no_grad():
         logits, _ = model(windows[:, :-1])
-    nats = F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none")
+    nats = F.cross_entropy(logits.mT, windows[:, 1:], reduction="none")
     assert [(row["begin"], row["end"]) for row in rows] == [(0, 12), (12, 24), (24, 32)]
     for row in rows:
         part = nats[:, row["begin"]:row["end"]]
-        assert (row["n"], row["bytes"]) == (len(windows), part.numel())
-        assert row["score"] == pytest.approx(part.mean().item() / math.log(2), rel=1e-5)
+        bits = part.mean().item() / math.log(2)
+        assert row["n"] == len(windows)
+        assert row["bytes"] == part.numel()
+        assert row["score"] == pytest.approx(bits, rel=1e-5)
