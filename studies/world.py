@@ -394,7 +394,8 @@ def main():
     world = invent()
     modules = iter(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
     real = real_documents(corpus_bytes, modules)
-    documents = itertools.chain(page_documents(world), question_documents(world), guest_documents(world), real)
+    # A list, so that nothing is written if the real text is too short.
+    documents = [*page_documents(world), *question_documents(world), *guest_documents(world), *real]
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in dict(
         documents=documents,
