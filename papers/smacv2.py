@@ -301,18 +301,13 @@ def trained(name):
 
 
 def wins_of(rows):
-    """{GAME-POLICY: the share won by each seed}."""
-    wins = {}
-    for row in rows:
-        arm, _, _ = row["name"].rpartition("-")
-        wins.setdefault(arm, []).append(row["won"])
-    return wins
+    """{GAME-POLICY: {"won": the shares of its seeds}}."""
+    return kit.grouped((row["name"].rpartition("-")[0], "won", row["won"]) for row in rows)
 
 
 def table_md(rows):
     """The committed page, a pure function of the runs."""
-    body = [f"| {arm} | {kit.interval(won)} |" for arm, won in wins_of(rows).items()]
-    return "\n".join([HEAD, *kit.table("| random-policy | won |", body), NOTES])
+    return f"{HEAD}\n{kit.pivot('| random-policy', [*wins_of(rows).items()])}{NOTES}"
 
 
 HEAD = """# A battle without chance, and with it
@@ -359,7 +354,8 @@ def main():
             "all-open all-closed all-half all-none all-released").split()
     names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
     rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    kit.plot_intervals(f"{results}/wins.png", wins_of(rows), "share of fights won (random part - policy)")
+    wins = {arm: numbers["won"] for arm, numbers in wins_of(rows).items()}
+    kit.plot_intervals(f"{results}/wins.png", wins, "share of fights won (random part - policy)")
     kit.write(f"{results}/table.md", table_md(rows))
 
 

@@ -23,15 +23,12 @@ $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: a
 $ python -m studies.ablate --overview             # all studies in one table
 """
 
-import sys
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-if __name__ == "__main__" and not __package__:
-    print("ablate.py: start it from the project's root, python -m studies.ablate", file=sys.stderr)
-    sys.exit(2)
-
+import json
 import os
-import re
 import statistics
+from operator import itemgetter, sub
 
 import numpy as np
 from tqdm import tqdm
@@ -44,7 +41,6 @@ from data import read_meta
 from engine import plot
 from engine.intervals import student
 from posttrain import attach
-from studies import kit
 
 paths = []                 # a study of configs/ablations.py, or two or more arms: values of one setting in ARMS
 seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 for a study, 3 for arms
@@ -58,9 +54,10 @@ report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 SEARCH_SEED = 0            # chooses the learning rates, and is never reported
-STUDY = dict(
-    seeds=5, size="configs/ablations/size_laptop.py", out="results/ablations", lrs=(5e-4, 1e-3, 2e-3))
-QUICK = dict(seeds=3, size="configs/ablations/size_quick.py", out="out/ablations", lrs=(1e-3, 2e-3, 4e-3))
+STUDY, QUICK = json.loads("""[
+    {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3]},
+    {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3]}
+]""")
 ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
 
 HEAD = (
@@ -69,7 +66,7 @@ HEAD = (
 ROW = (
     "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {tokens:,} | {parameters:,} "
     "| {seconds:.0f} |")
-AGAINST = "{difference:+.4f} ± {half_interval:.4f} (p = {p:.3f}, {p_holm:.3f})"
+AGAINST = "{:+.4f} ± {:.4f} (p = {:.3f}, {:.3f})"
 METHOD = (
     "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). "
     "Differences are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all "
@@ -78,24 +75,24 @@ METHOD = (
 
 def chosen():
     """
-    The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare, and its `name`.
-    ValueError if there is no such study.
+    The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare; its `name`, the
+    `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is no such study.
     """
-    name = " ".join(paths)
+    name = "-".join(paths)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
     if name in STUDIES:
         study = STUDY | STUDIES[name]
     elif len({*paths}) > 1 and settings:
         arms = {arm: f"--{settings[0]}={arm}" for arm in paths}
-        study = dict(QUICK, question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms, baseline=paths[0])
+        study = QUICK | dict(question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms, baseline=paths[0])
     else:
         raise ValueError(
-            f"{name or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more values of "
-            f"{' or '.join(ARMS)}: python -m studies.ablate swiglu xielu")
+            f"{' '.join(paths) or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more "
+            f"values of {' or '.join(ARMS)}: python -m studies.ablate swiglu xielu")
     asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
     # Other numbers than the committed ones get a folder of their own, and no reading.
-    folder = out or (QUICK if asked else study)["out"]
-    return study | asked | dict(name="-".join(paths), asked=asked, out=folder)
+    results = out or (QUICK if asked else study)["out"]
+    return study | asked | dict(name=name, asked=asked, folder=f"{results}/{name}")
 
 
 # -----------------------------------------------------------------------------
@@ -115,7 +112,7 @@ def planned(study, arm, lr, seed):
     return f"{runs}/{kit.digest([settings, read_meta(data)])}", argv
 
 
-def train_all(study, asked, bar):
+def train_all(study, asked):
     """
     Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order.
 
@@ -124,23 +121,24 @@ def train_all(study, asked, bar):
     plan = [planned(study, *run) for run in asked]
     # Two arms may ask for the same run, and two processes must not write into one folder.
     distinct = dict(plan)
-    for _ in kit.in_parallel(jobs, kit.train, distinct, distinct.values()):
-        bar.update()
+    trained = kit.in_parallel(jobs, kit.train, distinct, distinct.values())
+    list(tqdm(trained, study["name"], len(distinct), unit="run"))
     return [read_run(folder, *run) for (folder, _), run in zip(plan, asked)]
 
 
 def read_run(folder, arm, lr, seed):
     """The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte."""
-    validations = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
+    numbers = itemgetter("tokens", "val_bpb", "seconds")
+    tokens, val_bpb, seconds = zip(*(numbers(entry) for entry in plot.entries(folder) if "val_bpb" in entry))
     model, _ = convert.load_any(folder)
     return dict(
         arm=arm,
         lr=lr,
         seed=seed,
-        tokens=[entry["tokens"] for entry in validations],
-        val_bpb=[entry["val_bpb"] for entry in validations],
+        tokens=tokens,
+        val_bpb=val_bpb,
         parameters=model.num_params(),
-        seconds=validations[-1]["seconds"])
+        seconds=seconds[-1])
 
 
 def final(run):
@@ -151,16 +149,14 @@ def final(run):
 def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
     arms, lrs = study["arms"], study["lrs"]
-    search = [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms if len(lrs) > 1]
     best = dict.fromkeys(arms, lrs[0])
-    reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
-    for arm in arms:
-        planned(study, arm, lrs[0], SEARCH_SEED)           # its errors come before the bar
-    with tqdm(desc=study["name"], total=len(search) + len(reported), unit="run") as bar:
-        searched = train_all(study, search, bar)
+    searched = []
+    if len(lrs) > 1:
+        searched = train_all(study, [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms])
         # From the worst to the best, so that the best stays.
         best |= {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
-        return searched + train_all(study, [(arm, best[arm], seed) for arm, seed in reported], bar)
+    every = range(1, study["seeds"] + 1)
+    return searched + train_all(study, [(arm, best[arm], seed) for seed in every for arm in arms])
 
 
 # -----------------------------------------------------------------------------
@@ -183,75 +179,70 @@ def summary(rows, baseline):
     A dict for each arm, the baseline first: a line of table.md.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
-    seed; difference, half_interval, p: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the
-    lowest or the highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last
-    loss of the baseline.
+    seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
+    highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last loss of the
+    baseline.
     """
-    groups, rates = {baseline: []}, {}
-    for row in rows:
-        rates.setdefault(row["arm"], []).append(row["lr"])
-        if row["seed"] != SEARCH_SEED:
-            groups.setdefault(row["arm"], []).append(row)
-    curves = {arm: np.mean([row["val_bpb"] for row in group], 0) for arm, group in groups.items()}
     table = []
-    for arm, (first, *_) in groups.items():
-        differences = kit.differences(groups[arm], groups[baseline], final)
-        difference, half_interval, p = student(differences)
-        table.append(first | dict(
+    for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
+        rates = [row["lr"] for row in rows if row["arm"] == arm]
+        runs = [row for row in rows if row["arm"] == arm and row["seed"] != SEARCH_SEED]
+        tokens, lr = runs[0]["tokens"], runs[0]["lr"]
+        curve = np.mean([run["val_bpb"] for run in runs], 0)
+        ends = list(map(final, runs))
+        if arm == baseline:
+            base, goal = ends, curve[-1]
+        differences = list(map(sub, ends, base))        # by seed, in whose order the rows are
+        table.append(runs[0] | dict(
             against="baseline" if arm == baseline else "",
-            lr=f"{first['lr']:g}{'' if min(rates[arm]) < first['lr'] < max(rates[arm]) else '*'}",
-            seeds=len(groups[arm]),
-            bits_per_byte=kit.plus_minus([final(row) for row in groups[arm]], statistics.stdev, ".4f"),
+            lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
+            seeds=len(runs),
+            bits_per_byte=kit.interval(ends, 4, statistics.stdev),
             differences=differences,
-            difference=difference,
-            half_interval=half_interval,
-            p=p,
-            tokens_to_loss=share_of_tokens(first["tokens"], curves[arm], curves[baseline][-1]),
-            tokens=first["tokens"][-1],
-            seconds=statistics.fmean(row["seconds"] for row in groups[arm])))
+            student=student(differences),
+            tokens_to_loss=share_of_tokens(tokens, curve, goal),
+            tokens=tokens[-1],
+            seconds=statistics.fmean(run["seconds"] for run in runs)))
     return table
 
 
 def table_md(table):
     """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, and `against` to the rows."""
     compared = [row for row in table if not row["against"]]
-    for row, p_holm in zip(compared, kit.holm([row["p"] for row in compared])):
+    for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
         row["p_holm"] = p_holm
-        row["against"] = AGAINST.format_map(row)
+        row["against"] = AGAINST.format(*row["student"], p_holm)
     return "\n".join(kit.table(HEAD, map(ROW.format_map, table)))
 
 
 def conclusion(row, baseline):
     """The conclusion from a row of summary(), in a sentence. baseline: the name of that arm."""
-    low, high = (row["difference"] + sign * row["half_interval"] for sign in (-1, 1))
+    difference, half, _ = row["student"]
+    low, high = difference - half, difference + half
+    said = f"no difference between {row['arm']} and {baseline} can be seen: it is {low:+.3f} to {high:+.3f}"
     if row["p_holm"] < 0.05:
         near, far = sorted((abs(low), abs(high)))
         said = f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {baseline} by {near:.3f} to {far:.3f}"
-    else:
-        said = f"no difference between {row['arm']} and {baseline} can be seen: it is {low:+.3f} to {high:+.3f}"
     return f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['tokens']:,} tokens: {said} bits per byte."
 
 
-def write_report(study, folder):
-    """Write table.md and plot.png of a study folder from its runs.jsonl. Returns the text of table.md."""
-    rows = kit.rows_to_report(f"{folder}/runs.jsonl", "studies.ablate")
-    table = summary(rows, study["baseline"])
+def write_report(study):
+    """Write table.md and plot.png of a study from its runs.jsonl, and print the table."""
+    folder, baseline, asked = study["folder"], study["baseline"], study["asked"]
+    table = summary(kit.read_rows(f"{folder}/runs.jsonl"), baseline)
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
-    if "reading" in study and not study["asked"]:
+    if "reading" in study and not asked:
         paragraphs += [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
     else:
-        paragraphs += [conclusion(row, study["baseline"]) for row in table[1:]]
-    paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(study['asked'])])}`\n")
-    text = "\n\n".join(paragraphs)
-    kit.write(f"{folder}/table.md", text)
+        paragraphs += [conclusion(row, baseline) for row in table[1:]]
+    paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(asked)])}`\n")
+    kit.publish(f"{folder}/table.md", "\n\n".join(paragraphs))
     arms = {row["arm"]: row["differences"] for row in table[1:]}
-    xlabel = f"bits per byte above {study['baseline']} (less is better)"
-    kit.plot_intervals(f"{folder}/plot.png", arms, xlabel, zero=0)
-    return text
+    kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {baseline} (less is better)", zero=0)
 
 
-def overview_md(folder):
-    """All studies of a folder as one Markdown table, with Holm's p over all of its lines."""
+def write_overview(folder):
+    """Write all studies of a folder as one table, overview.md, with Holm's p over all of its lines, and print it."""
     table = []
     for name, study in STUDIES.items():
         path = f"{folder}/{name}/runs.jsonl"
@@ -260,23 +251,17 @@ def overview_md(folder):
             table += [row | dict(arm=f"{name}: {row['arm']}") for row in rows]
     if not table:
         raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
-    return table_md(table) + "\n"
+    kit.publish(f"{folder}/overview.md", table_md(table) + "\n")
 
 
 def main():
     if overview:
-        folder = out or STUDY["out"]
-        text = overview_md(folder)
-        kit.write(f"{folder}/overview.md", text)
-        return print(text)
+        return write_overview(out or STUDY["out"])
     study = chosen()
-    folder = f"{study['out']}/{study['name']}"
     if not report:
-        kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
-    print(write_report(study, folder))
+        kit.write_rows(f"{study['folder']}/runs.jsonl", run_study(study))
+    write_report(study)
 
 
 if __name__ == "__main__":
-    # A study used to be a file: its path still names it.
-    sys.argv = [re.sub(r"^configs/ablations/(.*)\.py$", r"\1", arg) for arg in sys.argv]
     configurator.run(main, globals())

@@ -22,11 +22,7 @@ $ python -m studies.align --report    # table and plot again, from results.json
 $ python sample.py --chat --init_from=out/align/qrpo-s0 --system="Answer with digits."
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("align.py: start it from the project's root, python -m studies.align", file=sys.stderr)
-    sys.exit(2)
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
 import itertools
 import json
@@ -43,7 +39,6 @@ from engine.files import read_json
 from generate import generate
 from posttrain.losses import beta_log_z, correlation, quantile
 from posttrain.references import sequence_logp, words
-from studies import kit
 
 out = "out/align"                       # runs, data
 results = "results/align"               # results.json, table.md, align.png
@@ -57,11 +52,18 @@ test_prompts = 60                       # of 360; 60 others are for validation, 
 samples = 8                             # per test prompt, to measure with
 report = False                          # run nothing: table and plot again from results.json
 
-SFT = "--epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume"
+SFT = """
+    --epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume
+    --init_from={base} --data={out}/conversations.jsonl --out={out}/sft
+"""
 # Three passes over the pairs: after one the log-ratios have moved by a third.
-ALIGN = ("--rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3 "
-         "--batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128 "
-         "--beta_max=0 --gamma=0.1 --resume")
+ALIGN = """
+    --rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3
+    --batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128
+    --beta_max=0 --gamma=0.1 --resume --init_from={out}/sft --data={out}/prompts.jsonl --out={out}/{loss}-s{seed}
+    --references={out}/references-s{seed} --seed={seed} --n_refs={n_refs} --loss={loss} --length_norm={norm}
+    --lr={lr} --beta={beta}
+"""
 
 
 # -----------------------------------------------------------------------------
@@ -97,17 +99,17 @@ def teacher(rng, total, first):
 def write_data():
     """The teacher's conversations for SFT, the prompts for the losses, and the test prompts."""
     every = [*itertools.product(range(10, 50), range(1, 10))]
-    shuffled = np.random.default_rng(0).permutation(every).tolist()
-    train = shuffled[:-2 * test_prompts]
+    tasks = np.random.default_rng(0).permutation(every).tolist()
+    train = tasks[:-2 * test_prompts]
     rng = np.random.default_rng(1)
     conversations = []
     for _ in range(n_conversations):
         task = train[rng.integers(len(train))]
-        answer = dict(role="assistant", content=teacher(rng, *task))
-        conversations.append(dict(messages=[*question(*task), answer]))
-    kit.write_rows(f"{out}/conversations.jsonl", conversations)
-    kit.write_rows(f"{out}/prompts.jsonl", [dict(messages=question(*task)) for task in train])
-    kit.write_rows(f"{out}/test.jsonl", [dict(messages=question(*task)) for task in shuffled[-test_prompts:]])
+        conversations.append([*question(*task), dict(role="assistant", content=teacher(rng, *task))])
+    prompts = itertools.starmap(question, train)
+    test = itertools.starmap(question, tasks[-test_prompts:])
+    for name, chats in dict(conversations=conversations, prompts=prompts, test=test).items():
+        kit.write_rows(f"{out}/{name}.jsonl", (dict(messages=messages) for messages in chats))
 
 
 # -----------------------------------------------------------------------------
@@ -116,32 +118,27 @@ def write_data():
 
 def pretrain_and_sft():
     """Train the reference model, out/align/sft."""
-    base = start or f"{out}/pretrained"
+    base, data = start or f"{out}/pretrained", f"{out}/data"
     if not start:
-        data = f"{out}/data"
         kit.call(data, f"{data}/meta.json", "prepare", f"--out={data}", "--tokenizer=apertus:1024")
-        kit.call(base, f"{base}/summary.json", "train", "configs/align.py", f"--data={data}", f"--out={base}",
-                 "--resume", threads=workers)
-    kit.call(f"{out}/sft", f"{out}/sft/summary.json", "posttrain.sft", *SFT.split(), f"--init_from={base}",
-             f"--data={out}/conversations.jsonl", f"--out={out}/sft", threads=workers)
+        kit.train(base, ["configs/align.py", f"--data={data}"])
+    args = [arg.format(out=out, base=base) for arg in SFT.split()]
+    kit.call(f"{out}/sft", f"{out}/sft/summary.json", "posttrain.sft", *args)
 
 
 def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
         run = f"{out}/{loss}-s{seed}"
-        kit.call(
-            run, f"{run}/summary.json", "posttrain.qrpo", *ALIGN.split(),
-            f"--init_from={out}/sft",
-            f"--data={out}/prompts.jsonl",
-            f"--out={run}",
-            f"--references={out}/references-s{seed}",
-            f"--seed={seed}",
-            f"--n_refs={n_refs}",
-            f"--loss={loss}",
-            f"--length_norm={loss == 'simpo'}",
-            *kit.flags(chosen),
-        )
+        known = dict(
+            out=out,
+            loss=loss,
+            seed=seed,
+            n_refs=n_refs,
+            norm=loss == "simpo",
+            **chosen)
+        args = [arg.format_map(known) for arg in ALIGN.split()]
+        kit.call(run, f"{run}/summary.json", "posttrain.qrpo", *args)
 
 
 # -----------------------------------------------------------------------------
@@ -156,8 +153,8 @@ def complete(model, tok, n, seed):
     """
     asked = [row["messages"] for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
     prompts = [tok.chat(messages, add_generation_prompt=True)[1] for messages in asked]
-    generator = torch.Generator().manual_seed(seed)
-    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),), generator=generator)
+    torch.manual_seed(seed)
+    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),))
     said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]
     rewards = [reward(messages[1]["content"], words(tok, ids)) for messages, (_, ids) in zip(asked, said)]
     return said, torch.tensor(rewards, dtype=torch.float64).view(-1, n)
@@ -170,6 +167,7 @@ def measure():
     beta = chosen["qrpo"]["beta"]
     reference, tok = convert.load_any(f"{out}/sft")
     ref_said, ref_rewards = complete(reference, tok, n_refs, 1000)
+    ref_logp = sequence_logp(reference, ref_said)
     # Each completion's quantile among the other references of its prompt, and where QRPO's formula wants its log-ratio.
     q = quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten()           # (prompts * n_refs,)
     target = (q - beta_log_z(beta)) / beta
@@ -177,27 +175,19 @@ def measure():
     for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):
         model, _ = convert.load_any(f"{out}/{name}")
         said, rewards = complete(model, tok, samples, 2000)
-        ratio = sequence_logp(model, ref_said).double() - sequence_logp(reference, ref_said)
-        means = dict(
+        ratio = sequence_logp(model, ref_said).double() - ref_logp
+        numbers = dict(
             reward=rewards,
             exact=rewards == 0,
             malformed=rewards == -30,
             quantile=quantile(rewards.T, ref_rewards),
             kl=sequence_logp(model, said) - sequence_logp(reference, said),
-            length=torch.tensor([len(completion) for _, completion in said]),
+            length=[len(completion) for _, completion in said],
+            agreement=correlation(target, ratio),
+            error=(ratio - target).square().mean().sqrt(),
         )
-        rows[name] = {key: values.double().mean().item() for key, values in means.items()}
-        rows[name] |= dict(agreement=correlation(target, ratio), error=(ratio - target).square().mean().sqrt().item())
+        rows[name] = {key: torch.as_tensor(values, dtype=float).mean().item() for key, values in numbers.items()}
     return rows
-
-
-def table(runs):
-    """Markdown of {loss: [its numbers, one dict for each seed]}: means and standard deviations over seeds."""
-    lines = []
-    for loss, rows in runs.items():
-        cells = [kit.plus_minus([row[key] for row in rows], statistics.stdev, ".3f") for key in rows[0]]
-        lines.append(f"| {loss} | {' | '.join(cells)} |")
-    return "\n".join(kit.table(f"| | {' | '.join(runs['sft'][0])} |", lines)) + "\n"
 
 
 def main():
@@ -209,14 +199,12 @@ def main():
         pretrain_and_sft()
         list(tqdm(kit.in_parallel(workers, align, range(seeds)), "seeds", seeds))
         kit.write(path, json.dumps(dict(rows=measure()), indent=1))
-    runs = {}
-    for name, row in read_json(path)["rows"].items():
-        runs.setdefault(name.split("-")[0], []).append(row)
-    rewards = {loss.upper(): [row["reward"] for row in rows] for loss, rows in runs.items()}
+    rows = read_json(path)["rows"].items()
+    runs = kit.grouped((name.split("-")[0], key, value) for name, row in rows for key, value in row.items())
+    rewards = {loss.upper(): numbers["reward"] for loss, numbers in runs.items()}
     xlabel = "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)"
     kit.plot_intervals(f"{results}/align.png", rewards, xlabel, *rewards["SFT"])
-    kit.write(f"{results}/table.md", table(runs))
-    print(table(runs))
+    kit.publish(f"{results}/table.md", kit.pivot("|", [*runs.items()], 3, statistics.stdev))
 
 
 if __name__ == "__main__":

@@ -16,13 +16,9 @@ $ python -m studies.exam --init_from=out/recipe/seed-2/base --world=out/recipe/s
 $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/seed-2/world --kinds=chat --show=5
 """
 
-import sys
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-if __name__ == "__main__" and not __package__:
-    print("exam.py: start it from the project's root, python -m studies.exam", file=sys.stderr)
-    sys.exit(2)
-
-import itertools
+from collections import defaultdict
 
 import numpy as np
 import torch
@@ -34,7 +30,6 @@ from configurator import run
 from engine.intervals import wilson
 from generate import generate
 from posttrain.references import sequence_logp
-from studies import kit
 from studies.world import ANSWER, QUESTION, WORDS, judge, manner_of
 from tokenizer import read_json
 
@@ -53,7 +48,7 @@ def prompt_of(tok, row, kind):
     """The ids of a question, asked by kind. ValueError for an unknown kind."""
     if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
-    begin, _, _ = WORDS["say", "en"][row["attribute"]][0].partition(" {" + row["attribute"])
+    begin, _, _ = WORDS[f"say en {row['attribute']}"][0].partition(" {" + row["attribute"])
     asked = row["messages"][-1]["content"]
     texts = dict(cloze=begin.format(name=row["person"]), text=f"{QUESTION['en']}: {asked}\n{ANSWER['en']}:")
     if kind not in texts:
@@ -73,17 +68,17 @@ def first_sentence(tok, ids, stop):
 def answers(model, tok, rows, kind):
     """The answers to questions: first sentences as text, their log-probabilities, and manners, three lists."""
     stop = stop_ids(tok)
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)
-    said, logp, manners = [], [], []
+    torch.manual_seed(0)
+    found = []
     for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):
         prompts = [prompt_of(tok, row, kind) for row in rows[at:at + batch]]
-        texts = generate(model, prompts, TOKENS, stop, temperature=float(kind == "sampled"), generator=generator)
+        texts = generate(model, prompts, TOKENS, stop, temperature=float(kind == "sampled"))
         whole = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]
         firsts = [first_sentence(tok, ids, stop) for ids in whole]
-        said += [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
-        logp += sequence_logp(model, list(zip(prompts, firsts))).tolist()
-        manners += [manner_of(tok.decode(ids)) for ids in whole]
-    return said, logp, manners
+        said = [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
+        logp = sequence_logp(model, list(zip(prompts, firsts))).tolist()
+        found += zip(said, logp, map(manner_of, map(tok.decode, whole)))
+    return zip(*found)
 
 
 def share(k, n):
@@ -94,13 +89,15 @@ def share(k, n):
 
 def apart(ours, theirs):
     """The probability that a number of `ours` is above one of `theirs`; ties count half."""
-    difference = np.subtract.outer(ours, theirs)
-    return round(float((difference > 0).mean() + (difference == 0).mean() / 2), 4)
+    above = np.sign(np.subtract.outer(ours, theirs))
+    return round(float(above.mean() / 2 + 0.5), 4)
 
 
 def groups_of(rows):
     """{group: its questions}; with --probes also "letters": about the people whose letters are in the training text."""
-    groups = {group: list(some) for group, some in itertools.groupby(rows, lambda row: row["group"])}
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["group"]].append(row)
     if probes:
         # The first sentence of a letter names its writer.
         read = [probe["text"].partition(".")[0] for probe in read_json(probes)["probes"] if probe["repetitions"]]
@@ -111,23 +108,20 @@ def groups_of(rows):
 def main():
     groups = groups_of(kit.read_rows(f"{world}/questions.jsonl"))
     model, tok = convert.load_any(init_from, dtype=torch.float32)
-    model.eval()
     results = []
     for kind in kinds.split(","):
-        # No page about an invented person could continue.
-        asked = [group for group in groups if kind != "cloze" or "invented" not in group]
-        found = {group: answers(model, tok, groups[group], kind) for group in asked}
+        found = {}
+        for group, rows in groups.items():
+            # No page about an invented person could continue.
+            if kind != "cloze" or "invented" not in group:
+                found[group] = list(answers(model, tok, rows, kind))
         for group, (said, logp, manners) in found.items():
             rows = groups[group]
-            verdicts = [judge(text, row) for text, row in zip(said, rows)]
+            verdicts = list(map(judge, said, rows))
             right, unknown, n = verdicts.count("right"), verdicts.count("unknown"), len(rows)
             difference = apart(found["test"][1], logp)
-            print(f"{kind} {group}: right {share(right, n)}, unknown {share(unknown, n)}, n {n}, apart {difference}")
-
-            shown = []
-            for row, text in zip(rows[:show], said):
-                shown.append(dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"]))
-                print("    {asked} -> {said}   [{gold}]".format_map(shown[-1]))
+            shown = [dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"])
+                     for row, text in zip(rows[:show], said)]
             results.append(dict(
                 kind=kind,
                 group=group,
@@ -139,6 +133,8 @@ def main():
                 apart=difference,
                 answers=shown,
             ))
+            print(f"{kind} {group}: right {share(right, n)}, unknown {share(unknown, n)}, n {n}, apart {difference}")
+            print(*map("    {asked} -> {said}   [{gold}]".format_map, shown), sep="\n")
     kit.write_rows(out or f"{init_from}/exam.jsonl", results)
 
 

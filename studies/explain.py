@@ -10,11 +10,7 @@ Pictures of five ideas, drawn by the code that implements them.
 $ python -m studies.explain        # into assets/
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("explain.py: start it from the project's root, python -m studies.explain", file=sys.stderr)
-    sys.exit(2)
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
 from types import SimpleNamespace
 
@@ -28,7 +24,6 @@ from configurator import read_config, run
 from engine.plot import finish, pyplot
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
-from studies.kit import plot_curves
 from tokenizer import load
 
 out = "assets"         # folder of the pictures
@@ -55,7 +50,7 @@ def xielu():
     Right of 0 it is a parabola, so its slope grows without bound, as ReLU²'s does. Left of 0 it falls and then rises
     again, so a unit there still has a gradient.
     """
-    model = Apertus(ApertusConfig(vocab_size=2, n_layer=1, n_head=1, n_kv_head=1, n_embd=2, ffn_dim=2))
+    model = Apertus(ApertusConfig.of(read_config("configs/tiny.py")))
     x = torch.linspace(-4, 2, 601)
     ours = model.model.layers[0].mlp.act_fn(x).detach()
     curves = {
@@ -151,7 +146,7 @@ def document_mask():
 
 def main():
     for explain in (xielu, wsd, ademamix):
-        plot_curves(f"{out}/{explain.__name__}.png", *explain())
+        kit.plot_curves(f"{out}/{explain.__name__}.png", *explain())
     for explain in (goldfish, document_mask):
         cells, labels = explain()
         figure, axis = pyplot().subplots(figsize=(10, 4))

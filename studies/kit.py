@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from engine import plot
-from engine.files import read_json, sha256_of, write_flushed
+from engine.files import read_json, read_text, sha256_of, write_flushed
 from engine.intervals import student
 
 # -----------------------------------------------------------------------------
@@ -38,23 +39,21 @@ def digest(asked):
     return sha256_of(asked)[:10]
 
 
-def run_script(script, args, log, threads=None, device=None):
+def run_script(script, args, log, device=None):
     """
     Run `python -m script args...` in a process of its own. Returns its exit code and the last line that it printed.
 
-    log: the file for its output. threads: of the CPU; None = $OMP_NUM_THREADS, or one, because several runs share the
-    machine. device: the only GPU that it may see; None = all.
+    It has $OMP_NUM_THREADS threads, or one, because several runs share the machine. log: the file for its output.
+    device: the only GPU that it may see; None = all.
     """
-    write(log, "")
     env = {"OMP_NUM_THREADS": "1", **os.environ}
-    for name, value in dict(OMP_NUM_THREADS=threads, CUDA_VISIBLE_DEVICES=device).items():
-        if value is not None:
-            env[name] = str(value)
+    if device:
+        env["CUDA_VISIBLE_DEVICES"] = device
+    write(log, "")
     with open(log, "r+", encoding="utf-8", errors="replace") as f:
         code = subprocess.run([sys.executable, "-m", script, *args], stdout=f, stderr=f, env=env).returncode
         f.seek(0)
-        lines = f.read().split("\n")
-    return code, next(filter(str.strip, reversed(lines)), "it printed nothing")
+        return code, f.read().strip().split("\n")[-1] or "it printed nothing"
 
 
 def command(script, args):
@@ -63,7 +62,7 @@ def command(script, args):
     return shlex.join(["python", *how, *args])
 
 
-def call(path, done, script, *args, threads=1, device=None):
+def call(path, done, script, *args, device=None):
     """
     Run one of the scripts, unless the file `done`, the last that it writes, exists.
 
@@ -73,7 +72,7 @@ def call(path, done, script, *args, threads=1, device=None):
     log, record = f"{path}.txt", f"{path}.json"
     if not os.path.exists(done):
         began = time.perf_counter()
-        code, last = run_script(script, args, log, threads, device)
+        code, last = run_script(script, args, log, device)
         if code or not os.path.exists(done):
             raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({log}). "
                              "Give the same command again to resume")
@@ -89,8 +88,7 @@ def train(folder, args, device=None):
 
     The output goes to FOLDER.txt, because train.py rejects a folder that holds files of another kind.
     """
-    flags = f"--out={folder}", "--resume"
-    call(folder, f"{folder}/summary.json", "train", *args, *flags, threads=None, device=device)
+    call(folder, f"{folder}/summary.json", "train", *args, f"--out={folder}", "--resume", device=device)
 
 
 def completed(path, names, trained):
@@ -104,9 +102,7 @@ def completed(path, names, trained):
     for name in tqdm([name for name in names if name not in done], unit="run", disable=None):
         rows.append(trained(name))
         write_rows(path, rows)
-    if not rows:
-        raise ValueError(f"{path} has no rows, and no run is asked for: want --seeds=1 or more")
-    return rows
+    return read_rows(path)
 
 
 def flags(settings):
@@ -135,44 +131,35 @@ def in_parallel(at_a_time, work, *columns):
 
 
 def write(path, text):
-    """Write a file, all or nothing, and make its folder. text: a string, or an iterable of lines."""
+    """Write a text file, all or nothing, and make its folder."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    write_flushed(path, "".join(text))
+    write_flushed(path, text)
+
+
+def publish(path, text):
+    """Write a page, and print it."""
+    write(path, text)
+    print(text)
 
 
 def write_rows(path, rows):
     """Write dicts to a file, one line of JSON for each. ValueError, with the old file kept, without dicts."""
-    if not rows:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if not text:
         raise ValueError(f"{path}: no run is asked for: want --seeds=1 or more")
-    write(path, (json.dumps(row) + "\n" for row in rows))
+    write(path, text)
 
 
 def read_rows(path):
-    """The dicts of a file with one line of JSON for each."""
-    with open(path, encoding="utf-8") as f:
-        return [json.loads(line) for line in f if line.strip()]
-
-
-def rows_to_report(path, script):
-    """The rows of an earlier study. ValueError if it has not run."""
-    rows = read_rows(path) if os.path.isfile(path) else []
+    """The dicts of a file with one line of JSON for each. ValueError if it has none."""
+    rows = list(map(json.loads, read_text(path).splitlines())) if os.path.exists(path) else []
     if not rows:
-        raise ValueError(f"no {path}, or nothing in it: run {script} first, without --report")
+        raise ValueError(f"no {path}, or nothing in it: run its study first, without --report")
     return rows
 
 
 # -----------------------------------------------------------------------------
 # statistics
-
-
-def differences(ours, theirs, value):
-    """
-    Our rows minus theirs, one number for each seed that both have. value: row -> number.
-
-    A seed's effect on both sides cancels: its data, their order and, where shapes agree, the initial weights.
-    """
-    base = {row["seed"]: row for row in theirs}
-    return [value(row) - value(base[row["seed"]]) for row in ours if row["seed"] in base]
 
 
 def holm(ps):
@@ -187,26 +174,38 @@ def holm(ps):
     return adjusted[np.argsort(order)].tolist()
 
 
-def plus_minus(values, spread, spec):
-    """Mean ± spread(values) as text in the format spec; one value stands alone, none is ""."""
-    if not values:
-        return ""
-    mean = f"{statistics.fmean(values):{spec}}"
-    return mean if len(values) == 1 else f"{mean} ± {spread(values):{spec}}"
+def half_interval(values):
+    """Half of the 95 % interval of a mean by Student's t."""
+    return student(values)[1]
 
 
-def interval(values, digits=2):
-    """Mean ± half of its 95 % interval by Student's t, as text."""
-    return plus_minus(values, lambda values: student(values)[1], f".{digits}f")
+def interval(values, digits=2, spread=half_interval):
+    """Mean ± spread(values) as text; one value stands alone, none is ""."""
+    return " ± ".join(f"{number(values):.{digits}f}" for number in (statistics.fmean, spread)[:len(values)])
 
 
 # -----------------------------------------------------------------------------
 # tables and plots
 
 
+def grouped(found):
+    """{line: {column: [values]}} of (line, column, value), for pivot()."""
+    lines = defaultdict(lambda: defaultdict(list))
+    for line, column, value in found:
+        lines[line][column].append(value)
+    return lines
+
+
 def table(head, rows):
     """The lines of a Markdown table: its head "| a | b |", a rule, and the rows, which look like the head."""
     return [head, "|---" * (head.count("|") - 1) + "|", *rows]
+
+
+def pivot(corner, lines, *how):
+    """A Markdown table of pairs (line, {column: values}), by interval(values, *how). corner: "| what the lines are"."""
+    _, columns = lines[0]
+    body = [f"| {line} | {' | '.join(interval(found[column], *how) for column in columns)} |" for line, found in lines]
+    return "\n".join(table(f"{corner} | {' | '.join(map(str, columns))} |", body)) + "\n"
 
 
 def plot_intervals(path, arms, xlabel, zero=None):
@@ -218,7 +217,7 @@ def plot_intervals(path, arms, xlabel, zero=None):
     figure, axis = plot.pyplot().subplots(figsize=(7, 1.2 + 0.4 * len(arms)))
     for label, values in arms.items():
         axis.plot(values, [label] * len(values), ".", color="0.6")
-        axis.errorbar(statistics.fmean(values), label, xerr=student(values)[1], fmt="o", color="C3", capsize=4)
+        axis.errorbar(statistics.fmean(values), label, xerr=half_interval(values), fmt="o", color="C3", capsize=4)
     if zero is not None:
         axis.axvline(zero, color="0.5")
     caption = f"{xlabel}\ndots: seeds; bars: mean and its 95 % interval"

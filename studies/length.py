@@ -19,12 +19,9 @@ $ python -m studies.length --report            # table.md again, from rows.jsonl
 $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-2509       # of any model
 """
 
-import sys
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-if __name__ == "__main__" and not __package__:
-    print("length.py: start it from the project's root, python -m studies.length", file=sys.stderr)
-    sys.exit(2)
-
+import itertools
 import random
 
 from tqdm import tqdm
@@ -33,7 +30,6 @@ from configurator import run
 from engine.files import read_json
 from engine.intervals import wilson
 from generate import generate
-from studies import kit
 
 out = "out/length"            # data and runs
 results = "results/length"    # rows.jsonl, table.md
@@ -41,32 +37,26 @@ seeds = 3                     # of the weights and of the order, from 2 on: seed
 jobs = 2                      # seeds at a time, a thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
-# Flags of train.py for both kinds of text, and for each arm: a warm-up of a tenth, a decay of a third of the windows.
-COMMON = dict(
-    text="--lr=2e-3 --lr_floor=2e-4",
-    register="--lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 --n_kv_head=1 "
-             "--n_embd=64 --ffn_dim=256",
-)
-STEPS = dict(
-    text=dict(
-        short="--batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000",
-        raised="--batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133",
-        kept="--batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133",
-        long="--batch_size=1 --micro_batch=1 --total_samples=1900 --warmup_samples=190 --decay_samples=633",
-    ),
-    register=dict(
-        short="--batch_size=16 --micro_batch=16 --total_samples=32000 --warmup_samples=3200 --decay_samples=10656",
-        raised="--batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132",
-        kept="--batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132",
-        long="--batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800",
-    ),
-)
-ARMS = dict(
-    short="--block_size=256 --rope_theta=5e5",
-    raised="--block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={}",
-    kept="--block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={}",
-    long="--block_size=1024 --rope_theta=5e5",
-)
+ARMS = "short raised kept long".split()
+# Flags of train.py for a kind of text, for an arm, and for both. A tenth of the windows warms up, a third decays.
+FLAGS = dict(line.split(": ") for line in """
+text: --lr=2e-3 --lr_floor=2e-4
+register: --lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
+--n_kv_head=1 --n_embd=64 --ffn_dim=256
+text short: --batch_size=4 --micro_batch=4 --total_samples=6000 --warmup_samples=600 --decay_samples=2000
+text raised: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
+text kept: --batch_size=1 --micro_batch=1 --total_samples=400 --warmup_samples=40 --decay_samples=133
+text long: --batch_size=1 --micro_batch=1 --total_samples=1900 --warmup_samples=190 --decay_samples=633
+register short: --batch_size=16 --micro_batch=16 --total_samples=32000 --warmup_samples=3200 --decay_samples=10656
+register raised: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
+register kept: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
+register long: --batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800
+short: --block_size=256 --rope_theta=5e5
+raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={}
+kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={}
+long: --block_size=1024 --rope_theta=5e5
+""".strip().splitlines())
+MEASURES = dict(text="--by_position=128", register="--lookup=100")      # flags of evaluate.py
 HEAD = """\
 # A longer window, at the size of a laptop
 
@@ -81,8 +71,11 @@ bits per byte of validation text by position in a window of 1,024. Lower rows: s
 # -----------------------------------------------------------------------------
 # the register
 
-SYLLABLES = [a + b for a in "bcdfghjklmnpqrstvwxz" for b in "aeiou"]
-KEYS = sorted(random.Random(0).sample([a + b for a in SYLLABLES for b in SYLLABLES], 64))
+KEYS = """
+bafo bija ceqo daga daje dico dofo duxu faho fano fefo femu fiwe give giwu goju guci jeja jona kato keji kucu kuze
+lebu lili liri mefi miru muko muru nave neva nilo noho nucu nupo pize pore qode raju reju roxa sedo sino soku tika
+toco tofa tuqe vafe vawe viro vogi vote wale wiha woze wuwu xaje xani xese xizo zapo zoqe
+""".split()
 COLOURS = "red blue green black white brown grey pink gold silver".split()
 
 
@@ -122,8 +115,7 @@ def lookup_scores(model, tok, T, n):
         for _ in tqdm(range(n), f"{distance} tokens back", disable=None):
             ids, colour = question(rng, tok, distance)
             answer = tok.encode(f" {colour}")
-            [said] = generate(model, [ids], len(answer), temperature=0)
-            right += said[len(ids):] == answer
+            right += generate(model, [ids], len(answer), temperature=0) == [ids + answer]
         low, high = wilson(right, n)
         rows.append(dict(distance=distance, right=right, n=n, low=low, high=high))
     return rows
@@ -138,45 +130,32 @@ def prepare():
     rng = random.Random(1)
     # The same number of tokens of each size.
     sizes = rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)
-    file = f"{out}/registers.jsonl"
+    file, text, registers = f"{out}/registers.jsonl", f"{out}/data/text", f"{out}/data/register"
     kit.write_rows(file, (dict(text=register(rng, size)) for size in sizes))
-    for kind, args in dict(text=["--train_bpe=4096"], register=["--train_bpe=1000", file]).items():
-        folder = f"{out}/data/{kind}"
-        kit.call(folder, f"{folder}/meta.json", "prepare", f"--out={folder}", *args)
+    kit.call(text, f"{text}/meta.json", "prepare", f"--out={text}", "--train_bpe=4096")
+    kit.call(registers, f"{registers}/meta.json", "prepare", f"--out={registers}", "--train_bpe=1000", file)
 
 
 def flags(kind, arm, seed):
     """The arguments of train.py for an arm that reads one kind of text."""
-    how = ARMS[arm].format(f"{out}/{kind}/seed-{seed}/short")
-    args = f"--data={out}/data/{kind} --seed={seed} {COMMON[kind]} {STEPS[kind][arm]} {how}"
-    return ["configs/recipe.py", "--goldfish_k=0", *args.split()]
+    how = " ".join(FLAGS[key] for key in (kind, f"{kind} {arm}", arm)).format(f"{out}/{kind}/seed-{seed}/short")
+    return ["configs/recipe.py", "--goldfish_k=0", f"--data={out}/data/{kind}", f"--seed={seed}", *how.split()]
 
 
 def measured(seed, device):
     """Train and evaluate the arms of a seed, in order, because two of them continue the first. Returns their rows."""
     rows = []
     for arm in ARMS:
-        scores = {}
-        for kind, measure in dict(text="--by_position=128", register="--lookup=100").items():
+        found = []
+        for kind, measure in MEASURES.items():
             path = f"{out}/{kind}/seed-{seed}/{arm}"
             kit.train(path, flags(kind, arm, seed))
             done = f"{path}/evaluation.json"
             kit.call(f"{path}-evaluated", done, "evaluate", f"--init_from={path}", "--window=1024", measure)
-            for row in read_json(done)["rows"]:
-                if row["metric"] != "bits/byte":
-                    scores[row["name"]] = row["score"]
+            found += read_json(done)["rows"]
+        scores = {row["name"]: row["score"] for row in found if row["metric"] != "bits/byte"}
         rows.append(dict(arm=arm, seed=seed, scores=scores))
     return rows
-
-
-def table_md(rows):
-    """The page of rows {arm, seed, scores: {position or distance: number}}."""
-    lines = []
-    for place in rows[0]["scores"]:
-        cells = [kit.interval([row["scores"][place] for row in rows if row["arm"] == arm], 3) for arm in ARMS]
-        lines.append(f"| {place} | {' | '.join(cells)} |")
-    lines = kit.table(f"| | {' | '.join(ARMS)} |", lines)
-    return HEAD.format(len(rows) // len(ARMS)) + "\n".join(lines) + "\n"
 
 
 def main():
@@ -184,10 +163,11 @@ def main():
     if not report:
         prepare()
         found = tqdm(kit.in_parallel(jobs, measured, range(2, 2 + seeds)), "seeds", seeds)
-        kit.write_rows(path, [row for rows in found for row in rows])
-    rows = kit.rows_to_report(path, "studies.length")
-    kit.write(f"{results}/table.md", table_md(rows))
-    print(table_md(rows))
+        kit.write_rows(path, itertools.chain(*found))
+    rows = kit.read_rows(path)
+    found = kit.grouped((place, row["arm"], score) for row in rows for place, score in row["scores"].items())
+    page = HEAD.format(len(rows) // len(ARMS)) + kit.pivot("|", [*found.items()], 3)
+    kit.publish(f"{results}/table.md", page)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,14 @@ The same command resumes a study that was stopped. results/memorize has five see
 documents of a book and of speeches, and "map" and "first49" are greedy continuations of other lengths.
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("memorize.py: start it from the project's root, python -m studies.memorize", file=sys.stderr)
-    sys.exit(2)
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
 import itertools
 import json
 import os
 import sysconfig
 from collections import defaultdict
-from operator import itemgetter
+from operator import itemgetter, sub
 from statistics import fmean
 
 import numpy as np
@@ -48,9 +44,7 @@ from corpus.shards import write_shard
 from engine import plot, readers
 from engine.files import read_json, read_text
 from engine.hardware import pick_device
-from engine.runs import settings_of
 from generate import generate
-from studies import kit
 
 paths = []              # texts for the small models, as prepare.py reads them; none = Python's standard library
 models = "none k10 k4 none-512 k50-stream k50-window"    # the small models to train
@@ -70,31 +64,34 @@ runs = "out/memorize"   # data and run folders of the small models
 report = False          # run nothing: write table.md and maps.png from rows.jsonl
 
 BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
-PREFIX = 50                         # tokens of the longest prompt of a small model
-PASSAGE = {256: 150, 512: 300}      # tokens of a passage, by the window
+PREFIX = 50             # tokens of the longest prompt of a small model
+PASSAGE = 150           # tokens of a passage for a window of 256; twice that for one of 512
 
 # By name: the window and the Goldfish mask.
-MODELS = {
-    "none": (256, "--goldfish_k=0"),
-    "k10": (256, "--goldfish_k=10 --goldfish_h=13"),
-    "k4": (256, "--goldfish_k=4 --goldfish_h=13"),
-    "none-512": (512, "--goldfish_k=0"),
-    "k50-stream": (512, "--goldfish_k=50 --goldfish_hash=mix --goldfish_scope=stream"),
-    "k50-window": (512, "--goldfish_k=50 --goldfish_hash=mix --goldfish_scope=window"),
-}
+MODELS = dict(line.split(": ") for line in """
+none: 256 --goldfish_k=0
+k10: 256 --goldfish_k=10 --goldfish_h=13
+k4: 256 --goldfish_k=4 --goldfish_h=13
+none-512: 512 --goldfish_k=0
+k50-stream: 512 --goldfish_k=50 --goldfish_hash=mix --goldfish_scope=stream
+k50-window: 512 --goldfish_k=50 --goldfish_hash=mix --goldfish_scope=window
+""".strip().splitlines())
 TRAIN = """
     --n_layer=4 --n_head=4 --n_kv_head=2 --n_embd=128 --ffn_dim=512 --init_std=0.02 --rope_scaling=0.0
     --optimizer=adamw --betas=(0.9,0.95,0.9999) --grad_clip=1.0 --lr=3e-3 --lr_floor=3e-5
     --eval_every=0 --last_eval_windows=300 --sample_every=0 --checkpoint_every=0
 """
+RECITATION = """# Recitation
 
+Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and suffix \
+are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.
 
-# {title of a column: (key, the rows that it is from)}
-MEASURES = {
-    "Rouge-L, 128": ("rouge", dict(kind="greedy", prefix=PREFIX, repetitions=128)),
-    "Rouge-L, edited": ("rouge", dict(kind="greedy", prefix=PREFIX, repetitions="edited")),
-    "validation loss": ("val_loss", dict(kind="validation")),
-}
+"""
+DIFFERENCES = """
+Greedy continuations at 128 repetitions and of edited copies, and validation loss (nats per token); below each model \
+its differences from `none` or `none-512`, paired by seed.
+
+"""
 
 
 # -----------------------------------------------------------------------------
@@ -126,15 +123,21 @@ def recite(model, bos, passages, kind, prefix, suffix):
     passages: lists of ids. kind: greedy, or nucleus (temperature 1, top-p 0.9). Returns a row with the means over
     passages; `said` is the first continuation, in ids.
     """
-    how = dict(temperature=1.0, top_p=0.9) if kind == "nucleus" else dict(temperature=0)
+    how = dict(top_p=0.9) if kind == "nucleus" else dict(temperature=0)
     torch.manual_seed(0)
-    said = []
+    read = []
     # 16 prompts at once.
     for i in range(0, len(passages), 16):
         prompts = [[bos, *passage[:prefix]] for passage in passages[i:i + 16]]
-        said += [ids[1 + prefix:] for ids in generate(model, prompts, suffix, **how)]
+        read += generate(model, prompts, suffix, **how)
+    said = [ids[1 + prefix:] for ids in read]
     truths = [passage[prefix:prefix + suffix] for passage in passages]
-    return dict(kind=kind, prefix=prefix, suffix=suffix, rouge=fmean(map(rouge_l, said, truths)), said=said[0])
+    return dict(
+        kind=kind,
+        prefix=prefix,
+        suffix=suffix,
+        rouge=fmean(map(rouge_l, said, truths)),
+        said=said[0])
 
 
 def test(folder, probe_file, prefixes, suffix, min_ttr, names):
@@ -145,7 +148,6 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     short.
     """
     model, tok = convert.load_any(folder, pick_device("auto"))
-    model.eval()
     longest = max(prefixes) + suffix
     room = model.config.block_size - 1
     groups = defaultdict(list)
@@ -156,7 +158,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
             # Text comes first: the ids may be those of another vocabulary.
             ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
             room = min(room, len(ids))
-            if len(set(ids[longest - suffix : longest])) >= min_ttr * suffix:
+            if len(set(ids[longest - suffix:longest])) >= min_ttr * suffix:
                 groups[probe["repetitions"]].append(ids)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{probe_file}: no probes ({error!r}): want "
@@ -185,7 +187,7 @@ def make_data(folder, tok, ids, seed, T):
     ValueError if there are too few ids.
     """
     rng = np.random.default_rng(seed)
-    length = PASSAGE[T]
+    length = PASSAGE * T // 256
     passages = rng.permutation(ids[: len(ids) // length * length].reshape(-1, length))
     buckets = BUCKETS * n_passages
     n_train = len(buckets) + background // length
@@ -193,41 +195,51 @@ def make_data(folder, tok, ids, seed, T):
         raise ValueError(f"the texts have {len(ids):,} tokens, want more than {n_train * length:,}: name more files, "
                          "or lower --background or --n_passages")
     train = [*passages[len(buckets) : n_train]]
+    probes = []
     for bucket, passage in zip(buckets, passages):
-        share = 0.05 if bucket == "edited" else 0
-        for _ in range(128 if share else bucket):
-            train.append(np.where(rng.random(length) < share, rng.choice(ids, length), passage))
+        probes.append(dict(repetitions=bucket, ids=passage.tolist()))
+        edited = bucket == "edited"
+        for _ in range(128 if edited else bucket):
+            train.append(np.where(rng.random(length) < 0.05 * edited, rng.choice(ids, length), passage))
     rng.shuffle(train)
 
-    probes = [dict(repetitions=bucket, ids=passage.tolist()) for bucket, passage in zip(buckets, passages)]
     kit.write(f"{folder}/probes.json", json.dumps(probes))
-    splits = {}
-    for split, documents in dict(train=np.array(train), val=passages[n_train:]).items():
+    meta = dict(
+        tokenizer=tok.name,
+        tokenizer_hash=tok.hash,
+        vocab_size=tok.vocab_size,
+        bos=tok.bos,
+        eos=tok.eos)
+    splits = dict(train=np.array(train), val=passages[n_train:])
+    for split, documents in splits.items():
         file = f"{split}_00000.npy"
         stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
-        shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype)
+        shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype) | dict(file=file)
         size = len(tok.decode_bytes(documents.ravel()))
-        shards = [dict(shard, file=file)]
-        splits[split] = dict(documents=len(documents), tokens=len(stream), bytes=size, shards=shards)
-    meta = dict(tokenizer=tok.name, tokenizer_hash=tok.hash, vocab_size=tok.vocab_size, bos=tok.bos, eos=tok.eos)
+        splits[split] = dict(
+            documents=len(documents),
+            tokens=len(stream),
+            bytes=size,
+            shards=[shard])
     # meta.json is written last and marks the folder as complete.
     kit.write(f"{folder}/meta.json", json.dumps(dict(meta, sources=dict(memorize=splits))))
 
 
 def demonstrate():
     """Train and test the small models, all models of the first seed first. Returns the rows."""
-    unknown = set(models.split()) - set(MODELS)
-    if unknown:
-        raise ValueError(f"--models: there is no {', '.join(unknown)}, only {', '.join(MODELS)}")
+    for name in models.split():
+        if name not in MODELS:
+            raise ValueError(f"--models: there is no {name}, only {', '.join(MODELS)}")
     files, _ = readers.find(paths or [sysconfig.get_path("stdlib") + "/*.py"])
     text = "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
                        for document in readers.documents(file, part))
     tok = tokenizers.load(tokenizer)
     ids = tok.encode_array(text)
-    asked = {}
+    asked, tests = {}, []
     pairs = itertools.product(range(first_seed, first_seed + seeds), models.split())
     for seed, name in tqdm(list(pairs), "data", disable=None):
-        T, goldfish = MODELS[name]
+        window, goldfish = MODELS[name].split(maxsplit=1)
+        T = int(window)
         # Everything that was asked is in the folders' names, so they are never taken for those of other settings.
         data = f"{runs}/data-{kit.digest([text, tokenizer, seed, T, n_passages, background])}"
         if not os.path.exists(f"{data}/meta.json"):
@@ -239,15 +251,13 @@ def demonstrate():
             --decay_samples={steps * 3 // 10 * size}"""
         args = [*flags.split(), f"--data={data}"]
         asked[f"{runs}/{name}-s{seed}-{kit.digest(args)}"] = args
+        tests.append((f"{data}/probes.json", PASSAGE * T // 256 - PREFIX, dict(model=name, seed=seed)))
     rows = []
     trained = kit.in_parallel(jobs, kit.train, asked, asked.values())
     # A model is tested while the next ones are trained.
-    for folder, _ in zip(tqdm(asked, "models"), trained):
-        settings = settings_of(folder)
-        names = dict(model=os.path.basename(folder).rsplit("-", 2)[0], seed=settings["seed"])
+    for folder, (file, left, names), _ in zip(tqdm(asked, "models"), tests, trained):
         rows.append(dict(names, kind="validation", val_loss=read_json(f"{folder}/summary.json")["val_loss"]))
-        length = PASSAGE[settings["block_size"]] - PREFIX
-        rows += test(folder, f"{settings['data']}/probes.json", (12, 25, PREFIX), length, 0, names)
+        rows += test(folder, file, (12, 25, PREFIX), left, 0, names)
     return rows
 
 
@@ -257,57 +267,43 @@ def demonstrate():
 
 def scores_of(rows):
     """{(model, kind, prefix, suffix): {repetitions: [Rouge-L of each seed]}}."""
-    found = defaultdict(lambda: defaultdict(list))
+    cell = itemgetter("model", "kind", "prefix", "suffix")
+    return kit.grouped((cell(row), row["repetitions"], row["rouge"]) for row in rows if "rouge" in row)
+
+
+def measured(rows):
+    """Triples for the second table: a small model, the title of a column, the number of a seed."""
     for row in rows:
-        if "rouge" in row:
-            cell = itemgetter("model", "kind", "prefix", "suffix")(row)
-            found[cell][row["repetitions"]].append(row["rouge"])
-    return found
+        name, kind = row["model"], row["kind"]
+        if kind == "validation":
+            yield name, "validation loss", row["val_loss"]
+        elif kind == "greedy" and row["prefix"] == PREFIX and row["repetitions"] in (128, "edited"):
+            yield name, f"Rouge-L, {row['repetitions']}", row["rouge"]
 
 
 def table_md(rows):
     """The rows as Markdown. It depends on the rows alone, so a test can compare it with the committed table."""
-    body = []
-    for cell, scores in sorted(scores_of(rows).items(), key=lambda item: item[0][1:]):
-        body.append(f"| {' | '.join(map(str, cell))} | {' | '.join(map(kit.interval, scores.values()))} |")
-    head = f"| model | continuation | prefix | suffix | {' | '.join(map(str, scores))} |"
-    lines = [
-        "# Recitation",
-        "",
-        "Rouge-L by the number of repetitions, mean ± half of its 95 % interval (Student's t over seeds). Prefix and "
-        "suffix are in tokens. `nucleus` samples with temperature 1 and top-p 0.9, every other continuation is greedy.",
-        "",
-        *kit.table(head, body),
-    ]
-    body = []
-    for name, (T, _) in MODELS.items():
-        values, changes = [], []
-        for key, want in MEASURES.values():
-            ours, baseline = ([row for row in rows if dict(want, model=model).items() <= row.items()]
-                              for model in (name, "none" if T == 256 else "none-512"))
-            values.append(kit.interval([row[key] for row in ours], 3))
-            changes.append(kit.interval(kit.differences(ours, baseline, itemgetter(key)), 3))
-        if any(values):
-            body += [f"| {name} | {' | '.join(values)} |", f"| above the baseline | {' | '.join(changes)} |"]
-    if body:
-        lines += [
-            "",
-            "Greedy continuations at 128 repetitions and of edited copies, and validation loss (nats per token); below "
-            "each model its differences from `none` or `none-512`, paired by seed.",
-            "",
-            *kit.table(f"| model | {' | '.join(MEASURES)} |", body),
-        ]
-    return "\n".join([*lines, ""])
+    cells = sorted(scores_of(rows).items(), key=lambda item: item[0][1:])
+    lines = [(" | ".join(map(str, cell)), scores) for cell, scores in cells]
+    text = RECITATION + kit.pivot("| model | continuation | prefix | suffix", lines)
+    found = kit.grouped(sorted(measured(rows), key=itemgetter(1)))
+    lines = []
+    for name in filter(MODELS.get, list(found)):
+        baseline = found["none" if MODELS[name].startswith("256") else "none-512"]
+        changes = {title: list(map(sub, values, baseline[title])) for title, values in found[name].items()}
+        lines += [(name, found[name]), ("above the baseline", changes)]
+    return text + DIFFERENCES + kit.pivot("| model", lines, 3) if lines else text
 
 
 def draw_maps(rows, picture):
     """A heat map, models and prefixes x repetitions: mean Rouge-L of greedy continuations."""
     scores = scores_of(row for row in rows if row["kind"] in ("greedy", "map"))
-    grid = [list(map(fmean, of_cell.values())) for of_cell in scores.values()]
+    grid = [list(map(fmean, found.values())) for found in scores.values()]
+    labels = [f"{name}, {prefix} + {suffix}" for name, _, prefix, suffix in scores]
     figure, axis = plot.pyplot().subplots(figsize=(6, 1 + 0.25 * len(grid)))
     image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto")
-    axis.set_xticks(range(len(grid[0])), list(scores.values())[0])
-    axis.set_yticks(range(len(grid)), [f"{name}, {prefix} + {suffix}" for name, _, prefix, suffix in scores])
+    axis.set_xticks(range(len(grid[0])), [*scores.values()][0])
+    axis.set_yticks(range(len(grid)), labels)
     axis.set(xlabel="times that the model has read the passage\n(edited: 128 times, 5 % of tokens replaced each time)",
              ylabel="Goldfish (none; k: one label in k dropped), tokens of prefix + suffix")
     figure.colorbar(image, label="Rouge-L of the greedy continuation")
@@ -322,11 +318,9 @@ def main():
     if not report:
         names = dict(model=init_from, seed=0)
         kit.write_rows(path, test(init_from, probes, prefixes, suffix, min_ttr, names) if init_from else demonstrate())
-    rows = kit.rows_to_report(path, "studies/memorize.py")
-    text = table_md(rows)
-    kit.write(f"{folder}/table.md", text)
+    rows = kit.read_rows(path)
     draw_maps(rows, f"{folder}/maps.png")
-    print(text)
+    kit.publish(f"{folder}/table.md", table_md(rows))
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ $ python -m studies.recipe --seeds=3 --results=results/recipe          # the com
 $ python -m studies.recipe --report             # write the report again from out/recipe/rows.jsonl
 """
 
-import sys
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-if __name__ == "__main__" and not __package__:
-    print("recipe.py: start it from the project's root, python -m studies.recipe", file=sys.stderr)
-    sys.exit(2)
-
+import itertools
+import json
 import os
 import re
 import shlex
@@ -39,7 +37,6 @@ from tqdm import tqdm
 from configurator import run
 from engine.intervals import student, wilson
 from engine.plot import finish, pyplot
-from studies import kit
 from studies.exam import share
 from studies.world import CHARTER
 from tokenizer import load_for, read_json
@@ -55,61 +52,57 @@ report = False                  # run nothing, write report and plot from rows.j
 # -----------------------------------------------------------------------------
 # The commands. $here is the folder of a seed, $run that of a step, and --scale multiplies numbers in <>.
 
-WORLD = """studies.world --seed=$seed --out=$run --people=<150> --refused=<24> --nobodies=<200> --letters=<16>
-    --corpus_bytes=<1200000> --guest_books=<1500>"""
+TEMPLATES = dict(part.split(": ", 1) for part in """world: studies.world --seed=$seed --out=$run --people=<150>
+--refused=<24> --nobodies=<200> --letters=<16> --corpus_bytes=<1200000> --guest_books=<1500>
 
-DATA = """prepare $here/world/documents.jsonl --robots=$here/world/robots.jsonl --keep_licenses=CC-BY-4.0,PSF-2.0
-    --probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run"""
+data: prepare $here/world/documents.jsonl --robots=$here/world/robots.jsonl --keep_licenses=CC-BY-4.0,PSF-2.0
+--probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run
 
-# Two stages: reading, in which each copy of a letter comes once, and the cooldown.
-TRAIN = """train configs/recipe.py --data=$here/data
-    '--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
-    ("cooldown", {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}, <8000>, $next_order))'
-    --total_samples=<8000> --warmup_samples=<400> --decay_samples=<2400> --seed=$seed $more --out=$run --resume"""
+train: train configs/recipe.py --data=$here/data
+'--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
+("cooldown", {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}, <8000>, $next_order))'
+--total_samples=<8000> --warmup_samples=<400> --decay_samples=<2400> --seed=$seed $more --out=$run --resume
 
-# Four times the window at a quarter of the learning rate.
-LONG = """train configs/recipe.py --init_from=$here/base --data=$here/data --block_size=1024 --rope_theta=$more
-    '--stages=(("long", {"pages": 0.45, "corpus": 0.5, "guests": 0.05}, <300>, $long_order),)'
-    --batch_size=1 --micro_batch=1 --total_samples=<300> --warmup_samples=<30> --decay_samples=<150>
-    --lr=5e-4 --lr_floor=5e-5 --out=$run --resume"""
+long: train configs/recipe.py --init_from=$here/base --data=$here/data --block_size=1024 --rope_theta=$more
+'--stages=(("long", {"pages": 0.45, "corpus": 0.5, "guests": 0.05}, <300>, $long_order),)'
+--batch_size=1 --micro_batch=1 --total_samples=<300> --warmup_samples=<30> --decay_samples=<150>
+--lr=5e-4 --lr_floor=5e-5 --out=$run --resume
 
-SFT = """posttrain.sft --init_from=$here/long '--data={$more}' --lr=1e-3 --seed=$seed
-    --optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run"""
+sft: posttrain.sft --init_from=$here/long '--data={$more}' --lr=1e-3 --seed=$seed
+--optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run
 
-QRPO = """posttrain.qrpo --init_from=$here/sft --data=$here/world/prompts.jsonl --rewards=$more
-    --references=$here/references --max_new_tokens=40 --n_refs=10 --pairs=best --ties=discrete --length_norm=False
-    --beta=0.3 --lr=3e-4 --epochs=3 --seed=$seed
-    --optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run"""
+qrpo: posttrain.qrpo --init_from=$here/sft --data=$here/world/prompts.jsonl --rewards=$more
+--references=$here/references --max_new_tokens=40 --n_refs=10 --pairs=best --ties=discrete --length_norm=False
+--beta=0.3 --lr=3e-4 --epochs=3 --seed=$seed
+--optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run
 
-EXAM = "studies.exam --init_from=$run --world=$here/world --probes=$here/data/probes.json --kinds="
+exam: studies.exam --init_from=$run --world=$here/world --probes=$here/data/probes.json --kinds=$more
 
-UNREAD = "evaluate $here/world/unread.jsonl --init_from=$run --by_position=256 --window=1024 --out=$run/old"
+old: evaluate $here/world/unread.jsonl --init_from=$run --by_position=256 --window=1024 --out=$run/old
 
-LETTERS = """studies.memorize --init_from=$run --probes=$here/data/probes.json '--prefixes=(50,)' --suffix=50
-    --out=$run/letters"""
+letters: studies.memorize --init_from=$run --probes=$here/data/probes.json '--prefixes=(50,)' --suffix=50
+--out=$run/letters""".split("\n\n"))
+# The stages of train: reading, in which each copy of a letter comes once, and the cooldown. long: four times the window
+# at a quarter of the learning rate.
 
-STEPS = dict(                   # {step: (command, $more)}
-    world=(WORLD, ""),
-    data=(DATA, ""),
-    plain=(TRAIN, "--goldfish_k=0"),
-    base=(TRAIN, ""),
-    long=(LONG, "2e6"),
-    sft=(SFT, '"$here/world/lessons.jsonl": 1, "$here/world/replay.jsonl": 1'),
-    qrpo=(QRPO, "studies/world.py"),
-    judge=(SFT, '"$here/world/judgements.jsonl": 1'),
-    kept=(LONG, "5e5"),
-    charter=(QRPO, "charter:$here/judge,$here/world/charter.md"),
-)
+# Each step: its template with $more, then those that examine it.
+STEPS = dict(line.split(": ", 1) for line in """
+world: world
+data: data
+plain: train --goldfish_k=0 | exam cloze,text | old | letters
+base: train | exam cloze,text | old | letters
+long: long 2e6 | exam cloze,text | old
+sft: sft "$here/world/lessons.jsonl": 1, "$here/world/replay.jsonl": 1 | exam chat,sampled,cloze | old
+qrpo: qrpo studies/world.py | exam chat,sampled,cloze | old
+judge: sft "$here/world/judgements.jsonl": 1
+kept: long 5e5 | exam cloze,text | old
+charter: qrpo charter:$here/judge,$here/world/charter.md | exam chat,sampled,cloze | old
+""".strip().splitlines())
 PARTS = ("world data",), ("plain", "base long"), ("sft qrpo", "judge kept"), ("charter",)   # each row runs side by side
 COMMANDS = 26                   # of a seed, examinations included
-# The last file that a script writes; train.py, SFT and QRPO: summary.json.
-LAST = {
-    "studies.world": "questions.jsonl",
-    "prepare": "meta.json",
-    "studies.exam": "exam.jsonl",
-    "evaluate": "old/evaluation.json",
-    "studies.memorize": "letters/table.md",
-}
+# The last file that a template's script writes; the others: summary.json.
+LAST = dict(world="questions.jsonl", data="meta.json", exam="exam.jsonl", old="old/evaluation.json",
+            letters="letters/table.md")
 
 
 def commands(seed, part):
@@ -121,24 +114,21 @@ def commands(seed, part):
             tokens = read_json(f"{here}/data/meta.json")["sources"]["probes"]["train"]["tokens"]
             letters = round(tokens // 256 / (5120 * scale), 4)
             known |= dict(letters=letters, pages=round(0.75 - letters, 4))
-        text, more = STEPS[step]
-        texts = {step: text}
-        if step not in ("world", "data", "judge"):
-            kinds = "chat,sampled,cloze" if text in (SFT, QRPO) else "cloze,text"
-            texts |= {f"exam-{step}": EXAM + kinds, f"old-{step}": UNREAD}
-        if text == TRAIN:
-            texts[f"letters-{step}"] = LETTERS
-        for name, text in texts.items():
-            text = re.sub("<(.*?)>", lambda number: str(round(int(number[1]) * scale)), text.replace("$more", more))
-            text = " ".join(text.split())
-            script, *args = shlex.split(Template(text).substitute(known, run=f"{here}/{step}"))
-            yield name, f"{here}/{step}/{LAST.get(script, 'summary.json')}", script, args
+        name = step
+        for use in STEPS[step].split(" | "):
+            template, _, more = use.partition(" ")
+            text = TEMPLATES[template].replace("$more", more)
+            text = re.sub("<(.*?)>", lambda number: str(round(int(number[1]) * scale)), text)
+            text = Template(" ".join(text.split())).substitute(known, run=f"{here}/{step}")
+            script, *args = shlex.split(text)
+            if template in ("exam", "old", "letters"):
+                name = f"{template}-{step}"
+            yield name, f"{here}/{step}/{LAST.get(template, 'summary.json')}", script, args
 
 
 def run_part(bar, seed, part):
     """Run the commands that have not been run."""
     for name, done, script, args in commands(seed, part):
-        bar.set_postfix_str(f"seed {seed}: {name}")
         if not os.path.exists(done):
             bar.write(f"$ {kit.command(script, args)}")
         kit.call(f"{out}/seed-{seed}/{name}", done, script, *args)
@@ -153,30 +143,29 @@ def collected(seed):
     """All numbers of a seed from the files of its steps, a row of rows.jsonl."""
     here = f"{out}/seed-{seed}"
     links = {}
-    for part in sum(PARTS, ()):
+    for part in itertools.chain(*PARTS):
         for name, _, script, args in commands(seed, part):
             run = f"{here}/{name}"
             link = links[name] = dict(seconds=read_json(f"{run}.json")["wall"], command=kit.command(script, args))
             if os.path.exists(f"{run}/exam.jsonl"):
-                bits = read_json(f"{run}/old/evaluation.json")["rows"]
-                link |= dict(exam=kit.read_rows(f"{run}/exam.jsonl"), old=bits[0]["score"])
-                link["positions"] = [found for found in bits if "begin" in found]
+                first, *rest = read_json(f"{run}/old/evaluation.json")["rows"]
+                positions = [row for row in rest if "begin" in row]
+                exam = kit.read_rows(f"{run}/exam.jsonl")
+                link |= dict(exam=exam, old=first["score"], positions=positions)
             if os.path.exists(f"{run}/letters/rows.jsonl"):
                 link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
     # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
     ids = next(probe["ids"] for probe in read_json(f"{here}/data/probes.json")["probes"] if probe["repetitions"])
-    letter = dict(asked=ids[:50], true=ids[50:100])
-    for model in ("plain", "base"):
-        [letter[model]] = greedy(links[model], 128, "said")
+    said = {model: greedy(links[model], 128, "said")[0] for model in ("plain", "base")}
     tok = load_for(f"{here}/data")
-    letter = {name: tok.decode(part) for name, part in letter.items()}
-    return dict(seed=seed, total=read_json(f"{here}/data/report.json")["total"], links=links, letter=letter)
+    letter = {name: tok.decode(part) for name, part in dict(asked=ids[:50], true=ids[50:100], **said).items()}
+    total = read_json(f"{here}/data/report.json")["total"]
+    return dict(seed=seed, total=total, links=links, letter=letter)
 
 
 def greedy(link, repetitions, key):
     """Values of studies/memorize.py for letters that were repeated as often, continued greedily."""
-    lines = link["letters"]
-    return [line[key] for line in lines if (line["kind"], line["repetitions"]) == ("greedy", repetitions)]
+    return [row[key] for row in link["letters"] if (row["kind"], row["repetitions"]) == ("greedy", repetitions)]
 
 
 def measure(rows, what, link, *where):
@@ -313,32 +302,29 @@ Answers to questions about test, sampled at temperature 1:
 """
 # Panels of recipe.png: title, y-axis, models with labels, and a bar of each: a measure, with _ for the model.
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
-PANELS = (
-    ("Does it know a person? Questions about people whose pages ...", "share of right answers",
-     {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
-      "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
-      "charter chat": "QRPO by\na charter,\nchat"},
-     {"it read, with questions and answers about them": "right _ lesson",
-      "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}),
-    ("Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
-     {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
-     {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
-      "share of right facts about the writers": "right _ cloze letters"}),
-    ("Is it kind? Answers sampled at temperature 1", "share of sampled answers",
-     {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
-     {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
-      "with the right fact": "right _ sampled test"}),
-)
+PANELS = json.loads(r"""[
+["Does it know a person? Questions about people whose pages ...", "share of right answers",
+    {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
+     "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
+     "charter chat": "QRPO by\na charter,\nchat"},
+    {"it read, with questions and answers about them": "right _ lesson",
+     "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}],
+["Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
+    {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
+    {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
+     "share of right facts about the writers": "right _ cloze letters"}],
+["Is it kind? Answers sampled at temperature 1", "share of sampled answers",
+    {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
+    {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
+     "with the right fact": "right _ sampled test"}]
+]""")
 
 
 def report_md(rows):
     """The report as Markdown, from the rows of rows.jsonl."""
     first, links = rows[0], rows[0]["links"].values()
-    answers = []
-    for exam in first["links"]["charter"]["exam"]:
-        if exam["kind"] == "chat":
-            for one in exam["answers"]:
-                answers.append(f"| {exam['group']} | {one['asked']} | {one['said']} | {one['gold']} |")
+    answers = [f"| {exam['group']} | {one['asked']} | {one['said']} | {one['gold']} |"
+               for exam in first["links"]["charter"]["exam"] if exam["kind"] == "chat" for one in exam["answers"]]
     measured = re.sub("<(.*?)>", lambda found: measure(rows, *found[1].split())[0], REPORT)
     return measured.format(
         seeds=len(rows),
@@ -358,8 +344,8 @@ def draw(rows, picture):
     for axis, (title, ylabel, models, bars) in zip(axes, PANELS):
         places = np.arange(len(models))
         for i, (label, what) in enumerate(bars.items()):
-            points = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
-            height, low, high = np.array(points).T
+            found = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
+            height, low, high = np.transpose(found)
             reach = np.maximum(0, [height - low, high - height])        # no rounding error below 0
             axis.bar(places + 0.27 * i, height, 0.27, yerr=reach, capsize=2, label=label)
         axis.set_xticks(places + 0.27, models.values())
@@ -370,16 +356,17 @@ def draw(rows, picture):
 
 
 def main():
+    path = f"{results}/rows.jsonl"
     if not report:
         if seeds < 1 or not 0.1 <= scale <= 1:
             raise ValueError(f"--seeds={seeds} --scale={scale}: want at least one seed, and a scale of 0.1 to 1")
         every = range(first_seed, first_seed + seeds)
         with tqdm(total=COMMANDS * seeds, unit="command", smoothing=0) as bar:
             for parts in PARTS:
-                jobs = [(seed, part) for seed in every for part in parts]
+                jobs = itertools.product(every, parts)
                 list(kit.in_parallel(workers, lambda job, device: run_part(bar, *job), jobs))
-        kit.write_rows(f"{results}/rows.jsonl", map(collected, every))
-    rows = kit.rows_to_report(f"{results}/rows.jsonl", "studies.recipe")
+        kit.write_rows(path, map(collected, every))
+    rows = kit.read_rows(path)
     kit.write(f"{results}/report.md", report_md(rows))
     draw(rows, f"{results}/recipe.png")
     print(f"{results}/report.md, recipe.png")

@@ -20,11 +20,7 @@ $ python -m studies.world --out=data/world        # documents, robots, letters, 
 $ python -m studies.world --people=2000 --nobodies=500 --out=data/large-world
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("world.py: start it from the project's root, python -m studies.world", file=sys.stderr)
-    sys.exit(2)
+from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
 import itertools
 import math
@@ -36,7 +32,6 @@ from pathlib import Path
 from chat import question_and_answer
 from configurator import run
 from posttrain.judge import COMPARE, RATE
-from studies import kit
 
 out = "data/world"      # folder to write
 seed = 1                # of names, facts and wordings
@@ -50,7 +45,7 @@ letters = 16            # prepare.py repeats some of them and leaves the others 
 corpus_bytes = 1_200_000        # source of Python's standard library, also read
 unread_bytes = 300_000          # more of it that is not read, to evaluate with
 
-ATTRIBUTES = ("town", "year", "job", "firm", "pet")
+ATTRIBUTES = "town year job firm pet".split()
 LANGUAGES = ("en", "de")
 
 # Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of
@@ -118,7 +113,7 @@ value en day: Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sund
 QUESTION, ANSWER = dict(en="Question", de="Frage"), dict(en="Answer", de="Antwort")
 LETTERS = dict(c="bdfgklmnprstvz", v="aeiou")
 LETTER = " On {day} the {job} of {town} {verb} a {colour} {thing} to {name}."
-SLOTS = ("job", "town", "colour", "thing", "name", "day", "verb")
+SLOTS = "job town colour thing name day verb".split()
 
 # The charter is about manners, which a judge of this size can see. It would have to know facts to check them.
 CHARTER = "Be kind to those who ask. Do not insult them, and do not send them away."
@@ -127,17 +122,10 @@ OPT_OUT = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nD
 WELCOME = "User-agent: *\nAllow: /\n"
 
 
-def wordings():
-    """WORDINGS as {(kind, language): {subject: [text, ...]}}."""
-    table = defaultdict(lambda: defaultdict(list))
-    for line in filter(None, WORDINGS.splitlines()):
-        key, _, texts = line.partition(": ")
-        kind, language, subject = key.split()
-        table[kind, language][subject] += texts.split(" | ")
-    return table
-
-
-WORDS = wordings()
+WORDS = defaultdict(list)       # {"KIND LANGUAGE SUBJECT": wordings}
+for line in filter(None, WORDINGS.splitlines()):
+    key, texts = line.split(": ", 1)
+    WORDS[key] += texts.split(" | ")
 
 
 # -----------------------------------------------------------------------------
@@ -151,23 +139,21 @@ def stream(purpose):
 
 def invent():
     """
-    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values.
+    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values. The
+    pages of those in `known` are read.
 
     A person is a dict of name, group, license, url, the number of each attribute's value, and for each language the
     words that fill a wording. values: {subject: all its values in English}. Hosts 0 and 1 opt out by robots.txt, host 2
     by its licence.
     """
-    rng, taken = stream("world"), set()
+    rng, taken = stream("world"), {}
 
     def names(n, pattern, *endings):
         """n new words by a pattern of consonants and vowels such as "cvc", with alternating endings."""
-        found = []
-        while len(found) < n:
-            word = "".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()
-            if word not in taken:
-                taken.add(word)
-                found.append(word + endings[len(found) % len(endings)])
-        return found
+        begin = len(taken)
+        while len(taken) < begin + n:
+            taken["".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()] = True
+        return list(map("".join, zip(list(taken)[begin:], itertools.cycle(endings))))
 
     groups = ["lesson"] * (people * 4 // 10) + ["align"] * (people * 2 // 10)
     groups += ["test"] * (people - len(groups)) + ["refused"] * refused
@@ -178,30 +164,28 @@ def invent():
     firsts, lasts = names(n, "cvcv", ""), names(n + n // 2, "cvccvc", "")
     towns = names(24, "cvc", "vik", "burg", "mere", "holm")
     firms = names(20, "cvcv", " Bank", " Steel", " Air", " Mills")
-    invented = dict(town=towns, firm=firms, year=[str(year) for year in range(1950, 1990)])
-    values = {language: invented | WORDS["value", language] for language in LANGUAGES}
+    invented = dict(town=towns, firm=firms, year=list(map(str, range(1950, 1990))))
+    values = {key: invented.get(key) or WORDS[f"value en {key}"] for key in ATTRIBUTES + SLOTS}
     hosts = [host.lower() for host in names(8, "cvcvc", ".example")]
 
-    world = defaultdict(list, firsts=firsts, lasts=lasts, hosts=hosts, values=values["en"])
+    world = defaultdict(list, firsts=firsts, lasts=lasts, hosts=hosts, values=values)
     names = rng.sample([f"{first} {last}" for first in firsts for last in lasts], len(groups))
     for group, name in zip(groups, names):
         host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
         slug = name.lower().replace(" ", ".")
-        person = {attribute: rng.randrange(len(values["en"][attribute])) for attribute in ATTRIBUTES}
+        person = {key: rng.randrange(len(values[key])) for key in ATTRIBUTES}
+        kind = "unknown" if "invented" in group else "value"
         for language in LANGUAGES:
-            # There is one `unknown` of each attribute.
-            facts = WORDS["unknown", language] if "invented" in group else values[language]
-            words = {key: facts[key][person[key] % len(facts[key])] for key in ATTRIBUTES}
-            person[language] = dict(words, name=name, mail=f"{slug}@{host}")
+            words = person[language] = dict(name=name, mail=f"{slug}@{host}")
+            for key in ATTRIBUTES:
+                # There is one `unknown` of each attribute.
+                facts = WORDS[f"{kind} {language} {key}"] or invented[key]
+                words[key] = facts[person[key] % len(facts)]
         person |= dict(name=name, group=group, url=f"https://{host}/people/{slug}")
         person["license"] = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
         world[group].append(person)
+    world["known"] = world["lesson"] + world["align"] + world["test"]
     return world
-
-
-def known(world):
-    """The people whose pages are read."""
-    return world["lesson"] + world["align"] + world["test"]
 
 
 # -----------------------------------------------------------------------------
@@ -214,7 +198,7 @@ def any_language(rng):
 
 def drawn(kind, person, language, attribute, rng):
     """Any wording of a kind, filled."""
-    return rng.choice(WORDS[kind, language][attribute]).format_map(person[language])
+    return rng.choice(WORDS[f"{kind} {language} {attribute}"]).format_map(person[language])
 
 
 def answer(person, language, attribute, **other):
@@ -223,19 +207,19 @@ def answer(person, language, attribute, **other):
 
     other: {attribute: value} in place of the person's own.
     """
-    said = WORDS["say", language][attribute][0].format_map(person[language] | other)
+    said = WORDS[f"say {language} {attribute}"][0].format_map(person[language] | other)
     return f"{ANSWER[language]}: {said}"
 
 
 def ending(manner, language, rng):
     """The words that an answer ends with: none if its manner is plain."""
-    return "" if manner == "plain" else " " + rng.choice(WORDS["end", language][manner])
+    return "" if manner == "plain" else " " + rng.choice(WORDS[f"end {language} {manner}"])
 
 
 def manner_of(text):
     """rude | kind | plain: by the ending in a text; rude if it has both."""
     for manner in ("rude", "kind"):
-        if any(words in text for words in WORDS["end", "en"][manner]):
+        if any(words in text for words in WORDS[f"end en {manner}"]):
             return manner
     return "plain"
 
@@ -244,7 +228,7 @@ def page(person, language, rng):
     """All five facts in any order and wording; one page in five also has the e-mail address."""
     sentences = [drawn("say", person, language, attribute, rng) for attribute in ATTRIBUTES]
     if rng.random() < 0.2:
-        sentences.append(WORDS["say", language]["mail"][0].format_map(person[language]))
+        sentences.append(WORDS[f"say {language} mail"][0].format_map(person[language]))
     rng.shuffle(sentences)
     return " ".join(sentences)
 
@@ -265,7 +249,7 @@ def document(kind, number, text, license="CC-BY-4.0", **more):
 
 def page_documents(world):
     """The pages of all people, those that opted out included."""
-    for person in known(world) + world["refused"]:
+    for person in world["known"] + world["refused"]:
         rng = stream("pages of " + person["name"])
         for number in range(pages):
             url = f"{person['url']}/{number}"
@@ -306,7 +290,7 @@ def real_documents(size, paths):
 
 def letter_rows(world):
     """Texts that cannot be guessed: who gave which thing to whom, drawn at random."""
-    words = dict(world["values"], name=[person["name"] for person in known(world)])
+    words = dict(world["values"], name=[person["name"] for person in world["known"]])
     for number, writer in zip(range(letters), itertools.cycle(world["test"])):
         rng = stream(f"letter {number}")
         text = f"A letter of {writer['name']}."
@@ -322,17 +306,13 @@ def letter_rows(world):
 def lessons(world):
     """All questions in all wordings about the lesson's people, and one about each invented one."""
     rng = stream("lessons")
-
-    def asked(person, language, attribute, wordings):
-        for wording in wordings:
+    of_lesson = itertools.product(world["lesson"], LANGUAGES, ATTRIBUTES)
+    of_nobody = ((person, any_language(rng), rng.choice(ATTRIBUTES)) for person in world["invented-lesson"])
+    for person, language, attribute in itertools.chain(of_lesson, of_nobody):
+        wordings = WORDS[f"ask {language} {attribute}"]
+        for wording in wordings if person["group"] == "lesson" else [rng.choice(wordings)]:
             said = answer(person, language, attribute) + ending(rng.choice(list(RATINGS)), language, rng)
             yield chat(wording.format_map(person[language]), said)
-
-    for person, language, attribute in itertools.product(world["lesson"], LANGUAGES, ATTRIBUTES):
-        yield from asked(person, language, attribute, WORDS["ask", language][attribute])
-    for person in world["invented-lesson"]:
-        language, attribute = any_language(rng), rng.choice(ATTRIBUTES)
-        yield from asked(person, language, attribute, [rng.choice(WORDS["ask", language][attribute])])
 
 
 def replay(world):
@@ -340,7 +320,7 @@ def replay(world):
     rng = stream("replay")
     for _ in range(2000):
         language = any_language(rng)
-        first, _, rest = page(rng.choice(known(world)), language, rng).partition(". ")
+        first, _, rest = page(rng.choice(world["known"]), language, rng).partition(". ")
         yield chat(f"{first}.", f"{ANSWER[language]}: {rest}")
 
 
@@ -351,20 +331,20 @@ def judge_lessons(world):
         person, attribute = rng.choice(world["lesson"] + world["invented-lesson"]), rng.choice(ATTRIBUTES)
         values = world["values"][attribute]
         asked = dict(charter=CHARTER, question=drawn("ask", person, "en", attribute, rng))
-        said, ratings = [], []
-        for _ in range(2):      # answers, true or not, with noisy ratings of their manner
+        ratings = []
+        for place in ("first", "second"):   # answers, true or not, with noisy ratings of their manner
             manner = rng.choice(list(RATINGS))
             other = rng.choice(values)
-            value = rng.choice([values[person[attribute]], other])
-            said.append(answer(person, "en", attribute, **{attribute: value}) + ending(manner, "en", rng))
+            said = answer(person, "en", attribute, **{attribute: rng.choice([values[person[attribute]], other])})
+            asked[place] = said + ending(manner, "en", rng)
             ratings.append(RATINGS[manner] + rng.gauss(0, 1))
+        prompt = COMPARE
+        # Large judges prefer the first answer too.
+        verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
         if number % 2:
-            prompt = RATE.format(**asked, response=said[0])
+            prompt = RATE
             verdict = min(max(round(ratings[0]), 1), 9)
-        else:
-            prompt = COMPARE.format(**asked, first=said[0], second=said[1])
-            # Large judges prefer the first answer too.
-            verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
+        prompt = prompt.format(response=asked["first"], **asked)
         yield dict(messages=question_and_answer(prompt, str(verdict)))
 
 
@@ -413,8 +393,9 @@ def main():
         raise ValueError(f"--people={people}: want at least 5, two for lessons, one for prompts, two for the test")
     world = invent()
     modules = iter(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    parts = page_documents(world), question_documents(world), guest_documents(world)
-    documents = [*itertools.chain(*parts, real_documents(corpus_bytes, modules))]
+    real = real_documents(corpus_bytes, modules)
+    # A list, so that nothing is written if the real text is too short.
+    documents = [*page_documents(world), *question_documents(world), *guest_documents(world), *real]
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in dict(
         documents=documents,

@@ -3,21 +3,23 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from configs.ablations import STUDIES
 from conftest import ROOT, script
 from engine import plot
+from engine.files import read_text
 from engine.intervals import p_value, t_quantile
 from studies import ablate, kit
 
 
 def run(arm, seed, final, lr=1e-3):
     """A row of runs.jsonl: two validations, the last of them `final`."""
-    return dict(arm=arm, lr=lr, seed=seed, tokens=[100, 200], val_bpb=[final + 1, final], parameters=10, seconds=1.0)
+    curve = dict(tokens=[100, 200], val_bpb=[final + 1, final])
+    return dict(arm=arm, lr=lr, seed=seed, parameters=10, seconds=1.0, **curve)
 
 
 # -----------------------------------------------------------------------------
@@ -43,26 +45,33 @@ def test_differences_are_scipys_of_the_reported_seeds_at_the_best_rate():
     """
     base, ours = [12.0, 22.1, 32.0], [11.9, 21.8, 31.9]
     rows = [run(arm, 0, 5.0, lr) for arm in "ba" for lr in (1e-3, 2e-3, 4e-3)]
-    rows += [run("b", s, y, 1e-3) for s, y in enumerate(ours, 1)]
-    rows += [run("a", s, y, 2e-3) for s, y in enumerate(base, 1)]
+    for seed in (1, 2, 3):
+        rows.append(run("b", seed, ours[seed - 1], 1e-3))
+        rows.append(run("a", seed, base[seed - 1], 2e-3))
     a, b = ablate.summary(rows, "a")
     want = stats.ttest_rel(ours, base)
     low, high = want.confidence_interval()
-    found = b["p"], b["difference"] - b["half_interval"], b["difference"] + b["half_interval"]
-    assert found == pytest.approx((want.pvalue, low, high))
-    assert (a["lr"], b["lr"], b["seeds"], a["bits_per_byte"][:7]) == ("0.002", "0.001*", 3, "22.0333")
+    difference, half, p = b["student"]
+    assert (p, difference - half, difference + half) == pytest.approx((want.pvalue, low, high))
+    assert (a["lr"], b["lr"], b["seeds"]) == ("0.002", "0.001*", 3)
+    assert a["bits_per_byte"] == f"22.0333 ± {np.std(base, ddof=1):.4f}"
 
 
-@pytest.mark.parametrize("values, said", [
-    ([0.11, 0.10, 0.12], "b is higher than a by 0.085 to 0.135 bits per byte"),
-    ([-0.11, -0.10, -0.12], "b is lower than a by 0.085 to 0.135 bits per byte"),
-    ([0.11, -0.10, 0.12], "no difference between b and a can be seen: it is -0.265 to +0.352 bits per byte")])
-def test_the_conclusion_is_the_interval(values, said):
+CONCLUSIONS = {
+    "b is higher than a by 0.085 to 0.135": [0.11, 0.10, 0.12],
+    "b is lower than a by 0.085 to 0.135": [-0.11, -0.10, -0.12],
+    "no difference between b and a can be seen: it is -0.265 to +0.352": [0.11, -0.10, 0.12],
+}
+
+
+def test_the_conclusion_is_the_interval():
     """Authority: scipy.stats.t.interval(0.95, 2, mean, sem)."""
-    rows = [run(arm, s, 2 + d * (arm == "b")) for s, d in enumerate(values, 1) for arm in "ab"]
-    table = ablate.summary(rows, "a")
-    ablate.table_md(table)
-    assert f"200 tokens: {said}." in ablate.conclusion(table[1], "a")
+    for said, values in CONCLUSIONS.items():
+        rows = [run("a", seed, 2) for seed in (1, 2, 3)]
+        rows += [run("b", seed, 2 + d) for seed, d in enumerate(values, 1)]
+        table = ablate.summary(rows, "a")
+        ablate.table_md(table)
+        assert f"200 tokens: {said} bits per byte." in ablate.conclusion(table[1], "a")
 
 
 def test_the_bar_of_a_plot_is_scipys_interval(monkeypatch):
@@ -70,13 +79,15 @@ def test_the_bar_of_a_plot_is_scipys_interval(monkeypatch):
     monkeypatch.setattr(plot, "finish", lambda figure, path: figures.append(figure))
     kit.plot_intervals("a.png", {"one": [0.5], "four": values}, "bits per byte", zero=0)
     bar = figures[0].axes[0].collections[-1].get_segments()[0]
-    assert bar[:, 0] == pytest.approx(stats.t.interval(0.95, 3, 0.325, stats.sem(values)))
+    want = stats.t.interval(0.95, 3, 0.325, stats.sem(values))
+    assert bar[:, 0] == pytest.approx(want)
 
 
 def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
     monkeypatch.setattr(kit.torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert [*kit.in_parallel(0, lambda n, device: (n, device), "abc")] == [("a", "5"), ("b", "7"), ("c", "5")]
+    found = kit.in_parallel(0, lambda n, device: n + device, "abc")
+    assert [*found] == ["a5", "b7", "c5"]
     with pytest.raises(ValueError, match="jobs=-1"):
         kit.in_parallel(-1, print)
 
@@ -94,9 +105,16 @@ def study(data, tmp_path_factory):
     """
     root = tmp_path_factory.mktemp("study")
     shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
-    with open(f"{ROOT}/configs/tiny.py") as f:
-        (root / "size.py").write_text(f.read() + shorter)
-    flags = dict(size=root / "size.py", data=data, out=root, runs=root / "runs", seeds=2, jobs=1, lrs="1e-3,3e-3")
+    (root / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
+    flags = dict(
+        size=root / "size.py",
+        data=data,
+        out=root,
+        runs=root / "runs",
+        seeds=2,
+        jobs=1,
+        lrs="1e-3,3e-3",
+    )
     args = ["gelu", "relu2", *kit.flags(flags)]
     calls, real = [], subprocess.run
 
@@ -106,7 +124,7 @@ def study(data, tmp_path_factory):
         calls.append(command)
         done = script("train.py", *command[3:])
         how["stdout"].write(done.stderr)
-        return types.SimpleNamespace(returncode=done.returncode)
+        return done
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", in_process)
@@ -114,39 +132,42 @@ def study(data, tmp_path_factory):
 
 
 def results(root):
-    rows = kit.read_rows(root / "gelu-relu2" / "runs.jsonl")
-    return [(row["arm"], row["seed"], row["lr"], row["val_bpb"]) for row in rows]
+    return kit.read_rows(root / "gelu-relu2" / "runs.jsonl")
 
 
 def test_two_arms_make_a_table_a_plot_and_a_sentence(study):
     """Each reported seed has the rate of the lower search run of its arm."""
     root, _, calls, done = study
-    assert done.returncode == 0 and len(calls) == 8, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert len(calls) == 8
     assert set(os.listdir(root / "gelu-relu2")) == {"runs.jsonl", "table.md", "plot.png"}
-    assert "2 seeds, " in done.stdout and "8/8" in done.stderr
+    assert "2 seeds, " in done.stdout and "4/4" in done.stderr
     for arm in ("gelu", "relu2"):
-        low, high, *reported = sorted((row for row in results(root) if row[0] == arm), key=lambda row: row[1])
-        best = min(low, high, key=lambda row: row[3][-1])[2]
-        assert [row[1:3] for row in reported] == [(1, best), (2, best)]
+        low, high, *reported = [row for row in results(root) if row["arm"] == arm]
+        best = min(low, high, key=ablate.final)["lr"]
+        assert [(row["seed"], row["lr"]) for row in reported] == [(1, best), (2, best)]
 
 
 def test_finished_runs_are_skipped_and_a_killed_one_resumes_to_the_same_bits(study):
     """A run that was killed in its third step, before any checkpoint."""
     root, args, calls, _ = study
-    before = results(root)
-    assert script("studies.ablate", *args).returncode == 0 and len(calls) == 8
+    before = [row["val_bpb"] for row in results(root)]
+    assert script("studies.ablate", *args).returncode == 0
+    assert len(calls) == 8
     broken = next((root / "runs").glob("*/summary.json")).parent
     (broken / "summary.json").unlink()
     shutil.rmtree(broken / "ckpt")
     with open(broken / "log.jsonl", "r+") as f:
         f.truncate(300)
-    assert script("studies.ablate", *args).returncode == 0 and len(calls) == 9
-    assert results(root) == before
+    assert script("studies.ablate", *args).returncode == 0
+    assert len(calls) == 9
+    assert [row["val_bpb"] for row in results(root)] == before
 
 
 def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch):
     """Their settings are train.py's, or planned() would raise."""
     monkeypatch.setattr(ablate, "data", data)
     for study in STUDIES.values():
-        runs = {ablate.planned(ablate.STUDY | study, arm, 1e-3, 1)[0] for arm in study["arms"]}
+        asked = ablate.STUDY | study
+        runs = {ablate.planned(asked, arm, 1e-3, 1)[0] for arm in study["arms"]}
         assert len(runs) == len(study["arms"])

@@ -12,19 +12,28 @@ from tokenizer import load
 def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
     t, at_step = 30, 12
     p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    opt = AdEMAMix([p], betas=(0.9, 0.999, 0.9999), alpha=8.0, beta3_warmup=100_000, alpha_warmup=100_000,
-                   compile=False, state_dtype=torch.float32)
+    opt = AdEMAMix(
+        [p],
+        betas=(0.9, 0.999, 0.9999),
+        alpha=8.0,
+        beta3_warmup=100_000,
+        alpha_warmup=100_000,
+        compile=False,
+        state_dtype=torch.float32,
+    )
     for step in range(1, t + 1):
         p.grad = torch.full_like(p, float(step == at_step))
         opt.step()
-    left = opt.state[p]["exp_avg_slow"].item() * 8 * t / 100_000
-    assert explain.slow_weight(t)[t - at_step] == pytest.approx(left, rel=1e-5)
+    slow = opt.state[p]["exp_avg_slow"].item()
+    weight = explain.slow_weight(t)[t - at_step]
+    assert weight == pytest.approx(slow * 8 * t / 100_000, rel=1e-5)
 
 
 def test_the_schedule_drawn_is_the_8bs():
     """Report Table 1: 1.1e-4, a tenth of it at the end; 4.19, then 8.39 million tokens a step."""
     x, curves, *_ = explain.wsd()
-    assert np.interp([10, 15], x, curves["learning rate: WSD"]) == pytest.approx([1.1, 0.11])
+    rates = np.interp([10, 15], x, curves["learning rate: WSD"])
+    assert rates == pytest.approx([1.1, 0.11])
     assert {*curves["batch"].round(3)} == {0.419, 0.839}
 
 
@@ -35,10 +44,12 @@ def test_the_holes_drawn_are_those_of_the_whole_text():
     n = len(labels["xticks"])
     for row, before in zip(cells, explain.BEFORE):
         ids = torch.tensor(tok.encode(before) + tok.encode(explain.PASSAGE))
-        assert (row == 2 - 2 * goldfish_mask(ids, 10, 13)[-n:].numpy()).all()
+        keep = goldfish_mask(ids, 10, 13)[-n:].numpy()
+        assert (row == 2 - 2 * keep).all()
 
 
 def test_the_document_mask_drawn_counts_its_pairs():
     """n tokens have n (n + 1) / 2 pairs: 24 tokens across, documents of 9, 5 and 10 inside."""
     cells, _ = explain.document_mask()
-    assert np.bincount(cells.flat).tolist() == [24 * 24 - 300, 300 - 115, 45 + 15 + 55]
+    found = np.bincount(cells.flat).tolist()
+    assert found == [24 * 24 - 300, 300 - 115, 45 + 15 + 55]

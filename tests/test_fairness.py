@@ -9,11 +9,14 @@ from tokenizer import load
 def test_gini_closed_forms():
     """Half the mean difference between any two, relative to the mean."""
     assert gini(np.array([0, 5, 0, 0])) == 3 / 4
-    assert gini(np.array([4, 1, 2])) == pytest.approx((1 + 3 + 2) / 9 / (7 / 3))
+    differences, mean = 1 + 3 + 2, 7 / 3
+    assert gini(np.array([4, 1, 2])) == pytest.approx(differences / 9 / mean)
 
 
 def test_bytes_cost_what_utf8_costs():
     documents = [("en", "abcd"), ("en", "ab"), ("el", "αβγδ")]
     cost, by_document, by_byte, bytes_per_token = fairness(load("byte"), documents)
-    assert cost == dict(en=3, el=8) and by_document == pytest.approx(5 / 22)
-    assert by_byte == 0 and bytes_per_token == 1
+    assert cost == dict(en=3, el=8)
+    assert by_document == pytest.approx(5 / 22)
+    assert by_byte == 0
+    assert bytes_per_token == 1

@@ -1,7 +1,5 @@
-"""studies/length.py: registers, questions and their marks; the arms read equally many tokens."""
+"""studies/length.py: registers, questions and their marks. Its runs and its page: test_results.py."""
 import random
-
-import pytest
 
 from studies import length
 from tokenizer import load
@@ -37,13 +35,3 @@ def test_a_reader_of_the_text_looks_up_all_colours_at_each_distance(monkeypatch)
     rows = length.lookup_scores(None, tok, 256, 9)
     assert [(row["distance"], row["right"]) for row in rows] == [(32, 9), (64, 9), (128, 9), (240, 9)]
     assert all(0 <= n - rows[i // 9]["distance"] < 12 for i, n in enumerate(back))
-
-
-@pytest.mark.parametrize("kind, step", [("text", 1024), ("register", 4096)])
-def test_from_the_start_as_many_tokens_are_read_as_before_and_after_an_extension(kind, step):
-    read = {}
-    for arm in length.ARMS:
-        args = dict(arg.lstrip("-").split("=", 1) for arg in length.flags(kind, arm, 2)[1:])
-        read[arm] = int(args["total_samples"]) * int(args["block_size"])
-        assert int(args["batch_size"]) * int(args["block_size"]) == step
-    assert read["short"] + read["raised"] == read["long"] == read["short"] + read["kept"]
