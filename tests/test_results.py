@@ -105,16 +105,10 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
     for name, link in found["links"].items():
         want = links["prepare" if name == "data" else name]
         assert all(link[key] == want[key] for key in {"exam", "old", "positions", "letters"} & {*want, *link}), name
-        *_, script, args = said(link["command"])
-        assert (script, settings_of(script, args)) in scripts
-        script, args = said(want["command"].replace("out/recipe", recipe.out))
+        words = shlex.split(want["command"].replace("out/recipe", recipe.out))
+        _, script, *args = (word for word in words if word != "-m")
+        script = script.removesuffix(".py")
         assert (script, settings_of(script, args)) in scripts, name
-
-
-def said(command):
-    """The script and the arguments of a command."""
-    python, first, *args = shlex.split(command)
-    return (first.removesuffix(".py"), args) if first != "-m" else (args[0], args[1:])
 
 
 def test_a_longer_window_is_measured_by_position_and_by_looking_up(scripts, tmp_path):
@@ -148,10 +142,10 @@ def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scr
     runs = [asked for script, asked in scripts if script == "posttrain.qrpo"]
     chosen = read_json(align.tuning)["chosen"]
     assert [script for script, _ in scripts[:3]] == ["prepare", "train", "posttrain.sft"]
-    assert len(runs) == 20 and len({run["references"] for run in runs}) == 5 == len({run["seed"] for run in runs})
+    assert len(runs) == 20 and len({(run["references"], run["seed"]) for run in runs}) == 5
     for run in runs:
         assert chosen[run["loss"]] == dict(lr=run["lr"], beta=run["beta"])
         assert run["length_norm"] == (run["loss"] == "simpo") and run["init_from"] == f"{align.out}/sft"
-    rows = kit.read_rows(f"{align.out}/prompts.jsonl"), kit.read_rows(f"{align.out}/test.jsonl")
-    assert not {str(row) for row in rows[0]} & {str(row) for row in rows[1]}
-    assert [*map(len, rows)] == [240, 60]      # of 360; 60 others chose the settings
+    train, test = (kit.read_rows(f"{align.out}/{name}.jsonl") for name in ("prompts", "test"))
+    # Of 360 tasks; 60 others chose the settings.
+    assert (len(train), len(test)) == (240, 60) and all(row not in train for row in test)
