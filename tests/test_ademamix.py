@@ -3,22 +3,21 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
+from tiny import GOLDEN, tensors
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = json.loads((GOLDEN / "ademamix.json").read_text())
+CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
 
 
 @pytest.mark.parametrize("case", range(3))
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
     """Also if the step scales the gradients, and another optimizer loads its states after step 23."""
-    arrays = np.load(GOLDEN / "ademamix.npz")
-    init, grads, want = (torch.from_numpy(arrays[f"{name}_{case}"]) for name in ("init", "grads", "params"))
+    arrays = tensors("ademamix.npz")
+    init, grads, want = (arrays[f"{name}_{case}"] for name in ("init", "grads", "params"))
     params = [torch.nn.Parameter(t.to(dtype)) for t in init.split([35, 11, 1])]
     opt, got = AdEMAMix(params, **CASES[case]), []
     for t, g in enumerate(4 * grads):
@@ -51,8 +50,7 @@ def test_by_default_it_has_the_published_settings():
     """Report table of hyperparameters, and the optimizer's paper for lr and eps; no warm-up."""
     want = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None,
                 alpha_warmup=None)
-    group = one()[1].param_groups[0]
-    assert {name: group[name] for name in want} == want
+    assert want.items() <= one()[1].param_groups[0].items()
 
 
 def test_states_of_parameters_in_bf16_are_fp32():
@@ -84,17 +82,17 @@ def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(n, told, comp
 def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scalars():
     """Frozen parameters are left out."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
-    common = 0.1, (0.9, 0.99, 0.999), 5.0, 1e-6, 0.2, 7, 9
+    betas = 0.9, 0.99, 0.999
+    common = 0.1, betas, 5.0, 1e-6, 0.2, 7, 9
     adamw = build_optimizer(model, "adamw", *common)
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
-    matrices, gains = [model[0].weight], [model[0].bias, model[1].weight]
+    matrix, bias, gain, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
-        for group, decay, params in zip(opt.param_groups, (0.2, 0.0), (matrices, gains)):
-            assert (group["weight_decay"], group["lr"], group["eps"]) == (decay, 0.1, 1e-6)
-            assert list(map(id, group["params"])) == list(map(id, params))
-    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.9, 0.99)
-    want = dict(betas=common[1], alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
-    assert {name: ours.defaults[name] for name in want} == want
+        groups = [(g["weight_decay"], g["lr"], g["eps"], [*map(id, g["params"])]) for g in opt.param_groups]
+        assert groups == [(0.2, 0.1, 1e-6, [matrix]), (0.0, 0.1, 1e-6, [bias, gain])]
+    assert type(adamw) is torch.optim.AdamW and adamw.defaults["betas"] == betas[:2]
+    want = dict(betas=betas, alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
+    assert want.items() <= ours.defaults.items()
 
 
 @pytest.mark.parametrize("bad", [

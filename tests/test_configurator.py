@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
-from configurator import configure, settings
+from configurator import configure, lengths, settings
 from conftest import ROOT, script
 
 SCRIPT = '''"""A script."""
@@ -131,6 +131,7 @@ def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
     got = configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
     assert got == settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
     asked = dict(lr=True, n_layer=True, rank=True)
+    assert lengths(200) == "--total_samples=200 --warmup_samples=10 --decay_samples=60"
     assert (script, other) == (dict(lr=3.0, out="a", _asked=asked), dict(lr=3.0, rank=6, _asked=asked))
 
 

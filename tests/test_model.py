@@ -4,8 +4,8 @@ transformers has no counterpart: closed forms and published numbers.
 """
 import hashlib
 import json
-import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +13,10 @@ import torch.nn.functional as F
 import transformers
 
 import convert
+from engine.files import read_json
 from loss import chunk_loss
 from model import XIELU, Apertus, ApertusConfig
 from tiny import GOLDEN, golden, ids, small, tensors
-
-
-def stored(*path):
-    with open(os.path.join(GOLDEN, *path)) as f:
-        return json.load(f)
 
 
 def moved(**changes):
@@ -51,7 +47,7 @@ def test_logits_loss_and_gradients_are_the_published_ones(name):
     loss.backward()
     # transformers gives the padding id no gradient; here id 3 is a token.
     model.model.embed_tokens.weight.grad[3] = 0
-    norms = {key.replace("/", "."): norm for key, norm in stored(name, "grad_norms.json").items()}
+    norms = {key.replace("/", "."): norm for key, norm in read_json(f"{GOLDEN}/{name}/grad_norms.json").items()}
     assert {key: model.get_parameter(key).grad.norm() for key in norms} == pytest.approx(norms, rel=1e-3)
 
 
@@ -186,7 +182,7 @@ def test_in_bf16_positions_and_the_mean_are_in_fp32():
     (dict(n_layer=80, n_head=64, n_embd=8192, ffn_dim=43008), 70_599_864_480, 433.3e9)])
 def test_the_8b_and_the_70b_have_the_published_shape_parameters_and_flops(changes, parameters, flops):
     """Section 1.6; 6.74e24 FLOPs for the 70B's 15T tokens (section 6), and 7.74e23 for the 8B's."""
-    published = convert.config_from_hf(stored("published_configs.json")[0]["config"])
+    published = convert.config_from_hf(json.loads(Path(GOLDEN, "published_configs.json").read_text())[0]["config"])
     assert ApertusConfig() == replace(published, block_size=4096, rope_theta=5e5, init_std=0.008944)
     with torch.device("meta"):
         model = Apertus(ApertusConfig(**changes))

@@ -1,12 +1,13 @@
 """schedule.py against the published scheduler's values, torch's cosine, published milestones, a loop that counts."""
 import json
-import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import ROOT, script
+from conftest import script
 from schedule import NEVER, batch_size, cosine, plan_with_decay_at, samples_at, steps_in, wsd
+from tiny import GOLDEN
 
 TOTAL, DECAY = 3_662_109_375, 403_905_806
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, decay=DECAY)
@@ -14,8 +15,7 @@ APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, deca
 
 def test_the_8b_run_has_the_published_learning_rates():
     """Also if its decay was asked for when it was planned."""
-    with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
-        points = {point["samples"]: point["lr"] for point in json.load(f)}
+    points = {point["samples"]: point["lr"] for point in json.loads(Path(GOLDEN, "wsd_8b.json").read_text())}
     for decay_at in (None, TOTAL - DECAY):
         assert {s: wsd(s, **APERTUS_8B, decay_at=decay_at) for s in points} == pytest.approx(points, rel=1e-12, abs=0)
     assert wsd(1000 * TOTAL, **APERTUS_8B, decay_at=NEVER) == 1.1e-4

@@ -327,11 +327,9 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
 
 
 def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
-    """And time for less than a step is a run of one."""
     (tmp_path / "five.py").write_text("minutes = 5.0\n", encoding="utf-8")
     few = "--total_samples=24", "--decay_samples=8"
     assert len(log(trained(data, tmp_path / "file", tmp_path / "five.py", *few), "loss")) == 3
-    assert len(log(trained(data, tmp_path / "time", *few, "--minutes=1e-6"), "loss")) == 1
     assert settings_of(tmp_path / "file")["minutes"] == 0
 
 
