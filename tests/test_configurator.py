@@ -5,13 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import configurator
+import train
 from configurator import configure, lengths, settings
 from conftest import ROOT, script
+from posttrain import attach
 
 SCRIPT = '''"""A script."""
 from configurator import run
@@ -109,11 +112,9 @@ def test_every_config_file_fits_its_script_and_has_several_spellings():
     paths = glob.glob(f"{ROOT}/configs/**/*.py", recursive=True)
     assert len(paths) > 10
     for path in paths:
-        begin = os.path.basename(path).partition("_")[0]
+        begin, *_ = Path(path).name.split("_")
         script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
-        more = []
-        if script.__name__ == "train":
-            more = [dict(vars(space)) for space in (script.shape, importlib.import_module("posttrain.attach"))]
+        more = [] if script is not train else [dict(vars(train.shape)), dict(vars(attach))]
         configure(dict(vars(script)), [path], *more)
     for arg in ("8b", "config/8b.py", "configs/8b.py", "configs/8b"):
         assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")

@@ -175,15 +175,6 @@ def test_a_damaged_shard_is_an_error(copied, damage, says):
         TokenDataset(copied[0], "train", 32).batch(0, 300)
 
 
-def test_more_shards_than_files_may_be_open_give_the_same_batches(folder, tmp_path):
-    few, many = (TokenDataset(path, "train", 32) for path in (folder, corpus(tmp_path, "--shard_tokens=31")))
-    mapped.cache_clear()
-    before = len(os.listdir("/dev/fd"))
-    torch.testing.assert_close(many.batch(0, few.n_windows), few.batch(0, few.n_windows))
-    assert len(many.streams[0].files) > 300
-    assert len(os.listdir("/dev/fd")) < before + 150
-
-
 def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed(copied):
     """Once it is no longer mapped: a mapped file stays as it was."""
     data = TokenDataset(copied[0], "train", 32)

@@ -75,36 +75,6 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
         assert check(wrong) == (False, [mistake["says"]])
 
 
-OWN = """
-def wsd(seen, peak, floor, warmup, total, decay, decay_at=None):
-    fits(warmup, decay, total)
-    begin = decay_at if isinstance(decay_at, int) else total - decay
-    end, decay = plan_with_decay_at(begin, total, decay)
-    reached = min(1, begin / warmup) * peak if warmup else peak
-    if seen >= end:
-        return floor
-    if seen <= begin:
-        return min(reached, peak * seen / warmup) if warmup else peak
-    left = 1 - ((seen - begin) / decay) ** POWER
-    return left * reached + (1 - left) * min(floor, reached)
-
-
-def fits(warmup, decay, total):
-    if min(warmup, decay, total - warmup - decay) < 0:
-        raise ValueError(f"these do not fit into total={total}")
-"""
-
-
-@pytest.mark.parametrize("power, wrong", [("0.5", False), ("1", True)])
-def test_code_of_ones_own_is_judged_by_its_results(lesson, tmp_path, power, wrong):
-    """It has other words and a helper. A linear decay is named."""
-    lesson("schedule")
-    with open(tmp_path / "schedule" / "schedule.py", "a") as f:
-        f.write(OWN.replace("POWER", power))
-    done = lesson("schedule", "--check")
-    assert done.returncode == wrong == ("The decay is linear" in done.stdout)
-
-
 def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, monkeypatch, capfd):
     sheet = LESSONS["rope"]["sheet"]
     lesson("rope")
@@ -117,9 +87,3 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
     lines = capfd.readouterr().out.splitlines()
     assert "+    turned = torch.cat((-b, a), dim=-1)" in lines
     assert "-    raise NotImplementedError('write rotate')" in lines
-
-
-def test_without_a_name_the_lessons_are_listed_in_the_order_of_the_course(lesson):
-    listed = [line.split()[0] for line in lesson().stdout.splitlines()]
-    page = Path(ROOT, "docs", "learn.md").read_text()
-    assert listed == [*LESSONS] == sorted(listed, key=lambda name: page.index(f"| `{name}` |"))

@@ -59,7 +59,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, flags, meaning", RUNS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("ranks, flags, meaning", RUNS)
 def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, ranks, flags, meaning):
     """
     Loss, norm, share kept, learning rate and tokens of every step, and where the weights went: fp32 against fp64.
