@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 import configurator
-import train
 from configurator import configure, lengths, settings
 from conftest import ROOT, script
 from posttrain import attach
@@ -44,7 +43,15 @@ def take_over():
 
 def after(*argv, **more):
     """The globals of a script with these arguments."""
-    namespace = dict(lr=0.1, steps=10, name="a", top_k=None, fast=False, betas=(0.9, 0.99), **more)
+    namespace = dict(
+        lr=0.1,
+        steps=10,
+        name="a",
+        top_k=None,
+        fast=False,
+        betas=(0.9, 0.99),
+        **more
+    )
     configure(namespace, list(argv))
     return namespace
 
@@ -104,7 +111,8 @@ def test_files_stack_and_flags_win_and_the_names_are_kept_in_their_order(tmp_pat
     (tmp_path / "one.py").write_text("import math\nlr = 1e-3\nsteps = int(math.exp(3))\n_private = 3\n")
     (tmp_path / "two.py").write_text("lr = 2\nname = 'c'\ntop_k = _before['steps'] + (_before['lr'] == 1e-3)\n")
     got = after("--name=z", str(tmp_path / "one.py"), str(tmp_path / "two.py"), "--steps=7")
-    assert (got["lr"], got["steps"], got["name"], got["top_k"]) == (2.0, 7, "z", 21)
+    found = [got[name] for name in ("lr", "steps", "name", "top_k")]
+    assert found == [2.0, 7, "z", 21]
     assert list(got["_asked"]) == ["lr", "top_k", "name", "steps"]
 
 
@@ -114,8 +122,8 @@ def test_every_config_file_fits_its_script_and_has_several_spellings():
     for path in paths:
         begin, *_ = Path(path).name.split("_")
         script = importlib.import_module(dict(sft="posttrain.sft", qrpo="posttrain.qrpo").get(begin, "train"))
-        more = [] if script is not train else [dict(vars(train.shape)), dict(vars(attach))]
-        configure(dict(vars(script)), [path], *more)
+        more = [script.shape, attach] if script.__name__ == "train" else []
+        configure(dict(vars(script)), [path], *(dict(vars(space)) for space in more))
     for arg in ("8b", "config/8b.py", "configs/8b.py", "configs/8b"):
         assert os.path.samefile(configurator.config_file(arg), f"{ROOT}/configs/8b.py")
     assert configurator.config_file("configs/nowhere.py") is configurator.config_file("README.md") is None
@@ -128,12 +136,22 @@ def test_where_a_script_takes_paths_all_but_configs_are_paths():
 
 
 def test_a_flag_sets_its_setting_in_every_namespace_that_has_it():
-    script, other, shape = dict(lr=1.0, out="a"), dict(lr=2.0, rank=0), SimpleNamespace(n_layer=4)
+    script = dict(lr=1.0, out="a")
+    other = dict(lr=2.0, rank=0)
+    shape = SimpleNamespace(n_layer=4)
     got = configure(script, ["--lr=3", "--n_layer=5", "--rank=6"], shape, other)
-    assert got == settings(script, shape, other) == dict(lr=3.0, out="a", n_layer=5, rank=6)
+    assert got == settings(script, shape, other) == dict(
+        lr=3.0,
+        out="a",
+        n_layer=5,
+        rank=6
+    )
     asked = dict(lr=True, n_layer=True, rank=True)
     assert lengths(200) == "--total_samples=200 --warmup_samples=10 --decay_samples=60"
-    assert (script, other) == (dict(lr=3.0, out="a", _asked=asked), dict(lr=3.0, rank=6, _asked=asked))
+    assert (script, other) == (
+        dict(lr=3.0, out="a", _asked=asked),
+        dict(lr=3.0, rank=6, _asked=asked)
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -187,5 +205,10 @@ def test_help_of_an_object_has_the_comments_of_its_class():
 def test_help_whose_reader_has_left_ends_quietly():
     """As in `--help | head -1`: its stdout is a pipe without a reader."""
     command = f"{sys.executable} goldfish.py --help | true"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True
+    )
     assert (done.returncode, done.stderr) == (141, "")

@@ -32,7 +32,11 @@ def folder(tmp_path_factory):
 def stream_of(folder, *names, split="train"):
     """All tokens of some sources, from the files."""
     sources = read_meta(folder)["sources"]
-    files = [shard["file"] for name in names for shard in sources[name][split]["shards"]]
+    files = [
+        shard["file"]
+        for name in names
+        for shard in sources[name][split]["shards"]
+    ]
     return np.concatenate([np.load(f"{folder}/{file}") for file in files]).tolist()
 
 
@@ -56,18 +60,37 @@ def plain_permute(i, n, seed, epoch):
             return i
 
 
-@pytest.mark.parametrize("n, seed, epoch", [
-    (1, 0, 0), (2, 28, 0), (999, 28, 0), (4096, 28, 1), (4097, ~28, 5), (3_662_109_375, 2**40, 3)])
+@pytest.mark.parametrize(
+    "n, seed, epoch",
+    [
+        (1, 0, 0),
+        (2, 28, 0),
+        (999, 28, 0),
+        (4096, 28, 1),
+        (4097, ~28, 5),
+        (3_662_109_375, 2**40, 3)
+    ]
+)
 def test_permute_is_the_cipher_that_runs_began_with(n, seed, epoch):
     """A run resumes by the number of its samples alone, so another order would repeat some texts and skip others."""
-    numbers = np.arange(n) if n < 5000 else np.random.default_rng(n).integers(0, n, 50)
+    drawn = np.random.default_rng(n).integers(0, n, 50)
+    numbers = np.arange(n) if n < 5000 else drawn
     found = permute(numbers, n, seed, epoch).tolist()
-    assert found[-50:] == [plain_permute(int(i), n, seed, epoch) for i in numbers[-50:]]
+    assert found[-50:] == [
+        plain_permute(int(i), n, seed, epoch)
+        for i in numbers[-50:]
+    ]
     assert n > 5000 or sorted(found) == list(range(n))
 
 
-@pytest.mark.parametrize("sources, goldfish", [
-    (None, ()), ((B, A, B), (4, 13, "product", "window")), (None, (4, 13, "mix", "stream"))])
+@pytest.mark.parametrize(
+    "sources, goldfish",
+    [
+        (None, ()),
+        ((B, A, B), (4, 13, "product", "window")),
+        (None, (4, 13, "mix", "stream"))
+    ]
+)
 def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder, sources, goldfish):
     """
     A whole epoch, backwards, across the samples computed ahead, far ahead; a source twice counts twice. In the scope of
@@ -78,10 +101,14 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
     n = (len(stream) - 1) // 64
     assert (data.n_tokens, data.n_windows) == (len(stream), n)
     for first, size in ((0, n), (1021, 5), (3, 5), (10**6, 5)):
-        begins = [64 * plain_permute(g % n, n, 28, g // n) for g in range(first, first + size)]
+        begins = [
+            64 * plain_permute(g % n, n, 28, g // n)
+            for g in range(first, first + size)
+        ]
         idx, targets, keep, doc = data.batch(first, size)
         ids = torch.tensor([stream[begin : begin + 65] for begin in begins])
-        assert idx.equal(ids[:, :-1]) and targets.equal(ids[:, 1:])
+        assert idx.equal(ids[:, :-1])
+        assert targets.equal(ids[:, 1:])
         assert doc.equal((idx == BOS).cumsum(1))
         # The end of a document is learnt, the next one's begin cannot be predicted.
         wanted = idx != EOS
@@ -96,7 +123,13 @@ def test_a_batch_is_what_a_loop_over_the_tokens_gives_wherever_it_begins(folder,
 # Weights and stages
 
 
-@pytest.mark.parametrize("weights, slots", [({A: 1, B: 6}, [1429, 8571]), ({B: 0.5, A: 0.25}, [6667, 3333])])
+@pytest.mark.parametrize(
+    "weights, slots",
+    [
+        ({A: 1, B: 6}, [1429, 8571]),
+        ({B: 0.5, A: 0.25}, [6667, 3333])
+    ]
+)
 def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slots):
     """
     Slots by largest remainders; a block of 10,000 samples is a permutation of them, and a source continues where the
@@ -117,22 +150,44 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slo
     assert np.bincount(stream).tolist() == slots
 
 
-TABLE = ONE, TWO, _ = (("1", (A,), 40, 28), ("2", {A: 1, B: 1}, 70, 29), ("3", (B,), 100, 30))
+TABLE = ONE, TWO, _ = (
+    ("1", (A,), 40, 28),
+    ("2", {A: 1, B: 1}, 70, 29),
+    ("3", (B,), 100, 30)
+)
 
 
 def test_stages_change_sources_and_seed_where_the_table_says(folder):
     """Later stages need no data yet. After the last stage that is read, its data continue."""
     goldfish = 4, 13, "mix"
     data = StagedDataset(folder, TABLE, 16, *goldfish)
-    parts = [TokenDataset(folder, "train", 16, seed, *goldfish, sources=sources) for _, sources, _, seed in TABLE]
-    batches = [part.batch(0, n) for part, n in zip(parts, (40, 30, 60))]
+    parts = [
+        TokenDataset(folder, "train", 16, seed, *goldfish, sources=sources)
+        for _, sources, _, seed in TABLE
+    ]
+    batches = [
+        part.batch(0, n)
+        for part, n in zip(parts, (40, 30, 60))
+    ]
     want = [torch.cat(tensors) for tensors in zip(*batches)]
     for first, n in ((0, 130), (35, 80), (40, 30)):
-        torch.testing.assert_close(data.batch(first, n), tuple(t[first : first + n] for t in want))
+        torch.testing.assert_close(
+            data.batch(first, n),
+            tuple(t[first : first + n] for t in want)
+        )
     assert data.n_tokens == sum(part.n_tokens for part in parts)
     assert data.n_windows == sum(part.n_windows for part in parts)
-    early = StagedDataset(folder, [ONE, ("2", ("not yet",), 70, 29)], 16, *goldfish, stage="1")
-    torch.testing.assert_close(early.batch(0, 90), parts[0].batch(0, 90))
+    early = StagedDataset(
+        folder,
+        [ONE, ("2", ("not yet",), 70, 29)],
+        16,
+        *goldfish,
+        stage="1"
+    )
+    torch.testing.assert_close(
+        early.batch(0, 90),
+        parts[0].batch(0, 90)
+    )
     assert (data.stop, early.stop) == (None, 40)
 
 
@@ -190,10 +245,19 @@ def test_shards_are_mapped_for_reading_alone_and_one_that_is_replaced_is_noticed
 # The data that a resumed run depends on: those that it has read
 
 
-@pytest.mark.parametrize("second, until, same", [
-    (("2", (B,), 99, 7), 40, True), (("2", (B,), 99, 7), 41, False), (("2", {A: 1, B: 1}, 70, 30), 41, False)])
+@pytest.mark.parametrize(
+    "second, until, same",
+    [
+        (("2", (B,), 99, 7), 40, True),
+        (("2", (B,), 99, 7), 41, False),
+        (("2", {A: 1, B: 1}, 70, 30), 41, False)
+    ]
+)
 def test_a_row_of_the_table_counts_from_the_first_sample_of_its_stage_on(folder, second, until, same):
-    before, after = (started_stages(StagedDataset(folder, t, 16).fingerprint, until) for t in (TABLE, (ONE, second)))
+    before, after = (
+        started_stages(StagedDataset(folder, t, 16).fingerprint, until)
+        for t in (TABLE, (ONE, second))
+    )
     assert (after == before) == same
     whole = TokenDataset(folder, "train", 16).fingerprint
     assert started_stages(whole, 0) == [whole]
@@ -219,9 +283,17 @@ PUBLISHED = read_json(f"{GOLDEN}/stages.json")
 def test_the_long_context_stages_have_the_published_steps_and_tokens(row):
     """With 1.2B tokens of warm-up, and then the floor of pretraining's rate to the end."""
     size, name, *want = row
-    before = dict(n_layer=32, lr_floor=1.1e-5, batch_size=1024, block_size=4096) | read_config(config_file(size))
+    before = dict(
+        n_layer=32,
+        lr_floor=1.1e-5,
+        batch_size=1024,
+        block_size=4096
+    ) | read_config(config_file(size))
     config = read_config(config_file(f"long/{name}"), before)
-    windows, theta, batch, total, warmup, decay, peak = (config[key] for key in KEYS.split())
+    windows, theta, batch, total, warmup, decay, peak = (
+        config[key]
+        for key in KEYS.split()
+    )
     ((_, sources, until, _),) = config["stages"]
     steps = steps_in(total, batch, config["batch_ramp_at"] or None)
     assert [windows, theta, batch, steps, [*sources.values()]] == want
@@ -239,7 +311,10 @@ def test_the_stages_of_the_published_runs_end_at_the_published_tokens(file):
     config = runpy.run_path(config_file(file))
     names, pools, ends, seeds = zip(*config["stages"])
     billions = np.multiply(ends, config.get("block_size", 4096) / 1e9)
-    assert dict(zip(names, billions)) == pytest.approx(PUBLISHED["billions"][file], abs=1)
+    assert dict(zip(names, billions)) == pytest.approx(
+        PUBLISHED["billions"][file],
+        abs=1
+    )
     assert ends[-1] == config["total_samples"]
     assert seeds[0] == 28 and len(set(seeds)) == len(seeds)
     for read, pool in zip(np.diff(billions, prepend=0), pools):

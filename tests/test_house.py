@@ -63,7 +63,11 @@ GRAPH = {module(file): imports(file) for file in PRODUCT}
 def words(file):
     """Names, operators, numbers and strings of a file; a docstring counts one."""
     kinds = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
-    return [t.string for t in tokenize.generate_tokens(io.StringIO(read(file)).readline) if t.type in kinds]
+    return [
+        t.string
+        for t in tokenize.generate_tokens(io.StringIO(read(file)).readline)
+        if t.type in kinds
+    ]
 
 
 def sizes():
@@ -77,7 +81,11 @@ def sizes():
     pulled, todo = set(), {"train"}
     while todo:
         pulled |= todo
-        todo = {used for name in todo for used in imports(path(name), lazy=False)} - pulled
+        todo = {
+            used
+            for name in todo
+            for used in imports(path(name), lazy=False)
+        } - pulled
     found["closure of train.py"] = sum(len(words(path(name))) for name in pulled)
     found["settings of train.py"] = len(settings(vars(train)))
     return found
@@ -91,11 +99,19 @@ def test_nothing_is_larger_than_its_limit():
     """A feature pays with tokens elsewhere."""
     found, limits = sizes(), json.loads(read(LIMITS))
     assert found.keys() == limits.keys()
-    assert {name: size for name, size in found.items() if size > limits[name]} == {}
+    assert {
+        name: size
+        for name, size in found.items()
+        if size > limits[name]
+    } == {}
 
 
 def git(*args):
-    done = subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", ROOT, *args],
+        capture_output=True,
+        text=True
+    )
     return done.stdout
 
 
@@ -105,11 +121,20 @@ def test_limits_only_fall():
     texts = [git("show", f"{commit}:{LIMITS}") for commit in commits]
     versions = list(map(json.loads, [*texts, read(LIMITS)]))
     for before, after in zip(versions, versions[1:]):
-        assert {name for name in before.keys() & after.keys() if after[name] > before[name]} == set()
+        assert {
+            name
+            for name in before.keys() & after.keys()
+            if after[name] > before[name]
+        } == set()
 
 
 def test_no_line_is_wider_than_a_screen():
-    wide = [f"{file}:{n}" for file in FILES for n, line in enumerate(read(file).splitlines(), 1) if len(line) > 120]
+    wide = [
+        f"{file}:{n}"
+        for file in FILES
+        for n, line in enumerate(read(file).splitlines(), 1)
+        if len(line) > 120
+    ]
     assert wide == []
 
 
@@ -127,7 +152,11 @@ def test_no_circle_of_imports():
 def test_imports_go_one_way(name):
     """At the top of a file or inside a function. The root reaches a room above it by configurator.attached alone."""
     may = MAY[room(name)] | {room(name)} | ({"corpus"} if name == "prepare" else set())
-    assert {used for used in GRAPH[name] if room(used) not in may and used not in may} == set()
+    assert {
+        used
+        for used in GRAPH[name]
+        if room(used) not in may and used not in may
+    } == set()
 
 
 def test_the_core_names_nothing_that_attaches_to_it():

@@ -25,10 +25,17 @@ def judged(command, env, **_):
     key = file.read_text(), *command
     if key not in KEPT:
         log = folder / "log"
-        process = multiprocessing.get_context("fork").Process(target=child, args=(command, env, log))
+        process = multiprocessing.get_context("fork").Process(
+            target=child,
+            args=(command, env, log)
+        )
         process.start()
         process.join()
-        KEPT[key] = SimpleNamespace(returncode=process.exitcode, stdout=log.read_text(), stderr="")
+        KEPT[key] = SimpleNamespace(
+            returncode=process.exitcode,
+            stdout=log.read_text(),
+            stderr=""
+        )
     return KEPT[key]
 
 
@@ -64,7 +71,11 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
         mine.write_text(text)
         done = lesson(name, "--check")
         assert done.returncode == any(word in done.stdout for word in (" failed", " error"))
-        return not done.returncode, [row["says"] for row in row["mistakes"] if row["says"] in done.stdout]
+        return not done.returncode, [
+            row["says"]
+            for row in row["mistakes"]
+            if row["says"] in done.stdout
+        ]
     empty = mine.read_text()
     assert all(f"raise NotImplementedError('write {path}')\n" in empty for path in row["write"])
     assert check(empty) == (False, [])

@@ -30,7 +30,11 @@ BLOCKS = re.findall(r"```sh\n(.*?)```", "".join(map(read, PAGES)), re.S)
 
 
 def commands(blocks):
-    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    lines = [
+        line.partition("#")[0].strip()
+        for block in blocks
+        for line in block.splitlines()
+    ]
     return list(dict.fromkeys(filter(None, lines)))
 
 
@@ -74,14 +78,22 @@ def small(lab, tmp_path, monkeypatch):
             name, *own = args[1:] if args[0] == "-m" else args
             done = script(name, *own, stdin="hello\n", pictures=True)
         else:
-            done = subprocess.run([program, *args], cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                [program, *args],
+                cwd=ROOT,
+                capture_output=True,
+                text=True
+            )
         assert done.returncode == 0, done.stderr
         return done.stdout
     return run
 
 
 SLOW = "python -m studies.ablate swiglu xielu"
-ALL = [pytest.param(command, marks=[pytest.mark.slow] * (command == SLOW)) for command in COMMANDS]
+ALL = [
+    pytest.param(command, marks=[pytest.mark.slow] * (command == SLOW))
+    for command in COMMANDS
+]
 
 
 @pytest.mark.parametrize("command", ALL)
@@ -117,7 +129,10 @@ def test_every_local_file_that_a_page_names_exists():
     for page in PAGES:
         names = re.findall(r"`([\w/]+\.(?:py|md|txt|png))`|\]\(([\w/.]+\.\w+)\)|src=\"([^\"]+)\"", read(page))
         for name in {*map("".join, names)} - examples:
-            places = [os.path.join(ROOT, folder, name) for folder in ("", "tests", "docs")]
+            places = [
+                os.path.join(ROOT, folder, name)
+                for folder in ("", "tests", "docs")
+            ]
             assert any(map(os.path.exists, places)), (page, name)
 
 
@@ -132,12 +147,19 @@ def test_the_table_of_faults_is_the_record_of_those_that_were_done():
     table = read("results", "faults", "table.md")
     record = json.loads(read("results", "faults", "faults.json"))
     rows = [row[:4] for fault in record.values() for row in fault["rows"]]
-    _, *shown = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    _, *shown = [
+        line.strip("| ").split(" | ")
+        for line in table.splitlines()
+        if line.startswith("| ")
+    ]
     assert sorted(shown) == sorted([*map(str, row)] for row in rows)
     assert f"{sum(times for _, times, *_ in rows):,} faults" in table
 
 
 def test_pages_are_short_enough_to_be_read():
     for page, most in (dict.fromkeys(PAGES, 700) | {"README.md": 1_100, "docs/decisions.md": 2_500}).items():
-        words = re.findall(r"\S*\w\S*", re.sub(r"```.*?```", "", read(page), flags=re.S))
+        words = re.findall(
+            r"\S*\w\S*",
+            re.sub(r"```.*?```", "", read(page), flags=re.S)
+        )
         assert len(words) <= most, page
