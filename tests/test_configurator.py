@@ -188,6 +188,7 @@ def test_a_setting_that_only_the_module_beyond_has_hands_the_command_over(call):
     assert call("config.py") == (0, "imported\n0.1 3 4 0.2 rank steps\n", "")
     wrong = "script.py: --stepz: there is no setting 'stepz', did you mean 'steps'?\n"
     assert call("--stepz=3") == (2, "imported\n", wrong)
+    assert call("--rank=8", "--lr=x")[2] == "beyond.py: --lr=x: want a number, such as 0.2\n"
 
 
 def test_help_is_the_docstring_and_a_line_for_each_setting_also_of_the_module_beyond(call):

@@ -42,14 +42,23 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
         built = [t.shape for t in found.grad_fn.saved_tensors if t is not None]
         assert built == [p.shape for p in trained] and not nll.requires_grad
         exact = torch.autograd.grad(3 * each @ weights, trained)
-        torch.testing.assert_close(torch.autograd.grad(3 * found, trained), exact)
+        torch.testing.assert_close(
+            torch.autograd.grad(3 * found, trained),
+            exact
+        )
 
 
 def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
     """Their exponentials overflow in any dtype; those of their distances from the largest do not."""
     z = torch.tensor([[2000.0, 1999, -3000], [5, -5000, -5000.5], [-4000, -4001, -9]])
     targets, weights = torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.5, 0.25])
-    nll, dz = chunk_loss(torch.eye(3), z.T, targets, weights, True)
+    nll, dz = chunk_loss(
+        torch.eye(3),
+        z.T,
+        targets,
+        weights,
+        True
+    )
     exact = z.double().requires_grad_()
     want = F.cross_entropy(exact, targets, reduction="none")
     torch.testing.assert_close(
@@ -59,7 +68,12 @@ def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
         atol=0
     )
     gradient, = torch.autograd.grad(want @ weights.double(), exact)
-    torch.testing.assert_close(dz.double(), gradient, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        dz.double(),
+        gradient,
+        rtol=1e-5,
+        atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +93,10 @@ def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch,
         torch.ones(4104),
         chunk_loss
     )
-    torch.testing.assert_close(nll, torch.full((4104,), 8.0).log())
+    torch.testing.assert_close(
+        nll,
+        torch.full((4104,), 8.0).log()
+    )
     total.backward()
     want = 513 - 513 * torch.tensor([5.0, 1, 1, 1, 0, 0, 0, 0])
     assert torch.equal(

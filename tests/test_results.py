@@ -33,18 +33,29 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
     new = tmp_path / Path(folder).name
     wanted = Path(ROOT, folder, page)
     pictures = [path.name for path in wanted.parent.glob("*.png")]
-    shutil.copytree(wanted.parent, new, ignore=shutil.ignore_patterns("*.png", page))
+    shutil.copytree(
+        wanted.parent,
+        new,
+        ignore=shutil.ignore_patterns("*.png", page)
+    )
     done = script(*command.replace("NEW", str(new)).split())
     assert done.returncode == 0, done.stderr
     assert (new / page).read_text() == wanted.read_text()
-    assert all((new / name).stat().st_size > 9000 for name in pictures)
+    assert all(
+        (new / name).stat().st_size > 9000
+        for name in pictures
+    )
 
 
 def settings_of(script, args):
     """The settings of a command line, by configurator.py, as the script itself reads them."""
     module = importlib.import_module(script)
     more = [module.shape, attach] if script == "train" else []
-    return configure(dict(vars(module)), args, *(dict(vars(space)) for space in more))
+    return configure(
+        dict(vars(module)),
+        args,
+        *(dict(vars(space)) for space in more)
+    )
 
 
 class Scripts(list):
@@ -58,7 +69,10 @@ class Scripts(list):
         self.append((script, asked))
         folder = asked.get("out") or asked["init_from"]
         for name, content in self.leave(script, Path(log).stem, asked).items():
-            kit.write(f"{folder}/{name}", content if isinstance(content, str) else json.dumps(content))
+            kit.write(
+                f"{folder}/{name}",
+                content if isinstance(content, str) else json.dumps(content)
+            )
         return 0, ""
 
 
@@ -152,7 +166,10 @@ def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scr
     assert read_json(f"{tmp_path}/results.json")["rows"] == committed
     runs = [asked for script, asked in scripts if script == "posttrain.qrpo"]
     chosen = read_json(align.tuning)["chosen"]
-    assert [script for script, _ in scripts[:3]] == ["prepare", "train", "posttrain.sft"]
+    assert [
+        script
+        for script, _ in scripts[:3]
+    ] == ["prepare", "train", "posttrain.sft"]
     assert len(runs) == 20
     assert len({(run["references"], run["seed"]) for run in runs}) == 5
     for run in runs:
@@ -160,7 +177,8 @@ def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scr
             lr=run["lr"],
             beta=run["beta"]
         )
-        assert run["length_norm"] == (run["loss"] == "simpo") and run["init_from"] == f"{align.out}/sft"
+        assert run["length_norm"] == (run["loss"] == "simpo")
+        assert run["init_from"] == f"{align.out}/sft"
     train, test = (kit.read_rows(f"{align.out}/{name}.jsonl") for name in ("prompts", "test"))
     # Of 360 tasks; 60 others chose the settings.
     assert (len(train), len(test)) == (240, 60)

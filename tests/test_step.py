@@ -94,18 +94,29 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     assert set(codes) == {0}, text[-3000:]
     plain = Plain(model=Apertus(ApertusConfig.of(settings_of(out)), SEED).double())
     windows = TokenDataset(data, "train", T, SEED, 3, 5, "product", "stream")
-    for entry, want in zip(log(out, "loss"), train(plain, windows, **meaning), strict=True):
-        found = [entry[name] for name in ("loss", "grad_norm", "kept", "lr", "tokens")]
+    for entry, want in zip(
+        log(out, "loss"),
+        train(plain, windows, **meaning),
+        strict=True
+    ):
+        found = [
+            entry[name]
+            for name in ("loss", "grad_norm", "kept", "lr", "tokens")
+        ]
         assert found == pytest.approx(want, rel=2e-4)
     assert plain.distance(convert.load_run(str(out))[0]) < 1e-3
 
     val = TokenDataset(data, "val", T, SEED, goldfish_k=0)
     said = log(out, "val_loss")
     assert len(said) == (entry["step"] + 2) // 2
-    for entry, n in zip(said, [7] * (len(said) - 1) + [11]):
+    windows = [7] * (len(said) - 1) + [11]
+    for entry, n in zip(said, windows):
         restore.load(f"{out}/ckpt/step-{entry['step'] + 1:08d}", plain.model.float())
         idx, targets, _, doc = val.batch(0, n)
         each = nll(plain.model, idx, targets, doc)
         loss = each[idx != val.meta["eos"]].mean().item()
         found = entry["val_loss"], entry["val_bpb"]
-        assert found == pytest.approx((loss, val.bits_per_byte(loss)), rel=1e-5)
+        assert found == pytest.approx(
+            (loss, val.bits_per_byte(loss)),
+            rel=1e-5
+        )

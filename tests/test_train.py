@@ -34,7 +34,11 @@ def runs(data, tmp_path_factory):
 
     def run(*args):
         if args not in made:
-            made[args] = trained(data, tmp_path_factory.mktemp("planned") / "run", *args)
+            made[args] = trained(
+                data,
+                tmp_path_factory.mktemp("planned") / "run",
+                *args
+            )
         return made[args]
     return run
 
@@ -104,7 +108,10 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     says(done, "14 steps of 8 x 32 tokens per step; data: 9,481 tokens, so 0.5 epochs", "bits per byte")
     first, *_ = log(tmp_path)
     middle, end = log(tmp_path, "val_bpb")
-    assert first["loss"] == pytest.approx(math.log(320), rel=0.01)
+    assert first["loss"] == pytest.approx(
+        math.log(320),
+        rel=0.01
+    )
     assert (middle["step"], end["step"]) == (9, 13)
     assert steps(tmp_path) == [14]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -118,11 +125,11 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
     asked = []
 
     def noted(model, prompts, n, **how):
-        asked.append((n, model.training, how["temperature"], how["top_p"]))
+        asked.append((n, model.training, how["temperature"], how["top_p"], how["stop"]))
         return [[1, 65]]
     monkeypatch.setattr(generate, "generate", noted)
     trained(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40")
-    assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
+    assert asked == [(32, False, 0.8, 0.95, (2,))] * 2           # after step 3 and at the end
 
 
 def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_allowed(data, tmp_path, each_step):
@@ -187,7 +194,8 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
         (tmp_path / f"{seed}.py").write_text(f"stages = {first}, {second}\n", encoding="utf-8")
     through = trained(data, tmp_path / "through", tmp_path / "29.py", "--stage=all")
     parts = trained(data, tmp_path / "parts", tmp_path / "30.py", "--stage=one")
-    assert steps(parts) == [5, 10] and (parts / "summary.json").exists()
+    assert steps(parts) == [5, 10]
+    assert (parts / "summary.json").exists()
     trained(data, parts, tmp_path / "29.py", "--stage=two", "--resume")
     assert equal(parts, through)
     refused(ran(data, parts, "--resume"), "is of another run", "stage True -> False")
@@ -255,9 +263,13 @@ def test_asked_for_its_decay_a_run_is_the_one_that_was_planned_with_it(data, run
     says(ran(data, run), "step      8   the decay begins, 3 steps")
     assert 8 not in seen[7][0]
     assert seen[8] == ([5, 8], False)
-    assert equal(run, planned) and steps(run) == [5, 8, 10, 11]
+    assert equal(run, planned)
+    assert steps(run) == [5, 8, 10, 11]
     each_step(lambda step: 1)
-    assert equal(trained(data, killed_after(run, tmp_path / "again", 8), "--resume"), run)
+    assert equal(
+        trained(data, killed_after(run, tmp_path / "again", 8), "--resume"),
+        run
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +280,8 @@ def test_a_rate_that_falls_already_is_not_changed(data, runs, tmp_path, each_ste
     each_step(lambda now: now == step and (tmp_path / "cooldown").touch())
     says(ran(data, tmp_path, *flags), f"step {step + 2:6}   asked for its decay, but the rate falls already")
     each_step(lambda now: 1)
-    assert equal(tmp_path, runs(*flags)) and not (tmp_path / "cooldown").exists()
+    assert equal(tmp_path, runs(*flags))
+    assert not (tmp_path / "cooldown").exists()
 
 
 def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_too(data, runs, tmp_path):
@@ -326,7 +339,8 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
     new.mkdir()
     (new / "profile").touch()
     says(ran(data, new), "stopped as asked after step 7, saved")
-    assert steps(new) == [5, 7] and not (new / "profile").exists()
+    assert steps(new) == [5, 7]
+    assert not (new / "profile").exists()
     assert json.loads((new / "trace.json").read_text())["traceEvents"]
     assert equal(trained(data, new, "--resume"), runs())
 
@@ -360,7 +374,10 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
     Killed before its decay, or finished: with one checkpoint kept, the last from before the decay is kept beside it.
     """
     early = killed_after(runs(), tmp_path / "early", 10)
-    assert equal(trained(data, early, "--resume", *MORE), runs(*MORE))
+    assert equal(
+        trained(data, early, "--resume", *MORE),
+        runs(*MORE)
+    )
     assert sorted(os.listdir(early / "ckpt"))[0] == "step-00000005"      # none was set aside
     before = runs("--keep_checkpoints=1")
     run = shutil.copytree(before, tmp_path / "run")
