@@ -1,4 +1,4 @@
-"""goldfish.py against the published implementation (values and expression), big integers, SplitMix64, real text."""
+"""goldfish.py against the published implementation (values and expression), big integers, SplitMix64."""
 
 import numpy as np
 import pytest

@@ -53,7 +53,7 @@ def rows(section):
 
 @pytest.fixture
 def small(lab, tmp_path, monkeypatch):
-    """small(COMMAND): run it, made small, beside the files that its reader would have. Returns what it prints."""
+    """small(COMMAND): run it, made small, next to the files that its reader would have. Returns what it prints."""
     shutil.copytree(lab / "data", tmp_path / "data")
     shutil.copytree(f"{ROOT}/results", tmp_path / "results")
     robots = dict(domain="example.org", content="User-agent: GPTBot\nDisallow: /b")
