@@ -1,27 +1,30 @@
 """ademamix.py against apple/ml-ademamix (golden trajectories), the report's warm-up values, and torch's optimizers."""
 
-import copy
 import json
-import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
+from tiny import GOLDEN, tensors
 
-GOLDEN = Path(__file__).parent / "golden"
-CASES = json.loads((GOLDEN / "ademamix.json").read_text())
+CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
 
 
 @pytest.mark.parametrize("case", range(3))
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [(torch.float64, 1e-13), (torch.float32, 1e-6)]
+)
 def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
     """Also if the step scales the gradients, and another optimizer loads its states after step 23."""
-    arrays = np.load(GOLDEN / "ademamix.npz")
-    init, grads, want = (torch.from_numpy(arrays[f"{name}_{case}"]) for name in ("init", "grads", "params"))
-    params = [torch.nn.Parameter(t.to(dtype)) for t in init.split([35, 11, 1])]
+    arrays = tensors("ademamix.npz")
+    init, grads, want = (arrays[f"{name}_{case}"] for name in ("init", "grads", "params"))
+    params = [
+        torch.nn.Parameter(t.to(dtype))
+        for t in init.split([35, 11, 1])
+    ]
     opt, got = AdEMAMix(params, **CASES[case]), []
     for t, g in enumerate(4 * grads):
         if t == 23:
@@ -36,10 +39,24 @@ def test_sixty_steps_are_the_published_ones(case, dtype, tolerance):
 
 def test_the_warmups_are_those_of_the_report():
     """Over 100,000 steps (report app. B); the golden values of beta3 are those of the published scheduler."""
-    want = {1: 0.90098833, 10: 0.90907658, 1000: 0.99090099, 50_000: 0.99980022, 100_000: 0.9999, 200_000: 0.9999}
-    assert {t: round(beta3_at(t, 0.9, 0.9999, 100_000), 8) for t in want} == want
-    assert [alpha_at(t, 8.0, 100_000) for t in (1, 3000, 100_000, 200_000)] == [8e-5, 0.24, 8.0, 8.0]
-    assert alpha_at(1, 8.0, None) == alpha_at(1, 8.0, 0) == 8.0 and beta3_at(1, 0.9, 0.99, 0) == 0.99
+    want = {
+        1: 0.90098833,
+        10: 0.90907658,
+        1000: 0.99090099,
+        50_000: 0.99980022,
+        100_000: 0.9999,
+        200_000: 0.9999
+    }
+    assert {
+        t: round(beta3_at(t, 0.9, 0.9999, 100_000), 8)
+        for t in want
+    } == want
+    assert [
+        alpha_at(t, 8.0, 100_000)
+        for t in (1, 3000, 100_000, 200_000)
+    ] == [8e-5, 0.24, 8.0, 8.0]
+    assert alpha_at(1, 8.0, None) == alpha_at(1, 8.0, 0) == 8.0
+    assert beta3_at(1, 0.9, 0.99, 0) == 0.99
 
 
 def one(dtype=torch.float32, **how):
@@ -53,28 +70,16 @@ def test_by_default_it_has_the_published_settings():
     """Report table of hyperparameters, and the optimizer's paper for lr and eps; no warm-up."""
     want = dict(lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=8.0, eps=1e-8, weight_decay=0.1, beta3_warmup=None,
                 alpha_warmup=None)
-    group = one()[1].param_groups[0]
-    assert {name: group[name] for name in want} == want
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
-def test_copied_it_continues_with_the_same_bits(duplicate):
-    """As torch's optimizers; also with averages in bf16."""
-    p, opt = one(state_dtype=torch.bfloat16)
-    opt.step()
-    other = duplicate(opt)
-    [q] = other.param_groups[0]["params"]
-    q.grad = p.grad
-    opt.step()
-    other.step()
-    assert q is not p and torch.equal(p, q)
-    assert all(torch.equal(x, other.state[q][name]) for name, x in opt.state[p].items())
+    assert want.items() <= one()[1].param_groups[0].items()
 
 
 def test_states_of_parameters_in_bf16_are_fp32():
     p, opt = one(torch.bfloat16)
     opt.step()
-    assert {x.dtype for x in opt.state[p].values()} == {torch.float32}
+    assert {
+        x.dtype
+        for x in opt.state[p].values()
+    } == {torch.float32}
 
 
 def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
@@ -86,44 +91,70 @@ def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
     absent.grad = b.grad
     opt.step()
     late.step()
-    assert torch.equal(absent, b) and not torch.equal(a, b) and opt.state[a]["step"] == 2
-
-
-def test_a_step_between_forward_and_backward_is_noticed_by_autograd():
-    """As with torch.optim: backward would use the new weights."""
-    p, opt = one()
-    loss = (p * p).sum()
-    opt.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert torch.equal(absent, b)
+    assert not torch.equal(a, b)
+    assert opt.state[a]["step"] == 2
 
 
 @pytest.mark.parametrize("n, told, compiled", [
     (1_000_000, None, True), (999_999, None, False), (9, True, True), (2_000_000, False, False)])
 def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(n, told, compiled):
     """Only the choice is looked at, test_averages.py has the compiled update."""
-    params = [torch.nn.Parameter(torch.zeros(size)) for size in (n - 1, 1)]
+    params = [
+        torch.nn.Parameter(torch.zeros(size))
+        for size in (n - 1, 1)
+    ]
     assert AdEMAMix(params, compile=told).defaults["compile"] == compiled
 
 
 def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scalars():
     """Frozen parameters are left out."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.RMSNorm(4), torch.nn.Linear(4, 4).requires_grad_(False))
-    common = 0.1, (0.9, 0.99, 0.999), 5.0, 1e-6, 0.2, 7, 9
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 4),
+        torch.nn.RMSNorm(4),
+        torch.nn.Linear(4, 4).requires_grad_(False)
+    )
+    betas = 0.9, 0.99, 0.999
+    common = 0.1, betas, 5.0, 1e-6, 0.2, 7, 9
     adamw = build_optimizer(model, "adamw", *common)
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
-    matrices, gains = [model[0].weight], [model[0].bias, model[1].weight]
+    matrix, bias, gain, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
-        for group, decay, params in zip(opt.param_groups, (0.2, 0.0), (matrices, gains)):
-            assert (group["weight_decay"], group["lr"], group["eps"]) == (decay, 0.1, 1e-6)
-            assert list(map(id, group["params"])) == list(map(id, params))
-    assert type(adamw) is torch.optim.AdamW and adamw.param_groups[0]["betas"] == (0.9, 0.99)
-    want = dict(betas=common[1], alpha=5.0, alpha_warmup=7, beta3_warmup=9, state_dtype=torch.bfloat16, compile=True)
-    assert {name: ours.defaults[name] for name in want} == want
+        groups = [
+            (
+                g["weight_decay"],
+                g["lr"],
+                g["eps"],
+                [*map(id, g["params"])]
+            )
+            for g in opt.param_groups
+        ]
+        assert groups == [
+            (0.2, 0.1, 1e-6, [matrix]),
+            (0.0, 0.1, 1e-6, [bias, gain])
+        ]
+    assert type(adamw) is torch.optim.AdamW and adamw.defaults["betas"] == betas[:2]
+    want = dict(
+        betas=betas,
+        alpha=5.0,
+        alpha_warmup=7,
+        beta3_warmup=9,
+        state_dtype=torch.bfloat16,
+        compile=True
+    )
+    assert want.items() <= ours.defaults.items()
 
 
-@pytest.mark.parametrize("bad", [
-    {"betas": (0.9, 0.999)}, {"betas": (0, 0, 1.0)}, {"betas": (-0.1, 0.9, 0.9)}, {"lr": -1.0}, {"eps": -1e-9}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"betas": (0.9, 0.999)},
+        {"betas": (0, 0, 1.0)},
+        {"betas": (-0.1, 0.9, 0.9)},
+        {"lr": -1.0},
+        {"eps": -1e-9}
+    ]
+)
 def test_a_wrong_setting_is_an_error_that_names_it(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         one(**bad)

@@ -1,6 +1,7 @@
 """generate.py against transformers' greedy tokens, the model without a cache, and the probabilities that it claims."""
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import generate as file
 from generate import KVCache, generate, next_logits, sample_token, stream
@@ -10,7 +11,8 @@ from tiny import golden, ids, small
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
 def test_greedy_tokens_are_transformers(name):
     model, io = golden(name)
-    assert torch.equal(generate(model, io["idx"][:, :16], 24, temperature=0)[:, 16:], io["greedy"])
+    said = generate(model, io["idx"][:, :16], 24, temperature=0)
+    assert torch.equal(said[:, 16:], io["greedy"])
 
 
 @pytest.mark.parametrize("fixed, begins, dtype, off", [
@@ -23,10 +25,17 @@ def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, 
     """In parts and chunks of any size, of rows that begin elsewhere, in a buffer that grows or is fixed."""
     true, chunks = KVCache.begin, []
     monkeypatch.setattr(file, "CHUNK", 4)
-    monkeypatch.setattr(KVCache, "begin", lambda cache, T: chunks.append(T) or true(cache, T))
+    monkeypatch.setattr(
+        KVCache,
+        "begin",
+        lambda cache, T: chunks.append(T) or true(cache, T)
+    )
     model, idx = small(), ids(3, 30)
     padding = torch.tensor(begins or [0, 0, 0])
-    want = [model(row[None, begin:])[0][0] for row, begin in zip(idx, padding)]
+    want = [
+        model(row[None, begin:])[0][0]
+        for row, begin in zip(idx, padding)
+    ]
     model.dtype = dtype
     cache = KVCache(model, 3, 32, padding if begins else None)
     for part in idx.split([13, 1, 1, 5, 1, 9], dim=1):
@@ -36,31 +45,52 @@ def test_reading_through_the_cache_is_the_full_forward_pass(monkeypatch, fixed, 
             assert (row - exact[cache.length - 1 - begin]).abs().max() < off * exact.abs().max()
         if fixed and not cache.fixed:
             cache.fix()
-    assert cache.length == 30 and max(chunks) == 4 and found.dtype == (dtype or torch.float32)
+    assert cache.length == 30
+    assert max(chunks) == 4
+    assert found.dtype == (dtype or torch.float32)
 
 
 def test_text_is_decoded_as_without_a_cache_and_as_if_alone(monkeypatch):
-    """By a compiled step. Its backend writes no code: Inductor takes 15 s."""
-    step = torch.compile(next_logits, fullgraph=True, backend="eager")
+    """
+    By one compiled step for any prompts, which sees later training. Its backend writes no code: Inductor takes 15 s.
+    """
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    step = torch.compile(next_logits, fullgraph=True, backend=counter)
     monkeypatch.setattr(file, "compiled_step", lambda device: step)
-    model, prompts = small(), [ids(n, seed=n).tolist() for n in (1, 7, 19)]
-    for prompt, whole in zip(prompts, generate(model, prompts, 9, temperature=0, compile=True), strict=True):
-        n = len(prompt)
-        assert whole[:n] == prompt and len(whole) == n + 9
-        greedy = model(torch.tensor([whole[:-1]]))[0][0].argmax(-1)
-        assert greedy[n - 1:].tolist() == whole[n:]
+    model = small()
+    for seed, lengths in ((1, (1, 7, 19)), (2, (2, 40, 3))):
+        model.init_weights(seed)
+        prompts = [ids(n, seed=n).tolist() for n in lengths]
+        texts = generate(model, prompts, 9, temperature=0, compile=True)
+        for prompt, whole in zip(prompts, texts, strict=True):
+            n = len(prompt)
+            assert whole[:n] == prompt and len(whole) == n + 9
+            greedy = model(torch.tensor([whole[:-1]]))[0][0].argmax(-1)
+            assert greedy[n - 1:].tolist() == whole[n:]
+    assert counter.frame_count == 1
 
 
 def test_a_row_that_has_ended_repeats_its_stop_token_until_all_have():
     model, prompts = small(), ids(4, 3)
     free = generate(model, prompts, 20, temperature=0)[:, 3:].tolist()
     stop = {row[4 + 3 * b] for b, row in enumerate(free)}  # each row meets one of them, at another step
-    said = [row[:1 + min(map(row.index, stop.intersection(row)))] for row in free]
+    said = [
+        row[:1 + min(map(row.index, stop.intersection(row)))]
+        for row in free
+    ]
     longest = max(map(len, said))
-    want = [row + row[-1:] * (longest - len(row)) for row in said]
+    want = [
+        row + row[-1:] * (longest - len(row))
+        for row in said
+    ]
     assert want != said and longest < 20
-    assert generate(model, prompts, 20, stop, temperature=0)[:, 3:].tolist() == want
-    assert [whole[3:] for whole in generate(model, prompts.tolist(), 20, stop, temperature=0)] == said
+    stopped = generate(model, prompts, 20, stop, temperature=0)
+    assert stopped[:, 3:].tolist() == want
+    assert [
+        whole[3:]
+        for whole in generate(model, prompts.tolist(), 20, stop, temperature=0)
+    ] == said
 
 
 def test_what_cannot_be_is_refused_in_one_line():
@@ -75,7 +105,10 @@ def test_what_cannot_be_is_refused_in_one_line():
     with pytest.raises(ValueError, match="generating another text already"):
         generate(model, [[5]], 1)
     first.close()
-    assert torch.equal(model(ids(1, 9))[0], small()(ids(1, 9))[0])
+    assert torch.equal(
+        model(ids(1, 9))[0],
+        small()(ids(1, 9))[0]
+    )
 
 
 @pytest.mark.parametrize("how, want", [
@@ -89,5 +122,6 @@ def test_sampling_has_the_probabilities_that_it_claims(how, want):
     """In percent. The logits are those of 30, 50, 5 and 15 %."""
     logits = torch.tensor([[0.3, 0.5, 0.05, 0.15]]).log().bfloat16().expand(20000, 4)
     tokens = sample_token(logits, generator=torch.Generator().manual_seed(0), **how)
-    shares = torch.bincount(tokens, minlength=4)[[1, 0, 3, 2]] / 200
+    counts = torch.bincount(tokens, minlength=4)
+    shares = counts[[1, 0, 3, 2]] / 200
     assert shares.tolist() == pytest.approx(want, abs=1.5)

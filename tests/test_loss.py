@@ -7,12 +7,25 @@ import loss
 from loss import ChunkedCrossEntropy, chunk_loss, chunk_rows
 
 
-@pytest.mark.parametrize("rows, frozen", [(7, ""), (25, "h"), (25, "head"), (64, "h head"), (64, "")])
+@pytest.mark.parametrize(
+    "rows, frozen",
+    [
+        (7, ""),
+        (25, "h"),
+        (25, "head"),
+        (64, "h head"),
+        (64, "")
+    ]
+)
 def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, rows):
     torch.manual_seed(0)
     h, head, weights = torch.randn(50, 8).double(), torch.randn(11, 8).double(), torch.rand(50).double()
     targets = torch.arange(50) % 11
-    trained = [p.requires_grad_() for name, p in (("h", h), ("head", head)) if name not in frozen.split()]
+    trained = [
+        p.requires_grad_()
+        for name, p in (("h", h), ("head", head))
+        if name not in frozen.split()
+    ]
     seen = []
 
     def noted(part, *rest):
@@ -29,19 +42,38 @@ def test_loss_and_gradients_are_those_of_the_full_logits(monkeypatch, frozen, ro
         built = [t.shape for t in found.grad_fn.saved_tensors if t is not None]
         assert built == [p.shape for p in trained] and not nll.requires_grad
         exact = torch.autograd.grad(3 * each @ weights, trained)
-        torch.testing.assert_close(torch.autograd.grad(3 * found, trained), exact)
+        torch.testing.assert_close(
+            torch.autograd.grad(3 * found, trained),
+            exact
+        )
 
 
 def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
     """Their exponentials overflow in any dtype; those of their distances from the largest do not."""
     z = torch.tensor([[2000.0, 1999, -3000], [5, -5000, -5000.5], [-4000, -4001, -9]])
     targets, weights = torch.tensor([1, 0, 0]), torch.tensor([0.25, 0.5, 0.25])
-    nll, dz = chunk_loss(torch.eye(3), z.T, targets, weights, True)
+    nll, dz = chunk_loss(
+        torch.eye(3),
+        z.T,
+        targets,
+        weights,
+        True
+    )
     exact = z.double().requires_grad_()
     want = F.cross_entropy(exact, targets, reduction="none")
-    torch.testing.assert_close(nll.double(), want.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        nll.double(),
+        want.detach(),
+        rtol=1e-6,
+        atol=0
+    )
     gradient, = torch.autograd.grad(want @ weights.double(), exact)
-    torch.testing.assert_close(dz.double(), gradient, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        dz.double(),
+        gradient,
+        rtol=1e-5,
+        atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,13 +83,26 @@ def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch,
     gradient has the dtype of the head.
     """
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: 8)
-    h, head = torch.ones(4104, 4).bfloat16(), torch.zeros(8, 4, dtype=dtype, requires_grad=True)
+    h = torch.ones(4104, 4).bfloat16()
+    head = torch.zeros(8, 4, dtype=dtype, requires_grad=True)
     labels = torch.arange(4104) % 8
-    total, nll = ChunkedCrossEntropy.apply(h, head, labels * (labels < 4), torch.ones(4104), chunk_loss)
-    torch.testing.assert_close(nll, torch.full((4104,), 8.0).log())
+    total, nll = ChunkedCrossEntropy.apply(
+        h,
+        head,
+        labels * (labels < 4),
+        torch.ones(4104),
+        chunk_loss
+    )
+    torch.testing.assert_close(
+        nll,
+        torch.full((4104,), 8.0).log()
+    )
     total.backward()
     want = 513 - 513 * torch.tensor([5.0, 1, 1, 1, 0, 0, 0, 0])
-    assert torch.equal(head.grad, want[:, None].expand(8, 4).to(dtype))
+    assert torch.equal(
+        head.grad,
+        want[:, None].expand(8, 4).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("rows, V, device, trained", [

@@ -22,7 +22,7 @@ import convert
 import tokenizer
 from chat import user_turn
 from conftest import ROOT
-from engine.files import read_text
+from engine.files import read_json, read_text
 from model import rope_frequencies
 from posttrain import talk
 from tiny import GOLDEN
@@ -89,6 +89,12 @@ def weights(config):
     return transformers.ApertusForCausalLM(transformers.ApertusConfig(**config)).bfloat16().eval()
 
 
+def in_fp32(model):
+    """The model in fp32; .float() alone leaves RoPE's frequencies rounded to bf16."""
+    model.float().model.rotary_emb.__init__(model.config)
+    return model
+
+
 def tokens(names):
     """The tokenizer's files, of the first 456 pieces behind a list of control tokens. All are special but LaTeX."""
     files = tokenizer.hf_files(tokenizer.Tokenizer(
@@ -119,7 +125,7 @@ def as_published(folder):
     model = weights(config)
     model.save_pretrained(folder, max_shard_size="100KB")
     write(folder, config, tokens(tokenizer.SPECIAL), "<|assistant_end|>", read_text(f"{ROOT}/chat_template.jinja"))
-    return model
+    return in_fp32(model)
 
 
 NEMO = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
@@ -135,7 +141,7 @@ def as_mini(folder):
         folder / "model.safetensors"
     )
     write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
-    return model
+    return in_fp32(model)
 
 
 RENAMED = {
@@ -154,17 +160,26 @@ NORMALIZER = r"""{
 }"""
 
 
+# Tiny tokenizers of pictures and sound, with eight codes each.
+TOKENIZERS = """{
+    "image_token_offset": 1656,
+    "audio_token_offset": 1664,
+    "vision_config": {"codebook_size": 8, "embed_dim": 32, "latent_channels": 32, "base_channels": 32,
+                      "channel_multiplier": [1], "num_res_blocks": 1},
+    "audio_config": {"model_type": "wavtokenizer_encoder", "codebook_size": 8, "codebook_dim": 8, "num_filters": 2,
+                     "hidden_size": 8, "num_lstm_layers": 1, "decoder_hidden_size": 32,
+                     "decoder_intermediate_size": 32, "decoder_num_layers": 1, "upsampling_ratios": [2]}
+}"""
+
+
 def as_omni(folder):
-    """The text model in a wider embedding, a head of text alone, tokenizers of pictures and sound in fp32."""
-    text = config_of(OMNI)["text_config"] | SIZES | dict(vocab_size=TEXT + MEDIA, output_vocab_size=TEXT)
-    model = weights(text | dict(model_type="apertus"))
-    laid_out = {"model.vision_tokenizer.encoder.conv_in.weight": torch.zeros(4, 3, 3, 3),
-                "model.audio_tokenizer.head.linear.bias": torch.zeros(4)}
-    for name, tensor in model.state_dict().items():
-        tensor = tensor.reshape(()) if "alpha" in name else tensor
-        tensor = tensor[:TEXT].clone() if name == "lm_head.weight" else tensor
-        laid_out[name.replace("model.", "model.language_model.", 1)] = tensor
-    save_file(laid_out, folder / "model.safetensors")
+    """The text model in a wider embedding, a head of text alone, and the tokenizers, as transformers lays them out."""
+    sizes = dict(vocab_size=TEXT + MEDIA, output_vocab_size=TEXT, initializer_range=0.1)
+    text = config_of(OMNI)["text_config"] | SIZES | sizes
+    config = transformers.Apertus1p5Config(text_config=text, **json.loads(TOKENIZERS))
+    torch.manual_seed(0)
+    transformers.Apertus1p5ForConditionalGeneration(config).bfloat16().save_pretrained(folder)
+    model = transformers.Apertus1p5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     files = tokens({
         RENAMED.get(i, name): i
         for name, i in tokenizer.SPECIAL.items()
@@ -177,7 +192,7 @@ def as_omni(folder):
     for i in range(MEDIA):
         media = dict(id=TEXT + i, content=f"<|visual token {i}|>", normalized=False, special=True)
         own["added_tokens"].append(tokenizer.EXACT | media)
-    write(folder, config_of(OMNI) | dict(text_config=text), files, "</s>", "{{ '<|tool_output_start|>' }}")
+    write(folder, read_json(folder / "config.json"), files, "</s>", "{{ '<|tool_output_start|>' }}")
     return model
 
 
@@ -187,9 +202,7 @@ def hub(tmp_path_factory):
     folders, models = {}, {}
     for name, make in ((NAME, as_published), (MINI, as_mini), (OMNI, as_omni)):
         folders[name] = tmp_path_factory.mktemp("hub")
-        models[name] = make(folders[name]).float()
-        # .float() leaves RoPE's frequencies rounded to bf16.
-        models[name].model.rotary_emb.__init__(models[name].config)
+        models[name] = make(folders[name])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: str(folders[name]))
         yield models

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy import integrate
 
 import chat
@@ -122,7 +123,7 @@ def test_adapters_have_the_model_without_them_as_their_reference(lab, tmp_path):
 # Two completions a prompt, their rewards and those of its references. The better completion is the first, second, first
 # and second; "é" is two tokens of one character; the better one is not always the longer one.
 COUPLES = f"{ROOT}/tests/golden/couples.jsonl"
-FIXED = "r", "ref", "target", "beta"
+FIXED = "r", "ref", "target", "beta", "size"
 
 
 def pair_of(plain, row, norm, ties):
@@ -152,17 +153,21 @@ def pair_of(plain, row, norm, ties):
         ref=logp().detach(),
         target=losses.quantile(r, refs) - log_z,
         beta=beta,
+        size=size if norm else torch.ones(2),
     )
 
 
-@pytest.mark.parametrize(
-    "how, norm, ties, optimizer, clip",
-    [("--beta=2.0", True, "le", "ademamix", 0.02), ("--beta=0.2", False, "discrete", "adamw", 0.5)],
-)
-def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, how, norm, ties, optimizer, clip):
+@pytest.mark.parametrize("kind, b, norm, ties, optimizer, clip", [
+    ("qrpo", 2.0, True, "le", "ademamix", 0.02),
+    ("qrpo", 0.2, False, "discrete", "adamw", 0.5),
+    ("dpo", 5.0, True, "le", "ademamix", 1e9),
+    ("rebel", 4.0, True, "le", "adamw", 0.05),
+    ("simpo", 0.4, False, "le", "adamw", 0.01),
+])
+def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm, ties, optimizer, clip):
     """Two steps of two batches of two pairs: the right one is better, lengths are tokens, Z is the prompt's own."""
-    how += f""" --data={COUPLES} --rewards= --n_refs=4 --batch_size=2 --micro_batch=1 --length_norm={norm}
-        --beta_max=0.25 --ties={ties} --optimizer={optimizer} --grad_clip={clip} --lr=1e-2 --eps=1e-2
+    how = f"""--data={COUPLES} --rewards= --n_refs=4 --batch_size=2 --micro_batch=1 --length_norm={norm}
+        --loss={kind} --beta={b} --gamma=0.3 --beta_max=0.25 --ties={ties} --optimizer={optimizer} --grad_clip={clip} --lr=1e-2 --eps=1e-2
         --weight_decay=0.1 --warmup=0.5 --epochs=1 --betas=(0.9,0.999,0.99)"""
     plain = Plain(lab / "sft")
     pairs = [
@@ -174,12 +179,20 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, how, norm, ti
             pairs[k]
             for k in common.items(step, 2, 4, 1, 28)
         ]
-        r, ref, target, beta = (
+        r, ref, target, beta, size = (
             torch.stack([getattr(p, name) for p in batch])
             for name in FIXED
         )
-        ratio = torch.stack([p.logp() for p in batch]) - ref
-        loss = (target - beta * ratio).square().mean()
+        logp = torch.stack([p.logp() for p in batch])
+        ratio = logp - ref
+        better, worse = ((logp if kind == "simpo" else ratio) / size).T
+        by_name = dict(
+            qrpo=(target - beta * ratio).square().mean(-1),
+            dpo=-F.logsigmoid(b * (better - worse)),
+            rebel=((r[:, 0] - r[:, 1]) / b - better + worse) ** 2,
+            simpo=-F.logsigmoid(b * (better - worse - 0.3)),
+        )
+        loss = by_name[kind].mean()
         loss.backward()
         w = ratio.flatten().softmax(0)
         want = dict(

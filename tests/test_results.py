@@ -33,18 +33,29 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
     new = tmp_path / Path(folder).name
     wanted = Path(ROOT, folder, page)
     pictures = [path.name for path in wanted.parent.glob("*.png")]
-    shutil.copytree(wanted.parent, new, ignore=shutil.ignore_patterns("*.png", page))
+    shutil.copytree(
+        wanted.parent,
+        new,
+        ignore=shutil.ignore_patterns("*.png", page)
+    )
     done = script(*command.replace("NEW", str(new)).split())
     assert done.returncode == 0, done.stderr
     assert (new / page).read_text() == wanted.read_text()
-    assert all((new / name).stat().st_size > 9000 for name in pictures)
+    assert all(
+        (new / name).stat().st_size > 9000
+        for name in pictures
+    )
 
 
 def settings_of(script, args):
     """The settings of a command line, by configurator.py, as the script itself reads them."""
     module = importlib.import_module(script)
-    more = [dict(vars(module.shape)), dict(vars(attach))] if script == "train" else []
-    return configure(dict(vars(module)), args, *more)
+    more = [module.shape, attach] if script == "train" else []
+    return configure(
+        dict(vars(module)),
+        args,
+        *(dict(vars(space)) for space in more)
+    )
 
 
 class Scripts(list):
@@ -58,7 +69,10 @@ class Scripts(list):
         self.append((script, asked))
         folder = asked.get("out") or asked["init_from"]
         for name, content in self.leave(script, Path(log).stem, asked).items():
-            kit.write(f"{folder}/{name}", content if isinstance(content, str) else json.dumps(content))
+            kit.write(
+                f"{folder}/{name}",
+                content if isinstance(content, str) else json.dumps(content)
+            )
         return 0, ""
 
 
@@ -100,21 +114,20 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
     monkeypatch.setattr(recipe, "workers", 1)
     recipe.main()
     (found,) = kit.read_rows(f"{tmp_path}/rows.jsonl")
-    assert found["total"] == row["total"] and len(found["links"]) == len(scripts) == recipe.COMMANDS
-    assert found["letter"]["asked"] == [*range(128, 178)] and found["letter"]["true"] == [*range(178, 228)]
+    assert found["total"] == row["total"]
+    assert len(found["links"]) == len(scripts) == recipe.COMMANDS
+    assert found["letter"]["asked"] == [*range(128, 178)]
+    assert found["letter"]["true"] == [*range(178, 228)]
     for name, link in found["links"].items():
         want = links["prepare" if name == "data" else name]
-        assert all(link[key] == want[key] for key in {"exam", "old", "positions", "letters"} & {*want, *link}), name
-        *_, script, args = said(link["command"])
-        assert (script, settings_of(script, args)) in scripts
-        script, args = said(want["command"].replace("out/recipe", recipe.out))
+        assert all(
+            link[key] == want[key]
+            for key in {"exam", "old", "positions", "letters"} & {*want, *link}
+        ), name
+        words = shlex.split(want["command"].replace("out/recipe", recipe.out))
+        _, script, *args = (word for word in words if word != "-m")
+        script = script.removesuffix(".py")
         assert (script, settings_of(script, args)) in scripts, name
-
-
-def said(command):
-    """The script and the arguments of a command."""
-    python, first, *args = shlex.split(command)
-    return (first.removesuffix(".py"), args) if first != "-m" else (args[0], args[1:])
 
 
 def test_a_longer_window_is_measured_by_position_and_by_looking_up(scripts, tmp_path):
@@ -126,17 +139,23 @@ def test_a_longer_window_is_measured_by_position_and_by_looking_up(scripts, tmp_
         if script != "evaluate":
             return {"meta.json": {}} if script == "prepare" else {"summary.json": {}}
         run = "/".join(asked["init_from"].split("/")[-2:])
-        parts = [dict(name=name, metric="", score=score) for name, score in scores[run].items()
-                 if ("back" in name) == (asked["lookup"] == 100) != (asked["by_position"] == 128)]
+        parts = [
+            dict(name=name, metric="", score=score)
+            for name, score in scores[run].items()
+            if ("back" in name) == (asked["lookup"] == 100) != (asked["by_position"] == 128)
+        ]
         return {"evaluation.json": dict(rows=[dict(name="all", metric="bits/byte", score=9), *parts])}
 
     scripts.leave = leave
     length.main()
     assert kit.read_rows(f"{tmp_path}/rows.jsonl") == rows
     runs = [asked for script, asked in scripts if script == "train"]
-    starts = [run["init_from"] for run in runs if run["init_from"]]
-    assert len(runs) == 24 and len(starts) == 12 and all(start.endswith("/short") for start in starts)
-    assert {run["block_size"] for run in runs if run["init_from"]} == {1024}
+    starts = [
+        (Path(run["init_from"]).name, run["block_size"])
+        for run in runs
+        if run["init_from"]
+    ]
+    assert len(runs) == 24 and starts == [("short", 1024)] * 12
 
 
 def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scripts, tmp_path, monkeypatch):
@@ -147,11 +166,20 @@ def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scr
     assert read_json(f"{tmp_path}/results.json")["rows"] == committed
     runs = [asked for script, asked in scripts if script == "posttrain.qrpo"]
     chosen = read_json(align.tuning)["chosen"]
-    assert [script for script, _ in scripts[:3]] == ["prepare", "train", "posttrain.sft"]
-    assert len(runs) == 20 and len({run["references"] for run in runs}) == 5 == len({run["seed"] for run in runs})
+    assert [
+        script
+        for script, _ in scripts[:3]
+    ] == ["prepare", "train", "posttrain.sft"]
+    assert len(runs) == 20
+    assert len({(run["references"], run["seed"]) for run in runs}) == 5
     for run in runs:
-        assert chosen[run["loss"]] == dict(lr=run["lr"], beta=run["beta"])
-        assert run["length_norm"] == (run["loss"] == "simpo") and run["init_from"] == f"{align.out}/sft"
-    rows = kit.read_rows(f"{align.out}/prompts.jsonl"), kit.read_rows(f"{align.out}/test.jsonl")
-    assert not {str(row) for row in rows[0]} & {str(row) for row in rows[1]}
-    assert [*map(len, rows)] == [240, 60]      # of 360; 60 others chose the settings
+        assert chosen[run["loss"]] == dict(
+            lr=run["lr"],
+            beta=run["beta"]
+        )
+        assert run["length_norm"] == (run["loss"] == "simpo")
+        assert run["init_from"] == f"{align.out}/sft"
+    train, test = (kit.read_rows(f"{align.out}/{name}.jsonl") for name in ("prompts", "test"))
+    # Of 360 tasks; 60 others chose the settings.
+    assert (len(train), len(test)) == (240, 60)
+    assert all(row not in train for row in test)

@@ -52,7 +52,11 @@ def test_flags_choose_the_text(lab, tmp_path):
 def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
     """The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]."""
     new = iter(ids_of("@tools_prefix", "[]", "@tools_suffix", "made up"))
-    monkeypatch.setattr(generate_file, "sample_token", lambda logits, **_: torch.tensor([next(new)] * number))
+    monkeypatch.setattr(
+        generate_file,
+        "sample_token",
+        lambda logits, **_: torch.tensor([next(new)] * number)
+    )
     out = said(lab / "hf", f"--num_samples={number}")
     assert "[]" in out and "made up" not in out
 
@@ -68,7 +72,8 @@ def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_ane
     cache = KVCache(model, 1, 16)
     for words in ("first", "second, and longer", "third"):
         ids += ids_of("@user_start", words, "@user_end", "@assistant_start")
-        want = generate(model, [ids], 20, temperature=0, stop=end)[0][len(ids):]
+        [whole] = generate(model, [ids], 20, temperature=0, stop=end)
+        want = whole[len(ids):]
         assert list(talk.reply(model, cache, ids, dict(temperature=0), end, 20)) == want
         assert cache.length == len(ids) - 1
         ids += end
@@ -81,9 +86,17 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     told = ids_of("@inner_prefix", "need it", "@tools_prefix", calls, "@tools_suffix", "so", "@inner_suffix", "12 C.",
                   "@assistant_end")
     new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
-    monkeypatch.setattr(talk, "sample_token", lambda logits, **_: torch.tensor([next(new)]))
+    monkeypatch.setattr(
+        talk,
+        "sample_token",
+        lambda logits, **_: torch.tensor([next(new)])
+    )
     kept, save = [], talk.Conversation.save
-    monkeypatch.setattr(talk.Conversation, "save", lambda self, path: kept.extend(self.ids) or save(self, path))
+    monkeypatch.setattr(
+        talk.Conversation,
+        "save",
+        lambda self, path: kept.extend(self.ids) or save(self, path)
+    )
     typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/thoughts\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
     assert f"[calls {calls}]\n[thought for 2 tokens" in out and "12 C.\nneed it\nso" in out and "/system TEXT" in out
@@ -91,5 +104,9 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     [row] = chat.read_rows(str(tmp_path / "saved"))
     ids, mine = chat.render(TOK, row)
     assert ids == kept
-    assert [i for i, its in zip(ids, mine) if its] == told + ids_of("plain", "@assistant_end")
+    assert [
+        i
+        for i, its in zip(ids, mine)
+        if its
+    ] == told + ids_of("plain", "@assistant_end")
     assert row["messages"][-1]["content"] == "plain"

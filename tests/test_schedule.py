@@ -1,12 +1,13 @@
 """schedule.py against the published scheduler's values, torch's cosine, published milestones, a loop that counts."""
 import json
-import os
+from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import ROOT, script
+from conftest import script
 from schedule import NEVER, batch_size, cosine, plan_with_decay_at, samples_at, steps_in, wsd
+from tiny import GOLDEN
 
 TOTAL, DECAY = 3_662_109_375, 403_905_806
 APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, decay=DECAY)
@@ -14,10 +15,15 @@ APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, deca
 
 def test_the_8b_run_has_the_published_learning_rates():
     """Also if its decay was asked for when it was planned."""
-    with open(os.path.join(ROOT, "tests", "golden", "wsd_8b.json")) as f:
-        points = {point["samples"]: point["lr"] for point in json.load(f)}
+    points = {
+        point["samples"]: point["lr"]
+        for point in json.loads(Path(GOLDEN, "wsd_8b.json").read_text())
+    }
     for decay_at in (None, TOTAL - DECAY):
-        assert {s: wsd(s, **APERTUS_8B, decay_at=decay_at) for s in points} == pytest.approx(points, rel=1e-12, abs=0)
+        assert {
+            s: wsd(s, **APERTUS_8B, decay_at=decay_at)
+            for s in points
+        } == pytest.approx(points, rel=1e-12, abs=0)
     assert wsd(1000 * TOTAL, **APERTUS_8B, decay_at=NEVER) == 1.1e-4
 
 
@@ -26,11 +32,21 @@ def test_a_decay_that_begins_at_another_time_keeps_its_share_and_its_shape(decay
     """30 % of the run: 150 samples behind 350 at the peak, 900 behind 2,100; 1 - sqrt of its course (2405.18392)."""
     total = decay_at * 10 // 7
     assert plan_with_decay_at(decay_at, 1000, 300) == (total, total * 3 // 10)
-    rates = {0: 0, 50: 0.5, 100: 1, decay_at: 1, total: 0.1, 10 * total: 0.1}
+    rates = {
+        0: 0,
+        50: 0.5,
+        100: 1,
+        decay_at: 1,
+        total: 0.1,
+        10 * total: 0.1
+    }
     for course in (0.2, 0.5, 0.8):
         s = decay_at + int(course * (total - decay_at))
         rates[s] = 0.1 + 0.9 * (1 - course**0.5)
-    assert {s: wsd(s, 1.0, 0.1, 100, 1000, 300, decay_at) for s in rates} == pytest.approx(rates)
+    assert {
+        s: wsd(s, 1.0, 0.1, 100, 1000, 300, decay_at)
+        for s in rates
+    } == pytest.approx(rates)
 
 
 # The lengths of warm-up and decay of 100 samples at a peak of 1, where the decay begins, and the rates at some samples.
@@ -45,7 +61,10 @@ CURVES = [
 
 @pytest.mark.parametrize("warmup, decay, decay_at, rates", CURVES)
 def test_wsd_without_a_phase_and_with_one_inside_another(warmup, decay, decay_at, rates):
-    assert {s: wsd(s, 1.0, 0.1, warmup, 100, decay, decay_at) for s in rates} == pytest.approx(rates)
+    assert {
+        s: wsd(s, 1.0, 0.1, warmup, 100, decay, decay_at)
+        for s in rates
+    } == pytest.approx(rates)
     assert plan_with_decay_at(0, 100, 100) == (100, 100)             # all of the run may be the decay
 
 
@@ -57,12 +76,22 @@ def test_cosine_is_torchs():
         rates[s] = theirs.get_last_lr()[0]
         optimizer.step()
         theirs.step()
-    assert {s: cosine(s, 1.0, 0.1, warmup=10, total=100) for s in rates} == pytest.approx(rates, rel=1e-9)
+    assert {
+        s: cosine(s, 1.0, 0.1, warmup=10, total=100)
+        for s in rates
+    } == pytest.approx(rates, rel=1e-9)
     assert cosine(0, 1.0, 0.1, warmup=0, total=9) == 1.0
 
 
-@pytest.mark.parametrize("schedule, lengths", [
-    (wsd, (60, 100, 50)), (wsd, (-1, 100, 0)), (wsd, (0, 100, -1)), (cosine, (101, 100))])
+@pytest.mark.parametrize(
+    "schedule, lengths",
+    [
+        (wsd, (60, 100, 50)),
+        (wsd, (-1, 100, 0)),
+        (wsd, (0, 100, -1)),
+        (cosine, (101, 100))
+    ]
+)
 def test_phases_that_do_not_fit_into_the_run_are_an_error(schedule, lengths):
     with pytest.raises(ValueError, match="do not fit into total=100"):
         schedule(0, 1.0, 0.1, *lengths)
@@ -93,11 +122,23 @@ def test_the_command_prints_the_published_milestones():
     assert script("schedule.py").stdout == MILESTONES
 
 
-@pytest.mark.parametrize("start, ramp_at", [(8, None), (8, 0), (8, 64), (8, 67), (1, 5)])
+@pytest.mark.parametrize(
+    "start, ramp_at",
+    [
+        (8, None),
+        (8, 0),
+        (8, 64),
+        (8, 67),
+        (1, 5)
+    ]
+)
 def test_steps_and_samples_are_what_a_loop_counts(start, ramp_at):
     seen = 0
     for step in range(40):
         assert samples_at(step, start, ramp_at) == seen
         batch = batch_size(seen, start, ramp_at)
-        assert {steps_in(s, start, ramp_at) for s in range(seen, seen + batch)} == {step}
+        assert {
+            steps_in(s, start, ramp_at)
+            for s in range(seen, seen + batch)
+        } == {step}
         seen += batch

@@ -31,18 +31,40 @@ def learning_rate(s):
     return 1e-2 * s / 16 if s < 16 else 1e-2 - 9e-3 * math.sqrt(max(0, s - 32) / 16)
 
 
-def train(plain, windows, clip, adamw=False, warmups=(6, 6), micro=0, ramp=10**9):
+def train(
+    plain,
+    windows,
+    clip,
+    adamw=False,
+    warmups=(6, 6),
+    micro=0,
+    ramp=10**9
+):
     """Train, and yield (loss, norm, share kept, learning rate, tokens) of each step of SIX_STEPS."""
     s = t = 0
     while s < SAMPLES:
         n = BATCH if s < ramp else 2 * BATCH
         t += 1
         idx, targets, keep, doc = windows.batch(s, n)
-        parts = zip(nll(plain.model, idx, targets, doc).split(micro or n), keep.split(micro or n))
+        parts = zip(
+            nll(plain.model, idx, targets, doc).split(micro or n),
+            keep.split(micro or n)
+        )
         loss = torch.stack([part[kept].mean() for part, kept in parts]).mean()
         loss.backward()
         lr = learning_rate(s)
-        norm = plain.update(t, warmups[0], lr, clip, 1e-4, 0.5, adamw, (0.8, 0.95, 0.99), 3.0, warmups[1])
+        norm = plain.update(
+            t,
+            warmups[0],
+            lr,
+            clip,
+            1e-4,
+            0.5,
+            adamw,
+            (0.8, 0.95, 0.99),
+            3.0,
+            warmups[1]
+        )
         s += n
         yield loss.item(), norm, keep.float().mean().item(), lr, s * T
 
@@ -59,7 +81,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, flags, meaning", RUNS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("ranks, flags, meaning", RUNS)
 def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, ranks, flags, meaning):
     """
     Loss, norm, share kept, learning rate and tokens of every step, and where the weights went: fp32 against fp64.
@@ -72,17 +94,29 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
     assert set(codes) == {0}, text[-3000:]
     plain = Plain(model=Apertus(ApertusConfig.of(settings_of(out)), SEED).double())
     windows = TokenDataset(data, "train", T, SEED, 3, 5, "product", "stream")
-    for entry, want in zip(log(out, "loss"), train(plain, windows, **meaning), strict=True):
-        found = [entry[name] for name in ("loss", "grad_norm", "kept", "lr", "tokens")]
+    for entry, want in zip(
+        log(out, "loss"),
+        train(plain, windows, **meaning),
+        strict=True
+    ):
+        found = [
+            entry[name]
+            for name in ("loss", "grad_norm", "kept", "lr", "tokens")
+        ]
         assert found == pytest.approx(want, rel=2e-4)
     assert plain.distance(convert.load_run(str(out))[0]) < 1e-3
 
     val = TokenDataset(data, "val", T, SEED, goldfish_k=0)
     said = log(out, "val_loss")
     assert len(said) == (entry["step"] + 2) // 2
-    for entry, n in zip(said, [7] * (len(said) - 1) + [11]):
+    windows = [7] * (len(said) - 1) + [11]
+    for entry, n in zip(said, windows):
         restore.load(f"{out}/ckpt/step-{entry['step'] + 1:08d}", plain.model.float())
         idx, targets, _, doc = val.batch(0, n)
-        loss = nll(plain.model, idx, targets, doc)[idx != val.meta["eos"]].mean().item()
+        each = nll(plain.model, idx, targets, doc)
+        loss = each[idx != val.meta["eos"]].mean().item()
         found = entry["val_loss"], entry["val_bpb"]
-        assert found == pytest.approx((loss, val.bits_per_byte(loss)), rel=1e-5)
+        assert found == pytest.approx(
+            (loss, val.bits_per_byte(loss)),
+            rel=1e-5
+        )
