@@ -28,6 +28,11 @@ def refused(done, *says):
     assert all(word in done.stderr for word in says), done.stderr
 
 
+def table(text):
+    """The rows of a table in a text: cells between |."""
+    return [list(map(str.strip, line.split("|"))) for line in text.strip().splitlines()]
+
+
 def weights(run):
     """{name: parameter} of a run folder."""
     import convert

