@@ -57,8 +57,8 @@ def script(name, *args, stdin="", pictures=False):
     """
     from engine import plot
     # A new process would import the modules to which a script hands its command line anew.
-    for attached in ("train", "prepare", "posttrain.attach", "posttrain.start", "posttrain.common", "corpus.join",
-                     "tests.lesson"):
+    attached = "train prepare posttrain.attach posttrain.start posttrain.common corpus.join tests.lesson"
+    for attached in attached.split():
         package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)

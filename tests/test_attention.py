@@ -19,8 +19,11 @@ def ways(monkeypatch):
 def qkv(T, dtype=torch.float32):
     """Two windows of T positions, as the model has them: q (2, 4, T, 8), k and v (2, 2, T, 8)."""
     torch.manual_seed(T)
-    found = [torch.randn(2, T, heads, 8, dtype=dtype) for heads in (4, 2, 2)]
-    return [x.transpose(1, 2).requires_grad_() for x in found]
+    found = []
+    for heads in (4, 2, 2):
+        x = torch.randn(2, T, heads, 8, dtype=dtype)
+        found.append(x.transpose(1, 2).requires_grad_())
+    return found
 
 
 def documents_of(T):
@@ -55,21 +58,15 @@ def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, T, dtype,
 
 
 @pytest.mark.parametrize("dtype, T, formula", [
-    (torch.bfloat16, 512, True), (torch.bfloat16, 513, False), (torch.float32, 64, False)])
+    (torch.bfloat16, 512, True),
+    (torch.bfloat16, 513, False),
+    (torch.float32, 64, False),
+])
 def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype, T, formula):
     y, *kept = attention.attention(None, *qkv(T, dtype))
     shapes = [(2, 4, 64, end) for end in range(64, 513, 64)] if formula else [(2, 4, T)]
     assert [tuple(x.shape) for x in kept] == shapes
     assert y.transpose(1, 2).is_contiguous()
-
-
-def test_segments_of_bf16_are_computed_in_fp32_if_there_are_documents():
-    """Rounding the result alone errs by half a unit in the last of 8 bits; the kernel rounds probabilities too."""
-    inputs, doc = qkv(600, torch.bfloat16), torch.zeros(2, 600)
-    true = torchs_attention(*[x.double() for x in inputs], doc)
-    for given, rounds_once in ((doc, True), (None, False)):
-        error = (attend_on_cpu(*inputs, given).double() - true).abs()
-        assert (error <= 2**-8 * true.abs() + 1e-6).all() == rounds_once
 
 
 def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
