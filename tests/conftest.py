@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch._inductor.config  # noqa: F401  reads CXX once, before a test says that there is no compiler
@@ -63,23 +64,20 @@ def script(name, *args, stdin="", pictures=False):
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)
     out, err, code = io.StringIO(), io.StringIO(), 0
-    before = sys.argv, sys.stdin, os.getcwd()
-    drawn = plot.curves
-    if not pictures:
-        plot.curves = lambda *args, **how: None
-    sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.chdir(ROOT),
+        patch.object(sys, "argv", [name, *map(str, args)]),
+        patch.object(sys, "stdin", io.StringIO(stdin)),
+        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None),
+    ):
+        try:
             # Not run_path, which would compile the source anew.
             module = name.removesuffix(".py").replace("/", ".")
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as e:
-        code = e.code or 0
-    finally:
-        sys.argv, sys.stdin = before[:2]
-        os.chdir(before[2])
-        plot.curves = drawn
+        except SystemExit as e:
+            code = e.code or 0
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 

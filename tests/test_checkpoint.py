@@ -32,7 +32,19 @@ def trained(seed=0, steps=1, name="adamw", dtype="float32"):
     """A model and its optimizer after some steps: 488 bytes of weights and states with AdamW."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
-    optimizer = build_optimizer(model, name, 0.1, (0.9, 0.99, 0.999), 8.0, 1e-8, 0.1, 5, 5, False, dtype)
+    optimizer = build_optimizer(
+        model,
+        name,
+        lr=0.1,
+        betas=(0.9, 0.99, 0.999),
+        alpha=8.0,
+        eps=1e-8,
+        weight_decay=0.1,
+        alpha_warmup=5,
+        beta3_warmup=5,
+        compile=False,
+        state_dtype=dtype,
+    )
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer
@@ -289,8 +301,6 @@ def test_one_run_a_folder_and_the_lock_goes_with_its_owner(tmp_path):
         runs.lock(str(tmp_path))
     lock.close()
     runs.lock(str(tmp_path)).close()
-    with pytest.raises(ValueError, match="cannot be written there .Not a directory"):
-        runs.lock(f"{tmp_path}/.lock/run")
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,6 @@ import torch
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import loss
 from conftest import refused, same, script, table, weights
 from engine import parallel, sharding
 from engine.recompute import recompute_activations
@@ -58,7 +57,8 @@ def alone(train, data):
     (2, "--parallel=ddp"),
     (4, "--parallel=fsdp --micro_batch=1"),
     (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective"),
-    (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2")])
+    (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
+])
 def test_every_way_to_spread_a_step_has_the_losses_and_norms_of_one_process(train, alone, tmp_path, ranks, args):
     shared = log(train(ranks, tmp_path / "run", f"{CHAOTIC} {args}"))
     for one, other in zip(alone, shared, strict=True):
@@ -140,7 +140,15 @@ def test_signals_are_noted_between_steps_and_mean_what_they_did_afterwards():
 # -----------------------------------------------------------------------------
 # a model of two layers in this process
 
-SMALL = ApertusConfig(block_size=8, vocab_size=33, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
+SMALL = ApertusConfig(
+    block_size=8,
+    vocab_size=33,
+    n_layer=2,
+    n_head=2,
+    n_kv_head=1,
+    n_embd=16,
+    ffn_dim=24,
+)
 IDX = torch.arange(16).view(2, 8)
 
 
@@ -178,13 +186,6 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     assert added == [not exact, True] and sent == {dtype}
 
 
-def test_blocks_and_the_loss_of_a_chunk_are_compiled():
-    model = Apertus(SMALL)
-    parallel.distribute(model, parallel.Ranks(), "cpu", compiled=True)
-    assert model.chunk_loss is not loss.chunk_loss
-    assert all(block._compiled_call_impl for block in model.model.layers)
-
-
 class Work(TorchDispatchMode):
     """Counts products by the shape of the right factor, and attention."""
 
@@ -211,7 +212,8 @@ def test_selective_recomputes_wide_and_low_rank_products_and_full_all_of_a_block
     """By hand, for a block 16 wide with two heads, one of them for keys, up and down 24 wide, an adapter of rank 4."""
     done, grads = {}, {}
     for mode in MODES:
-        model = lora.adapt(Apertus(SMALL), lora.settings_of(4, 8, "q_proj")).requires_grad_()
+        adapters = lora.settings_of(4, 8, "q_proj")
+        model = lora.adapt(Apertus(SMALL), adapters).requires_grad_()
         recompute_activations(model, mode)
         with Work() as work:
             grads[mode] = gradients(model)

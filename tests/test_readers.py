@@ -1,6 +1,5 @@
 """engine/readers.py: each file is read once or listed with a reason, and each format and part gives the same rows."""
 
-import csv
 import gzip
 import io
 import itertools
@@ -12,6 +11,7 @@ import tracemalloc
 import types
 
 import fsspec
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -52,25 +52,25 @@ def random_rows(seed, n=90):
     return [dict(id=f"d{i}", text=text, language="deu_Latn", score=f"{i / 8}") for i, text in enumerate(texts)]
 
 
+DELIMITERS = {"a.csv": ",", "b.csv": ";", "a.tsv": "\t"}
+
+
 def written(rows, name):
-    """The bytes of a file of rows, by the json, csv and pyarrow modules."""
-    if name.endswith(".parquet"):
-        sink = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink, row_group_size=40)
-        return sink.getvalue()
-    if "json" in name.lower():
+    """The bytes of a file of rows, by json and pyarrow."""
+    sink, columns = io.BytesIO(), pyarrow.Table.from_pylist(rows)
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(columns, sink, row_group_size=40)
+    elif name in DELIMITERS:
+        pyarrow.csv.write_csv(columns, sink, pyarrow.csv.WriteOptions(delimiter=DELIMITERS[name]))
+    else:
         lines = [json.dumps(row, ensure_ascii=i % 2 == 0) for i, row in enumerate(rows)]
-        return (f"[{','.join(lines)}]" if name == "list.json" else "\n\n".join(lines)).encode()
-    out = io.StringIO(newline="")
-    writer = csv.DictWriter(out, list(rows[0]), delimiter={"a.csv": ",", "b.csv": ";", "a.tsv": "\t"}[name])
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue().encode()
+        sink.write((f"[{','.join(lines)}]" if name == "list.json" else "\n\n".join(lines)).encode())
+    return sink.getvalue()
 
 
 PACK = {".gz": gzip.compress, ".ZST": lambda raw: pyarrow.compress(raw, "zstd", asbytes=True)}
 LINES = ("a.jsonl", "A.NDJSON")
-NAMES = [*LINES, "list.json", "b.json", "a.csv", "b.csv", "a.tsv"]
+NAMES = [*LINES, "list.json", "b.json", *DELIMITERS]
 HOW = ["", *PACK, "utf-16", "memory:/"]
 BOTH = [*itertools.product(NAMES, HOW), ("a.parquet", ""), ("a.parquet", "memory:/")]
 
@@ -237,10 +237,6 @@ def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_pat
     for target, link in (("..", "b/deep/loop"), (tmp_path, "b/whole"), ("b/deep", "a_link"), ("y.txt", "a.txt")):
         os.symlink(target, tmp_path / link)
     assert names(tmp_path) == ["b/deep/x.txt", "y.txt"]
-    # A folder that only links lead to is read too.
-    (tmp_path / "c").mkdir()
-    os.symlink(tmp_path / "b", tmp_path / "c" / "outside")
-    assert names(tmp_path / "c") == ["outside/deep/x.txt", "outside/whole/y.txt"]
     assert names(tmp_path / "b/deep/x.txt", tmp_path) == ["x.txt", "y.txt"]
 
 
