@@ -84,11 +84,3 @@ def test_torch_finds_no_fault_with_the_operator(ways, formula):
     """Shapes, strides and gradients, as torch.compile relies on them."""
     ways(formula)
     torch.library.opcheck(attention.attention, (documents_of(20), *qkv(20)))
-
-
-def test_rows_of_one_document_are_computed_together_and_others_one_by_one(monkeypatch):
-    rows, kernel = [], attention.kernel
-    monkeypatch.setattr(attention, "kernel", lambda q, *more: rows.append(len(q)) or kernel(q, *more))
-    for doc in ([[7, 7, 7], [8, 8, 8]], [[7, 7, 7], [0, 0, 1]]):
-        attend_on_cpu(*qkv(3), torch.tensor(doc))
-    assert rows == [2, 1, 1, 1]

@@ -10,7 +10,15 @@ from engine.hardware import can_compile
 
 has_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 # Whole rows, two of one length, which are updated in one call; a large tensor with a remainder; small ones.
-SHAPES = [(64, 80), (5003,), (80, 64), (128, 64), (7, 3), (500, 16), (1,)]
+SHAPES = [
+    (64, 80),
+    (5003,),
+    (80, 64),
+    (128, 64),
+    (7, 3),
+    (500, 16),
+    (1,),
+]
 
 
 def trained(compile, **options):
@@ -19,8 +27,13 @@ def trained(compile, **options):
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     params.append(torch.nn.Parameter(torch.randn(9, 5).T))
     sizes = [p.numel() for p in params]
-    how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile) | options
-    opt = AdEMAMix(params, **how)
+    how = dict(
+        betas=(0.9, 0.999, 0.99),
+        alpha_warmup=10,
+        beta3_warmup=10,
+        compile=compile,
+    )
+    opt = AdEMAMix(params, **how | options)
     for t in range(5):
         # As FSDP's: gradients that are parts of one buffer. In every other step they are on their own.
         for p, part in zip(params, torch.randn(sum(sizes)).split(sizes)):
@@ -43,7 +56,8 @@ def fresh():
 @pytest.mark.parametrize("backend, options", [
     ("aot_eager", {}),
     ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
-    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler)])
+    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
+])
 def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_steps(monkeypatch, backend, options):
     """In bf16 to that of the averages: elements are counted in each row, so the noise differs where rows are joined."""
     torch._dynamo.reset()

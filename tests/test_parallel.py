@@ -129,11 +129,11 @@ def test_a_rank_takes_the_gpu_of_its_number_on_this_node(monkeypatch):
         parallel.Ranks(exact=True).place("mps")
 
 
-def test_signals_are_noted_between_steps_and_mean_what_they_did_afterwards():
+def test_signals_mean_what_they_did_afterwards():
+    """Between steps they are noted: tests/faults."""
     before = signal.getsignal(signal.SIGTERM)
-    with parallel.stop_signals() as caught:
-        signal.raise_signal(signal.SIGTERM)
-        assert caught == [signal.SIGTERM]
+    with parallel.stop_signals():
+        assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 

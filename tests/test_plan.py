@@ -17,14 +17,21 @@ def planned(mode, command):
 
 
 @pytest.mark.parametrize("table, lines", [
-    (plan.table_of_fits, 7), (plan.table_of_cards, 2), (plan.table_of_windows, 3)])
+    (plan.table_of_fits, 7),
+    (plan.table_of_cards, 2),
+    (plan.table_of_windows, 3),
+])
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
     """Of cards and windows the lines of the 8B: 80 layers of the 70B take seconds."""
     pages = "".join(page.read_text() for page in Path(ROOT, "docs").glob("*.md"))
     assert "\n".join(itertools.islice(table(), lines)) in pages
 
 
-@pytest.mark.parametrize("mode, again", [("none", 0), ("selective", 4096 * 21504), ("full", 4096 * 53_248)])
+@pytest.mark.parametrize("mode, again", [
+    ("none", 0),
+    ("selective", 4096 * 21504),
+    ("full", 4096 * 53_248),
+])
 def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, again):
     """
     A block multiplies by 4,096 x (2 x 21,504 + 10,240) weights, in `up`, `down` and attention. A step is three passes

@@ -73,7 +73,3 @@ def test_runs_of_one_data_folder_share_all_panels_other_tokenizers_bits_per_byte
     done = script("engine.plot", a, f"--out={picture}", pictures=True)
     assert done.returncode == 0 and picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     refused(script("engine.plot", a, c), "validated on different text")
-    (tmp_path / "b" / "meta.json").unlink()
-    refused(script("engine.plot", a, b), f"No such file or directory: '{b}/meta.json'")
-    (tmp_path / "b" / "log.jsonl").write_text('{"step')
-    refused(script("engine.plot", b, pictures=True), "has no numbers yet")
