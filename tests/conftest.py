@@ -31,7 +31,10 @@ def refused(done, *says):
 
 def table(text):
     """The rows of a table in a text: cells between |."""
-    return [list(map(str.strip, line.split("|"))) for line in text.strip().splitlines()]
+    return [
+        list(map(str.strip, line.split("|")))
+        for line in text.strip().splitlines()
+    ]
 
 
 def weights(run):
@@ -43,12 +46,6 @@ def weights(run):
 def same(one, other):
     """Are the parameters of two runs the same bits?"""
     return all(one[name].equal(other[name]) for name in one)
-
-
-def save_checkpoint(folder, step, model, optimizer, info, keep=2, group=None):
-    """A checkpoint of a model and its optimizer, as a run writes it."""
-    from engine import checkpoint
-    checkpoint.write(folder, step, checkpoint.tensors_of(model, optimizer), info, keep, None, group)
 
 
 def script(name, *args, stdin="", pictures=False):

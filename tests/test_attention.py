@@ -40,17 +40,26 @@ def with_gradients(attend, inputs, doc):
     """attend(*inputs, doc) and the gradients of its squares, as one fp64 tensor."""
     y = attend(*inputs, doc)
     found = y, *torch.autograd.grad(y.square().sum(), inputs)
-    return torch.cat([x.detach().double().flatten() for x in found])
+    return torch.cat([
+        x.detach().double().flatten()
+        for x in found
+    ])
 
 
 # bf16 keeps 8 bits: 2^-8 of the largest, and scores that are rounded before softmax four times that.
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+@pytest.mark.parametrize("dtype, tolerance", [
+    (torch.float32, 1e-6),
+    (torch.bfloat16, 2**-6)
+])
 @pytest.mark.parametrize("T", [1, 37])
 @BOTH
 def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, T, dtype, tolerance):
     ways(formula)
     inputs = qkv(T, dtype)
-    wide = [x.detach().double().requires_grad_() for x in inputs]
+    wide = [
+        x.detach().double().requires_grad_()
+        for x in inputs
+    ]
     for doc in (documents_of(T), None):
         true = with_gradients(torchs_attention, wide, torch.zeros(2, T) if doc is None else doc)
         ours = with_gradients(attend_on_cpu, inputs, doc)
@@ -64,8 +73,12 @@ def test_attention_and_its_gradients_are_torchs_in_fp64(ways, formula, T, dtype,
 ])
 def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype, T, formula):
     y, *kept = attention.attention(None, *qkv(T, dtype))
-    shapes = [(2, 4, 64, end) for end in range(64, 513, 64)] if formula else [(2, 4, T)]
-    assert [tuple(x.shape) for x in kept] == shapes
+    slices = [
+        (2, 4, 64, end)
+        for end in range(64, 513, 64)
+    ]
+    shapes = [tuple(x.shape) for x in kept]
+    assert shapes == (slices if formula else [(2, 4, T)])
     assert y.transpose(1, 2).is_contiguous()
 
 

@@ -24,7 +24,10 @@ SHAPES = [
 def trained(compile, **options):
     """Parameters after five steps with random gradients: one is transposed, one misses its first gradient."""
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    params = [
+        torch.nn.Parameter(torch.randn(shape))
+        for shape in SHAPES
+    ]
     params.append(torch.nn.Parameter(torch.randn(9, 5).T))
     sizes = [p.numel() for p in params]
     how = dict(
@@ -82,7 +85,8 @@ def test_without_a_compiler_it_says_so_and_runs(monkeypatch, capsys):
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     AdEMAMix([p], 0.1, compile=True).step()
-    assert p.max() < 1 and capsys.readouterr().out.startswith("ademamix: no compiler found for cpu")
+    assert p.max() < 1
+    assert capsys.readouterr().out.startswith("ademamix: no compiler found for cpu")
 
 
 # -----------------------------------------------------------------------------
@@ -96,7 +100,10 @@ def rounded(x, step):
 def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
     """The neighbours of 1 + 3/1024 in bf16 are 1 and 1 + 8/1024: it is rounded up with probability 3/8."""
     x = torch.full((1 << 16,), 1 + 3 / 1024)
-    share = torch.stack([rounded(x, step) > 1 for step in range(16)]).float()
+    share = torch.stack([
+        rounded(x, step) > 1
+        for step in range(16)
+    ]).float()
     assert abs(share.mean() - 3 / 8) < 4 * (15 / 64 / share.numel()) ** 0.5
     assert abs(torch.corrcoef(share[:2])[0, 1]) < 4 / 256
     assert torch.equal(rounded(x, 5), rounded(x, 5))
@@ -113,6 +120,11 @@ def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
     for step in (1, 2, 3):
         opt.step()
         exact = slow + torch.tensor(1 - 0.99) * (p.grad - slow)
-        _, fast, slow, squares = (x.clone() for x in opt.state[p].values())
-        assert torch.equal(slow, rounded(exact, step)) and not torch.equal(slow, rounded(exact, 0))
-    assert fast.dtype == torch.bfloat16 and squares.dtype == torch.float32
+        _, fast, slow, squares = (
+            x.clone()
+            for x in opt.state[p].values()
+        )
+        assert torch.equal(slow, rounded(exact, step))
+        assert not torch.equal(slow, rounded(exact, 0))
+    assert fast.dtype == torch.bfloat16
+    assert squares.dtype == torch.float32

@@ -34,9 +34,14 @@ def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mo
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / f"{mode}-tiny-float32.json").read_text())
     ours, theirs = record["rows"]["ours"], record["rows"][other]
-    ratios = sorted(b / a for a, b in zip(ours["seconds"], theirs["seconds"], strict=True))
-    assert theirs["ratio"] == pytest.approx([ratios[1], ratios[0], ratios[2]]) and len(ratios) == 3
-    assert f"| {other} | " in done.stdout and record["command"].startswith(f"python -m tools.bench {mode}")
+    ratios = sorted(
+        b / a
+        for a, b in zip(ours["seconds"], theirs["seconds"], strict=True)
+    )
+    assert theirs["ratio"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
+    assert len(ratios) == 3
+    assert f"| {other} | " in done.stdout
+    assert record["command"].startswith(f"python -m tools.bench {mode}")
     rate = ours["rate"] * sorted(ours["seconds"])[1]
     # AdamW keeps two averages, AdEMAMix three: 28 and 36 bytes a parameter.
     wanted = count or theirs["rate"] * sorted(theirs["seconds"])[1] * 36 / 28
@@ -57,8 +62,13 @@ def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn
     monkeypatch.setattr(bench, "now", lambda: next(ticks))
     turns = []
     monkeypatch.setattr(bench, "rounds", 2)
-    ours, theirs, probe = (functools.partial(turns.append, name) for name in ("ours", "hf", "probe"))
+    ours, theirs, probe = (
+        functools.partial(turns.append, name)
+        for name in ("ours", "hf", "probe")
+    )
     rows = bench.race(dict(ours=ours, hf=theirs), dict(ours=3.0, hf=1.0), (4.0, probe), 2)
-    assert rows["ours"]["share"] == 0.75 and rows["ours"]["rate"] == 6
-    assert rows["hf"]["ratio"] == [1, 1, 1] and len(rows["hf"]["seconds"]) == 2
+    assert rows["ours"]["share"] == 0.75
+    assert rows["ours"]["rate"] == 6
+    assert rows["hf"]["ratio"] == [1, 1, 1]
+    assert len(rows["hf"]["seconds"]) == 2
     assert turns == ["probe", "hf", "ours", "ours", "hf", "probe", "probe", "hf", "ours"]

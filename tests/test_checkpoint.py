@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import shutil
-import struct
 import sys
 import threading
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from ademamix import build_optimizer
-from conftest import save_checkpoint
 from engine import checkpoint, files, gpus, restore, runs
 
 
@@ -55,16 +54,24 @@ def train(model, optimizer, step):
     optimizer.zero_grad()
 
 
+def save(folder, step, pair, keep=2):
+    """A checkpoint of a model and its optimizer, as a run writes it."""
+    checkpoint.write(folder, step, checkpoint.tensors_of(*pair), dict(note="x"), keep, None, None)
+
+
 @pytest.fixture
 def path(tmp_path):
     """The newest of two checkpoints."""
     for step in (1, 2):
-        save_checkpoint(f"{tmp_path}/ckpt", step, *trained(step), dict(note="x"))
+        save(f"{tmp_path}/ckpt", step, trained(step))
     return tmp_path / "ckpt" / "step-00000002"
 
 
 def bits(pair):
-    return {name: (t.dtype, t.device, t.tolist()) for name, t in checkpoint.tensors_of(*pair).items()}
+    return {
+        name: (t.dtype, t.device, t.tolist())
+        for name, t in checkpoint.tensors_of(*pair).items()
+    }
 
 
 def loaded(path, *how):
@@ -77,17 +84,24 @@ def loaded(path, *how):
 # saving and loading
 
 
-@pytest.mark.parametrize("how", [("adamw", "float32"), ("ademamix", "bfloat16")])
+@pytest.mark.parametrize("how", [
+    ("adamw", "float32"),
+    ("ademamix", "bfloat16")
+])
 def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_trains_on(tmp_path, monkeypatch, how):
-    """The sizes are those of the safetensors format: a length of 8 bytes, the header, the numbers."""
     monkeypatch.setattr(checkpoint, "FILE", 160)
     pair = trained(0, 3, *how)
-    save_checkpoint(str(tmp_path), 3, *pair, dict(note="x"))
+    save(str(tmp_path), 3, pair)
     path, manifest = restore.newest_intact(str(tmp_path))
     assert (manifest["step"], manifest["note"]) == (3, "x")
-    contents = [Path(path, file).read_bytes() for file in manifest["files"]]
-    sizes = [len(content) - 8 - struct.unpack_from("<Q", content)[0] for content in contents]
-    assert sum(sizes) == sum(t.nbytes for t in checkpoint.tensors_of(*pair).values())
+    sizes = [
+        sum(t.nbytes for t in load_file(f"{path}/{file}").values())
+        for file in manifest["files"]
+    ]
+    assert sum(sizes) == sum(
+        t.nbytes
+        for t in checkpoint.tensors_of(*pair).values()
+    )
     assert max(sizes) <= 160 and len(sizes) == 4
     again = loaded(path, *how)
     assert bits(again) == bits(pair)
@@ -101,7 +115,10 @@ def test_a_checkpoint_of_another_model_names_the_difference(path):
         restore.load(str(path), torch.nn.Linear(7, 5, bias=False))
 
 
-@pytest.mark.parametrize("how", [dict(fused=True), dict(foreach=True)])
+@pytest.mark.parametrize("how", [
+    dict(fused=True),
+    dict(foreach=True)
+])
 def test_a_step_is_loaded_to_the_device_where_torch_would_load_it(how):
     """By torch's own load_state_dict. The parameter lies on meta, the one other device that every machine has."""
     param = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
@@ -143,7 +160,8 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
             saver.wait()
             monkeypatch.setattr(dcp, "save", true if step == 3 else fails_with(errno.ENOSPC))
             saver.save(step, *trained(), {})
-    assert step == 7 and os.listdir(saver.folder) == ["step-00000003"]
+    assert step == 7
+    assert os.listdir(saver.folder) == ["step-00000003"]
     said = capsys.readouterr().out
     assert "No space left" in said and said.count("(failure 2 of 3; training continues") == 2
     saver.failures = 0
@@ -152,7 +170,11 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
         saver.finish()
 
 
-@pytest.mark.parametrize("free, ranks, waits", [(500, 1, True), (560, 1, False), (560, 2, True)])
+@pytest.mark.parametrize("free, ranks, waits", [
+    (500, 1, True),
+    (560, 1, False),
+    (560, 2, True)
+])
 def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, waits):
     """488 bytes of weights and states: of 500 free ones a tenth stays free, of 560 too, and two ranks copy at once."""
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)
@@ -189,7 +211,10 @@ def shard(path):
 
 def names(path, *found):
     """Give a checkpoint a manifest whose own hash holds, and which names these files with hashes that hold."""
-    manifest = restore.read_manifest(path) | dict(files={name: files.sha256(path / name) for name in found})
+    manifest = restore.read_manifest(path) | dict(files={
+        name: files.sha256(path / name)
+        for name in found
+    })
     (path / "manifest.json").write_text(checkpoint.sealed(manifest))
 
 
@@ -247,7 +272,8 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "fsync", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device.*config.json'$"):
         files.write_flushed(path, "new and longer")
-    assert path.read_text() == "0\n1\n2\n" and os.listdir(tmp_path) == ["config.json"]
+    assert path.read_text() == "0\n1\n2\n"
+    assert os.listdir(tmp_path) == ["config.json"]
 
 
 def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_goes(tmp_path, monkeypatch):
@@ -266,10 +292,10 @@ def test_all_is_flushed_before_a_checkpoint_has_its_name_and_before_the_old_one_
     monkeypatch.setattr(shutil, "rmtree", lambda path, **how: done.append(f"no {path[-1]}") or rmtree(path, **how))
     run = f"{tmp_path}/out/run"
     runs.lock(run).close()
-    save_checkpoint(f"{run}/ckpt", 1, *trained(), {}, keep=1)
+    save(f"{run}/ckpt", 1, trained(), keep=1)
     assert {tmp_path.name, "out", "run"} <= set(done)
     done.clear()
-    save_checkpoint(f"{run}/ckpt", 2, *trained(), {}, keep=1)
+    save(f"{run}/ckpt", 2, trained(), keep=1)
     [shard] = Path(run).glob("ckpt/*/*.safetensors")
     assert done == ["ckpt", shard.name, "manifest.json.tmp", "step-00000002.tmp", "no 2", "renamed", "ckpt", "no 1"]
 

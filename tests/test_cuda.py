@@ -63,20 +63,32 @@ def packed(T, documents=True):
 def results(batch, model):
     """{name: fp64 vector}: loss, logits, and gradients, those of the layers joined."""
     device = model.lm_head.weight.device
-    idx, targets, keep, doc = (None if t is None else t.to(device) for t in batch)
+    idx, targets, keep, doc = (
+        None if t is None else t.to(device)
+        for t in batch
+    )
     _, loss = model(idx, targets, keep, doc)
     loss.backward()
     found = dict(loss=[loss], logits=[model(idx[:, :64])[0]])
     for name, p in model.named_parameters():
         found.setdefault(re.sub(r"\.\d+\.", ".", name), []).append(p.grad)
-    return {name: torch.cat([t.detach().double().cpu().flatten() for t in parts]) for name, parts in found.items()}
+    return {
+        name: torch.cat([t.detach().double().cpu().flatten() for t in parts])
+        for name, parts in found.items()
+    }
 
 
 def distances(batch, model):
     """{name: share} by which each vector is off a CPU's in fp64. Sums for xIELU's slopes cancel: a tenth of theirs."""
     found, true = results(batch, model), results(batch, apertus("cpu").double())
-    off = {name: ((found[name] - true[name]).norm() / true[name].norm()).item() for name in true}
-    return {name: share / 10 if "act_fn" in name else share for name, share in off.items()}
+    off = {
+        name: ((found[name] - true[name]).norm() / true[name].norm()).item()
+        for name in true
+    }
+    return {
+        name: share / 10 if "act_fn" in name else share
+        for name, share in off.items()
+    }
 
 
 @pytest.mark.parametrize("T, documents, compiled, recompute", [
@@ -97,7 +109,10 @@ def test_loss_logits_and_gradients_in_fp32(monkeypatch, T, documents, compiled, 
     assert off == pytest.approx(dict.fromkeys(off, 0), abs=1e-5)
 
 
-@pytest.mark.parametrize("fp8, most", [(False, 0.1), (True, 0.5)])
+@pytest.mark.parametrize("fp8, most", [
+    (False, 0.1),
+    (True, 0.5)
+])
 @pytest.mark.parametrize("documents", [True, False])
 def test_loss_logits_and_gradients_in_bf16_and_fp8(documents, fp8, most):
     if fp8 and DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
@@ -105,7 +120,10 @@ def test_loss_logits_and_gradients_in_bf16_and_fp8(documents, fp8, most):
     batch = packed(256, documents)
     found = distances(batch, apertus(DEVICE, torch.bfloat16, compiled=True, fp8=fp8))
     on_cpu = distances(batch, apertus("cpu", torch.bfloat16, fp8=fp8))
-    assert {name: off for name, off in found.items() if not off <= min(most, 3 * on_cpu[name] + 2**-8)} == {}
+    assert {
+        name: off
+        for name, off in found.items() if not off <= min(most, 3 * on_cpu[name] + 2**-8)
+    } == {}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -122,7 +140,10 @@ def test_greedy_tokens_are_those_of_a_cpu(compiled):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("states, off", [(torch.float32, 1e-4), (torch.bfloat16, 1e-3)])
+@pytest.mark.parametrize("states, off", [
+    (torch.float32, 1e-4),
+    (torch.bfloat16, 1e-3)
+])
 def test_the_optimizer_moves_weights_as_on_a_cpu(states, off):
     """To 1e-4 of the way. Averages in bf16 are rounded by a hash, to the same numbers but for one in 1,000."""
     torch.manual_seed(0)

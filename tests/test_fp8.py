@@ -48,7 +48,10 @@ def rounded(x, form):
     (3.0, 1e-18),
     (0.3, 1e18),
 ])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [
+    False,
+    True
+], ids=["eager", "compiled"])
 def test_the_three_products_are_those_of_numbers_rounded_by_hand(spread, size, compiled):
     """Compiled into one graph, too. fp32 sums are 1e-6 off the exact ones. Unscaled, 1e-18 is 0 and 1e18 infinite."""
     x = size * normal(2, 24, 32, seed=0, spread=spread)
@@ -63,7 +66,10 @@ def test_the_three_products_are_those_of_numbers_rounded_by_hand(spread, size, c
         assert (ours - true).abs().max() <= 1e-6 * true.abs().max()
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [
+    float("nan"),
+    float("inf")
+])
 def test_nan_and_inf_stay_visible_and_zeros_stay_zeros(bad):
     x, linear = torch.zeros(16, 16), matrix(torch.eye(16))
     assert linear(x).eq(0).all()
@@ -91,7 +97,9 @@ def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_o
     weights = 2 * 32 * 32 + 2 * 16 * 32 + 2 * 32 * 48
     assert counter.flop_counts["Global"][torch.ops.aten._scaled_mm] == 2 * 2 * 32 * weights * (3 + again)
     for p, same in zip(before, model.parameters(), strict=True):
-        assert p is same and p.grad.isfinite().all() and p.grad.dtype == torch.float32
+        assert p is same
+        assert p.grad.isfinite().all()
+        assert p.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("device, capability", [

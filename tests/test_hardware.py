@@ -15,11 +15,16 @@ from conftest import table
 from engine import cores, decoding, gpus, hardware
 
 
-@pytest.mark.parametrize("cuda, mps, names", [(1, 1, "cuda, mps, cpu"), (0, 1, "mps, cpu"), (0, 0, "cpu")])
+@pytest.mark.parametrize("cuda, mps, names", [
+    (1, 1, "cuda, mps, cpu"),
+    (0, 1, "mps, cpu"),
+    (0, 0, "cpu")
+])
 def test_auto_is_the_first_of_cuda_mps_and_cpu_that_is_here(monkeypatch, cuda, mps, names):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    assert hardware.pick_device("auto") == names.partition(",")[0] and hardware.pick_device("cpu") == "cpu"
+    assert hardware.pick_device("auto") == names.partition(",")[0]
+    assert hardware.pick_device("cpu") == "cpu"
     missing, hint = ("tpu:1", "$") if cuda else ("cuda:0", "; nvidia-smi should list a GPU")
     with pytest.raises(ValueError, match=f"device='{missing}' is not here: there is {names}{hint}"):
         hardware.pick_device(missing)
@@ -81,7 +86,10 @@ def test_malloc_keeps_freed_memory_unless_the_user_says_otherwise(monkeypatch):
     assert told == [(-3, 32 * 2**20), (-1, 2**31 - 1)]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize("dtype, tolerance", [
+    (torch.float32, 1e-6),
+    (torch.bfloat16, 4e-3)
+])
 @torch.no_grad()
 def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compiled(dtype, tolerance):
     torch.manual_seed(0)
@@ -91,14 +99,16 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compi
     graph, _ = torch._dynamo.export(linear)(x)
     want = x.double() @ w.double().T
     for y in (graph(x), linear(x)):
-        assert y.dtype == dtype and (y - want).abs().max() <= tolerance * want.abs().max()
+        assert y.dtype == dtype
+        assert (y - want).abs().max() <= tolerance * want.abs().max()
     assert graph.code.count(".sum(") == 4
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux alone has it")
 def test_the_memory_of_a_cpu_is_the_kernels():
     kilobytes = int(re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())[1])
-    assert gpus.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01) and gpus.memory_of("mps") is None
+    assert gpus.memory_of("cpu") == pytest.approx(kilobytes * 1024, rel=0.01)
+    assert gpus.memory_of("mps") is None
 
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
@@ -116,7 +126,10 @@ def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     assert gpus.free_on_host() == 400_000 - (300_000 - 90_000)
 
 
-@pytest.mark.parametrize("name, flops", [("NVIDIA H100 80GB HBM3", 989e12), ("Tesla T4", None)])
+@pytest.mark.parametrize("name, flops", [
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("Tesla T4", None)
+])
 def test_the_flops_of_a_gpu_are_its_vendors(monkeypatch, name, flops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)

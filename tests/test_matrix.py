@@ -51,7 +51,10 @@ def run(lab, launch):
 @pytest.fixture(scope="module")
 def whole(lab, run, tmp_path_factory):
     """whole(kind, *args): the folder of the undisturbed run."""
-    made = {(kind,): lab / kind for kind in ("sft", "adapted", "qrpo")}
+    made = {
+        (kind,): lab / kind
+        for kind in ("sft", "adapted", "qrpo")
+    }
 
     def whole(kind, *args):
         if (kind, *args) not in made:

@@ -70,13 +70,18 @@ def test_activations_and_the_larger_of_head_and_block(eight):
     eight.requires_grad_(False)
     frozen = takes(eight, 1024)
     eight.requires_grad_(True)
-    assert frozen["temporary"] == 8 * 2**26 and frozen["weights"] == 4 * N and frozen["states"] == 0
+    assert frozen["temporary"] == 8 * 2**26
+    assert frozen["weights"] == 4 * N
+    assert frozen["states"] == 0
 
 
 def test_shards_divide_what_is_held_and_ddp_sends_gradients_in_buckets(eight):
     for shards in (1, 8):
         found = takes(eight, shards=shards, parallel="ddp")
-        held = [found[kind] * shards for kind in ("weights", "gradients", "buckets", "states")]
+        held = [
+            found[kind] * shards
+            for kind in ("weights", "gradients", "buckets", "states")
+        ]
         assert held == [4 * N, 4 * N, 4 * N, 12 * N]
 
 
@@ -113,7 +118,10 @@ SAID = """
 
 @pytest.mark.parametrize("mib, rows, ranks, settings, says", table(SAID))
 def test_the_error_prints_commands_with_which_the_8b_fits(asked, mib, rows, ranks, settings, says):
-    assert says in asked(*map(int, (mib, rows, ranks)), **dict(word.split("=") for word in settings.split()))
+    assert says in asked(*map(int, (mib, rows, ranks)), **dict(
+        word.split("=")
+        for word in settings.split()
+    ))
 
 
 def test_a_rank_holds_its_part_of_a_window_that_it_shares(asked):

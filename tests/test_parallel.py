@@ -73,8 +73,12 @@ def test_exact_mode_has_the_same_bits_on_1_and_4_ranks(train, tmp_path):
     one = train(0, tmp_path / "one", EXACT)
     four = train(4, tmp_path / "four", f"{EXACT} --parallel=hsdp --hsdp_shard=2")
     assert same(weights(one), weights(four))
-    losses = [[entry["loss"] for entry in log(run, "loss")] for run in (one, four)]
-    assert losses[0] == losses[1] and len(losses[0]) == 15
+    losses = [
+        [entry["loss"] for entry in log(run, "loss")]
+        for run in (one, four)
+    ]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 15
 
 
 def test_a_window_over_ranks_has_the_loss_and_all_gradients_of_the_whole_one(launch, tmp_path):
@@ -164,7 +168,10 @@ def one_shard():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.parametrize("exact, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize("exact, dtype", [
+    (True, torch.float32),
+    (False, torch.bfloat16)
+])
 def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_batch_unless_exact(
     one_shard, exact, dtype
 ):
@@ -175,14 +182,23 @@ def test_fsdp_sends_weights_in_the_activations_dtype_and_adds_after_each_micro_b
     parallel.distribute(model, one_shard, "cpu")
     sharding.draw(model, 5)
     whole = Apertus(SMALL, 5).parameters()
-    assert all(p.full_tensor().equal(q) for p, q in zip(model.parameters(), whole))
+    assert all(
+        p.full_tensor().equal(q)
+        for p, q in zip(model.parameters(), whole)
+    )
     block, sent, added = model.model.layers[0], set(), []
-    block.register_forward_pre_hook(lambda *_: sent.update(p.dtype for p in block.parameters()))
+    block.register_forward_pre_hook(lambda *_: sent.update(
+        p.dtype
+        for p in block.parameters()
+    ))
     one_shard.exact = exact
     for last in (False, True):
         parallel.reduce_after(model, one_shard, last)
         model(IDX, IDX)[1].backward()
-        added.append(all(p.grad is not None for p in model.parameters()))
+        added.append(all(
+            p.grad is not None
+            for p in model.parameters()
+        ))
     assert added == [not exact, True] and sent == {dtype}
 
 
@@ -235,7 +251,10 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
             block.compile(backend=backend)
         grads.append(gradients(model))
         parts = [part for graph in backend.graphs for part in graph.modules()]
-        sizes.append(sum(len(part.graph.nodes) for part in parts if isinstance(part, torch.fx.GraphModule)))
+        sizes.append(sum(
+            len(part.graph.nodes)
+            for part in parts if isinstance(part, torch.fx.GraphModule)
+        ))
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
     assert all(map(torch.equal, grads[0] * 2, grads[1] + grads[2]))

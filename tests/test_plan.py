@@ -23,7 +23,10 @@ def planned(mode, command):
 ])
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
     """Of cards and windows the lines of the 8B: 80 layers of the 70B take seconds."""
-    pages = "".join(page.read_text() for page in Path(ROOT, "docs").glob("*.md"))
+    pages = "".join(
+        page.read_text()
+        for page in Path(ROOT, "docs").glob("*.md")
+    )
     assert "\n".join(itertools.islice(table(), lines)) in pages
 
 
@@ -65,7 +68,10 @@ def test_the_slower_of_compute_and_links_decides_the_speed():
     assert far["links_s"] == pytest.approx(63 / 64 * 8 * PARAMETERS / 45e9)
 
 
-@pytest.mark.parametrize("mode, passes", [("none", 2), ("full", 3)])
+@pytest.mark.parametrize("mode, passes", [
+    ("none", 2),
+    ("full", 3)
+])
 def test_a_window_over_gpus_adds_four_exchanges_to_each_block(mode, passes):
     """q and the result have 32 heads of 128, k and v 8: bf16, T/P positions, both directions, in full once more."""
     alone, _ = planned(mode, "--batch_size=8")

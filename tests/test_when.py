@@ -52,12 +52,18 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
         ("a1", 3220, 14010, 10),
         ("b0", 14020, 15012, 500),
     ):
-        inside = [(tokens >= first) & (tokens < first + n) for tokens in (idx, targets)]
+        inside = [
+            (tokens >= first) & (tokens < first + n)
+            for tokens in (idx, targets)
+        ]
         found = samples_of(data, f"{counted}/{file}.npy", first - begin, n, 10_077)
         assert found.tolist() == np.flatnonzero((inside[0] | inside[1]).any(1).numpy()).tolist()
 
 
-@pytest.mark.parametrize("kind, stage", [("natural", ""), ("stages", "all")])
+@pytest.mark.parametrize("kind, stage", [
+    ("natural", ""),
+    ("stages", "all")
+])
 def test_the_data_of_a_run_are_those_that_it_has_read(counted, kind, stage):
     config = dict(data=counted, block_size=16, seed=3, stage=stage, stages=STAGES)
     data = data_of_run(dict(config, data_hash=DATA[kind](counted).fingerprint), 10**4)

@@ -59,7 +59,10 @@ def child(command, fault, log, env):
         for stream in (1, 2):
             os.dup2(out.fileno(), stream)
     env += " MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo"
-    os.environ.update(word.split("=") for word in env.split())
+    os.environ.update(
+        word.split("=")
+        for word in env.split()
+    )
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1             # more would be a pool of processes in each rank
     if hasattr(os, "SCHED_BATCH"):

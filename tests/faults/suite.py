@@ -70,7 +70,8 @@ class Lab:
     def must_end_well(self, run):
         """Resumed without a fault, on any number of ranks, a run ends with the weights and losses of the whole run."""
         text = said(self.start(run, random.choice([1, 2, 4])))
-        assert same(weights(run), weights(self.whole)) and losses(run) == losses(self.whole)
+        assert same(weights(run), weights(self.whole))
+        assert losses(run) == losses(self.whole)
         return text
 
 
@@ -170,7 +171,10 @@ def main():
             disturbance(lab, row)
             how, _, _, flags = map(str.strip, row.split("|"))
             counts[f"{how} {flags}"] = 1
-    rows = [[fault, times, 0, "identical weights"] for fault, times in counts.items()]
+    rows = [
+        [fault, times, 0, "identical weights"]
+        for fault, times in counts.items()
+    ]
     table = HEAD + "".join("| {} | {} | {} | {} |\n".format(*row) for row in rows)
     table += f"\n{sum(counts.values()):,} faults.\n"
     print(table)
