@@ -104,11 +104,13 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
 # MiB of a GPU, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are 161.1 GB of the
 # 150.8 that an H200 has, and 16 are 128.9.
 SAID = """
-143771 | 4 | 1 |                 | error: GB that a step takes: weights 32.2, gradients 32.2, states 96.6, activations 78.8,
-143771 | 4 | 1 |                 | cuda:0 has 150.8 of 150.8 free: torchrun --standalone --nproc_per_node=2 train.py configs/8b.py --micro_batch=2 --parallel=fsdp; or python train.py configs/8b.py --micro_batch=1 --recompute=selective --state_dtype=bfloat16
+143771 | 4 | 1 | | error: GB that a step takes: weights 32.2, gradients 32.2, states 96.6, activations 78.8,
+143771 | 4 | 1 |                 | cuda:0 has 150.8 of 150.8 free: torchrun --standalone --nproc_per_node=2 train.py
+143771 | 4 | 1 | | 8b.py --micro_batch=2 --parallel=fsdp; or python train.py configs/8b.py --micro_batch=1
+143771 | 4 | 1 |                 | --micro_batch=1 --recompute=selective --state_dtype=bfloat16
 143771 | 4 | 1 | optimizer=adamw | free: python train.py configs/8b.py --micro_batch=1
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
-81559  | 6 | 8 |                 | free: torchrun --standalone --nproc_per_node=8 train.py configs/8b.py --micro_batch=2 --parallel=fsdp
+81559  | 6 | 8 |                 | free: torchrun --standalone --nproc_per_node=8 train.py
 81559  | 2 | 8 |                 | total 74.7; cuda:0 has 85.5
 81559  | 4 | 1 | init_from=8b lora_r= | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500

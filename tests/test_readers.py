@@ -139,7 +139,8 @@ def test_each_format_gives_the_rows_that_were_written_in_whatever_parts(tmp_path
 # A file, its bytes, and ids=texts by RFC 8259, RFC 4180 and the first reader; an id alone has a problem for a text.
 # In open.tsv one row goes from one quote to the next.
 GOLDEN = r"""
-a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7}\n{"text": 1}\n"\0" | 0=a 2 3 4 7=b 6 7
+a.jsonl     | {"text":\r"a"}\n\n{"text": "\xff"}\n[1]\n{"te\n\xef\xbb\xbf{"text": "b", "id": 7} | 0=a 2 3 4 7=b
+b.jsonl     | {"text": 1}\n"\0"                                                                 | 0 1
 torn.json   |  [{"text": "a"}, 5, {"text": "\\ud800b"}, {"tex                                   | 0=a 1 2=?b 3
 bytes.json  | \xef\xbb\xbf[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]                      | 0=a 1 2=b
 names.jsonl | {"text": "a", "language": ["deu"]}\n{"text": "b", "license": {}, "id": 5}         | 0=a 5
@@ -187,7 +188,7 @@ def test_an_encoding_is_asked_for_and_code_and_fineweb_name_the_language(tmp_pat
 def test_a_page_gives_the_main_text_of_trafilatura_and_its_meta_tags(tmp_path):
     trafilatura = pytest.importorskip("trafilatura")
     page = f"""<html><head><meta name='robots' content='noai'><meta charset='utf-8'></head><body><nav>Home</nav>
-        <article>{"<p>The lake of Zürich is forty kilometres long, and swans are fed in the city.</p>" * 3}</article>"""
+        <article>{"<p>The lake of Zürich is forty kilometres long, and swans are fed in it.</p>" * 3}</article>"""
     (tmp_path / "a.html").write_text(page)
     (doc,) = read(tmp_path / "a.html")
     assert doc["text"] == trafilatura.extract(page, include_comments=False)

@@ -5,8 +5,8 @@ $ make faults                                          # all of it, and 500 kill
 $ python tests/faults/suite.py --kills=20              # fewer, and nothing is recorded
 $ python -m pytest tests/faults                        # the short form, also in `make test`
 
-A fault raises AssertionError where a promise is broken. All runs are exact (fp64 sums), so the weights are the same bits
-on any number of processes.
+A fault raises AssertionError where a promise is broken. All runs are exact (fp64 sums): bit-exact on any number of
+processes.
 """
 import itertools
 import json
