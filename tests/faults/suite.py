@@ -172,7 +172,7 @@ def main():
             how, _, _, flags = map(str.strip, row.split("|"))
             counts[f"{how} {flags}"] = 1
     rows = [
-        [fault, times, 0, "identical weights"]
+        [fault, times, 0, "a run that it ends resumes to identical weights"]
         for fault, times in counts.items()
     ]
     table = HEAD + "".join("| {} | {} | {} | {} |\n".format(*row) for row in rows)
