@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch._inductor.config  # noqa: F401  reads CXX once, before a test says that there is no compiler
@@ -28,6 +29,14 @@ def refused(done, *says):
     assert all(word in done.stderr for word in says), done.stderr
 
 
+def table(text):
+    """The rows of a table in a text: cells between |."""
+    return [
+        list(map(str.strip, line.split("|")))
+        for line in text.strip().splitlines()
+    ]
+
+
 def weights(run):
     """{name: parameter} of a run folder."""
     import convert
@@ -39,12 +48,6 @@ def same(one, other):
     return all(one[name].equal(other[name]) for name in one)
 
 
-def save_checkpoint(folder, step, model, optimizer, info, keep=2, group=None):
-    """A checkpoint of a model and its optimizer, as a run writes it."""
-    from engine import checkpoint
-    checkpoint.write(folder, step, checkpoint.tensors_of(model, optimizer), info, keep, None, group)
-
-
 def script(name, *args, stdin="", pictures=False):
     """
     Run `python NAME ARGS`, or `python -m NAME ARGS`, in this process (importing torch anew costs seconds): its
@@ -52,29 +55,26 @@ def script(name, *args, stdin="", pictures=False):
     """
     from engine import plot
     # A new process would import the modules to which a script hands its command line anew.
-    for attached in ("train", "prepare", "posttrain.attach", "posttrain.start", "posttrain.common", "corpus.join",
-                     "tests.lesson"):
+    attached = "train prepare posttrain.attach posttrain.start posttrain.common corpus.join tests.lesson"
+    for attached in attached.split():
         package, _, leaf = attached.rpartition(".")
         sys.modules.pop(attached, None)
         vars(sys.modules.get(package, types)).pop(leaf, None)
     out, err, code = io.StringIO(), io.StringIO(), 0
-    before = sys.argv, sys.stdin, os.getcwd()
-    drawn = plot.curves
-    if not pictures:
-        plot.curves = lambda *args, **how: None
-    sys.argv, sys.stdin = [name, *map(str, args)], io.StringIO(stdin)
-    os.chdir(ROOT)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        contextlib.chdir(ROOT),
+        patch.object(sys, "argv", [name, *map(str, args)]),
+        patch.object(sys, "stdin", io.StringIO(stdin)),
+        patch.object(plot, "curves", plot.curves if pictures else lambda *args, **how: None),
+    ):
+        try:
             # Not run_path, which would compile the source anew.
             module = name.removesuffix(".py").replace("/", ".")
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as e:
-        code = e.code or 0
-    finally:
-        sys.argv, sys.stdin = before[:2]
-        os.chdir(before[2])
-        plot.curves = drawn
+        except SystemExit as e:
+            code = e.code or 0
     return types.SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
@@ -93,9 +93,8 @@ def launch():
     launch(2, *args, script="posttrain.sft", logs=path): a script on two ranks, forked from one warm process
     (tests/faults/launch.py).
     """
-    from faults.launch import Launcher
-    with Launcher() as launcher:
-        yield launcher
+    from faults.launch import Trial
+    return lambda *args, **how: Trial(*args, **how).wait()
 
 
 from lab import lab  # noqa: E402,F401  it needs script()

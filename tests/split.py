@@ -36,7 +36,9 @@ def step(dtype, ranks=None, mode="none", compiled=False):
     _, loss = model(*BATCH, n_tokens=P * KEEP.sum().item())
     loss.backward()
     # Losses of tokens come back P times as large.
-    return [loss.detach(), *(p.grad for p in model.parameters()), model(*BATCH, per_token=True)[1].detach() / P]
+    gradients = [p.grad for p in model.parameters()]
+    _, nll = model(*BATCH, per_token=True)
+    return [loss.detach(), *gradients, nll.detach() / P]
 
 
 def check(ranks, dtype, tolerance, *how):

@@ -10,17 +10,33 @@ from engine.hardware import can_compile
 
 has_compiler = pytest.mark.skipif(not can_compile(torch.device("cpu")), reason="no C++ compiler")
 # Whole rows, two of one length, which are updated in one call; a large tensor with a remainder; small ones.
-SHAPES = [(64, 80), (5003,), (80, 64), (128, 64), (7, 3), (500, 16), (1,)]
+SHAPES = [
+    (64, 80),
+    (5003,),
+    (80, 64),
+    (128, 64),
+    (7, 3),
+    (500, 16),
+    (1,),
+]
 
 
 def trained(compile, **options):
     """Parameters after five steps with random gradients: one is transposed, one misses its first gradient."""
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    params = [
+        torch.nn.Parameter(torch.randn(shape))
+        for shape in SHAPES
+    ]
     params.append(torch.nn.Parameter(torch.randn(9, 5).T))
     sizes = [p.numel() for p in params]
-    how = dict(betas=(0.9, 0.999, 0.99), alpha_warmup=10, beta3_warmup=10, compile=compile) | options
-    opt = AdEMAMix(params, **how)
+    how = dict(
+        betas=(0.9, 0.999, 0.99),
+        alpha_warmup=10,
+        beta3_warmup=10,
+        compile=compile,
+    )
+    opt = AdEMAMix(params, **how | options)
     for t in range(5):
         # As FSDP's: gradients that are parts of one buffer. In every other step they are on their own.
         for p, part in zip(params, torch.randn(sum(sizes)).split(sizes)):
@@ -43,7 +59,8 @@ def fresh():
 @pytest.mark.parametrize("backend, options", [
     ("aot_eager", {}),
     ("aot_eager", dict(betas=(0.0, 0.999, 0.99))),
-    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler)])
+    pytest.param("inductor", dict(state_dtype=torch.bfloat16), marks=has_compiler),
+])
 def test_compiled_it_is_eager_to_rounding_and_one_kernel_serves_all_sizes_and_steps(monkeypatch, backend, options):
     """In bf16 to that of the averages: elements are counted in each row, so the noise differs where rows are joined."""
     torch._dynamo.reset()
@@ -68,7 +85,8 @@ def test_without_a_compiler_it_says_so_and_runs(monkeypatch, capsys):
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     AdEMAMix([p], 0.1, compile=True).step()
-    assert p.max() < 1 and capsys.readouterr().out.startswith("ademamix: no compiler found for cpu")
+    assert p.max() < 1
+    assert capsys.readouterr().out.startswith("ademamix: no compiler found for cpu")
 
 
 # -----------------------------------------------------------------------------
@@ -82,7 +100,10 @@ def rounded(x, step):
 def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
     """The neighbours of 1 + 3/1024 in bf16 are 1 and 1 + 8/1024: it is rounded up with probability 3/8."""
     x = torch.full((1 << 16,), 1 + 3 / 1024)
-    share = torch.stack([rounded(x, step) > 1 for step in range(16)]).float()
+    share = torch.stack([
+        rounded(x, step) > 1
+        for step in range(16)
+    ]).float()
     assert abs(share.mean() - 3 / 8) < 4 * (15 / 64 / share.numel()) ** 0.5
     assert abs(torch.corrcoef(share[:2])[0, 1]) < 4 / 256
     assert torch.equal(rounded(x, 5), rounded(x, 5))
@@ -99,6 +120,11 @@ def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
     for step in (1, 2, 3):
         opt.step()
         exact = slow + torch.tensor(1 - 0.99) * (p.grad - slow)
-        _, fast, slow, squares = (x.clone() for x in opt.state[p].values())
-        assert torch.equal(slow, rounded(exact, step)) and not torch.equal(slow, rounded(exact, 0))
-    assert fast.dtype == torch.bfloat16 and squares.dtype == torch.float32
+        _, fast, slow, squares = (
+            x.clone()
+            for x in opt.state[p].values()
+        )
+        assert torch.equal(slow, rounded(exact, step))
+        assert not torch.equal(slow, rounded(exact, 0))
+    assert fast.dtype == torch.bfloat16
+    assert squares.dtype == torch.float32

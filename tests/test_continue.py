@@ -76,13 +76,12 @@ def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
 @pytest.mark.parametrize("args, warned", [
     ("--block_size=512", True),
     ("--block_size=512 --rope_theta=1e6 --doc_mask=False", False),
-    ("--block_size=32", False),
 ])
 def test_window_and_rope_may_change(lab, tmp_path, args, warned):
     done = go_on(lab, tmp_path / "run", *args.split(), "--total_samples=24")
     assert done.returncode == 0 and ("has seen 256 at once" in done.stdout) == warned, done.stderr
     found = settings_of(tmp_path / "run")
-    assert f"--block_size={found['block_size']}" in args and found["n_embd"] == 32
+    assert (found["block_size"], found["n_embd"]) == (512, 32)
     assert (found["rope_theta"] == 1e6) == (not found["doc_mask"]) == ("rope" in args)
 
 
@@ -97,9 +96,9 @@ def test_a_vocabulary_that_differs_in_one_id_is_an_error_of_the_start_and_of_a_t
 def test_a_longer_run_of_adapters_from_another_start_moves_no_checkpoint(lab, runs, tmp_path):
     """It would continue from before its decay, but the frozen weights are other ones."""
     run = shutil.copytree(runs / "adapted", tmp_path / "run")
-    before, longer = contents(run / "ckpt"), ["--resume", "--total_samples=80", *ADAPTERS]
+    before, longer = contents(run), ["--resume", "--total_samples=80", *ADAPTERS]
     refused(go_on(lab, run, *longer, start="sft"), "start_hash")
     refused(go_on(lab, run, *longer, "--lora_alpha=4"), "lora_alpha 8.0 -> 4.0")
-    assert contents(run / "ckpt") == before and (run / "summary.json").exists()
+    assert contents(run) == before
     done = go_on(lab, run, *longer, start="hf")
     assert done.returncode == 0 and "continues from before its decay" in done.stdout, done.stderr

@@ -40,7 +40,9 @@ def test_as_many_threads_as_cores_are_free(free, monkeypatch):
     monkeypatch.setattr(free, "look", lambda: next(looks))
     for says, threads in (("use 2.1 cores: 2 of 4", 2), ("1 of 4", 1), ("4 of 4", 4), ("", 4)):
         said = free.take()
-        assert says in said and bool(says) == bool(said) and torch.get_num_threads() == threads
+        assert says in said
+        assert bool(says) == bool(said)
+        assert torch.get_num_threads() == threads
 
 
 def test_the_users_number_of_threads_stays(monkeypatch):
@@ -48,5 +50,6 @@ def test_the_users_number_of_threads_stays(monkeypatch):
     assert cores.cores_for("cpu") is None
     monkeypatch.delenv("OMP_NUM_THREADS")
     with torch._inductor.config.patch("cpp.dynamic_threads", False):
-        assert cores.cores_for("cuda:0") is None and isinstance(cores.cores_for("cpu"), cores.Cores)
+        assert cores.cores_for("cuda:0") is None
+        assert isinstance(cores.cores_for("cpu"), cores.Cores)
         assert torch._inductor.config.cpp.dynamic_threads

@@ -8,23 +8,25 @@ import random
 
 import pytest
 
-from conftest import same, script, weights
+from conftest import same, script, table, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
 
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
-START = "--init_from=LAB/hf --base=bf16 " + " ".join(ADAPTERS)
+LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
 # Each kind of run: the command, its flags, how two ranks share it from its start, and how when they resume it.
-KINDS = dict(
-    pretraining=(pretraining, TRAIN, "ddp", "fsdp --exact"),
-    continued=(pretraining, f"{TRAIN} {START}", "fsdp --sequence_parallel=2", "fsdp --exact"),
-    distilled=(pretraining, f"{TRAIN} --n_layer=1 --teacher=LAB/hf", "fsdp --sequence_parallel=2", "fsdp --exact"),
-    guided=(pretraining, f"{TRAIN} {GUIDED}", "ddp", "fsdp --exact"),
-    sft=(tuning, "", "fsdp", "ddp"),
-    adapted=(tuning, " ".join(ADAPTERS), "ddp", "fsdp"),
-    qrpo=(aligning, "", "fsdp", "ddp"),
-)
+KINDS = f"""
+pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
+continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
+distilled   | {TRAIN} --n_layer=1 --teacher=LAB/hf          | fsdp --sequence_parallel=2 | fsdp --exact
+guided      | {TRAIN} {GUIDED}                              | ddp                        | fsdp --exact
+sft         |                                               | fsdp                       | ddp
+adapted     | {LORA}                                        | ddp                        | fsdp
+qrpo        |                                               | fsdp                       | ddp
+"""
+KINDS = {kind: flags for kind, *flags in table(KINDS)}
+COMMANDS = dict(sft=tuning, adapted=tuning, qrpo=aligning)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -33,14 +35,14 @@ def run(lab, launch):
     """run(kind, out, *args, parallel): begin a run, or carry it on: on two ranks if parallel is given."""
 
     def run(kind, out, *args, parallel=""):
-        command, more, *_ = KINDS[kind]
-        name, *line = command(lab, out, *more.replace("LAB", str(lab)).split(), *args, "--resume")
-        if parallel:
-            codes, said = launch(2, *line, f"--parallel={parallel}", script=name, logs=f"{out}.log")
-        else:
+        more = KINDS[kind][0].replace("LAB", str(lab)).split()
+        name, *line = COMMANDS.get(kind, pretraining)(lab, out, *more, *args, "--resume")
+        if not parallel:
             done = script(name, *line)
-            codes, said = [done.returncode], done.stderr
-        assert not any(codes), said[-3000:]
+            assert done.returncode == 0, done.stderr
+            return out
+        codes, said = launch(2, *line, f"--parallel={parallel}", script=name, logs=f"{out}.log")
+        assert codes == [0, 0], said[-3000:]
         return out
 
     return run
@@ -49,7 +51,10 @@ def run(lab, launch):
 @pytest.fixture(scope="module")
 def whole(lab, run, tmp_path_factory):
     """whole(kind, *args): the folder of the undisturbed run."""
-    made = {(kind,): lab / kind for kind in ("sft", "adapted", "qrpo")}
+    made = {
+        (kind,): lab / kind
+        for kind in ("sft", "adapted", "qrpo")
+    }
 
     def whole(kind, *args):
         if (kind, *args) not in made:
@@ -80,15 +85,14 @@ def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind)
 
 @every_kind
 def test_two_ranks_have_the_losses_of_one(whole, run, tmp_path, kind):
-    *_, shared, _ = KINDS[kind]
-    flag, *more = shared.split()
+    flag, *more = KINDS[kind][1].split()
     two = run(kind, tmp_path / "two", *more, parallel=flag)
     assert losses(two) == pytest.approx(losses(whole(kind)), rel=2e-5, abs=2e-5)
 
 
 @every_kind
 def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
-    flag, *exact = KINDS[kind][-1].split()
+    flag, *exact = KINDS[kind][2].split()
     want = whole(kind, *exact)
     two = run(kind, killed(want, tmp_path / "two", [0]), *exact, parallel=flag)
     one = run(kind, killed(two, tmp_path / "one", [1, -2]), *exact)

@@ -10,18 +10,25 @@ from corpus.when import data_of_run, samples_of
 from data import TokenDataset
 from stages import StagedDataset
 
+EDGES = 0, 3220, 14020, 21550
 STAGES = [("1", ("a",), 5_000, 1), ("2", dict(b=1, a=2), 30_000, 2)]
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """A folder whose tokens are 0, 1, 2, ...: two shards of source a, one of b."""
-    folder, sources = tmp_path_factory.mktemp("counted"), dict(a=[], b=[])
-    for name, begin, end in (("a0", 0, 3220), ("a1", 3220, 14020), ("b0", 14020, 21550)):
+    folder, sources = tmp_path_factory.mktemp("counted"), dict(a={}, b={})
+    for name, begin, end in zip(("a0", "a1", "b0"), EDGES, EDGES[1:]):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
-        sources[name[0]].append(dict(file=f"{name}.npy", tokens=end - begin, sha256=name))
-    sources = {name: dict(train=dict(shards=shards)) for name, shards in sources.items()}
-    meta = dict(bos=60_001, eos=60_002, vocab_size=60_003, tokenizer_hash="", sources=sources)
+        shards = sources[name[0]].setdefault("train", dict(shards=[]))["shards"]
+        shards.append(dict(file=f"{name}.npy", tokens=end - begin, sha256=name))
+    meta = dict(
+        bos=60_001,
+        eos=60_002,
+        vocab_size=60_003,
+        tokenizer_hash="",
+        sources=sources,
+    )
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
 
@@ -39,15 +46,24 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
     monkeypatch.setattr(when, "CHUNK", 4_000)
     data = DATA[kind](counted)
     idx, targets, *_ = data.batch(0, 10_077)
-    begins = dict(a0=0, a1=3220, b0=14020)
-    for file, first, n in (("a0", 0, 1), ("a0", 3200, 32), ("a1", 14010, 10), ("b0", 15012, 500)):
-        inside = [(tokens >= first) & (tokens < first + n) for tokens in (idx, targets)]
-        found = samples_of(data, f"{counted}/{file}.npy", first - begins[file], n, 10_077)
-        assert found.dtype == np.int64
+    for file, begin, first, n in (
+        ("a0", 0, 0, 1),
+        ("a0", 0, 3200, 32),
+        ("a1", 3220, 14010, 10),
+        ("b0", 14020, 15012, 500),
+    ):
+        inside = [
+            (tokens >= first) & (tokens < first + n)
+            for tokens in (idx, targets)
+        ]
+        found = samples_of(data, f"{counted}/{file}.npy", first - begin, n, 10_077)
         assert found.tolist() == np.flatnonzero((inside[0] | inside[1]).any(1).numpy()).tolist()
 
 
-@pytest.mark.parametrize("kind, stage", [("natural", ""), ("stages", "all")])
+@pytest.mark.parametrize("kind, stage", [
+    ("natural", ""),
+    ("stages", "all")
+])
 def test_the_data_of_a_run_are_those_that_it_has_read(counted, kind, stage):
     config = dict(data=counted, block_size=16, seed=3, stage=stage, stages=STAGES)
     data = data_of_run(dict(config, data_hash=DATA[kind](counted).fingerprint), 10**4)
