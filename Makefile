@@ -33,7 +33,7 @@ recipe: .venv/ready
 align: .venv/ready
 	$(PY) -m studies.align $(ALIGN)
 
-# What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations.py)
+# What each part of Apertus does, with seeds: make ablate STUDY=optimizer (the names in configs/ablations.toml)
 ablate: | $(DATA)/meta.json
 	$(PY) -m studies.ablate $(STUDY) --data=$(DATA)
 	$(PY) -m studies.ablate --overview

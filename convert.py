@@ -10,6 +10,7 @@ $ python convert.py --load=swiss-ai/Apertus-8B-2509             # names, shapes,
 $ python convert.py --load=out/laptop --save=out/laptop-hf --dtype=bfloat16                # a copy to publish
 $ python convert.py --load=out/chat --save=out/chat-merged --merge                         # adapters become matrices
 $ python convert.py --load=swiss-ai/Apertus-v1.1-1.5B --save=mini.json                     # the vocabulary alone
+$ python convert.py --load=out/laptop --trace="Hello"     # what each module computes: for whoever writes another engine
 
 The parameters carry the published names, so weights need no table. A repository is read as safetensors and JSON, and
 nothing in it is run. A config that asks for something that model.py does not do raises an error that names it, and so
@@ -51,6 +52,7 @@ load = ""             # a run folder, a Hugging Face folder or name, or a folder
 save = ""             # the folder to write as Hugging Face has it; FILE.json: the vocabulary alone, for prepare.py
 dtype = "float32"     # of the tensors written: float32 | bfloat16
 merge = False         # write a model with adapters, or with structured layers, as the dense one that it equals
+trace = ""            # print what each module computes for this text (studies/trace.py)
 
 OWN = "nanoapertus"
 
@@ -133,7 +135,7 @@ def config_from_hf(hf):
 
     transformers 4 wrote rope_theta and rope_scaling, where null means plain RoPE; 5 writes rope_parameters. If a file
     has both they must agree. If it has neither it means Apertus' own: theta 12e6 and llama3. Source: transformers'
-    ApertusConfig, 4.56 to 5.23, and the configs of published Apertus models (tests/test_published.py).
+    ApertusConfig, 4.56 to 5.24, and the configs of published Apertus models (tests/test_published.py).
     """
     hf = text_part(hf)
     if hf.get("model_type") != "apertus":
@@ -381,9 +383,6 @@ def load_any(name, device="cpu", dtype=None, base="", chat=False):
     return model, tok
 
 
-load_run = load_any
-
-
 def is_adapters(folder):
     """Whether a folder holds adapters: PEFT's two files, or a run of posttrain/ or train.py that trained some."""
     return os.path.isfile(f"{folder}/adapter_config.json") or settings_of(folder).get("lora_r")
@@ -612,6 +611,8 @@ def main():
         check_replaceable(save)  # refuses a folder before a large model is read
     model, tok = load_any(load)
     print(f"{load}: {model.num_params():,} parameters; {model.config}")
+    if trace:
+        attached("studies.trace").trace(model, tok, trace)
     if save:
         if merge:
             merge_adapters(model)

@@ -61,8 +61,7 @@ def permute(i, n, seed, epoch):
 
 def round_key(text):
     """32 bits of a text's sha256."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(digest[:4], "little")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def mix(x):

@@ -405,8 +405,10 @@ def contents(path):
                          f"python prepare.py FILES --out={path}")
     rows = [dict(text=read_text(path))]
     if path.endswith(".jsonl"):
-        want = '"text", or with "question" and "answer"'
-        rows = read_rows(path, lambda row: isinstance(row.get("text", row.get("question")), str), want)
+        rows = read_rows(
+            path,
+            lambda row: isinstance(row.get("text", row.get("question")), str),
+            '"text", or with "question" and "answer"')
     found = [], [], []
     for row in rows[:limit or None]:
         if row.get("text", "").strip():

@@ -71,10 +71,17 @@ def sample_of(run, data, seed):
     because the cached decoding step has shapes that training has not compiled.
     """
     tok = tokenizer.load_for(data)
-    how = dict(temperature=0.8, top_p=0.95, stop=(tok.eos,), generator=torch.Generator(run.device).manual_seed(seed))
+    generator = torch.Generator(run.device).manual_seed(seed)
     run.model.eval()
     with torch.compiler.set_stance("force_eager"):
-        ids = generate(run.model, [[tok.bos]], min(120, run.shape.block_size), **how)
+        ids = generate(
+            run.model,
+            [[tok.bos]],
+            min(120, run.shape.block_size),
+            stop=(tok.eos,),
+            temperature=0.8,
+            top_p=0.95,
+            generator=generator)
     run.model.train()
     return tok.decode(ids[0][1:])
 

@@ -468,8 +468,7 @@ def main():
     print(f"{t.name}: {t.vocab_size:,} ids, sha256 {t.hash[:16]}…")
     for text in paths:
         ids = t.encode(text)
-        shown = [f"{i}:{t.decode([i])!r}" for i in ids]
-        print(*shown, f"({len(ids)} tokens, {len(text.encode())} bytes)")
+        print(*(f"{i}:{t.decode([i])!r}" for i in ids), f"({len(ids)} tokens, {len(text.encode())} bytes)")
 
 
 if __name__ == "__main__":

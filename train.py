@@ -145,8 +145,7 @@ def check_settings():
     said = [name for name in globals().get("_asked", ()) if name in ("minutes", "total_samples")]
     if said[-1:] == ["total_samples"]:
         minutes = 0.0
-    choices = dict(schedule="wsd cosine", loss_average="step micro", goldfish_scope="window stream")
-    for name, kinds in choices.items():
+    for name, kinds in dict(schedule="wsd cosine", loss_average="step micro", goldfish_scope="window stream").items():
         if globals()[name] not in kinds.split():
             raise ValueError(f"{name}={globals()[name]!r}: there is {kinds.replace(' ', ' and ')}")
     if minutes and (not 0 < minutes < math.inf or schedule != "wsd" or decay_samples >= total_samples or stage):

@@ -523,7 +523,8 @@ def main():
             raise ValueError(f"{url!r} is not a URL; want https://host/path")
         store = {}
         if robots.endswith(".txt"):
-            store = {host: Path(robots).read_bytes()}
+            with open(robots, "rb") as f:
+                store = {host: f.read()}
         elif robots:
             store = open_robots(robots)
         groups = parse_robots(store.get(host) or b"") or {}

@@ -17,7 +17,7 @@ sec. 2.4, Table 3, which has one run for each arm; here the seeds show how much 
 
 $ python -m studies.ablate swiglu xielu           # two or more arms: five minutes, a table, a plot, and a conclusion
 $ python -m studies.ablate adamw ademamix --seeds=5
-$ python -m studies.ablate activations            # a study of configs/ablations.py: an hour, to results/ablations
+$ python -m studies.ablate activations            # a study of configs/ablations.toml: an hour, to results/ablations
 $ python -m studies.ablate activations --report   # its table and plot again, from the committed runs.jsonl
 $ python -m studies.ablate apertus --size=configs/laptop.py    # another size: any config of train.py
 $ python -m studies.ablate --overview             # all studies in one table
@@ -28,6 +28,7 @@ from studies import kit     # first, since studies.py says how to start a study 
 import json
 import os
 import statistics
+import tomllib
 from operator import itemgetter, sub
 
 import numpy as np
@@ -36,13 +37,13 @@ from tqdm import tqdm
 import configurator
 import convert
 import train
-from configs.ablations import STUDIES
 from data import read_meta
 from engine import plot
+from engine.files import read_text
 from engine.intervals import student
 from posttrain import attach
 
-paths = []                 # a study of configs/ablations.py, or two or more arms: values of one setting in ARMS
+paths = []                 # a study of configs/ablations.toml, or two or more arms: values of one setting in ARMS
 seeds = 0                  # runs of each arm at its best learning rate; 0 = 5 for a study, 3 for arms
 lrs = ()                   # peak learning rates that every arm tries; () = the study's
 size = ""                  # a config of train.py: the model and the length of every run; "" = the study's
@@ -54,6 +55,7 @@ report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
 SEARCH_SEED = 0            # chooses the learning rates, and is never reported
+STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml"))
 STUDY, QUICK = json.loads("""[
     {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3]},
     {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3]}
@@ -75,8 +77,8 @@ METHOD = (
 
 def chosen():
     """
-    The study on the command line, a dict: a row of configs/ablations.py, or the arms to compare; its `name`, the
-    `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is no such study.
+    The study on the command line, a dict: a table of configs/ablations.toml, or the arms to compare; its `name`, the
+    `baseline`, the `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is none.
     """
     name = "-".join(paths)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
@@ -84,7 +86,7 @@ def chosen():
         study = STUDY | STUDIES[name]
     elif len({*paths}) > 1 and settings:
         arms = {arm: f"--{settings[0]}={arm}" for arm in paths}
-        study = QUICK | dict(question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms, baseline=paths[0])
+        study = QUICK | dict(question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms)
     else:
         raise ValueError(
             f"{' '.join(paths) or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more "
@@ -92,7 +94,12 @@ def chosen():
     asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
     # Other numbers than the committed ones get a folder of their own, and no reading.
     results = out or (QUICK if asked else study)["out"]
-    return study | asked | dict(name=name, asked=asked, folder=f"{results}/{name}")
+    return study | asked | dict(name=name, baseline=first(study), asked=asked, folder=f"{results}/{name}")
+
+
+def first(study):
+    """The name of a study's first arm, its baseline."""
+    return next(iter(study["arms"]))
 
 
 # -----------------------------------------------------------------------------
@@ -112,7 +119,7 @@ def planned(study, arm, lr, seed):
     return f"{runs}/{kit.digest([settings, read_meta(data)])}", argv
 
 
-def train_all(study, asked):
+def train_all(study, asked, bar):
     """
     Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order.
 
@@ -121,8 +128,8 @@ def train_all(study, asked):
     plan = [planned(study, *run) for run in asked]
     # Two arms may ask for the same run, and two processes must not write into one folder.
     distinct = dict(plan)
-    trained = kit.in_parallel(jobs, kit.train, distinct, distinct.values())
-    list(tqdm(trained, study["name"], len(distinct), unit="run"))
+    for _ in kit.in_parallel(jobs, kit.train, distinct, distinct.values()):
+        bar.update()
     return [read_run(folder, *run) for (folder, _), run in zip(plan, asked)]
 
 
@@ -150,13 +157,15 @@ def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
     arms, lrs = study["arms"], study["lrs"]
     best = dict.fromkeys(arms, lrs[0])
-    searched = []
-    if len(lrs) > 1:
-        searched = train_all(study, [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms])
+    search = [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms if len(lrs) > 1]
+    reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
+    for arm in arms:
+        planned(study, arm, lrs[0], SEARCH_SEED)           # its errors come before the bar
+    with tqdm(desc=study["name"], total=len(search) + len(reported), unit="run") as bar:
+        searched = train_all(study, search, bar)
         # From the worst to the best, so that the best stays.
         best |= {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
-    every = range(1, study["seeds"] + 1)
-    return searched + train_all(study, [(arm, best[arm], seed) for seed in every for arm in arms])
+        return searched + train_all(study, [(arm, best[arm], seed) for arm, seed in reported], bar)
 
 
 # -----------------------------------------------------------------------------
@@ -181,7 +190,7 @@ def summary(rows, baseline):
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
     seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
     highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last loss of the
-    baseline.
+    baseline. curve: tokens and means of the validations.
     """
     table = []
     for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
@@ -201,6 +210,7 @@ def summary(rows, baseline):
             differences=differences,
             student=student(differences),
             tokens_to_loss=share_of_tokens(tokens, curve, goal),
+            curve=(tokens, curve),
             tokens=tokens[-1],
             seconds=statistics.fmean(run["seconds"] for run in runs)))
     return table
@@ -227,7 +237,7 @@ def conclusion(row, baseline):
 
 
 def write_report(study):
-    """Write table.md and plot.png of a study from its runs.jsonl, and print the table."""
+    """Write table.md, plot.png and curves.png of a study from its runs.jsonl, and print the table."""
     folder, baseline, asked = study["folder"], study["baseline"], study["asked"]
     table = summary(kit.read_rows(f"{folder}/runs.jsonl"), baseline)
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
@@ -239,6 +249,8 @@ def write_report(study):
     kit.publish(f"{folder}/table.md", "\n\n".join(paragraphs))
     arms = {row["arm"]: row["differences"] for row in table[1:]}
     kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {baseline} (less is better)", zero=0)
+    curves = {row["arm"]: row["curve"][1] for row in table}
+    kit.plot_curves(f"{folder}/curves.png", table[0]["curve"][0], curves, "tokens", "validation, bits per byte")
 
 
 def write_overview(folder):
@@ -247,7 +259,7 @@ def write_overview(folder):
     for name, study in STUDIES.items():
         path = f"{folder}/{name}/runs.jsonl"
         if os.path.isfile(path):
-            rows = summary(kit.read_rows(path), study["baseline"])
+            rows = summary(kit.read_rows(path), first(study))
             table += [row | dict(arm=f"{name}: {row['arm']}") for row in rows]
     if not table:
         raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")

@@ -40,7 +40,7 @@ def table(text):
 def weights(run):
     """{name: parameter} of a run folder."""
     import convert
-    return dict(convert.load_run(str(run))[0].named_parameters())
+    return dict(convert.load_any(str(run))[0].named_parameters())
 
 
 def same(one, other):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from configs.ablations import STUDIES
+from studies.ablate import STUDIES
 from conftest import ROOT, script
 from engine import plot
 from engine.files import read_text

@@ -4,6 +4,7 @@ import itertools
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 import convert
 import tokenizer
-from engine.files import read_json, write_json
+from engine.files import read_json, read_text, write_json
 from engine.runs import settings_of
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
+from studies import trace
 from tiny import GOLDEN, ids
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
@@ -206,3 +208,24 @@ def test_stopped_at_any_moment_the_folder_is_the_old_model_the_new_one_or_none(t
     convert.save_hf(old, folder)
     assert {*os.listdir(folder)} == {"config.json", "model.safetensors", convert.LIST}
     assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differs(capsys):
+    """Mean and norm of each module's output there, in the order of computation; then one key norm is wrong."""
+    model = convert.load_hf(FOLDER)
+    tok = SimpleNamespace(bos=1, encode=lambda text: list(range(40, 56)))
+    golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
+
+    def first_difference():
+        trace.trace(model, tok, "")
+        lines = capsys.readouterr().out.splitlines()[1:]
+        assert len(lines) == len(golden)
+        for line, (name, *want) in zip(lines, golden):
+            found = line.split()
+            assert found[0] == name
+            if [*map(float, found[-3:-1])] != pytest.approx([*map(float, want)], rel=1e-4, abs=1e-7):
+                return name
+
+    assert not first_difference()
+    model.model.layers[1].self_attn.k_norm.weight.data[3] += 1
+    assert first_difference() == "model.layers.1.self_attn.k_norm"

@@ -307,15 +307,16 @@ KEYS = "block_size rope_theta batch_size total_samples warmup_samples decay_samp
 
 @pytest.mark.parametrize("file", PUBLISHED["billions"])
 def test_the_stages_of_the_published_runs_end_at_the_published_tokens(file):
-    """No stage reads its pool twice. (Apertus 1.5's are not published.)"""
+    """No stage reads its pool twice. (Apertus 1.5's are not published.) But for the 70B the rate falls in the last."""
     config = runpy.run_path(config_file(file))
     names, pools, ends, seeds = zip(*config["stages"])
     billions = np.multiply(ends, config.get("block_size", 4096) / 1e9)
     assert dict(zip(names, billions)) == pytest.approx(
         PUBLISHED["billions"][file],
-        abs=1
+        abs=0.05
     )
     assert ends[-1] == config["total_samples"]
+    assert ends[-2] == pytest.approx(ends[-1] - config["decay_samples"], rel=1e-6) or file == "70b"
     assert seeds[0] == 28 and len(set(seeds)) == len(seeds)
     for read, pool in zip(np.diff(billions, prepend=0), pools):
         assert not pool or read < sum(config["POOLS"][source] for source in pool)

@@ -81,7 +81,7 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
     run = tmp_path / "run"
     learn(lab, run, "--goldfish_k=3", "--goldfish_h=5", "--goldfish_scope=stream")
     found = steps(run)
-    model = Apertus(convert.load_run(str(run))[0].config, 28).double()
+    model = Apertus(convert.load_any(str(run))[0].config, 28).double()
     teacher, _ = convert.load_any(
         str(lab / "hf"),
         "cpu",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import ROOT, script
-from configs.ablations import STUDIES
+from studies.ablate import STUDIES
 from configurator import configure
 from engine.files import read_json
 from posttrain import attach

@@ -104,7 +104,7 @@ def test_steps_and_validation_are_those_of_the_formulas(launch, data, tmp_path, 
             for name in ("loss", "grad_norm", "kept", "lr", "tokens")
         ]
         assert found == pytest.approx(want, rel=2e-4)
-    assert plain.distance(convert.load_run(str(out))[0]) < 1e-3
+    assert plain.distance(convert.load_any(str(out))[0]) < 1e-3
 
     val = TokenDataset(data, "val", T, SEED, goldfish_k=0)
     said = log(out, "val_loss")

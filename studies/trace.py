@@ -1,0 +1,34 @@
+"""
+What each module of a model computes for a text: a line with the name, the shape, mean, norm, and eight digits of the
+sha256 of the values in fp32.
+
+For whoever writes another engine. Names and values are those of transformers' modules, so the first line that differs
+names what a port has wrong. After RoPE only o_proj tells: if q_norm, k_norm and v_proj agree and it does not, look
+there. Mean and norm are right to rounding; the hash only if every bit is.
+
+$ python convert.py --load=swiss-ai/Apertus-8B-2509 --trace="Hello"
+"""
+
+import hashlib
+from functools import partial
+
+import torch
+
+
+@torch.no_grad()
+def trace(model, tok, text):
+    """Print the ids of a text, and the lines of a model for them in the order of computation."""
+    ids = [tok.bos, *tok.encode(text)]
+    hooks = [module.register_forward_hook(partial(show, name)) for name, module in model.named_modules()]
+    print(f"ids {ids}")
+    model(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+
+
+def show(name, module, inputs, output):
+    """Print the line of a module. output: (1, ...), or the model's own pair, which has no line."""
+    if name:
+        x = output[0].float()
+        digest = hashlib.sha256(x.numpy().tobytes()).hexdigest()
+        print(f"{name:45} {list(x.shape)!s:16} {x.mean():+.6e} {x.norm():.6e} {digest:.8}")
