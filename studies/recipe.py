@@ -10,7 +10,7 @@ the model knows about these people, it read there.
     long       base, continued with windows of 1,024 tokens in place of 256, and theta raised (`kept`: not raised)
     sft        questions and answers in Apertus' chat format; some are about people who do not exist
     qrpo       QRPO from sft: 1 for a right answer, 0 for "I do not know", -1 for an invention
-    judge      SFT from long: learns to rate answers by a charter of one sentence
+    judge      SFT from long: learns to rate answers by a charter of two sentences
     charter    QRPO from sft, rewarded by the judge
 
 Each step is a command of this project as you would type it. The recipe prints the commands, and its report lists them.
@@ -203,7 +203,7 @@ is a little too narrow because five questions share a person. ± is half of the 
 ![Known, recited, kind](recipe.png)
 
 *The models know people whose pages they read, not people on pages that opted out (left; dotted: chance), and Goldfish
-stops them from reciting letters, not from knowing the writers (middle). QRPO by a one-sentence charter makes answers
+stops them from reciting letters, not from knowing the writers (middle). QRPO by a two-sentence charter makes answers
 kind, and a little less often right (right). Bars: 95 % intervals.*
 
 ## Data (seed {first[seed]})
