@@ -129,7 +129,7 @@ def table(k):
 
     As bools it takes 1 MB and stays in the CPU's cache; the 4 MB of random numbers may not.
     """
-    # The CPU's generator, since a GPU draws other numbers, and in fp32, where 1/50 is 0.01999999955.
+    # The CPU's generator, in fp32: a GPU or fp64 would draw other numbers.
     generator = torch.Generator().manual_seed(SEED)
     uniform = torch.rand(TABLE_SIZE, generator=generator)
     return (uniform >= 1 / k).numpy()

@@ -23,6 +23,8 @@ import tomllib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tqdm import tqdm
+
 from configurator import ROOT
 
 paths = []             # the name of a lesson
@@ -75,26 +77,33 @@ def main():
     source = Path(ROOT, file).read_text()
     folder = Path(out, name)
     mine, sheet = folder / file, folder / "README.md"
-    if mine.exists() != (hint or check or solution):
-        raise ValueError(f"{folder} is made by python -m tools.lesson {name}, once; --hint or --check come later")
+    if (hint or check or solution) and not mine.exists():
+        raise ValueError(f"{folder} is not there yet: python -m tools.lesson {name} makes it")
     if solution:
         subprocess.run(["git", "diff", "--no-index", mine, f"{ROOT}/{file}"])
     elif hint:
         text = sheet.read_text()
-        words = lesson["hints"][text.count("\nHint: ") % 3]
-        sheet.write_text(f"{text}\nHint: {words}\n")
+        given = text.count("\nHint ")
+        if given == 3:
+            return print("That was the last hint: --solution shows the project's file")
+        words = f"Hint {given + 1} of 3: {lesson['hints'][given]}"
+        sheet.write_text(f"{text}\n{words}\n")
         print(words)
     elif check:
         code, output, ours = tested(folder, lesson)
-        print(output)
-        for mistake in lesson["mistakes"] if ours else ():
+        print(*output.splitlines()[-30:], sep="\n")
+        says = "No typical mistake fails like this: --hint has more"
+        for mistake in tqdm(lesson["mistakes"], "typical mistakes", leave=False) if ours else ():
             with TemporaryDirectory() as wrong:
                 write(Path(wrong, file), source.replace(mistake["old"], mistake["new"]))
                 *_, theirs = tested(wrong, lesson)
             if len(ours & theirs) > 4 * len(ours ^ theirs):
-                print(f"They fail as after a typical mistake. {mistake['says']}")
+                says = f"This looks like a typical mistake: {mistake['says']}"
+                break
+        print(says if code else f"Passed. The experiment is in {sheet}; --solution shows the project's file")
         sys.exit(code)
     else:
-        write(mine, emptied(source, lesson["module"], lesson["write"]))
-        write(sheet, lesson["sheet"])
+        if not mine.exists():
+            write(mine, emptied(source, lesson["module"], lesson["write"]))
+            write(sheet, lesson["sheet"])
         print(lesson["sheet"])

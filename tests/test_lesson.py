@@ -89,9 +89,10 @@ def test_a_judge_passes_our_file_fails_the_empty_one_and_names_each_mistake(less
 def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path, monkeypatch, capfd):
     sheet = LESSONS["rope"]["sheet"]
     lesson("rope")
-    for hint in 2 * LESSONS["rope"]["hints"]:
-        assert lesson("rope", "--hint").stdout == f"{hint}\n"
-        sheet += f"\nHint: {hint}\n"
+    for n, hint in enumerate(LESSONS["rope"]["hints"], 1):
+        assert lesson("rope", "--hint").stdout == f"Hint {n} of 3: {hint}\n"
+        sheet += f"\nHint {n} of 3: {hint}\n"
+    assert "the last hint" in lesson("rope", "--hint").stdout
     assert (tmp_path / "rope" / "README.md").read_text() == sheet
     monkeypatch.undo()
     script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
