@@ -140,7 +140,7 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(study):
     root, _, calls, done = study
     assert done.returncode == 0, done.stderr
     assert len(calls) == 8
-    assert set(os.listdir(root / "gelu-relu2")) == {"runs.jsonl", "table.md", "plot.png"}
+    assert set(os.listdir(root / "gelu-relu2")) == {"runs.jsonl", "table.md", "plot.png", "curves.png"}
     assert "2 seeds, " in done.stdout and "4/4" in done.stderr
     for arm in ("gelu", "relu2"):
         low, high, *reported = [row for row in results(root) if row["arm"] == arm]

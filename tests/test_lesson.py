@@ -94,6 +94,11 @@ def test_hints_come_one_by_one_and_the_solution_is_a_difference(lesson, tmp_path
         sheet += f"\nHint {n} of 3: {hint}\n"
     assert "the last hint" in lesson("rope", "--hint").stdout
     assert (tmp_path / "rope" / "README.md").read_text() == sheet
+    mine = tmp_path / "rope" / "model.py"
+    before = mine.read_text()
+    mine.write_text(f"{before}# begun")
+    assert lesson("rope").stdout.strip() == LESSONS["rope"]["sheet"].strip()
+    assert mine.read_text() == f"{before}# begun"
     monkeypatch.undo()
     script("tools.lesson", "rope", f"--out={tmp_path}", "--solution")
     lines = capfd.readouterr().out.splitlines()
