@@ -6,7 +6,6 @@ import torch
 import transformers
 
 import convert
-from ademamix import AdEMAMix, param_groups
 from configurator import literal
 from conftest import script
 from lab import pretraining
@@ -163,20 +162,6 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
     coins = torch.tensor(coins).float()
     assert coins.mean() == pytest.approx(0.5, abs=0.032)
     assert len(coins.unique(dim=0)) == 16
-
-
-def test_at_the_end_the_guides_and_their_states_are_gone():
-    """At half of the run's steps, or of those of a checkpoint, whose run was planned shorter."""
-    model, guides = build(FORMS[1])
-    opt = AdEMAMix(param_groups(model), lr=1e-2, compile=False)
-    guides.set(1, 0)
-    model(IDS, IDS)[1].backward()
-    opt.step()
-    shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of 1 and 20 of 2
-    assert not guides.end(39, opt) and guides.end(30, opt, shorter)
-    grouped = [p for group in opt.param_groups for p in group["params"]]
-    assert set(opt.state) == set(grouped) == set(model.parameters())
-    assert all(m.guide is None for m in layers(model))
 
 
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
