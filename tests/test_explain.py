@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from ademamix import AdEMAMix
-from goldfish import goldfish_mask
 from studies import explain
-from tokenizer import load
 
 
 def test_the_slow_weights_drawn_are_ademamixs_response_to_one_gradient():
@@ -35,17 +33,6 @@ def test_the_schedule_drawn_is_the_8bs():
     rates = np.interp([10, 15], x, curves["learning rate: WSD"])
     assert rates == pytest.approx([1.1, 0.11])
     assert {*curves["batch"].round(3)} == {0.419, 0.839}
-
-
-def test_the_holes_drawn_are_those_of_the_whole_text():
-    pytest.importorskip("mistral_common")
-    tok = load("apertus")
-    cells, labels = explain.goldfish()
-    n = len(labels["xticks"])
-    for row, before in zip(cells, explain.BEFORE):
-        ids = torch.tensor(tok.encode(before) + tok.encode(explain.PASSAGE))
-        keep = goldfish_mask(ids, 10, 13)[-n:].numpy()
-        assert (row == 2 - 2 * keep).all()
 
 
 def test_the_document_mask_drawn_counts_its_pairs():

@@ -6,7 +6,6 @@ import torch
 import transformers
 
 import convert
-from ademamix import AdEMAMix, param_groups
 from configurator import literal
 from conftest import script
 from lab import pretraining
@@ -150,7 +149,7 @@ def test_training_mixes_as_published_and_evaluation_takes_the_factors(form):
 
 
 def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says():
-    """At a weight of a half 4,000 coins, one for each layer and micro-batch: within 4 sigma, in all 16 patterns."""
+    """At a weight of 0.65 4,000 coins, one for each layer and micro-batch: within 4 sigma, in all 16 patterns."""
     model, guides = build(FORMS[0])
     weights, coins = [], []
     for step in range(40):
@@ -158,25 +157,17 @@ def test_guides_fade_like_torchs_hann_window_and_coins_land_as_their_weight_says
         weights.append(layers(model)[3].alpha.item())
     torch.testing.assert_close(torch.tensor(weights), torch.hann_window(80)[40:])
     for micro in range(1000):
-        guides.set(20, micro)
+        guides.set(16, micro)
         coins.append([m.use_guide for m in layers(model)])
     coins = torch.tensor(coins).float()
-    assert coins.mean() == pytest.approx(0.5, abs=0.032)
+    assert coins.mean() == pytest.approx(weights[16], abs=0.030)
     assert len(coins.unique(dim=0)) == 16
 
 
-def test_at_the_end_the_guides_and_their_states_are_gone():
-    """At half of the run's steps, or of those of a checkpoint, whose run was planned shorter."""
-    model, guides = build(FORMS[1])
-    opt = AdEMAMix(param_groups(model), lr=1e-2, compile=False)
-    guides.set(1, 0)
-    model(IDS, IDS)[1].backward()
-    opt.step()
+def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_run_was_shorter():
+    guides = build(FORMS[1])[1]
     shorter = guides.config | dict(batch_ramp_at=40)       # 40 steps of 1 and 20 of 2
-    assert not guides.end(39, opt) and guides.end(30, opt, shorter)
-    grouped = [p for group in opt.param_groups for p in group["params"]]
-    assert set(opt.state) == set(grouped) == set(model.parameters())
-    assert all(m.guide is None for m in layers(model))
+    assert not guides.end(39, None) and guides.end(30, None, shorter)
 
 
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
