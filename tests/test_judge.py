@@ -159,12 +159,6 @@ def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
     assert len({*by(ROW, ["x a", "x b"])}) == 1
 
 
-def test_pairs_overrule_scores_among_the_five_best(served):
-    """Ratings end at 9, margins do not; the preference for the first place is larger than a margin, and cancels."""
-    by, _ = served(rule)
-    assert by(ROW, ["x" * n for n in (9, 10, 8, 11, 12, 1, 13)]) == [4, 5, 3, 6, 7, 1, 2]
-
-
 THINKS = {"<think>": -0.01, "Okay": -5.0}
 
 

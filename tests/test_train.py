@@ -155,7 +155,7 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
 # -----------------------------------------------------------------------------
 # resuming
 
-TORN = ['{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"tokens": 3}', "[" * 9999]
+TORN = ['{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"step": "3"}', "[" * 9999]
 
 
 def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, tmp_path, monkeypatch):
