@@ -39,7 +39,9 @@ ROWS = [line for line in Path(ROOT, "tests", "rows.txt").read_text().splitlines(
 def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     """A row with messages and more, as in ultrachat_200k, is read by its messages."""
     why, _, row = line.partition(" | ")
-    want = chat.render(TOK, json.loads(why), DATE) if why[0] == "{" else why.replace("ODD", chat.ODD)
+    want = why.replace("ODD", chat.ODD)
+    if why[0] == "{":
+        want = chat.render(TOK, json.loads(why), DATE)
     assert chat.learnable(TOK, json.loads(row), 600, DATE) == want
 
 
@@ -141,7 +143,12 @@ def test_the_hash_of_a_mixture_has_all_contents_and_weights_and_the_lines_say_th
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     write_rows(tmp_path / "a.jsonl", rows_like(3))
     hashes = set()
-    for n, weights in (4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2}):
+    for n, weights in (
+        (4, {a: 1, b: 2}),
+        (4, {a: 1, b: 1}),
+        (4, {b: 1, a: 2}),
+        (5, {a: 1, b: 2}),
+    ):
         write_rows(tmp_path / "b.jsonl", rows_like(n))
         found, bad, sha = read(tmp_path, weights)
         hashes.add(sha)

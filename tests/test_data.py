@@ -202,7 +202,9 @@ def test_bits_per_byte_are_over_all_sources_that_are_read(folder):
     tokens = stream_of(folder, B, A, split="val")
     n = tokens.count(BOS)
     # A token is a byte, but for a begin and an end.
-    assert data.bits_per_byte(3.0) == pytest.approx(3 / np.log(2) * (len(tokens) - n) / (len(tokens) - 2 * n))
+    n_bytes = len(tokens) - 2 * n
+    nats = 3 * (len(tokens) - n)
+    assert data.bits_per_byte(3.0) == pytest.approx(nats / np.log(2) / n_bytes)
 
 
 # -----------------------------------------------------------------------------

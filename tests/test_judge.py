@@ -164,8 +164,11 @@ THINKS = {"<think>": -0.01, "Okay": -5.0}
 
 @pytest.mark.parametrize("answer, says, times", [
     (THINKS, "does not answer with a digit: all nine have 0.000", 1),
-    (503, "503: No.: too long", 3), (429, "429", 3), (400, "400: No.: too long", 1),
-    ({"5": None}, "lists no log-probs", 1), ({"5": math.nan}, "not finite", 1)
+    (503, "503: No.: too long", 3),
+    (429, "429", 3),
+    (400, "400: No.: too long", 1),
+    ({"5": None}, "lists no log-probs", 1),
+    ({"5": math.nan}, "not finite", 1),
 ])
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
     """Published: a digit in the thoughts is taken for the score; no answer is a win of the first."""

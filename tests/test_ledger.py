@@ -126,7 +126,12 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
     letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
-    for how, name in zip(("id", "URL", "text", "text"), (row["id"], row["url"], text(7), letter)):
+    for how, name in (
+        ("id", row["id"]),
+        ("URL", row["url"]),
+        ("text", text(7)),
+        ("text", letter),
+    ):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
         assert said.endswith(f"from token {row['offset']:,} of {row['shard']}, {row['url']}, mit, roh_Latn\n")
@@ -164,8 +169,13 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
 def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_path):
     """By id, URL, text and host, and by a newer robots.txt."""
     every = rows(60)
-    asked = [dict(id="in.jsonl:d2"), dict(url=every[30]["url"]), dict(text=text(58).replace(" ", "  ")),
-             dict(host="host3.example"), dict(domain="host5.example", content="User-agent: *\nDisallow: /page")]
+    asked = [
+        dict(id="in.jsonl:d2"),
+        dict(url=every[30]["url"]),
+        dict(text=text(58).replace(" ", "  ")),
+        dict(host="host3.example"),
+        dict(domain="host5.example", content="User-agent: *\nDisallow: /page"),
+    ]
     for some, n in ((asked[:4], 12), (asked[4:], 8)):
         path = write_lines(tmp_path / "list.jsonl", some)
         assert f"{n} documents (" in script("prepare.py", f"--remove={path}", f"--out={data}/").stdout

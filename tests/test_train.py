@@ -364,9 +364,9 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
 
 def test_of_minutes_and_samples_the_last_one_counts(data, tmp_path):
     (tmp_path / "five.py").write_text("minutes = 5.0\n", encoding="utf-8")
-    few = "--total_samples=24", "--decay_samples=8"
-    assert len(log(trained(data, tmp_path / "file", tmp_path / "five.py", *few), "loss")) == 3
-    assert settings_of(tmp_path / "file")["minutes"] == 0
+    run = trained(data, tmp_path / "file", tmp_path / "five.py", *FEW)
+    assert len(log(run, "loss")) == 3
+    assert settings_of(run)["minutes"] == 0
 
 
 def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_its_decayed_state(data, runs, tmp_path):

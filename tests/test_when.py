@@ -11,7 +11,10 @@ from data import TokenDataset
 from stages import StagedDataset
 
 EDGES = 0, 3220, 14020, 21550
-STAGES = [("1", ("a",), 5_000, 1), ("2", dict(b=1, a=2), 30_000, 2)]
+STAGES = [
+    ("1", ("a",), 5_000, 1),
+    ("2", dict(b=1, a=2), 30_000, 2),
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,8 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
             for tokens in (idx, targets)
         ]
         found = samples_of(data, f"{counted}/{file}.npy", first - begin, n, 10_077)
-        assert found.tolist() == np.flatnonzero((inside[0] | inside[1]).any(1).numpy()).tolist()
+        want = (inside[0] | inside[1]).any(1)
+        assert found.tolist() == np.flatnonzero(want.numpy()).tolist()
 
 
 def test_the_data_of_a_run_are_those_that_it_has_read(counted):
