@@ -103,6 +103,7 @@ def test_a_row_times_a_matrix_is_the_product_in_fp64_by_four_sums_if_it_is_compi
 
 def test_free_memory_is_the_smaller_of_the_machines_and_the_jobs(monkeypatch):
     """By the kernel's documents: MemAvailable in KiB, and cgroup v2's limit, use and cache, in bytes."""
+    assert gpus.memory_of("cpu") > (gpus.free_on_host() or 0)
     there = {
         "/proc/self/cgroup": "1:cpu:/x\n0::/job_7\n",
         "/sys/fs/cgroup/job_7/memory.current": "300000\n",

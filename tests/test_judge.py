@@ -151,9 +151,13 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
 
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
-    """Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks."""
+    """
+    Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks.
+    Ratings end at 9, and pairs overrule them; the preference for the first place is larger than a margin, and cancels.
+    """
     by, requests = served(rule)
-    assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
+    answers = ["x" * n or " \n" for n in (11, 0, 9, 10, 0, 11)]
+    assert by(ROW, answers) == [4, 1, 2, 3, 1, 4]
     assert sum("RATING:" in text for text, _ in requests) == 3
     assert by(ROW, ["", " "]) == [1, 1]
     assert len({*by(ROW, ["x a", "x b"])}) == 1
