@@ -22,9 +22,17 @@ def text(seed, n=120):
 
 def rows(n, first=0):
     """n documents with the columns that rules ask for."""
-    return [dict(id=f"d{i}", text=text(i), url=f"https://host{i % 7}.example/page/{i}",
-                 lang=("deu_Latn", "roh_Latn")[i % 2],
-                 license=("cc0", "mit", "none")[i % 3], score=i * 37 % 101 / 100) for i in range(first, first + n)]
+    return [
+        dict(
+            id=f"d{i}",
+            text=text(i),
+            url=f"https://host{i % 7}.example/page/{i}",
+            lang=("deu_Latn", "roh_Latn")[i % 2],
+            license=("cc0", "mit", "none")[i % 3],
+            score=i * 37 % 101 / 100,
+        )
+        for i in range(first, first + n)
+    ]
 
 
 def write_lines(path, records):

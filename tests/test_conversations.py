@@ -1,5 +1,4 @@
 """posttrain/conversations.py: rows of any form, files of any kind, mixtures of them, and the rows that are left out."""
-import gzip
 import json
 import os
 from pathlib import Path
@@ -40,7 +39,9 @@ ROWS = [line for line in Path(ROOT, "tests", "rows.txt").read_text().splitlines(
 def test_a_row_is_the_conversation_that_it_says_or_left_out_for_a_reason(line):
     """A row with messages and more, as in ultrachat_200k, is read by its messages."""
     why, _, row = line.partition(" | ")
-    want = chat.render(TOK, json.loads(why), DATE) if why[0] == "{" else why.replace("ODD", chat.ODD)
+    want = why.replace("ODD", chat.ODD)
+    if why[0] == "{":
+        want = chat.render(TOK, json.loads(why), DATE)
     assert chat.learnable(TOK, json.loads(row), 600, DATE) == want
 
 
@@ -115,26 +116,6 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
         assert everything(read(tmp_path, data, "tokens", **change)[0]) != whole
 
 
-def write_parquet(path, rows, **how):
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **how)
-
-
-def test_parquet_gzip_and_a_folder_of_both_are_read_as_the_lines_would_be(tmp_path):
-    """Four row groups; a column that is not read, and one that is null."""
-    rows = rows_like(9)
-    folder = tmp_path / "in"
-    folder.mkdir()
-    wide = [
-        dict(row, embedding=[0.5] * 9, tools=None)
-        for row in rows[:7]
-    ]
-    write_parquet(folder / "a.parquet", wide, row_group_size=2)
-    with gzip.open(folder / "b.jsonl.gz", "wt") as f:
-        f.write("\n".join(map(json.dumps, rows[7:])))
-    (folder / "README.md").write_text("# A data set")
-    assert everything(read(tmp_path, folder)[0]) == rendered(rows)
-
-
 # -----------------------------------------------------------------------------
 # mixtures
 
@@ -162,7 +143,12 @@ def test_the_hash_of_a_mixture_has_all_contents_and_weights_and_the_lines_say_th
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     write_rows(tmp_path / "a.jsonl", rows_like(3))
     hashes = set()
-    for n, weights in (4, {a: 1, b: 2}), (4, {a: 1, b: 1}), (4, {b: 1, a: 2}), (5, {a: 1, b: 2}):
+    for n, weights in (
+        (4, {a: 1, b: 2}),
+        (4, {a: 1, b: 1}),
+        (4, {b: 1, a: 2}),
+        (5, {a: 1, b: 2}),
+    ):
         write_rows(tmp_path / "b.jsonl", rows_like(n))
         found, bad, sha = read(tmp_path, weights)
         hashes.add(sha)
@@ -179,13 +165,13 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 
 
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
-    """A null licence is not in the allowlist."""
+    """Of a parquet file, which has null for a key that a row lacks. A null licence is not in the allowlist."""
     rows = [
-        dict(row, license=license)
+        dict(row, license=license, tools=None)
         for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
     ]
     rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
-    write_parquet(tmp_path / "a.parquet", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "prompts.txt").write_text(QUESTION)
     rules = dict(keep_licenses="mit, cc0", decontaminate=str(tmp_path / "prompts.txt"))
     found, bad, identity = read(tmp_path, tmp_path / "a.parquet", **rules)

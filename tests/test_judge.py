@@ -151,18 +151,16 @@ def test_a_prompt_has_the_published_order_and_no_typed_control_tokens(served, mo
 
 
 def test_equal_texts_share_a_reward_and_an_empty_one_is_last_unasked(served):
-    """Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks."""
+    """
+    Published: after an empty answer each answer gets the rank of its neighbour. Equal scores have no ranks.
+    Ratings end at 9, and pairs overrule them; the preference for the first place is larger than a margin, and cancels.
+    """
     by, requests = served(rule)
-    assert by(ROW, ["xxx", "", "x", "xx", " \n", "xxx"]) == [4, 1, 2, 3, 1, 4]
+    answers = ["x" * n or " \n" for n in (11, 0, 9, 10, 0, 11)]
+    assert by(ROW, answers) == [4, 1, 2, 3, 1, 4]
     assert sum("RATING:" in text for text, _ in requests) == 3
     assert by(ROW, ["", " "]) == [1, 1]
     assert len({*by(ROW, ["x a", "x b"])}) == 1
-
-
-def test_pairs_overrule_scores_among_the_five_best(served):
-    """Ratings end at 9, margins do not; the preference for the first place is larger than a margin, and cancels."""
-    by, _ = served(rule)
-    assert by(ROW, ["x" * n for n in (9, 10, 8, 11, 12, 1, 13)]) == [4, 5, 3, 6, 7, 1, 2]
 
 
 THINKS = {"<think>": -0.01, "Okay": -5.0}
@@ -170,8 +168,11 @@ THINKS = {"<think>": -0.01, "Okay": -5.0}
 
 @pytest.mark.parametrize("answer, says, times", [
     (THINKS, "does not answer with a digit: all nine have 0.000", 1),
-    (503, "503: No.: too long", 3), (429, "429", 3), (400, "400: No.: too long", 1),
-    ({"5": None}, "lists no log-probs", 1), ({"5": math.nan}, "not finite", 1)
+    (503, "503: No.: too long", 3),
+    (429, "429", 3),
+    (400, "400: No.: too long", 1),
+    ({"5": None}, "lists no log-probs", 1),
+    ({"5": math.nan}, "not finite", 1),
 ])
 def test_a_server_that_says_no_digit_is_an_error(served, answer, says, times):
     """Published: a digit in the thoughts is taken for the score; no answer is a win of the first."""

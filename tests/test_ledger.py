@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from conftest import ROOT, script
+from conftest import ROOT, script, table
 from corpora import fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
@@ -75,24 +75,39 @@ def test_a_report_reads_as_before(reports, name):
     assert page.replace(str(reports), "DIR") == (reports / f"{name}.md").read_text()
 
 
+SHARES = """
+0    | 5     | 0.0 %
+1    | 9999  | < 0.1 %
+1    | 300   | 0.3 %
+9999 | 10000 | > 99.9 %
+5    | 5     | 100.0 %
+0    | 0     | -
+"""
+
+
 def test_a_share_never_reads_as_nothing_or_all():
-    assert [percent(*pair) for pair in ((0, 5), (1, 9999), (1, 300), (9999, 10000), (5, 5), (0, 0))] == [
-        "0.0 %", "< 0.1 %", "0.3 %", "> 99.9 %", "100.0 %", "-"]
+    for part, whole, says in table(SHARES):
+        assert percent(int(part), int(whole)) == says
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # check and find
 
 
-@pytest.mark.parametrize("name, old, new, says", [
-    ("documents.parquet", b"PAR1", b"PAR2", "damaged"),
-    ("documents.parquet", b"parquet-cpp", b"parquet_cpp", "another sha256"),
-    ("deu_Latn_train_00000.npy", b"fortran_order", b"fortran_0rder", "another sha256"),
-    ("meta.json", b'"eos": ', b'"eos": 1', "two versions"),
-    ("report.json", b'"documents_in": 60', b'"documents_in": 61', "documents_in")])
+# A file, what is replaced in it, and the words of the error.
+DAMAGE = """
+documents.parquet        | PAR1               | PAR2               | damaged
+documents.parquet        | parquet-cpp        | parquet_cpp        | another sha256
+deu_Latn_train_00000.npy | fortran_order      | fortran_0rder      | another sha256
+meta.json                | "eos": 2           | "eos": 12          | two versions
+report.json              | "documents_in": 60 | "documents_in": 61 | documents_in
+"""
+
+
+@pytest.mark.parametrize("name, old, new, says", table(DAMAGE))
 def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says):
     raw = (data / name).read_bytes()
-    (data / name).write_bytes(raw.replace(old, new))
+    (data / name).write_bytes(raw.replace(old.encode(), new.encode()))
     refuse(says, data, name="corpus.audit")
 
 
@@ -111,7 +126,12 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
     row = next(row for row in kept(data) if row["id"] == "in.jsonl:d7")
     letter = tmp_path / "letter.txt"
     letter.write_text(text(7).replace(" ", "\n"))
-    for how, name in zip(("id", "URL", "text", "text"), (row["id"], row["url"], text(7), letter)):
+    for how, name in (
+        ("id", row["id"]),
+        ("URL", row["url"]),
+        ("text", text(7)),
+        ("text", letter),
+    ):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
         assert said.endswith(f"from token {row['offset']:,} of {row['shard']}, {row['url']}, mit, roh_Latn\n")
@@ -149,8 +169,13 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab):
 def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_path):
     """By id, URL, text and host, and by a newer robots.txt."""
     every = rows(60)
-    asked = [dict(id="in.jsonl:d2"), dict(url=every[30]["url"]), dict(text=text(58).replace(" ", "  ")),
-             dict(host="host3.example"), dict(domain="host5.example", content="User-agent: *\nDisallow: /page")]
+    asked = [
+        dict(id="in.jsonl:d2"),
+        dict(url=every[30]["url"]),
+        dict(text=text(58).replace(" ", "  ")),
+        dict(host="host3.example"),
+        dict(domain="host5.example", content="User-agent: *\nDisallow: /page"),
+    ]
     for some, n in ((asked[:4], 12), (asked[4:], 8)):
         path = write_lines(tmp_path / "list.jsonl", some)
         assert f"{n} documents (" in script("prepare.py", f"--remove={path}", f"--out={data}/").stdout

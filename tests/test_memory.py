@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from configurator import literal
 from conftest import table
 from engine import memory
 from model import Apertus, ApertusConfig
 
-H200, H100 = 143_771, 81_559                           # MiB, by nvidia-smi
 SETTINGS = dict(
     optimizer="ademamix",
     state_dtype="float32",
@@ -32,7 +32,17 @@ def eight():
 @pytest.fixture
 def asked(monkeypatch, capsys, eight):
     """asked(MiB of the GPU, rows, ranks, settings): the line, or the error, of a run with a step of the 8B in bf16."""
-    def ask(mib, rows, size=1, free=0, device="cuda:0", T=4096, first=True, groups=0, **settings):
+    def ask(
+        mib,
+        rows,
+        size=1,
+        free=0,
+        device="cuda:0",
+        T=4096,
+        first=True,
+        groups=0,
+        **settings,
+    ):
         monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
         monkeypatch.setattr(memory, "memory_of", lambda device: mib * 2**20 or None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free or mib) * 2**20, mib * 2**20))
@@ -75,16 +85,6 @@ def test_activations_and_the_larger_of_head_and_block(eight):
     assert frozen["states"] == 0
 
 
-def test_shards_divide_what_is_held_and_ddp_sends_gradients_in_buckets(eight):
-    for shards in (1, 8):
-        found = takes(eight, shards=shards, parallel="ddp")
-        held = [
-            found[kind] * shards
-            for kind in ("weights", "gradients", "buckets", "states")
-        ]
-        assert held == [4 * N, 4 * N, 4 * N, 12 * N]
-
-
 @pytest.mark.parametrize("rows, allocated, device, shards, how", [
     (1, 128.7, 129.95, 1, dict(state_dtype="bfloat16", recompute="selective")),
     (2, 59.98, 69.67, 8, {}),
@@ -101,8 +101,10 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
     assert found["total"] == pytest.approx(sum(found.values()) / 2)
 
 
-# MiB of a GPU, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are 161.1 GB of the
-# 150.8 that an H200 has, and 16 are 128.9.
+# MiB of a GPU by nvidia-smi, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are
+# 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9. The last five: 8 GPUs that share each window of README's
+# 64k fit (tools.plan --long), and 8 that do not would not; DDP sends gradients in buckets, and shards divide what is
+# held; the memory of other processes does not count.
 SAID = """
 143771 | 4 | 1 | | error: GB that a step takes: weights 32.2, gradients 32.2, states 96.6, activations 78.8,
 143771 | 4 | 1 |                 | cuda:0 has 150.8 of 150.8 free: torchrun --standalone --nproc_per_node=2 train.py
@@ -112,27 +114,25 @@ SAID = """
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
 81559  | 6 | 8 |                 | free: torchrun --standalone --nproc_per_node=8 train.py
 81559  | 2 | 8 |                 | total 74.7; cuda:0 has 85.5
-81559  | 4 | 1 | init_from=8b lora_r= | ; or train adapters, --lora_r=16 --base=bf16
+81559  | 4 | 1 | init_from=8b lora_r=0 | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500
 1000   | 1 | 1 |                 | a shorter --block_size would fit
+81559  | 1 | 8 | T=65536         | error: GB that a step takes
+81559  | 1 | 8 | T=65536 groups=1 | total 74.7; cuda:0 has 85.5
+143771 | 4 | 1 | parallel=ddp    | gradients 32.2, states 96.6, buckets 32.2,
+81559  | 6 | 8 |                 | weights 4.0, gradients 4.0, states 12.1,
+143771 | 1 | 1 | free=81559 recompute=full state_dtype=bfloat16 | cuda:0 has 85.5 of 150.8 free: torchrun
 """
 
 
 @pytest.mark.parametrize("mib, rows, ranks, settings, says", table(SAID))
 def test_the_error_prints_commands_with_which_the_8b_fits(asked, mib, rows, ranks, settings, says):
-    assert says in asked(*map(int, (mib, rows, ranks)), **dict(
-        word.split("=")
-        for word in settings.split()
-    ))
+    flags = dict(word.split("=") for word in settings.split())
+    given = {name: literal(value) for name, value in flags.items()}
+    assert says in asked(*map(int, (mib, rows, ranks)), **given)
 
 
-def test_a_rank_holds_its_part_of_a_window_that_it_shares(asked):
-    """README's 64k: 8 GPUs that share each window fit (tools.plan --long), and 8 that do not would not."""
-    assert asked(H100, 1, 8, groups=1, T=65536) == asked(H100, 2, 8) != ""
-    assert asked(H100, 1, 8, T=65536).startswith("error")
-
-
-def test_memory_of_other_processes_does_not_count_and_one_rank_prints_on_a_gpu(asked):
-    said = asked(H200, 1, free=H100, recompute="full")
-    assert "cuda:0 has 85.5 of 150.8 free: torchrun" in said and said.startswith("error")
-    assert asked(H100, 2, 8, first=False) == asked(H200, 1, 8, device="cpu") == asked(0, 4, device="mps") == ""
+def test_one_rank_prints_on_a_gpu(asked):
+    assert asked(81_559, 2, 8, first=False) == ""
+    assert asked(143_771, 1, 8, device="cpu") == ""
+    assert asked(0, 4, device="mps") == ""

@@ -131,7 +131,9 @@ EVERYWHERE = """{"messages": [{"role": "system", "content": "x"}, {"role": "user
 
 def test_nobody_can_speak_as_somebody_else(tok):
     honest, attack, mark = (
-        json.loads(EVERYWHERE.replace('"x"', json.dumps(says))) for says in ("x", ATTACK, chat.MARKS["<|user_end|>"]))
+        json.loads(EVERYWHERE.replace('"x"', json.dumps(says)))
+        for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
+    )
     (_, plain), (text, attacked) = tok.chat(**honest), tok.chat(**attack)
     assert [i for i in attacked if i < tok.n_special] == [i for i in plain if i < tok.n_special]
     assert text.count(ATTACK) == 15

@@ -17,6 +17,6 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(lab):
     suite.flip_bits(lab, 200)
 
 
-@pytest.mark.parametrize("row", suite.DISTURBANCES)
+@pytest.mark.parametrize("row", suite.DISTURBANCES, ids=str)
 def test_a_disturbed_run_ends_with_the_same_weights(lab, row):
-    suite.disturbance(lab, row)
+    suite.disturbance(lab, *row)
