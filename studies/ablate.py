@@ -27,7 +27,9 @@ from studies import kit     # first, since studies.py says how to start a study 
 
 import json
 import os
+import re
 import statistics
+import sys
 import tomllib
 from operator import itemgetter, sub
 
@@ -78,7 +80,7 @@ METHOD = (
 def chosen():
     """
     The study on the command line, a dict: a table of configs/ablations.toml, or the arms to compare; its `name`, the
-    `baseline`, the `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is none.
+    `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is none.
     """
     name = "-".join(paths)
     settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
@@ -94,12 +96,7 @@ def chosen():
     asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
     # Other numbers than the committed ones get a folder of their own, and no reading.
     results = out or (QUICK if asked else study)["out"]
-    return study | asked | dict(name=name, baseline=first(study), asked=asked, folder=f"{results}/{name}")
-
-
-def first(study):
-    """The name of a study's first arm, its baseline."""
-    return next(iter(study["arms"]))
+    return study | asked | dict(name=name, asked=asked, folder=f"{results}/{name}")
 
 
 # -----------------------------------------------------------------------------
@@ -183,9 +180,9 @@ def share_of_tokens(tokens, curve, goal):
     return "never"
 
 
-def summary(rows, baseline):
+def summary(rows):
     """
-    A dict for each arm, the baseline first: a line of table.md.
+    A dict for each arm, a line of table.md. The first arm is the baseline.
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
     seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
@@ -193,17 +190,17 @@ def summary(rows, baseline):
     baseline. curve: tokens and means of the validations.
     """
     table = []
-    for arm in dict.fromkeys([baseline, *(row["arm"] for row in rows)]):
+    for arm in dict.fromkeys(row["arm"] for row in rows):
         rates = [row["lr"] for row in rows if row["arm"] == arm]
         runs = [row for row in rows if row["arm"] == arm and row["seed"] != SEARCH_SEED]
         tokens, lr = runs[0]["tokens"], runs[0]["lr"]
         curve = np.mean([run["val_bpb"] for run in runs], 0)
         ends = list(map(final, runs))
-        if arm == baseline:
+        if not table:
             base, goal = ends, curve[-1]
         differences = list(map(sub, ends, base))        # by seed, in whose order the rows are
         table.append(runs[0] | dict(
-            against="baseline" if arm == baseline else "",
+            against="" if table else "baseline",
             lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
             seeds=len(runs),
             bits_per_byte=kit.interval(ends, 4, statistics.stdev),
@@ -238,8 +235,9 @@ def conclusion(row, baseline):
 
 def write_report(study):
     """Write table.md, plot.png and curves.png of a study from its runs.jsonl, and print the table."""
-    folder, baseline, asked = study["folder"], study["baseline"], study["asked"]
-    table = summary(kit.read_rows(f"{folder}/runs.jsonl"), baseline)
+    folder, asked = study["folder"], study["asked"]
+    table = summary(kit.read_rows(f"{folder}/runs.jsonl"))
+    baseline = table[0]["arm"]
     paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
     if "reading" in study and not asked:
         paragraphs += [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
@@ -256,10 +254,10 @@ def write_report(study):
 def write_overview(folder):
     """Write all studies of a folder as one table, overview.md, with Holm's p over all of its lines, and print it."""
     table = []
-    for name, study in STUDIES.items():
+    for name in STUDIES:
         path = f"{folder}/{name}/runs.jsonl"
         if os.path.isfile(path):
-            rows = summary(kit.read_rows(path), first(study))
+            rows = summary(kit.read_rows(path))
             table += [row | dict(arm=f"{name}: {row['arm']}") for row in rows]
     if not table:
         raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
@@ -276,4 +274,6 @@ def main():
 
 
 if __name__ == "__main__":
+    # A study used to be a file, whose path still names it.
+    sys.argv = [re.sub(r"^configs/ablations/(.*)\.py$", r"\1", arg) for arg in sys.argv]
     configurator.run(main, globals())
