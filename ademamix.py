@@ -43,8 +43,8 @@ def ademamix(
     slow = m2 + w3 * (g - m2)
     square = v + w2 * (g * g - v)
     mean = fast * fix1 + alpha * slow
-    spread = square.sqrt() * fix2 + eps
-    p -= lr * (mean / spread + weight_decay * p)
+    denominator = square.sqrt() * fix2 + eps
+    p -= lr * (mean / denominator + weight_decay * p)
 
     m1.copy_(fast)
     m2.copy_(slow)

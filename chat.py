@@ -132,11 +132,7 @@ def stop_ids(tok):
 
 def why_not(tok):
     """Why a model with this Tokenizer has conversations of another format, in one line; "" if it has those of here."""
-    if "<|tool_output_start|>" in tok.special:
-        return (f"{tok.name} is of Apertus 1.5, of which this is the text part: its conversations have another format, "
-                "so text only, without --chat")
-    missing = [name for name in MARKS if name not in tok.special]
-    if missing:
+    if missing := [name for name in MARKS if name not in tok.special]:
         return f"{tok.name}: its vocabulary has no {missing[0]}: a conversation needs Apertus' control tokens"
     return tok.foreign
 
@@ -189,8 +185,9 @@ def read_rows(path, fits=is_conversation, want=CONVERSATION):
 # The keys of each form. A row has the first form whose keys it has.
 FORMS = {"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"}
 # ShareGPT's names of the roles.
-SPEAKERS = dict(system="system", human="user", user="user", gpt="assistant", assistant="assistant", observation="tool",
-                tool="tool")
+SPEAKERS = dict(pair.split(":") for pair in """
+system:system human:user user:user gpt:assistant assistant:assistant observation:tool tool:tool
+""".split())
 
 
 def has_form(row):

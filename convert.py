@@ -22,7 +22,7 @@ Published are the 8B and the 70B (2509), the Minis of 0.5B, 1.5B and 4B (v1.1), 
                  control tokens                      conversations                 embedding and head
     1.0          ids 0 to 999: tokenizer.py, NAMED   chat.py                       two
     v1.1         Mistral-Nemo's; <pad> is 10         the same ids, without names   0.5B: one, for both
-    v1.5         thoughts at 32 and 33, not 69, 70   others: text only             ids of media in the embedding only
+    v1.5         thoughts at 32 and 33, not 69, 70   chat.py, but tools            ids of media in the embedding only
 """
 
 import copy
@@ -73,7 +73,7 @@ HF_NAMES = json.loads("""{
     "norm_eps": "rms_norm_eps",
     "init_std": "initializer_range"
 }""")
-OPTIONAL = "n_kv_head", "tie_embeddings", "norm_eps", "init_std", "rope_theta"
+OPTIONAL = "n_kv_head tie_embeddings norm_eps init_std rope_theta".split()
 # The same of the settings that a type of RoPE has in addition to theta.
 ROPE = json.loads("""{
     "default": {},

@@ -378,7 +378,7 @@ def harness_interval(score, stderr, n):
 # results
 
 
-COLUMNS = "name", "metric", "shots", "n", "bytes", "score", "low", "high", "chance"
+COLUMNS = "name metric shots n bytes score low high chance".split()
 
 
 def table_md(rows):

@@ -301,8 +301,7 @@ class Apertus(nn.Module):
         self.model = nn.ModuleDict(dict(
             embed_tokens=nn.Embedding(V, C, _weight=torch.empty(V, C)),
             layers=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            norm=RMSNorm(C, config.norm_eps),
-        ))
+            norm=RMSNorm(C, config.norm_eps)))
         self.lm_head = Linear(C, V)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -189,6 +189,8 @@ class Tokenizer:
         changes: a token across that border belongs to the speaker who begins it.
         """
         chat = attached("chat")
+        if OUTPUT in self.special and chat.MARKS["<|tools_prefix|>"] in text:
+            raise ValueError(f"{self.name} is of Apertus 1.5, which writes the use of tools in another way than 1.0")
         ids, said = [], []
         turn = 0            # odd: the assistant speaks
         for part in re.split(f"([{''.join(chat.NAMES)}])", text):
@@ -207,8 +209,7 @@ class Tokenizer:
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
-        why = attached("chat").why_not(self)
-        if why:
+        if why := attached("chat").why_not(self):
             raise ValueError(why)
 
 
@@ -344,7 +345,7 @@ def hf_files(tok):
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
         for s, i in tok.special.items()]
     settings = SETTINGS | ends
-    if not attached("chat").why_not(tok):
+    if OUTPUT not in tok.special and not attached("chat").why_not(tok):
         settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
@@ -443,7 +444,12 @@ def read_bpe(path):
 
 # The published templates that write the same as chat.py: sha256, tokens, and the system message of a conversation that
 # has none; None: that of chat.py.
+OUTPUT = "<|tool_output_start|>"
 FORMATS = (
+    ("", [OUTPUT],
+     # Apertus 1.5; the stored versions of its template differ in thoughts and tools (swiss-ai/apertus-omni-tokenizer).
+     "You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from Apertus 1 "
+     "via continued pretraining, you understand images and audio and respond in text."),
     ("56f72c27fa2e565312a830b7315a455c79fb452fdbe7a5b7595d8a094f282b07", CHAT, None),     # Apertus-8B-Instruct-2509
     ("4afab8361a4bd0c2994404e0b0851dbaad461a06e56bdfdb635aae3977473c19", RESERVED, ""))   # Apertus-v1.1-1.5B-Instruct
 
@@ -455,9 +461,11 @@ def chat_format(folder, template):
     """
     if not template and os.path.isfile(f"{folder}/{TEMPLATE}"):
         template = read_text(f"{folder}/{TEMPLATE}")
-    sha = hashlib.sha256(str(template).encode()).hexdigest()
+    if not template:
+        return None, ""
+    sha = hashlib.sha256(template.encode()).hexdigest()
     for known, tokens, system in FORMATS:
-        if not template or sha == known or all(token in template for token in tokens):
+        if sha == known or all(token in template for token in tokens):
             return system, ""
     return None, (f"{folder} has a chat template that is not Apertus' (sha256 {sha[:16]}): its conversations may have "
                   "another form. If you know that they have Apertus', take a copy of the folder without it")

@@ -479,12 +479,12 @@ def begin_decay(run, done):
         run.bar.write(f"step {done:6}   {says}")
 
 
-def save(run, done, begun):
-    """A checkpoint after `done` steps; begun: the decay has just begun."""
+def save(run, done, decay_begins):
+    """A checkpoint after `done` steps; decay_begins: with the next one."""
     about = dict(config=run.config, decay_at=run.decay_at, seconds=run.clock.seconds())
     run.saver.save(done, run.model, run.opt, about, spare=steps_until(run.decay_at))
     run.latest["checkpoint"] = time.perf_counter()
-    if begun:
+    if decay_begins:
         # The start of the decay is on disk before its first step, so a killed run begins it there again.
         run.saver.wait()
         if run.ranks.first:
@@ -543,7 +543,7 @@ def pretrain(run, build, stop, cooldown):
             stopping = True
             run.opt.zero_grad(set_to_none=True)
             if saved < done:
-                save(run, done, begun=False)
+                save(run, done, decay_begins=False)
             break
         terms, positions, facts = made
         asked = (runs.asked_to_stop(out, stop, ranks), decay_wanted(run, cooldown, step),
@@ -588,7 +588,7 @@ def pretrain(run, build, stop, cooldown):
             if first:
                 bar.write(f"step {done:6}   " + "   ".join(f"{name} {value:.3f}" for name, value in entry.items()))
         if done >= end or stopping or decay or save_now or checkpoint_every and done % checkpoint_every == 0:
-            save(run, done, begun=decay)
+            save(run, done, decay_begins=decay)
             saved = done
         # On all ranks, since FSDP gathers weights from all.
         if sample_every and (done >= end or done % sample_every == 0):

@@ -179,9 +179,9 @@ def half_interval(values):
     return student(values)[1]
 
 
-def interval(values, digits=2, spread=half_interval):
-    """Mean ± spread(values) as text; one value stands alone, none is ""."""
-    return " ± ".join(f"{number(values):.{digits}f}" for number in (statistics.fmean, spread)[:len(values)])
+def interval(values, digits=2, margin=half_interval):
+    """Mean ± margin(values) as text; one value stands alone, none is ""."""
+    return " ± ".join(f"{number(values):.{digits}f}" for number in (statistics.fmean, margin)[:len(values)])
 
 
 # -----------------------------------------------------------------------------

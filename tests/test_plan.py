@@ -47,14 +47,6 @@ def test_compute_is_the_flops_of_a_step_and_of_what_is_computed_again(mode, agai
     assert found["compute_s"] == pytest.approx(found["tokens"] * step * cost / (989e12 * 0.5), rel=1e-9)
 
 
-def test_frozen_matrices_are_passed_through_twice_and_not_three_times(monkeypatch):
-    """So running the blocks again costs half of their share, adapters of rank 1 aside."""
-    model = plan.build("sft_8b --lora_r=1 --base=bf16 --recompute=full")
-    full = plan.flops_of(model)
-    monkeypatch.setattr(plan, "recompute", "none")
-    assert full / plan.flops_of(model) == pytest.approx(1 + 32 * 53_248 / (32 * 53_248 + 131_072) / 2, rel=0.01)
-
-
 def test_the_slower_of_compute_and_links_decides_the_speed():
     """7/8 of 8 bytes a parameter at 360 GB/s of NVLink are 157 ms; over 3.6 GB/s they take longer than two windows."""
     fast, model = planned("none", "--gpus=8")

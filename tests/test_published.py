@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import convert
 import tokenizer
-from chat import user_turn
+from chat import stop_ids, user_turn
 from conftest import ROOT
 from engine.files import read_json, read_text
 from model import rope_frequencies
@@ -232,23 +232,41 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
         assert tok.decode(tok.encode(text)) == text
 
 
-@pytest.mark.parametrize("system", ["", "Be concise."])
-def test_conversations_of_a_mini_are_those_of_ollamas_tests(hub, system):
-    model, tok = convert.load_any(MINI, chat=True)
-    found = talk.Conversation(model, tok, system, None, False).ids + user_turn(tok, "Hello")
+SAYS_OMNI = ("You are Apertus 1.5 Omni, a multimodal assistant developed by the Swiss AI Initiative. Extended from "
+             "Apertus 1 via continued pretraining, you understand images and audio and respond in text.")
+
+
+@pytest.mark.parametrize("name, asked, system", [
+    (MINI, "", ""),
+    (MINI, "Be concise.", "Be concise."),
+    (OMNI, "", SAYS_OMNI),
+    (OMNI, "Be concise.", "Be concise."),
+])
+def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name, asked, system):
+    """Of 1.5 also those of its template in swiss-ai/apertus-omni-tokenizer."""
+    model, tok = convert.load_any(name, chat=True)
+    found = talk.Conversation(model, tok, asked, None, False).ids + user_turn(tok, "Hello")
     text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
             "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
-    theirs = transformers.AutoTokenizer.from_pretrained(convert.local(MINI))
+    theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))
+    for i, control in enumerate(tokenizer.CHAT, 61) if name == OMNI else ():
+        text = text.replace(f"<SPECIAL_{i}>", control)
     assert found == theirs.encode(text, add_special_tokens=False)
 
 
-def test_names_in_a_text_of_apertus_1_5_stay_text_and_its_media_and_conversations_are_left_out(hub):
-    """Thoughts stand between 32 and 33 there, 69 and 70 in 1.0."""
+def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_media_are_left_out(hub):
+    """69 and 70 are the thoughts of 1.0. A call of tools would be written in another way."""
     tok = tokenizer.load_for(convert.local(OMNI))
     assert tok.decode(tok.encode("a <think> b <answer>")) == "a <think> b <answer>"
-    assert [tok.special.get(name) for name in ("<|inner_prefix|>", "<think>", "<|visual token 0|>")] == [32, 69, None]
-    with pytest.raises(ValueError, match="is of Apertus 1.5"):
-        convert.load_any(OMNI, chat=True)
+    assert [tok.special.get(name) for name in ("<think>", "<|visual token 0|>")] == [69, None]
+    assert stop_ids(tok) == {2, 68, 72}
+    blocks = dict(type="thoughts", text="a"), dict(type="response", text="b")
+    said = dict(role="assistant", content=dict(blocks=[*blocks]))
+    _, ids = tok.chat([dict(role="user", content="c"), said])
+    assert ids[-4:] == [32, *tok.encode("a"), 33, *tok.encode("b")]
+    called = said | dict(tool_calls=[dict(function=dict(name="f", arguments="{}"))])
+    with pytest.raises(ValueError, match="is of Apertus 1.5, which writes the use of tools"):
+        tok.chat([dict(role="user", content="c"), called])
 
 
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):

@@ -56,17 +56,6 @@ def test_the_world_is_that_of_the_committed_results(folder):
         assert sha256_of(rows)[:12] == sha, name
 
 
-def test_real_text_is_read_up_to_its_size_and_the_next_is_left_unread(folder):
-    documents = rows_of(folder, "documents")
-    read = [row for row in documents if row["kind"] == "corpus"]
-    unread = rows_of(folder, "unread")
-    for rows in (read, unread):
-        sizes = [len(row["text"].encode()) for row in rows]
-        *others, last = sizes
-        assert sum(others) < 9000 <= sum(others) + last
-    assert read[-1]["id"] < unread[0]["id"]
-
-
 def test_a_right_answer_names_one_value_and_no_other_and_manners_are_read_from_its_ending():
     row = dict(gold="Gemvik", values=["Gemvik", "Tovburg"])
     verdicts = {

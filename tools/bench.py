@@ -107,7 +107,7 @@ def now():
     return time.process_time() if clock == "cpu" else time.perf_counter()
 
 
-def race(ways, work, probe, per):
+def race(contestants, work, probe, per):
     """
     Time {name: f()} alternately, together with the probe of the machine. Returns {name: row}.
 
@@ -115,16 +115,16 @@ def race(ways, work, probe, per):
     A row has the seconds of each round, rate (tokens or GB per second), ratio (the time as a multiple of ours within a
     round: median, smallest, largest) and share (the speed as a share of the probe's), all of medians.
     """
-    work["probe"], ways["probe"] = probe
-    seconds = {name: [] for name in ways}
+    work["probe"], contestants["probe"] = probe
+    seconds = {name: [] for name in contestants}
     for n in tqdm(range(rounds + 1), "rounds", leave=False):
-        for name in list(ways)[::1 if n % 2 else -1]:
+        for name in list(contestants)[::1 if n % 2 else -1]:
             start = now()
-            ways[name]()
+            contestants[name]()
             seconds[name].append(now() - start)
     # The first round compiles, and does not count.
     times = {name: np.array(found[1:]) for name, found in seconds.items()}
-    speeds = {name: work[name] / np.median(times[name]) for name in ways}
+    speeds = {name: work[name] / np.median(times[name]) for name in contestants}
     best = speeds.pop("probe")
     rows = {}
     for name, speed in speeds.items():
@@ -252,20 +252,20 @@ def decode():
     ours = built(init_std=0.1).to(getattr(torch, dtype)).eval()
     theirs = hugging_face(ours).to(getattr(torch, dtype)).eval()
     prompt = make_batch()[0][:1, :32]
-    ways = dict(
+    contestants = dict(
         ours=lambda: generate(ours, prompt, tokens, temperature=0, compile=can_compile(device)),
         hf=lambda: theirs.generate(prompt, max_new_tokens=tokens, do_sample=False))
     if dtype == "float32":
-        said = ways["ours"]()
-        agree("tokens that are ours", {name: (way() == said).sum().item() for name, way in ways.items()}, 0)
+        said = contestants["ours"]()
+        agree("tokens that are ours", {name: (run() == said).sum().item() for name, run in contestants.items()}, 0)
     # Each token reads all weights but the embedding, of which it reads one row.
     read = sum(p.nbytes for name, p in ours.named_parameters() if ours.config.tie_embeddings or "embed" not in name)
     x = large()
-    return race(ways, dict.fromkeys(ways, tokens * read), (x.nbytes, x.sum), 1 / read)
+    return race(contestants, dict.fromkeys(contestants, tokens * read), (x.nbytes, x.sum), 1 / read)
 
 
 def optim():
-    ways, work = {}, {}
+    contestants, work = {}, {}
     # In fp32: weight, gradient and two or three averages are read, and all but the gradient written.
     for name, moved in {"ours": 36, "AdamW fused": 28}.items():
         params = list(built().parameters())
@@ -273,9 +273,9 @@ def optim():
             p.grad = torch.randn_like(p)
         optimizer = (AdEMAMix(params, compile=can_compile(device)) if name == "ours" else
                      torch.optim.AdamW(params, weight_decay=0.1, fused=True))
-        ways[name], work[name] = optimizer.step, moved * sum(p.numel() for p in params)
+        contestants[name], work[name] = optimizer.step, moved * sum(p.numel() for p in params)
     x = large()
-    return race(ways, work, (2 * x.nbytes, lambda: x.mul_(1.0)), 1e-9)
+    return race(contestants, work, (2 * x.nbytes, lambda: x.mul_(1.0)), 1e-9)
 
 
 def main():
