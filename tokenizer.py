@@ -147,7 +147,7 @@ class Tokenizer:
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)}, but {self.name} has 0 to {self.vocab_size - 1}: "
-                             "use the tokenizer that made them")
+                             "use the tokenizer that made them (Apertus 1.5's ids of pictures and sound are no text)")
         try:
             return self._bpe.decode_bytes(ids)
         except KeyError:
