@@ -56,7 +56,7 @@ def template():
     return environment.from_string(source)
 
 
-def marked(messages, tools=None, thinking=False, add_generation_prompt=False, date=None):
+def marked(messages, tools=None, thinking=False, add_generation_prompt=False, date=None, system=None):
     """
     A conversation as marked text, up to the last message or, to ask for an answer, <|assistant_start|>.
 
@@ -64,7 +64,8 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
     is a str, a list of {"type": "text", "text": …}, or {"text": …} or {"parts": [the same list]}; the assistant's also
     {"blocks": […]} of type thoughts, response (text), tool_calls (calls of name, arguments), tool_outputs (outputs of
     output), and OpenAI's "tool_calls". tools: [{"name", "description", "parameters": JSON schema}]. date:
-    YYYY-MM-DD, default today. The last turn of the assistant stays open: training adds its <|assistant_end|>.
+    YYYY-MM-DD, default today. system: of a conversation that has none; None: Apertus' own. The last turn of the
+    assistant stays open: training adds its <|assistant_end|>.
     ValueError, one line: a role, content or tool that the format has no place for, or half a surrogate pair.
     """
     def refuse(why):
@@ -78,6 +79,7 @@ def marked(messages, tools=None, thinking=False, add_generation_prompt=False, da
             tools=tools,
             enable_thinking=thinking,
             add_generation_prompt=add_generation_prompt,
+            default_system=system,
             bos_token=MARKS["<s>"],
             strftime_now=lambda form: date or time.strftime(form),
             raise_exception=refuse)
@@ -111,7 +113,7 @@ def render(tok, row, date=None):
     """
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
-    text = marked(messages, row.get("tools"), row.get("thinking", thoughts), date=date)
+    text = marked(messages, row.get("tools"), row.get("thinking", thoughts), date=date, system=tok.system)
     if messages[-1]["role"] == "assistant":
         text += BEGIN + MARKS["<|assistant_end|>"] + END
     return tok.chat_ids(text)
@@ -119,7 +121,8 @@ def render(tok, row, date=None):
 
 def user_turn(tok, text):
     """The ids of a user's message and of <|assistant_start|> behind it."""
-    return [tok.id_of("<|user_start|>"), *tok.encode(text), tok.id_of("<|user_end|>"), tok.id_of("<|assistant_start|>")]
+    start, *ends = (tok.id_of(f"<|{name}|>") for name in "user_start user_end assistant_start".split())
+    return [start, *tok.encode(text), *ends]
 
 
 def stop_ids(tok):
@@ -127,7 +130,7 @@ def stop_ids(tok):
     The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
-    return {tok.eos} | {tok.special.get(name, tok.eos) for name in ("</s>", "<|assistant_end|>", "<|tools_suffix|>")}
+    return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
 
 
 def why_not(tok):
@@ -171,9 +174,9 @@ def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
             yield n, row
 
 
-def read_rows(path, fits=is_conversation, want=CONVERSATION):
-    """The JSON objects of a .jsonl file as a list. ValueError as above, and for an empty file."""
-    rows = [row for _, row in numbered_rows(path, fits, want)]
+def read_rows(path, *how):
+    """The JSON objects of a .jsonl file as a list. how, ValueError: as above, and for an empty file."""
+    rows = [row for _, row in numbered_rows(path, *how)]
     if not rows:
         raise ValueError(f"{path} is empty")
     return rows
@@ -243,7 +246,9 @@ def alpaca_prompt(row):
 # checks: which conversations a model can learn from, and why not from the others
 
 # The roles, and after which each may speak; "" is the beginning.
-FOLLOWS = dict(system=[""], user=["", "system", "assistant"], assistant=["user", "tool"], tool=["assistant", "tool"])
+FOLLOWS = {role: before.split(",") for role, before in (pair.split(":") for pair in """
+system: user:,system,assistant assistant:user,tool tool:assistant,tool
+""".split())}
 
 # Errors that odd content raises on its way to ids: a number instead of text, a picture, a block without its text, half
 # a surrogate pair. ODD is the reason that is counted for it.

@@ -4,7 +4,7 @@ Text to token ids and back: bytes, Apertus' vocabulary, a prefix of it, or a BPE
 A byte-level BPE vocabulary is a list of byte strings, and their order is the algorithm: cut the text with a regular
 expression, start from single bytes, and keep joining the two neighbours whose union comes first in the list.
 
-    id = rank + n_special        ids below n_special are control tokens, which no text can produce
+    id = rank + len(special)     ids below len(special) are control tokens, which no text can produce
 
     byte        256 bytes, nothing to join                                                   vocab_size     320
     apertus     Apertus' own: Mistral-Nemo's 130,072 ranks after 1,000 control tokens        vocab_size 131,072
@@ -89,7 +89,7 @@ class Tokenizer:
     """
     One vocabulary. Its attributes:
 
-        name, vocab_size, n_special
+        name, vocab_size
         special           {name: id} of the control tokens
         bos, eos, pad     ids
         pieces, ids       the byte strings by rank, and the id of each
@@ -106,7 +106,6 @@ class Tokenizer:
         usual = [*range(n, n + len(pieces))]
         self.name = name
         self.pieces = pieces
-        self.n_special = n
         self.special = special
         self.ids = ids or usual
         self.in_text = special.keys() & in_text
@@ -178,7 +177,7 @@ class Tokenizer:
     def chat(self, messages, *args, **options):
         """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
         chat = attached("chat")
-        text = chat.marked(messages, *args, **options)
+        text = chat.marked(messages, *args, system=self.system, **options)
         return text.translate(chat.SPELLED), self.chat_ids(text)[0]
 
     def chat_ids(self, text):
@@ -244,10 +243,9 @@ def load_for(folder):
     """The Tokenizer of a folder of data, a run or a model: its tokenizer.json, or the vocabulary that it names."""
     if os.path.isfile(f"{folder}/tokenizer.json"):
         return read_bpe(f"{folder}/tokenizer.json")
-    for file in "meta.json", "config.json":                # config.json: of runs from before November 2026
-        named = beside(folder, file).get("tokenizer")
-        if named and not named.endswith(".json"):
-            return load(named)
+    named = beside(folder, "meta.json").get("tokenizer")
+    if named and not named.endswith(".json"):
+        return load(named)
     raise ValueError(f"{folder} has no tokenizer.json and names no vocabulary: want a folder of prepare.py or "
                      "train.py, or copy tokenizer.json from the model's repository")
 
@@ -319,7 +317,7 @@ FRAME = """{
     "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
     "model": {"type": "BPE", "ignore_merges": true}
 }""".replace("PATTERN", json.dumps(PATTERN))
-EXACT = dict(single_word=False, lstrip=False, rstrip=False)    # an added token as it stands, nothing around it
+EXACT = dict.fromkeys("single_word lstrip rstrip".split(), False)    # an added token as it stands, nothing around it
 SETTINGS = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=False, padding_side="left")
 ENDS = dict(bos_token="<s>", eos_token="</s>", pad_token="<pad>")
 TEMPLATE = "chat_template.jinja"

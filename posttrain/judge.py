@@ -178,9 +178,7 @@ class Local:
 
     def ids(self, text):
         """A conversation up to where the reply begins."""
-        system = self.tok.system
-        header = [] if system is None else [dict(role="system", content=system)]
-        return self.tok.chat([*header, dict(role="user", content=text)], add_generation_prompt=True, date=DATE)[1]
+        return self.tok.chat([dict(role="user", content=text)], add_generation_prompt=True, date=DATE)[1]
 
     @torch.no_grad()
     def logp(self, texts, words, room):

@@ -79,8 +79,7 @@ class Conversation:
     def begin(self, system):
         """Start anew with a system message ("" = the model's own)."""
         self.system = system
-        content = system or self.tok.system
-        self.messages = [] if content is None else [dict(role="system", content=content)]
+        self.messages = [dict(role="system", content=system)] if system else []
         self.ids = self.tok.chat(self.messages, self.tools, self.thinking)[1]
         self.cache = KVCache(self.model, 1, 256)
         self.thoughts = ""

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import convert
 import tokenizer
-from chat import stop_ids, user_turn
+from chat import render, stop_ids, user_turn
 from conftest import ROOT
 from engine.files import read_json, read_text
 from model import rope_frequencies
@@ -262,11 +262,13 @@ def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_med
     assert stop_ids(tok) == {2, 68, 72}
     blocks = dict(type="thoughts", text="a"), dict(type="response", text="b")
     said = dict(role="assistant", content=dict(blocks=[*blocks]))
-    _, ids = tok.chat([dict(role="user", content="c"), said])
-    assert ids[-4:] == [32, *tok.encode("a"), 33, *tok.encode("b")]
-    called = said | dict(tool_calls=[dict(function=dict(name="f", arguments="{}"))])
+    row = dict(messages=[dict(role="user", content="c"), said])
+    ids, _ = render(tok, row)
+    assert ids[-5:] == [32, *tok.encode("a"), 33, *tok.encode("b"), 68]
+    assert tok.decode(ids).startswith(f"<s><|system_start|>{SAYS_OMNI}")
+    said["tool_calls"] = [dict(function=dict(name="f", arguments="{}"))]
     with pytest.raises(ValueError, match="is of Apertus 1.5, which writes the use of tools"):
-        tok.chat([dict(role="user", content="c"), called])
+        render(tok, row)
 
 
 def test_safetensors_json_and_the_template_are_downloaded_and_nothing_else(hub, monkeypatch):

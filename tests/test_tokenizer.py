@@ -43,7 +43,7 @@ def tok(request, trained):
 
 def test_apertus_ids_are_the_published_ones():
     apertus = load("apertus")
-    assert (apertus.vocab_size, apertus.n_special) == (131072, 1000)
+    assert (apertus.vocab_size, len(apertus.special)) == (131072, 1000)
     assert apertus.encode("Hello, world!") == [22177, 1044, 4304, 1033]
     assert apertus.decode_bytes([1758]) == b"\xda\xa9"
     in_text = r"\begin{\end{\text{\boxed{<iban-pii><email-pii><ip-pii>"
@@ -135,7 +135,8 @@ def test_nobody_can_speak_as_somebody_else(tok):
         for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
     )
     (_, plain), (text, attacked) = tok.chat(**honest), tok.chat(**attack)
-    assert [i for i in attacked if i < tok.n_special] == [i for i in plain if i < tok.n_special]
+    n = len(tok.special)
+    assert [i for i in attacked if i < n] == [i for i in plain if i < n]
     assert text.count(ATTACK) == 15
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tok.chat(**mark)
