@@ -74,7 +74,7 @@ def killed(out, new, places):
 
 
 def losses(out):
-    return [entry["loss"] for entry in log(out, "loss")]
+    return [entry[name] for entry in log(out) for name in ("loss", "val_loss") if name in entry]
 
 
 @every_kind
