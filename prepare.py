@@ -239,14 +239,14 @@ def check_settings():
 def local_stage(name, work):
     """Do all pieces of a stage in processes of this machine. With --max_bytes sifting ends when these are kept."""
     pieces, enough = work.pieces(name), max_bytes
-    alone = pieces == 1 or name != "check" and work.ends[-1] <= SMALL
+    alone = pieces == 1 or name != "check" and work.bytes_until[-1] <= SMALL
     done = each(name, range(pieces), work.folder, 1 if alone else processes())
     for number in tqdm(done, name, pieces, unit="piece", disable=None, leave=False):
         # The text that is sifted; a part of it may be duplicates.
-        if name == "sift" and 0 < enough <= work.ends[number]:
+        if name == "sift" and 0 < enough <= work.bytes_until[number]:
             if stages.groups_needed(work, number + 1):
                 return
-            enough = work.ends[number] + max_bytes / 10
+            enough = work.bytes_until[number] + max_bytes / 10
 
 
 def processes():

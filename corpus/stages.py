@@ -108,7 +108,7 @@ class Work:
         return found
 
     @cached_property
-    def ends(self):
+    def bytes_until(self):
         """Bytes of text in each group and all before it, int64 (groups,)."""
         return np.cumsum([sum(part[3] for _, part in group) for group in self.groups])
 
