@@ -14,7 +14,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from chat import as_json, user_turn
+from chat import as_json, stop_ids, user_turn
 from engine.files import read_text
 from generate import KVCache, next_logits, sample_token
 
@@ -103,9 +103,9 @@ class Conversation:
             print(f"the model reads {window} tokens and the conversation has {length}: /reset starts another")
             return
         ids += asked
-        opens, closes, calls, called, end = (tok.id_of(f"<|{name}|>") for name in (
-            "inner_prefix", "inner_suffix", "tools_prefix", "tools_suffix", "assistant_end"))
-        stop = {called, end, tok.id_of("</s>")}
+        names = "inner_prefix inner_suffix tools_prefix tools_suffix assistant_end".split()
+        opens, closes, calls, called, end = (tok.id_of(f"<|{name}|>") for name in names)
+        stop = stop_ids(tok)
         decode = tok.stream()
         inside = "response"
         parts = [(inside, [])]
@@ -126,7 +126,8 @@ class Conversation:
             if ids[-1] != called:
                 break
             print("]", flush=True)
-            output = ask("the tool's output> ")
+            # Apertus 1.5 has other brackets for outputs.
+            output = "" if "<|tool_output_start|>" in tok.special else ask("the tool's output> ")
             if not output:
                 break
             parts += [("tool_outputs", output), (inside, [])]
