@@ -189,7 +189,7 @@ class Tokenizer:
         """
         chat = attached("chat")
         if OUTPUT in self.special and chat.MARKS["<|tools_prefix|>"] in text:
-            raise ValueError(f"{self.name} is of Apertus 1.5, which writes the use of tools in another way than 1.0")
+            raise ValueError(f"{self.name} is of Apertus 1.5: its format for calls of tools is not that of 1.0")
         ids, said = [], []
         turn = 0            # odd: the assistant speaks
         for part in re.split(f"([{''.join(chat.NAMES)}])", text):

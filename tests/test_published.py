@@ -261,7 +261,7 @@ def test_of_apertus_1_5_thoughts_are_32_and_33_names_stay_text_and_tools_and_med
     assert ids[-5:] == [32, *tok.encode("a"), 33, *tok.encode("b"), 68]
     assert tok.decode(ids).startswith(f"<s><|system_start|>{SAYS_OMNI}")
     said["tool_calls"] = [dict(function=dict(name="f", arguments="{}"))]
-    with pytest.raises(ValueError, match="is of Apertus 1.5, which writes the use of tools"):
+    with pytest.raises(ValueError, match="is of Apertus 1.5: its format for calls of tools"):
         render(tok, row)
     with pytest.raises(ValueError, match="ids of pictures and sound are no text"):
         tok.decode([TEXT])
