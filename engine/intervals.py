@@ -10,41 +10,21 @@ Sources: Abramowitz & Stegun, Handbook of Mathematical Functions (1964), 26.7; W
 import math
 import statistics
 
+import mpmath                   # torch installs it, for sympy
+
 
 def p_value(t, df):
     """
-    P(|T| > |t|) of Student's t with df degrees of freedom, an integer of at least 1.
+    P(|T| > |t|) of Student's t with df degrees of freedom.
 
-    By the finite sums of Abramowitz & Stegun 26.7.3-4, where a = atan(|t| / sqrt(df)) and c = cos a:
-
-        df even     P(|T| < |t|) = sin a (1 + 1/2 c^2 + (1 * 3)/(2 * 4) c^4 + ...)                      df / 2 terms
-        df odd      P(|T| < |t|) = 2/pi (a + c sin a (1 + 2/3 c^2 + (2 * 4)/(3 * 5) c^4 + ...))    (df - 1) / 2 terms
+    By the regularised incomplete beta function, I_x(df / 2, 1 / 2) at x = df / (df + t^2) (26.7.1, 26.5.27).
     """
-    angle = math.atan(abs(t) / math.sqrt(df))
-    odd = df % 2
-    term, total = 1.0, 0.0
-    for n in range(1 + odd, df, 2):
-        total += term
-        term *= math.cos(angle) ** 2 * n / (n + 1)
-    inside = math.sin(angle) * total
-    if odd:
-        inside = 2 / math.pi * (angle + math.cos(angle) * inside)
-    return max(0.0, 1 - inside)
+    return float(mpmath.betainc(df / 2, 0.5, 0, df / (df + t * t), regularized=True))
 
 
 def t_quantile(df):
-    """The t with P(|T| > t) = 0.05, by bisection: half of a 95 % interval is t standard errors."""
-    if df > 10_000:
-        # The normal quantile agrees to 2e-4 here, and p_value would add up thousands of terms.
-        return 1.959963984540054
-    low, high = 0.0, 1000.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        if p_value(middle, df) > 0.05:
-            low = middle
-        else:
-            high = middle
-    return low
+    """The t with P(|T| > t) = 0.05: half of a 95 % interval is t standard errors."""
+    return float(mpmath.findroot(lambda t: p_value(t, df) - 0.05, (1, 20), solver="ridder"))
 
 
 def student(values):
