@@ -7,11 +7,11 @@ Pretraining, from a laptop to a cluster: real text in, a run folder out.
 $ python train.py configs/laptop.py                          # five minutes on any machine; then python sample.py
 $ python train.py configs/laptop.py --activation=swiglu      # any setting of this file and of ApertusConfig, as a flag
 $ python train.py configs/gpu.py --resume                    # one GPU; resumes where it was stopped
-$ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --micro_batch=2 --resume     # eight GPUs
+$ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --resume     # eight GPUs
 
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
 step, so a killed and resumed run ends bit-exact: on one process, or with --exact on several; but not if the clock
-chooses where the decay begins, or the number of threads changes (engine/cores.py). SIGTERM, SIGUSR2, or a file named
+chooses where the decay begins, or the number of threads changes. SIGTERM, SIGUSR2, or a file named
 `stop` in the run folder: all ranks leave at the next border of a micro-batch, save and exit. An unfinished step is
 dropped, a finished one counts.
 
@@ -33,7 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 # Before torch, which reads a setting of it when it loads.
-from engine.hardware import can_compile, pick_device, pick_dtype
+from engine.hardware import can_compile, keep_freed_memory, pick_device, pick_dtype
 import torch
 from tqdm import tqdm
 
@@ -61,7 +61,7 @@ stages = ()                     # rows of (name, sources or {source: weight}, sa
 stage = ""                      # stop at the end of this stage; all = run through; "" = no stages, all of the data
 # the ranks (engine/parallel.py)
 parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
-hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = those of a node
+hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = a node, or the fewest that fit
 recompute = "none"              # how much backward recomputes instead of storing: none | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
@@ -81,7 +81,7 @@ minutes = 0.0                   # train that long; overrides total_samples, unle
 schedule = "wsd"                # wsd | cosine
 batch_size = 1024               # samples per step
 batch_ramp_at = 0               # samples after which the batch is doubled; 0 = never
-micro_batch = 4                 # samples in memory at once; gradients of the rest accumulate
+micro_batch = 4                 # samples in memory at once, fewer if they do not fit; gradients accumulate
 # the optimizer
 optimizer = "ademamix"          # ademamix | adamw
 state_dtype = "float32"         # of AdEMAMix's two averages; bfloat16: 4 bytes a parameter less, one rounded at random
@@ -204,8 +204,8 @@ def set_up(build, more, decides):
     config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
-                          compiled=compile and can_compile(torch.device(where)), spent=0.0, validate_first=False,
-                          cores=None, summary=None, usage=lambda speed: {}, trace=None, bar=tqdm(disable=True),
+                          compiled=compile and can_compile(where), spent=0.0, validate_first=False,
+                          summary=None, usage=lambda speed: {}, trace=None, bar=tqdm(disable=True),
                           decay_at=NEVER if minutes else total_samples - decay_samples)
     from engine.memory import check_run                    # here, since only the start needs it
     check_run(run, build)
@@ -226,8 +226,6 @@ def build_all(run, build, found):
     if run.device == "cpu":
         # Here, since a GPU has its own kernels.
         from engine.attention import attend_on
-        from engine.cores import cores_for, keep_freed_memory
-        run.cores = cores_for(run.device) if run.compiled else None
         keep_freed_memory()
         attend_on(model, run.device)
     distribute(model, run.ranks, run.device, recompute, run.compiled)
@@ -530,8 +528,6 @@ def pretrain(run, build, stop, cooldown):
     if run.compiled:
         bar.set_postfix_str("compiling: half a minute, the first time")
     while done < end and not stopping:
-        if run.cores and done % 50 == 0 and (says := run.cores.take()):
-            bar.write(says)
         step, run.step_began = done, time.perf_counter()
         if first and os.path.exists(f"{out}/profile"):
             run.trace = torch.profiler.profile()
@@ -540,8 +536,7 @@ def pretrain(run, build, stop, cooldown):
         # Gradients; then one sum over ranks of the squared norm, the loss, and what any rank was asked to do.
         made = forward_backward(run, next(loader), step)
         if not made:
-            stopping = True
-            run.opt.zero_grad(set_to_none=True)
+            run.opt.zero_grad()
             if saved < done:
                 save(run, done, decay_begins=False)
             break
@@ -563,7 +558,7 @@ def pretrain(run, build, stop, cooldown):
         rate = lr_at(samples_before(step), run.decay_at)
         if finite:
             update(run, rate, norm)
-        run.opt.zero_grad(set_to_none=True)
+        run.opt.zero_grad()
         end_trace(run)
 
         # What happened.
