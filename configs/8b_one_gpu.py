@@ -5,7 +5,7 @@
 #
 # 16 bytes a parameter are 128.9 GB: weights 32.2, gradients 32.2, averages in bf16 32.2, squares 32.2. The averages in
 # fp32 alone would make it 161. The rest holds one window: python -m tools.plan with this config has the sum;
-# no GPU has run it. Eight of 80 GB hold 8b.py without this, in shards, with --micro_batch=2.
+# no GPU has run it. Eight of 80 GB hold 8b.py without this, in shards, two windows at a time.
 #
 # A step of 4.2M tokens takes some ten minutes there, so 15T tokens would take 60 years: it is for continuing the
 # published weights on a few billions, or for a run with a --total_samples of its own.

@@ -76,11 +76,12 @@ def of_step(model, settings, tokens, size=2, shards=1):
 
 def check_run(run, build):
     """
-    Check that a step of a run of train.py fits on its device, and print the sum on a GPU. build(run): the model.
+    Make a step of a run of train.py fit on its device, and print the sum on a GPU. build(run): the model.
 
-    ValueError, with the sum and the flags to change, if the step takes more than the device has.
+    If it does not fit as asked, fewer windows are in memory at once (not with --exact), and with hsdp, where no
+    hsdp_shard is named, more ranks share a copy. ValueError, with the sum and commands that fit, if that is not enough.
     """
-    settings = run.config | dict(micro_batch=run.rows)
+    settings = run.config
     ranks, device = run.ranks, run.device
     if settings["recompute"] not in MODES:
         raise ValueError(f"recompute={settings['recompute']!r}: there is none, selective and full")
@@ -99,9 +100,17 @@ def check_run(run, build):
     def takes(shards, **flags):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
+    # By all memory of the device, since all ranks must choose the same.
+    most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] else ranks.shard
+    ways = [(shards, rows) for shards in range(ranks.shard, most + 1, ranks.shard) if ranks.size % shards == 0
+            for rows in range(run.rows, 0, -1) if run.rows % rows == 0 and (rows == run.rows or not ranks.exact)]
+    fits = (way for way in ways if takes(way[0], micro_batch=way[1])["total"] <= has)
+    ranks.shard, run.rows = next(fits, ways[0])
+    settings = settings | dict(micro_batch=run.rows)
     kinds = takes(ranks.shard)
     parts = ", ".join(f"{kind} {gb(size)}" for kind, size in kinds.items())
-    line = f"GB that a step takes: {parts}; {device} has {gb(free)} of {gb(has)} free"
+    line = (f"GB that a step takes, with micro_batch={run.rows} and a copy of the model on {ranks.shard}: {parts}; "
+            f"{device} has {gb(free)} of {gb(has)} free")
     if kinds["total"] > free:
         advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free))
         if settings.get("init_from") and not settings["lora_r"]:

@@ -87,9 +87,8 @@ class Ranks:
         self.sharded = self.mode in ("fsdp", "hsdp")
         # Which samples this rank reads: part `group` of `groups`. Ranks that share a window are one group.
         self.group, self.groups = self.rank, self.size
-        # How many ranks share one copy of the weights, and how many hold the same gradient.
+        # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
-        self.copies = self.size // self.shard
         if self.size % self.shard:
             from engine.help import nearest_divisors
             raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
@@ -127,6 +126,8 @@ class Ranks:
 
     def join(self, device, timeout):
         """Meet the other ranks: nccl on CUDA, gloo on CPU. timeout: seconds that a rank waits for another."""
+        # How many ranks hold the same gradient.
+        self.copies = self.size // self.shard
         kind = torch.device(device).type
         if kind == "cuda":
             torch.cuda.set_device(device)

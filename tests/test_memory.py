@@ -41,17 +41,21 @@ def asked(monkeypatch, capsys, eight):
         T=4096,
         first=True,
         groups=0,
+        shard=0,
+        mode="fsdp",
+        exact=False,
         **settings,
     ):
         monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
         monkeypatch.setattr(memory, "memory_of", lambda device: mib * 2**20 or None)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free or mib) * 2**20, mib * 2**20))
         run = SimpleNamespace(
-            config=SETTINGS | settings,
+            config=SETTINGS | dict(hsdp_shard=0) | settings,
             rows=rows,
             val=SimpleNamespace(T=T),
             device=device,
-            ranks=SimpleNamespace(shard=size, size=size, first=first, groups=groups or size),
+            ranks=SimpleNamespace(
+                shard=shard or size, size=size, first=first, groups=groups or size, mode=mode, exact=exact),
             dtype=torch.bfloat16,
         )
         try:
@@ -102,18 +106,22 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
 
 
 # MiB of a GPU by nvidia-smi, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are
-# 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9. The last five: 8 GPUs that share each window of README's
-# 64k fit (tools.plan --long), and 8 that do not would not; DDP sends gradients in buckets, and shards divide what is
-# held; the memory of other processes does not count.
+# 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9. With hsdp a copy may need several nodes. The last five: 8
+# GPUs that share each window of README's 64k fit (tools.plan --long), and 8 that do not would not; DDP sends gradients
+# in buckets, and shards divide what is held; the memory of other processes does not count.
 SAID = """
-143771 | 4 | 1 | | error: GB that a step takes: weights 32.2, gradients 32.2, states 96.6, activations 78.8,
+143771 | 4 | 1 | | error: GB that a step takes, with micro_batch=4 and a copy of the model on 1: weights 32.2,
+143771 | 4 | 1 | | gradients 32.2, states 96.6, activations 78.8,
 143771 | 4 | 1 |                 | cuda:0 has 150.8 of 150.8 free: torchrun --standalone --nproc_per_node=2 train.py
 143771 | 4 | 1 | | 8b.py --micro_batch=2 --parallel=fsdp; or python train.py configs/8b.py --micro_batch=1
 143771 | 4 | 1 |                 | --micro_batch=1 --recompute=selective --state_dtype=bfloat16
 143771 | 4 | 1 | optimizer=adamw | free: python train.py configs/8b.py --micro_batch=1
 143771 | 1 | 1 | state_dtype=bfloat16 recompute=selective | total 146.4;
-81559  | 6 | 8 |                 | free: torchrun --standalone --nproc_per_node=8 train.py
-81559  | 2 | 8 |                 | total 74.7; cuda:0 has 85.5
+81559  | 6 | 8 | exact=True      | free: torchrun --standalone --nproc_per_node=8 train.py
+81559  | 6 | 8 |                 | GB that a step takes, with micro_batch=2 and a copy of the model on 8: weights 4.0,
+81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
+40960  | 4 | 64 | mode=hsdp shard=8 | GB that a step takes, with micro_batch=1 and a copy of the model on 16: weights 2.0,
+40960  | 4 | 64 | mode=hsdp shard=8 hsdp_shard=8 | error: GB that a step takes, with micro_batch=4
 81559  | 4 | 1 | init_from=8b lora_r=0 | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500
 1000   | 1 | 1 |                 | a shorter --block_size would fit
