@@ -9,7 +9,7 @@ import torch
 
 import model  # noqa: F401  which sets torch's kernels
 from conftest import table
-from engine import cores, decoding, gpus, hardware
+from engine import decoding, gpus, hardware
 
 
 @pytest.mark.parametrize("cuda, mps, names", [
@@ -68,18 +68,18 @@ def test_compilation_wants_a_compiler_and_on_cuda_triton(monkeypatch, device, va
     for module, name in ((hardware, "find_spec"), (hardware.shutil, "which")):
         monkeypatch.setattr(module, name, lambda name: name if name in there.split() else None)
     monkeypatch.setattr(hardware.os, "environ", {variable: "mine"})
-    assert hardware.can_compile(torch.device(device)) == (works == "yes")
+    assert hardware.can_compile(device) == (works == "yes")
 
 
 def test_malloc_keeps_freed_memory_unless_the_user_says_otherwise(monkeypatch):
     """mallopt(3): M_MMAP_THRESHOLD is -3, of at most 32 MB; M_TRIM_THRESHOLD is -1."""
     told = []
     libc = SimpleNamespace(mallopt=lambda *args: told.append(args))
-    monkeypatch.setattr(cores.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: libc)
     for variable in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "ANOTHER"):
         assert told == []
-        monkeypatch.setattr(cores.os, "environ", {variable: "1"})
-        cores.keep_freed_memory()
+        monkeypatch.setattr(hardware.os, "environ", {variable: "1"})
+        hardware.keep_freed_memory()
     assert told == [(-3, 32 * 2**20), (-1, 2**31 - 1)]
 
 

@@ -38,8 +38,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from ademamix import AdEMAMix
-from engine.cores import keep_freed_memory
-from engine.hardware import can_compile, pick_device
+from engine.hardware import can_compile, keep_freed_memory, pick_device
 from engine.parallel import Ranks, distribute
 from generate import generate
 from goldfish import goldfish_mask
