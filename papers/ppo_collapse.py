@@ -18,6 +18,7 @@ Not reproduced  The collapse of rank and return, and a gain by PFO. The paper pl
 $ python -m papers.ppo_collapse     # the runs that rows.jsonl lacks, up to a minute each, then table.md and plots
 """
 
+import os
 import sys
 
 if __name__ == "__main__" and not __package__:
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tqdm import tqdm
 
 from configurator import run
 from posttrain.collapse import dead_units, spectrum
@@ -277,22 +279,28 @@ def trained(name):
     return dict(name=name, curves=curves)
 
 
+def completed(path, arms, seeds, trained):
+    """
+    The rows of the file at `path`, one for each ARM-SEED, after the missing runs: trained(name) -> row, here.
+
+    Each row is written when its run ends. ValueError if there is no row, and no run to make one.
+    """
+    rows = kit.read_rows(path) if os.path.exists(path) else []
+    done = [row["name"] for row in rows]
+    names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms.split()]
+    torch.set_num_threads(1)        # the bits of a run must not depend on the number of cores
+    for name in tqdm([name for name in names if name not in done], unit="run", disable=None):
+        rows.append(trained(name))
+        kit.write_rows(path, rows)
+    return kit.read_rows(path)
+
+
 def measured(rows):
-    """{measure: {arm: a number for each seed, the mean of the last fifth of its curve}}."""
-    found = {}
+    """Triples (measure, arm, mean of the last fifth of its curve), for kit.grouped()."""
     for row in rows:
         _, epochs, c, _ = row["name"].split("-")
         for key, curve in row["curves"].items():
-            arms = found.setdefault(key, {})
-            arms.setdefault(f"{epochs} epochs, c = {c}", []).append(np.mean(curve[-POINTS // 5:]))
-    return found
-
-
-def table_md(rows):
-    """The committed page, a pure function of the runs."""
-    found = measured(rows)
-    body = [f"| {key} | {' | '.join(map(kit.interval, arms.values()))} |" for key, arms in found.items()]
-    return "\n".join([HEAD, *kit.table(f"| | {' | '.join(found['norm'])} |", body), NOTES])
+            yield key, f"{epochs} epochs, c = {c}", np.mean(curve[-POINTS // 5:])
 
 
 HEAD = """# When PPO collapses, at the size of a laptop
@@ -332,11 +340,10 @@ def main():
     x, y = two_states(0.1163, torch.tensor([0.5153, -0.4414]), 3)
     curves = {"state x": x, "state y = 3 x": y}
     kit.plot_curves(f"{results}/two_states.png", range(21), curves, "step of SGD", "ratio, clipped at 1.1")
-    arms = "4-0 4-1 4-10 20-0 20-1 20-10".split()       # epochs, weight of PFO
-    names = [f"cartpole-{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
-    rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    kit.plot_intervals(f"{results}/norm.png", measured(rows)["norm"], "norm of the pre-activations (c: weight of PFO)")
-    kit.write(f"{results}/table.md", table_md(rows))
+    arms = "cartpole-4-0 cartpole-4-1 cartpole-4-10 cartpole-20-0 cartpole-20-1 cartpole-20-10"  # epochs, weight of PFO
+    found = kit.grouped(measured(completed(f"{results}/rows.jsonl", arms, seeds, trained)))
+    kit.plot_intervals(f"{results}/norm.png", found["norm"], "norm of the pre-activations (c: weight of PFO)")
+    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('|', found.items())}{NOTES}")
 
 
 if __name__ == "__main__":

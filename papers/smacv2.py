@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from configurator import run
-from papers.ppo_collapse import learn, minibatches, network, play, sampled
+from papers.ppo_collapse import completed, learn, minibatches, network, play, sampled
 from studies import kit
 
 seeds = 5                           # from 2 on: the settings were chosen with seed 1
@@ -300,16 +300,6 @@ def trained(name):
     return dict(name=name, won=won)
 
 
-def wins_of(rows):
-    """{GAME-POLICY: {"won": the shares of its seeds}}."""
-    return kit.grouped((row["name"].rpartition("-")[0], "won", row["won"]) for row in rows)
-
-
-def table_md(rows):
-    """The committed page, a pure function of the runs."""
-    return f"{HEAD}\n{kit.pivot('| random-policy', [*wins_of(rows).items()])}{NOTES}"
-
-
 HEAD = """# A battle without chance, and with it
 
 `python -m papers.smacv2` writes this page. Share of fights won: five seeds, 400 fights each after 80 rollouts; ± is
@@ -351,12 +341,12 @@ study: fights had 50 steps, within which the policy that sees won a third.
 
 def main():
     arms = ("fixed-open fixed-closed types-open types-closed ranges-open ranges-closed starts-open starts-closed "
-            "all-open all-closed all-half all-none all-released").split()
-    names = [f"{arm}-{seed}" for seed in range(2, 2 + seeds) for arm in arms]
-    rows = kit.completed(f"{results}/rows.jsonl", names, trained)
-    wins = {arm: numbers["won"] for arm, numbers in wins_of(rows).items()}
+            "all-open all-closed all-half all-none all-released")
+    rows = completed(f"{results}/rows.jsonl", arms, seeds, trained)
+    found = kit.grouped((row["name"].rpartition("-")[0], "won", row["won"]) for row in rows)
+    wins = {arm: numbers["won"] for arm, numbers in found.items()}
     kit.plot_intervals(f"{results}/wins.png", wins, "share of fights won (random part - policy)")
-    kit.write(f"{results}/table.md", table_md(rows))
+    kit.write(f"{results}/table.md", f"{HEAD}\n{kit.pivot('| random-policy', found.items())}{NOTES}")
 
 
 if __name__ == "__main__":

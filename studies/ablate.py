@@ -25,13 +25,12 @@ $ python -m studies.ablate --overview             # all studies in one table
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
+import glob
 import json
-import os
 import re
 import statistics
 import sys
 import tomllib
-from operator import itemgetter, sub
 
 import numpy as np
 from tqdm import tqdm
@@ -41,7 +40,7 @@ import convert
 import train
 from data import read_meta
 from engine import plot
-from engine.files import read_text
+from engine.files import read_text, sha256_of
 from engine.intervals import student
 from posttrain import attach
 
@@ -56,47 +55,68 @@ jobs = 0                   # runs at a time; 0 = one for each GPU, or for each C
 report = False             # run nothing: write table and plot from runs.jsonl
 overview = False           # run nothing: one table of all studies in results/ablations
 
-SEARCH_SEED = 0            # chooses the learning rates, and is never reported
 STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml"))
+# Of a study with a name, and of arms. A study with a name may also have `published` results, and our reading.
 STUDY, QUICK = json.loads("""[
-    {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3]},
-    {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3]}
+    {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3],
+     "reading": ""},
+    {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3],
+     "reading": ""}
 ]""")
-ARMS = dict(activation="xielu swiglu gelu relu2", optimizer="ademamix adamw", schedule="wsd cosine")
+# Arms without a study of their own, and the setting of train.py that has them as values.
+ARMS = dict(pair.split(":") for pair in """
+xielu:activation swiglu:activation gelu:activation relu2:activation
+ademamix:optimizer adamw:optimizer wsd:schedule cosine:schedule
+""".split())
 
-HEAD = (
-    "| arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters "
-    "| s |")
+HEAD = """\
+| arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters | s |
+|---|---|---|---|---|---|---|---|---|
+"""
 ROW = (
-    "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {tokens:,} | {parameters:,} "
-    "| {seconds:.0f} |")
-AGAINST = "{:+.4f} ± {:.4f} (p = {:.3f}, {:.3f})"
-METHOD = (
-    "Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). "
-    "Differences are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all "
-    "comparisons of this table). Tokens to its loss: the share after which an arm has the baseline's last loss.")
+    "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {total:,} | {parameters:,} "
+    "| {seconds:.0f} |\n")
+PAGE = """\
+# {name}
+
+{question}
+
+Seed 0 chooses each arm's learning rate and is not reported (* = the lowest or highest that was tried). Differences \
+are paired by seed: mean ± half of the 95 % interval by Student's t (p, and p by Holm for all comparisons of this \
+table). Tokens to its loss: the share after which an arm has the baseline's last loss.
+
+{table}
+{said}
+
+Command: `{command}`
+"""
 
 
 def chosen():
     """
     The study on the command line, a dict: a table of configs/ablations.toml, or the arms to compare; its `name`, the
-    `folder` of its results, and `asked`: the numbers that replace its own. ValueError if there is none.
+    `folder` of its results, and the `command` that makes them. ValueError if there is none.
     """
     name = "-".join(paths)
-    settings = [setting for setting, arms in ARMS.items() if {*paths} <= {*arms.split()}]
+    settings = {ARMS.get(arm, arm) for arm in paths}
     if name in STUDIES:
         study = STUDY | STUDIES[name]
-    elif len({*paths}) > 1 and settings:
-        arms = {arm: f"--{settings[0]}={arm}" for arm in paths}
-        study = QUICK | dict(question=f"{settings[0]}: {' or '.join(paths)}?", arms=arms)
+    elif len(settings) == 1 < len({*paths}):
+        [setting] = settings
+        arms = {arm: f"--{setting}={arm}" for arm in paths}
+        study = QUICK | dict(question=f"{setting}: {' or '.join(paths)}?", arms=arms)
     else:
         raise ValueError(
             f"{' '.join(paths) or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more "
-            f"values of {' or '.join(ARMS)}: python -m studies.ablate swiglu xielu")
+            f"values of {' or '.join(dict.fromkeys(ARMS.values()))}: python -m studies.ablate swiglu xielu")
     asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
-    # Other numbers than the committed ones get a folder of their own, and no reading.
-    results = out or (QUICK if asked else study)["out"]
-    return study | asked | dict(name=name, asked=asked, folder=f"{results}/{name}")
+    if asked:
+        # Other numbers than the committed ones get a folder of their own, and no reading.
+        study |= asked | dict(out=QUICK["out"], reading="")
+    return study | dict(
+        name=name,
+        folder=f"{out or study['out']}/{name}",
+        command=kit.command("studies.ablate", paths + [f"--{key}={value}" for key, value in asked.items()]))
 
 
 # -----------------------------------------------------------------------------
@@ -110,15 +130,22 @@ def planned(study, arm, lr, seed):
     All runs have the same number of tokens, so none ends by the clock. ValueError for a setting that train.py does not
     have or a value of another type.
     """
-    flags = kit.flags(dict(lr=lr, lr_floor=lr / 10, seed=seed, data=data, minutes=0.0))
-    argv = [study["size"], *study["arms"][arm].split(), *flags]
+    argv = [
+        study["size"],
+        *study["arms"][arm].split(),
+        f"--lr={lr}",
+        f"--lr_floor={lr / 10}",
+        f"--seed={seed}",
+        f"--data={data}",
+        "--minutes=0.0"]
     settings = configurator.configure(dict(vars(train)), argv, dict(vars(train.shape)), dict(vars(attach)))
-    return f"{runs}/{kit.digest([settings, read_meta(data)])}", argv
+    return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", argv
 
 
 def train_all(study, asked, bar):
     """
-    Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order.
+    Train each (arm, lr, seed) that is not finished yet, several at a time. Returns the rows of runs.jsonl in order:
+    tokens and val_bpb have one entry for each validation, in bits per byte.
 
     ValueError if a setting does not exist, before the first run, or if train.py fails; finished runs stay finished.
     """
@@ -127,22 +154,18 @@ def train_all(study, asked, bar):
     distinct = dict(plan)
     for _ in kit.in_parallel(jobs, kit.train, distinct, distinct.values()):
         bar.update()
-    return [read_run(folder, *run) for (folder, _), run in zip(plan, asked)]
-
-
-def read_run(folder, arm, lr, seed):
-    """The row of runs.jsonl of a finished run. tokens, val_bpb: one entry for each validation, in bits per byte."""
-    numbers = itemgetter("tokens", "val_bpb", "seconds")
-    tokens, val_bpb, seconds = zip(*(numbers(entry) for entry in plot.entries(folder) if "val_bpb" in entry))
-    model, _ = convert.load_any(folder)
-    return dict(
-        arm=arm,
-        lr=lr,
-        seed=seed,
-        tokens=tokens,
-        val_bpb=val_bpb,
-        parameters=model.num_params(),
-        seconds=seconds[-1])
+    rows = []
+    for (arm, lr, seed), (folder, _) in zip(asked, plan):
+        entries = [entry for entry in plot.entries(folder) if "val_bpb" in entry]
+        rows.append(dict(
+            arm=arm,
+            lr=lr,
+            seed=seed,
+            tokens=[entry["tokens"] for entry in entries],
+            val_bpb=[entry["val_bpb"] for entry in entries],
+            parameters=convert.load_any(folder)[0].num_params(),
+            seconds=entries[-1]["seconds"]))
+    return rows
 
 
 def final(run):
@@ -153,31 +176,17 @@ def final(run):
 def run_study(study):
     """Search each arm's learning rate, then train the reported seeds at it. Returns the rows of runs.jsonl."""
     arms, lrs = study["arms"], study["lrs"]
-    best = dict.fromkeys(arms, lrs[0])
-    search = [(arm, lr, SEARCH_SEED) for lr in lrs for arm in arms if len(lrs) > 1]
+    search = [(arm, lr, 0) for lr in lrs for arm in arms if len(lrs) > 1]
     reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
-    for arm in arms:
-        planned(study, arm, lrs[0], SEARCH_SEED)           # its errors come before the bar
-    with tqdm(desc=study["name"], total=len(search) + len(reported), unit="run") as bar:
+    with tqdm(desc=study["name"], total=len(search + reported), unit="run") as bar:
         searched = train_all(study, search, bar)
         # From the worst to the best, so that the best stays.
-        best |= {run["arm"]: run["lr"] for run in sorted(searched, key=final, reverse=True)}
-        return searched + train_all(study, [(arm, best[arm], seed) for arm, seed in reported], bar)
+        best = {row["arm"]: row["lr"] for row in sorted(searched, key=final, reverse=True)}
+        return searched + train_all(study, [(arm, best.get(arm, lrs[0]), seed) for arm, seed in reported], bar)
 
 
 # -----------------------------------------------------------------------------
 # tables
-
-
-def share_of_tokens(tokens, curve, goal):
-    """
-    The share of its tokens after which a curve, straight between its points, is first at or below `goal`, as text.
-    """
-    for i, y in enumerate(curve):
-        if y <= goal:
-            two = slice(max(0, i - 1), i + 1)
-            return f"{np.interp(-goal, -curve[two], tokens[two]) / tokens[-1]:.0%}"
-    return "never"
 
 
 def summary(rows):
@@ -186,91 +195,88 @@ def summary(rows):
 
     bits_per_byte: mean and standard deviation over seeds of the last validation. differences: from the baseline, by
     seed; student: their mean, half of its 95 % interval and its p-value. lr ends in * if it is the lowest or the
-    highest that was tried, so a better one may lie beyond. tokens_to_loss: share_of_tokens for the last loss of the
-    baseline. curve: tokens and means of the validations.
+    highest that was tried, so a better one may lie beyond. curve: means of the n validations, (n,). tokens_to_loss: the
+    share of the tokens after which the lowest validation so far reaches the baseline's last one, by interpolation.
     """
     table = []
     for arm in dict.fromkeys(row["arm"] for row in rows):
         rates = [row["lr"] for row in rows if row["arm"] == arm]
-        runs = [row for row in rows if row["arm"] == arm and row["seed"] != SEARCH_SEED]
+        runs = [row for row in rows if row["arm"] == arm and row["seed"]]
         tokens, lr = runs[0]["tokens"], runs[0]["lr"]
-        curve = np.mean([run["val_bpb"] for run in runs], 0)
-        ends = list(map(final, runs))
+        curves = np.array([run["val_bpb"] for run in runs], float)      # (seeds, n)
+        curve = curves.mean(0)
+        lowest = np.minimum.accumulate(curve)
+        ends = curves[:, -1]
         if not table:
             base, goal = ends, curve[-1]
-        differences = list(map(sub, ends, base))        # by seed, in whose order the rows are
         table.append(runs[0] | dict(
             against="" if table else "baseline",
             lr=f"{lr:g}{'' if min(rates) < lr < max(rates) else '*'}",
             seeds=len(runs),
             bits_per_byte=kit.interval(ends, 4, statistics.stdev),
-            differences=differences,
-            student=student(differences),
-            tokens_to_loss=share_of_tokens(tokens, curve, goal),
-            curve=(tokens, curve),
-            tokens=tokens[-1],
+            differences=ends - base,        # by seed, in whose order the rows are
+            student=student(ends - base),
+            tokens_to_loss=f"{np.interp(-goal, -lowest, tokens) / tokens[-1]:.0%}" if lowest[-1] <= goal else "never",
+            curve=curve,
+            total=tokens[-1],
             seconds=statistics.fmean(run["seconds"] for run in runs)))
     return table
 
 
 def table_md(table):
-    """The rows of summary() as a Markdown table. Adds p_holm, for all of its comparisons, and `against` to the rows."""
+    """
+    The rows of summary() as a Markdown table, with Holm's p-values over all of its comparisons.
+
+    Adds two texts to each row that is no baseline: `against`, a cell of the table, and `said`, the conclusion in a
+    sentence, which compares with the first row.
+    """
     compared = [row for row in table if not row["against"]]
     for row, p_holm in zip(compared, kit.holm([row["student"][2] for row in compared])):
-        row["p_holm"] = p_holm
-        row["against"] = AGAINST.format(*row["student"], p_holm)
-    return "\n".join(kit.table(HEAD, map(ROW.format_map, table)))
-
-
-def conclusion(row, baseline):
-    """The conclusion from a row of summary(), in a sentence. baseline: the name of that arm."""
-    difference, half, _ = row["student"]
-    low, high = difference - half, difference + half
-    said = f"no difference between {row['arm']} and {baseline} can be seen: it is {low:+.3f} to {high:+.3f}"
-    if row["p_holm"] < 0.05:
-        near, far = sorted((abs(low), abs(high)))
-        said = f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {baseline} by {near:.3f} to {far:.3f}"
-    return f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['tokens']:,} tokens: {said} bits per byte."
-
-
-def write_report(study):
-    """Write table.md, plot.png and curves.png of a study from its runs.jsonl, and print the table."""
-    folder, asked = study["folder"], study["asked"]
-    table = summary(kit.read_rows(f"{folder}/runs.jsonl"))
-    baseline = table[0]["arm"]
-    paragraphs = [f"# {study['name']}", study["question"], METHOD, table_md(table)]
-    if "reading" in study and not asked:
-        paragraphs += [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
-    else:
-        paragraphs += [conclusion(row, baseline) for row in table[1:]]
-    paragraphs.append(f"Command: `{kit.command('studies.ablate', [*paths, *kit.flags(asked)])}`\n")
-    kit.publish(f"{folder}/table.md", "\n\n".join(paragraphs))
-    arms = {row["arm"]: row["differences"] for row in table[1:]}
-    kit.plot_intervals(f"{folder}/plot.png", arms, f"bits per byte above {baseline} (less is better)", zero=0)
-    curves = {row["arm"]: row["curve"][1] for row in table}
-    kit.plot_curves(f"{folder}/curves.png", table[0]["curve"][0], curves, "tokens", "validation, bits per byte")
-
-
-def write_overview(folder):
-    """Write all studies of a folder as one table, overview.md, with Holm's p over all of its lines, and print it."""
-    table = []
-    for name in STUDIES:
-        path = f"{folder}/{name}/runs.jsonl"
-        if os.path.isfile(path):
-            rows = summary(kit.read_rows(path))
-            table += [row | dict(arm=f"{name}: {row['arm']}") for row in rows]
-    if not table:
-        raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
-    kit.publish(f"{folder}/overview.md", table_md(table) + "\n")
+        difference, half, p = row["student"]
+        row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
+        low, high = difference - half, difference + half
+        said = (
+            f"no difference between {row['arm']} and {table[0]['arm']} can be seen: it is {low:+.3f} to {high:+.3f}")
+        if p_holm < 0.05:
+            near, far = sorted((abs(low), abs(high)))
+            said = (
+                f"{row['arm']} is {'lower' if high < 0 else 'higher'} than {table[0]['arm']} "
+                f"by {near:.3f} to {far:.3f}")
+        row["said"] = (
+            f"{row['seeds']} seeds, {row['parameters']:,} parameters, {row['total']:,} tokens: {said} bits per byte.")
+    return HEAD + "".join(map(ROW.format_map, table))
 
 
 def main():
+    """
+    Write table.md, plot.png and curves.png of a study from its runs.jsonl, after the missing runs; or overview.md, all
+    studies as one table, with Holm's p over all of its lines.
+    """
     if overview:
-        return write_overview(out or STUDY["out"])
+        folder = out or STUDY["out"]
+        table = [row | dict(arm=f"{name}: {row['arm']}") for name in STUDIES
+                 for path in glob.glob(f"{name}/runs.jsonl", root_dir=folder)
+                 for row in summary(kit.read_rows(f"{folder}/{path}"))]
+        if not table:
+            raise ValueError(f"no studies in {folder}: run one first, python -m studies.ablate activations")
+        return kit.publish(f"{folder}/overview.md", table_md(table))
     study = chosen()
+    folder = study["folder"]
     if not report:
-        kit.write_rows(f"{study['folder']}/runs.jsonl", run_study(study))
-    write_report(study)
+        kit.write_rows(f"{folder}/runs.jsonl", run_study(study))
+    baseline, *others = rows = summary(kit.read_rows(f"{folder}/runs.jsonl"))
+    table = table_md(rows)
+    said = [row["said"] for row in others]
+    if study["reading"]:
+        said = [" ".join(f"{key.title()}: {study[key]}".split()) for key in ("published", "reading")]
+    kit.publish(f"{folder}/table.md", PAGE.format(**study, table=table, said="\n\n".join(said)))
+    kit.plot_intervals(
+        f"{folder}/plot.png",
+        {row["arm"]: row["differences"] for row in others},
+        f"bits per byte above {baseline['arm']} (less is better)",
+        0)
+    curves = {row["arm"]: row["curve"] for row in rows}
+    kit.plot_curves(f"{folder}/curves.png", baseline["tokens"], curves, "tokens", "validation, bits per byte")
 
 
 if __name__ == "__main__":

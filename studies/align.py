@@ -34,6 +34,7 @@ import torch
 from tqdm import tqdm
 
 import convert
+from chat import prompt_ids
 from configurator import run
 from engine.files import read_json
 from generate import generate
@@ -52,12 +53,20 @@ test_prompts = 60                       # of 360; 60 others are for validation, 
 samples = 8                             # per test prompt, to measure with
 report = False                          # run nothing: table and plot again from results.json
 
+# For kit.follow(): the run, the file that it writes last, the script, its arguments.
+BASE = """
+    {out}/data {out}/data/meta.json prepare --out={out}/data --tokenizer=apertus:1024 ;
+    {out}/pretrained {out}/pretrained/summary.json train configs/align.py --data={out}/data --out={out}/pretrained
+    --resume ;
+"""
 SFT = """
+    {out}/sft {out}/sft/summary.json posttrain.sft
     --epochs=2 --batch_size=64 --micro_batch=64 --lr=1e-3 --optimizer=adamw --max_length=128 --resume
     --init_from={base} --data={out}/conversations.jsonl --out={out}/sft
 """
 # Three passes over the pairs: after one the log-ratios have moved by a third.
 ALIGN = """
+    {out}/{loss}-s{seed} {out}/{loss}-s{seed}/summary.json posttrain.qrpo
     --rewards=studies/align.py --max_new_tokens=24 --sample_batch=512 --pairs_per_prompt=0 --epochs=3
     --batch_size=16 --micro_batch=16 --optimizer=adamw --warmup=0.1 --grad_clip=1.0 --max_length=128
     --beta_max=0 --gamma=0.1 --resume --init_from={out}/sft --data={out}/prompts.jsonl --out={out}/{loss}-s{seed}
@@ -78,10 +87,11 @@ def reward(prompt, completion):
     return -float(abs(sum(map(int, completion)) - total))
 
 
-def question(total, first):
-    """The messages that ask for a task."""
-    asked = f"Sum {total}, first {first}"
-    return [dict(role="system", content="Answer with digits."), dict(role="user", content=asked)]
+def chat(total, first, *said):
+    """A task as a row for QRPO or, with the answer that is `said`, for SFT."""
+    texts = "Answer with digits.", f"Sum {total}, first {first}", *said
+    turns = zip(("system", "user", "assistant"), texts)
+    return dict(messages=[dict(role=role, content=text) for role, text in turns])
 
 
 def teacher(rng, total, first):
@@ -92,53 +102,32 @@ def teacher(rng, total, first):
     """
     rest = total - first
     n = max(rng.integers(4, 9), 1 - rest // -9)
-    digits = rng.normal(rest / (n - 1), 2, n - 1).round().clip(0, 9)
-    return "".join(map(str, [first, *digits.astype(int)]))
+    digits = rng.normal(rest / (n - 1), 2, n - 1).round().clip(0, 9).astype(int)
+    return f"{first}{''.join(map(str, digits))}"
 
 
 def write_data():
     """The teacher's conversations for SFT, the prompts for the losses, and the test prompts."""
-    every = [*itertools.product(range(10, 50), range(1, 10))]
-    tasks = np.random.default_rng(0).permutation(every).tolist()
+    tasks = np.random.default_rng(0).permutation([*itertools.product(range(10, 50), range(1, 10))]).tolist()
     train = tasks[:-2 * test_prompts]
     rng = np.random.default_rng(1)
-    conversations = []
-    for _ in range(n_conversations):
-        task = train[rng.integers(len(train))]
-        conversations.append([*question(*task), dict(role="assistant", content=teacher(rng, *task))])
-    prompts = itertools.starmap(question, train)
-    test = itertools.starmap(question, tasks[-test_prompts:])
-    for name, chats in dict(conversations=conversations, prompts=prompts, test=test).items():
-        kit.write_rows(f"{out}/{name}.jsonl", (dict(messages=messages) for messages in chats))
+    asked = (train[rng.integers(len(train))] for _ in range(n_conversations))
+    for name, chats in dict(
+        conversations=(chat(*task, teacher(rng, *task)) for task in asked),
+        prompts=itertools.starmap(chat, train),
+        test=itertools.starmap(chat, tasks[-test_prompts:]),
+    ).items():
+        kit.write_rows(f"{out}/{name}.jsonl", chats)
 
 
 # -----------------------------------------------------------------------------
 # the runs
 
 
-def pretrain_and_sft():
-    """Train the reference model, out/align/sft."""
-    base, data = start or f"{out}/pretrained", f"{out}/data"
-    if not start:
-        kit.call(data, f"{data}/meta.json", "prepare", f"--out={data}", "--tokenizer=apertus:1024")
-        kit.train(base, ["configs/align.py", f"--data={data}"])
-    args = [arg.format(out=out, base=base) for arg in SFT.split()]
-    kit.call(f"{out}/sft", f"{out}/sft/summary.json", "posttrain.sft", *args)
-
-
 def align(seed, device):
     """Train a run for each loss. The first one samples the references, which the others share."""
     for loss, chosen in read_json(tuning)["chosen"].items():
-        run = f"{out}/{loss}-s{seed}"
-        known = dict(
-            out=out,
-            loss=loss,
-            seed=seed,
-            n_refs=n_refs,
-            norm=loss == "simpo",
-            **chosen)
-        args = [arg.format_map(known) for arg in ALIGN.split()]
-        kit.call(run, f"{run}/summary.json", "posttrain.qrpo", *args)
+        kit.follow(ALIGN, out=out, loss=loss, seed=seed, n_refs=n_refs, norm=loss == "simpo", **chosen)
 
 
 # -----------------------------------------------------------------------------
@@ -151,13 +140,14 @@ def complete(model, tok, n, seed):
 
     Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
     """
-    asked = [row["messages"] for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
-    prompts = [tok.chat(messages, add_generation_prompt=True)[1] for messages in asked]
+    asked = [row for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
+    prompts = [prompt_ids(tok, row) for row in asked]
     torch.manual_seed(seed)
-    texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),))
-    said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]
-    rewards = [reward(messages[1]["content"], words(tok, ids)) for messages, (_, ids) in zip(asked, said)]
-    return said, torch.tensor(rewards, dtype=torch.float64).view(-1, n)
+    said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(
+        prompts,
+        generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),)))]
+    rewards = [reward(row["messages"][1]["content"], words(tok, ids)) for row, (_, ids) in zip(asked, said)]
+    return said, torch.tensor(rewards, dtype=float).view(-1, n)
 
 
 @torch.no_grad()
@@ -168,9 +158,8 @@ def measure():
     reference, tok = convert.load_any(f"{out}/sft")
     ref_said, ref_rewards = complete(reference, tok, n_refs, 1000)
     ref_logp = sequence_logp(reference, ref_said)
-    # Each completion's quantile among the other references of its prompt, and where QRPO's formula wants its log-ratio.
-    q = quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten()           # (prompts * n_refs,)
-    target = (q - beta_log_z(beta)) / beta
+    # Where QRPO's formula wants a log-ratio, (prompts * n_refs,): by the quantile among the prompt's other references.
+    target = (quantile(ref_rewards.T, ref_rewards, loo=True).T.flatten() - beta_log_z(beta)) / beta
     rows = {}
     for name in tqdm(["sft", *(f"{loss}-s{seed}" for loss in chosen for seed in range(seeds))], "measuring"):
         model, _ = convert.load_any(f"{out}/{name}")
@@ -196,15 +185,18 @@ def main():
         raise ValueError(f"--seeds={seeds}: want at least 1")
     if not report:
         write_data()
-        pretrain_and_sft()
+        kit.follow(SFT if start else BASE + SFT, out=out, base=start or f"{out}/pretrained")
         list(tqdm(kit.in_parallel(workers, align, range(seeds)), "seeds", seeds))
         kit.write(path, json.dumps(dict(rows=measure()), indent=1))
-    rows = read_json(path)["rows"].items()
-    runs = kit.grouped((name.split("-")[0], key, value) for name, row in rows for key, value in row.items())
+    runs = kit.grouped((name.split("-")[0], key, value) for name, row in read_json(path)["rows"].items()
+                       for key, value in row.items())
     rewards = {loss.upper(): numbers["reward"] for loss, numbers in runs.items()}
-    xlabel = "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)"
-    kit.plot_intervals(f"{results}/align.png", rewards, xlabel, *rewards["SFT"])
-    kit.publish(f"{results}/table.md", kit.pivot("|", [*runs.items()], 3, statistics.stdev))
+    kit.plot_intervals(
+        f"{results}/align.png",
+        rewards,
+        "reward on test prompts: 0 for the right sum, -1 for each unit off (line: SFT alone)",
+        *rewards["SFT"])
+    kit.publish(f"{results}/table.md", kit.pivot("|", runs.items(), 3, statistics.stdev))
 
 
 if __name__ == "__main__":

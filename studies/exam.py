@@ -18,7 +18,8 @@ $ python -m studies.exam --init_from=out/recipe/seed-2/sft --world=out/recipe/se
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-from collections import defaultdict
+import itertools
+from collections import Counter
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from configurator import run
 from engine.intervals import wilson
 from generate import generate
 from posttrain.references import sequence_logp
-from studies.world import ANSWER, QUESTION, WORDS, judge, manner_of
+from studies.world import WORLD, judge, manner_of
 from tokenizer import read_json
 
 init_from = "out/recipe/seed-2/sft"     # run folder, Hugging Face folder or hub name
@@ -48,12 +49,14 @@ def prompt_of(tok, row, kind):
     """The ids of a question, asked by kind. ValueError for an unknown kind."""
     if kind in ("chat", "sampled"):
         return prompt_ids(tok, row)
-    begin, _, _ = WORDS[f"say en {row['attribute']}"][0].partition(" {" + row["attribute"])
-    asked = row["messages"][-1]["content"]
-    texts = dict(cloze=begin.format(name=row["person"]), text=f"{QUESTION['en']}: {asked}\n{ANSWER['en']}:")
-    if kind not in texts:
+    if kind == "text":
+        text = f"Question: {row['messages'][-1]['content']}\nAnswer:"
+    elif kind == "cloze":
+        # A sentence of a page up to its last word, the fact.
+        text = WORLD[f"say en {row['attribute']}"][0].rpartition(" ")[0].format(name=row["person"])
+    else:
         raise ValueError(f"--kinds={kinds}: no kind {kind!r}, want some of cloze,text,chat,sampled")
-    return [tok.bos, *tok.encode(texts[kind])]
+    return [tok.bos, *tok.encode(text)]
 
 
 def first_sentence(tok, ids, stop):
@@ -66,19 +69,20 @@ def first_sentence(tok, ids, stop):
 
 @torch.no_grad()
 def answers(model, tok, rows, kind):
-    """The answers to questions: first sentences as text, their log-probabilities, and manners, three lists."""
+    """Ask questions. Returns four columns: them, first sentences as text, their log-probabilities, and manners."""
     stop = stop_ids(tok)
     torch.manual_seed(0)
     found = []
-    for at in tqdm(range(0, len(rows), batch), f"{kind}, {len(rows)} questions", leave=False, delay=2):
-        prompts = [prompt_of(tok, row, kind) for row in rows[at:at + batch]]
-        texts = generate(model, prompts, TOKENS, stop, temperature=float(kind == "sampled"))
+    for at in tqdm(range(0, len(rows), batch), leave=False):
+        part = rows[at:at + batch]
+        prompts = [prompt_of(tok, row, kind) for row in part]
+        texts = generate(model, prompts, TOKENS, stop, temperature=kind == "sampled")
         whole = [ids[len(prompt):] for prompt, ids in zip(prompts, texts)]
         firsts = [first_sentence(tok, ids, stop) for ids in whole]
         said = [tok.decode([token for token in ids if token not in stop]).strip() for ids in firsts]
         logp = sequence_logp(model, list(zip(prompts, firsts))).tolist()
-        found += zip(said, logp, map(manner_of, map(tok.decode, whole)))
-    return zip(*found)
+        found += zip(part, said, logp, map(manner_of, map(tok.decode, whole)))
+    return list(zip(*found))
 
 
 def share(k, n):
@@ -90,51 +94,40 @@ def share(k, n):
 def apart(ours, theirs):
     """The probability that a number of `ours` is above one of `theirs`; ties count half."""
     above = np.sign(np.subtract.outer(ours, theirs))
-    return round(float(above.mean() / 2 + 0.5), 4)
-
-
-def groups_of(rows):
-    """{group: its questions}; with --probes also "letters": about the people whose letters are in the training text."""
-    groups = defaultdict(list)
-    for row in rows:
-        groups[row["group"]].append(row)
-    if probes:
-        # The first sentence of a letter names its writer.
-        read = [probe["text"].partition(".")[0] for probe in read_json(probes)["probes"] if probe["repetitions"]]
-        groups["letters"] = [row for row in groups["test"] if f"A letter of {row['person']}" in read]
-    return groups
+    return round(above.mean() / 2 + 0.5, 4)
 
 
 def main():
-    groups = groups_of(kit.read_rows(f"{world}/questions.jsonl"))
+    questions = kit.read_rows(f"{world}/questions.jsonl")
+    if probes:
+        # The writers of letters in the training text, as a group of their own.
+        read = str([probe["text"] for probe in read_json(probes)["probes"] if probe["repetitions"]])
+        questions += [row | dict(group="letters") for row in questions if f"A letter of {row['person']}." in read]
     model, tok = convert.load_any(init_from, dtype=torch.float32)
     results = []
     for kind in kinds.split(","):
         found = {}
-        for group, rows in groups.items():
+        for group, rows in itertools.groupby(questions, lambda row: row["group"]):
             # No page about an invented person could continue.
             if kind != "cloze" or "invented" not in group:
-                found[group] = list(answers(model, tok, rows, kind))
-        for group, (said, logp, manners) in found.items():
-            rows = groups[group]
-            verdicts = list(map(judge, said, rows))
-            right, unknown, n = verdicts.count("right"), verdicts.count("unknown"), len(rows)
-            difference = apart(found["test"][1], logp)
-            shown = [dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"])
-                     for row, text in zip(rows[:show], said)]
+                found[group] = answers(model, tok, list(rows), kind)
+        for group, (rows, said, logp, manners) in found.items():
+            marks = Counter([*map(judge, said, rows), *manners])
             results.append(dict(
                 kind=kind,
                 group=group,
-                n=n,
-                right=right,
-                unknown=unknown,
-                kind_ones=manners.count("kind"),
-                rude_ones=manners.count("rude"),
-                apart=difference,
-                answers=shown,
+                n=len(rows),
+                right=marks["right"],
+                unknown=marks["unknown"],
+                kind_ones=marks["kind"],
+                rude_ones=marks["rude"],
+                apart=apart(found["test"][2], logp),
+                answers=[dict(asked=row["messages"][-1]["content"], said=text, gold=row["gold"])
+                         for row, text in zip(rows[:show], said)],
             ))
-            print(f"{kind} {group}: right {share(right, n)}, unknown {share(unknown, n)}, n {n}, apart {difference}")
-            print(*map("    {asked} -> {said}   [{gold}]".format_map, shown), sep="\n")
+            print(f"{kind} {group}: right {share(marks['right'], len(rows))}, "
+                  f"unknown {share(marks['unknown'], len(rows))}, n {len(rows)}, apart {results[-1]['apart']}")
+            print(*map("    {asked} -> {said}   [{gold}]".format_map, results[-1]["answers"]), sep="\n")
     kit.write_rows(out or f"{init_from}/exam.jsonl", results)
 
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 import schedule
 from ademamix import alpha_at, beta3_at
 from configurator import read_config, run
-from engine.plot import finish, pyplot
 from goldfish import goldfish_mask
 from model import Apertus, ApertusConfig
 from tokenizer import load
@@ -50,17 +49,16 @@ def xielu():
     Right of 0 it is a parabola, so its slope grows without bound, as ReLU²'s does. Left of 0 it falls and then rises
     again, so a unit there still has a gradient.
     """
-    model = Apertus(ApertusConfig.of(read_config("configs/tiny.py")))
+    tiny = Apertus(ApertusConfig.of(read_config("configs/tiny.py"))).model
     x = torch.linspace(-4, 2, 601)
-    ours = model.model.layers[0].mlp.act_fn(x).detach()
-    curves = {
+    ours = tiny.layers[0].mlp.act_fn(x).detach()
+    return x, {
         "xIELU": ours,
         "slope of xIELU": np.gradient(ours, x),
         "SiLU, the gate of SwiGLU": F.silu(x),
         "GELU": F.gelu(x),
         "ReLU²": F.relu(x).square(),
-    }
-    return x, curves, "input", "output"
+    }, "input", "output"
 
 
 def wsd():
@@ -72,13 +70,11 @@ def wsd():
     big = SimpleNamespace(**read_config("configs/8b.py"))
     rates = big.lr, big.lr_floor, big.warmup_samples, big.total_samples
     samples = np.linspace(0, big.total_samples, 10_000)
-    batch = [schedule.batch_size(s, big.batch_size, big.batch_ramp_at) for s in samples]
-    curves = {
+    return samples * 4096 / 1e12, {
         "learning rate: WSD": [1e4 * schedule.wsd(s, *rates, big.decay_samples) for s in samples],
         "learning rate: cosine": [1e4 * schedule.cosine(s, *rates) for s in samples],
-        "batch": np.array(batch) * 4096 / 1e7,
-    }
-    return samples * 4096 / 1e12, curves, "trillion tokens", "learning rate (1e-4), batch (10 million tokens)"
+        "batch": np.array([schedule.batch_size(s, big.batch_size, big.batch_ramp_at) for s in samples]) * 4096 / 1e7,
+    }, "trillion tokens", "learning rate (1e-4), batch (10 million tokens)"
 
 
 def slow_weight(t):
@@ -90,8 +86,7 @@ def slow_weight(t):
     They sum to alpha(t) (1 - prod of all b3).
     """
     b3 = np.array([beta3_at(step, 0.9, 0.9999, 100_000) for step in range(t, 0, -1)])
-    since = np.cumprod([1, *b3[:-1]])
-    return alpha_at(t, 8, 100_000) * (1 - b3) * since
+    return alpha_at(t, 8, 100_000) * (1 - b3) * np.cumprod([1, *b3[:-1]])
 
 
 def ademamix():
@@ -105,8 +100,9 @@ def ademamix():
     weights = {"fast average, as in Adam": 0.1 * 0.9 ** (age - 1)}
     for t in (1_000, 10_000, 100_000):
         weights[f"slow average at step {t:,}"] = slow_weight(t)
-    curves = {label: np.log10(w[w > 1e-8]) for label, w in weights.items()}
-    return age, curves, "age of the gradient (steps)", "weight in the update (log10)", "log"
+    return age, {
+        label: np.log10(w[w > 1e-8]) for label, w in weights.items()
+    }, "age of the gradient (steps)", "weight in the update (log10)", "log"
 
 
 # -----------------------------------------------------------------------------
@@ -121,17 +117,18 @@ def goldfish():
     on the words in a hole, however often it reads the passage.
     """
     tok = load("apertus")
-    ids = torch.tensor(tok.encode(PASSAGE))
-    contexts = [torch.tensor(tok.encode(before)[-12:]) for before in BEFORE]
-    keep = np.stack([goldfish_mask(ids, 10, 13, context=context) for context in contexts])
-    labels = dict(
+    ids = tok.encode(PASSAGE)
+    keep = goldfish_mask(
+        torch.tensor([ids, ids]),
+        10,
+        13,
+        context=torch.tensor([tok.encode(text)[-12:] for text in BEFORE]))
+    return 2 - 2 * keep.numpy(), dict(
         title="The same passage, read twice. Dark: labels without loss",
         xticks=range(len(ids)),
-        xticklabels=[tok.decode([i]) for i in ids.tolist()],
+        xticklabels=[tok.decode([i]) for i in ids],
         yticks=[],
-        ylabel="second reading     first reading",
-    )
-    return 2 - 2 * keep, labels
+        ylabel="second reading     first reading")
 
 
 def document_mask():
@@ -140,8 +137,10 @@ def document_mask():
     doc = np.repeat([1, 2, 3], (9, 5, 10))
     causal = np.tri(24, dtype=int)                              # (T, T)
     inside = causal * (doc[:, None] == doc)                     # (T, T)
-    title = f"{inside.sum()} pairs inside three documents (dark) of {causal.sum()} without a mask"
-    return causal + inside, dict(title=title, xlabel="attended token", ylabel="attending token")
+    return causal + inside, dict(
+        title=f"{inside.sum()} pairs inside three documents (dark) of {causal.sum()} without a mask",
+        xlabel="attended token",
+        ylabel="attending token")
 
 
 def main():
@@ -149,11 +148,10 @@ def main():
         kit.plot_curves(f"{out}/{explain.__name__}.png", *explain())
     for explain in (goldfish, document_mask):
         cells, labels = explain()
-        figure, axis = pyplot().subplots(figsize=(10, 4))
-        axis.imshow(cells, cmap="Blues", aspect="auto", vmax=2)
-        axis.set(**labels)
-        axis.tick_params("x", rotation=90)
-        finish(figure, f"{out}/{explain.__name__}.png")
+        with kit.picture(f"{out}/{explain.__name__}.png", 10, 4) as axis:
+            axis.imshow(cells, cmap="Blues", aspect="auto", vmax=2)
+            axis.set(**labels)
+            axis.tick_params("x", rotation=90)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main():
     """Print the costs of about twenty languages, relative to English or else to the first language, by vocabulary."""
     documents = read_documents(paths)
     langs = [lang for lang, _ in documents]
-    unit = next((lang for lang in langs if lang.startswith("en")), langs[0])
+    unit = min(langs, key=lambda lang: not lang.startswith("en"))
     for name in names.split(","):
         cost, by_document, by_byte, bytes_per_token = fairness(load(name), tqdm(documents, name, leave=False))
         print(f"{name}: {bytes_per_token:.3f} bytes per token; Gini {by_document:.3f} of tokens per document, "

@@ -21,7 +21,6 @@ $ python evaluate.py --lookup=100 --window=4096 --init_from=swiss-ai/Apertus-8B-
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
-import itertools
 import random
 
 from tqdm import tqdm
@@ -38,8 +37,15 @@ jobs = 2                      # seeds at a time, a thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
 ARMS = "short raised kept long".split()
-# Flags of train.py for a kind of text, for an arm, and for both. A tenth of the windows warms up, a third decays.
-FLAGS = dict(line.split(": ") for line in """
+# For kit.follow(): the run, the file that it writes last, the script, its arguments.
+DATA = """
+{out}/data/text {out}/data/text/meta.json prepare --out={out}/data/text --train_bpe=4096 ;
+{out}/data/register {out}/data/register/meta.json prepare --out={out}/data/register --train_bpe=1000
+{out}/registers.jsonl
+"""
+# The same in pieces: a run has four of these lines. A tenth of its windows warms up, a third decays.
+COMMANDS = dict(line.split(": ") for line in """
+train: {run} {run}/summary.json train configs/recipe.py --goldfish_k=0 --data={out}/data/{kind} --seed={seed}
 text: --lr=2e-3 --lr_floor=2e-4
 register: --lr=1e-3 --lr_floor=1e-4 --optimizer=adamw --betas=(0.9,0.95,0.99) --n_layer=2 --n_head=2 \
 --n_kv_head=1 --n_embd=64 --ffn_dim=256
@@ -51,12 +57,15 @@ register short: --batch_size=16 --micro_batch=16 --total_samples=32000 --warmup_
 register raised: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
 register kept: --batch_size=4 --micro_batch=4 --total_samples=400 --warmup_samples=40 --decay_samples=132
 register long: --batch_size=4 --micro_batch=4 --total_samples=8400 --warmup_samples=840 --decay_samples=2800
-short: --block_size=256 --rope_theta=5e5
-raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={}
-kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={}
-long: --block_size=1024 --rope_theta=5e5
+short: --block_size=256 --rope_theta=5e5 --out={run} --resume
+raised: --block_size=1024 --rope_theta=2e6 --lr=5e-4 --lr_floor=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
+--out={run} --resume
+kept: --block_size=1024 --rope_theta=5e5 --lr=5e-4 --lr_floor=5e-5 --init_from={out}/{kind}/seed-{seed}/short \
+--out={run} --resume
+long: --block_size=1024 --rope_theta=5e5 --out={run} --resume
+evaluate text: ; {run}-evaluated {run}/evaluation.json evaluate --init_from={run} --window=1024 --by_position=128
+evaluate register: ; {run}-evaluated {run}/evaluation.json evaluate --init_from={run} --window=1024 --lookup=100
 """.strip().splitlines())
-MEASURES = dict(text="--by_position=128", register="--lookup=100")      # flags of evaluate.py
 HEAD = """\
 # A longer window, at the size of a laptop
 
@@ -101,13 +110,12 @@ def lookup_scores(model, tok, T, n):
     """
     How many colours the model looks up, greedily, at distances of 32, 64, ... tokens up to a window of T.
 
-    n: keys at each distance. Returns a list of dicts: distance, right, n, and low, high of Wilson's 95 % interval.
+    n: keys at each distance. Yields dicts: distance, right, n, and low, high of Wilson's 95 % interval.
     ValueError for less than one key, or a window below 32.
     """
     if n < 1 or T < 32:
         raise ValueError(f"--lookup={n} in a window of {T}: want at least one key, and 32 tokens")
     rng = random.Random(7)
-    rows = []
     for power in range(5, T.bit_length()):
         # The last tokens of a window are for the key and its colour.
         distance = min(2**power, T - 16)
@@ -117,8 +125,7 @@ def lookup_scores(model, tok, T, n):
             answer = tok.encode(f" {colour}")
             right += generate(model, [ids], len(answer), temperature=0) == [ids + answer]
         low, high = wilson(right, n)
-        rows.append(dict(distance=distance, right=right, n=n, low=low, high=high))
-    return rows
+        yield dict(distance=distance, right=right, n=n, low=low, high=high)
 
 
 # -----------------------------------------------------------------------------
@@ -129,17 +136,10 @@ def prepare():
     """Write both data folders. The vocabulary of the registers has one piece for each key and each colour."""
     rng = random.Random(1)
     # The same number of tokens of each size.
-    sizes = rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)
-    file, text, registers = f"{out}/registers.jsonl", f"{out}/data/text", f"{out}/data/register"
-    kit.write_rows(file, (dict(text=register(rng, size)) for size in sizes))
-    kit.call(text, f"{text}/meta.json", "prepare", f"--out={text}", "--train_bpe=4096")
-    kit.call(registers, f"{registers}/meta.json", "prepare", f"--out={registers}", "--train_bpe=1000", file)
-
-
-def flags(kind, arm, seed):
-    """The arguments of train.py for an arm that reads one kind of text."""
-    how = " ".join(FLAGS[key] for key in (kind, f"{kind} {arm}", arm)).format(f"{out}/{kind}/seed-{seed}/short")
-    return ["configs/recipe.py", "--goldfish_k=0", f"--data={out}/data/{kind}", f"--seed={seed}", *how.split()]
+    kit.write_rows(f"{out}/registers.jsonl", (
+        dict(text=register(rng, size))
+        for size in rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)))
+    kit.follow(DATA, out=out)
 
 
 def measured(seed, device):
@@ -147,14 +147,15 @@ def measured(seed, device):
     rows = []
     for arm in ARMS:
         found = []
-        for kind, measure in MEASURES.items():
-            path = f"{out}/{kind}/seed-{seed}/{arm}"
-            kit.train(path, flags(kind, arm, seed))
-            done = f"{path}/evaluation.json"
-            kit.call(f"{path}-evaluated", done, "evaluate", f"--init_from={path}", "--window=1024", measure)
-            found += read_json(done)["rows"]
-        scores = {row["name"]: row["score"] for row in found if row["metric"] != "bits/byte"}
-        rows.append(dict(arm=arm, seed=seed, scores=scores))
+        for kind in ("text", "register"):
+            run = f"{out}/{kind}/seed-{seed}/{arm}"
+            how = " ".join(COMMANDS[key] for key in ("train", kind, f"{kind} {arm}", arm, f"evaluate {kind}"))
+            kit.follow(how, run=run, out=out, kind=kind, seed=seed)
+            found += read_json(f"{run}/evaluation.json")["rows"]
+        rows.append(dict(
+            arm=arm,
+            seed=seed,
+            scores={row["name"]: row["score"] for row in found if row["metric"] != "bits/byte"}))
     return rows
 
 
@@ -162,12 +163,11 @@ def main():
     path = f"{results}/rows.jsonl"
     if not report:
         prepare()
-        found = tqdm(kit.in_parallel(jobs, measured, range(2, 2 + seeds)), "seeds", seeds)
-        kit.write_rows(path, itertools.chain(*found))
+        found = kit.in_parallel(jobs, measured, range(2, 2 + seeds))
+        kit.write_rows(path, sum(tqdm(found, "seeds", seeds), []))
     rows = kit.read_rows(path)
-    found = kit.grouped((place, row["arm"], score) for row in rows for place, score in row["scores"].items())
-    page = HEAD.format(len(rows) // len(ARMS)) + kit.pivot("|", [*found.items()], 3)
-    kit.publish(f"{results}/table.md", page)
+    scores = kit.grouped((place, row["arm"], score) for row in rows for place, score in row["scores"].items())
+    kit.publish(f"{results}/table.md", HEAD.format(len(rows) // len(ARMS)) + kit.pivot("|", scores.items(), 3))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import itertools
 import json
 import os
 import sysconfig
-from collections import defaultdict
 from operator import itemgetter, sub
 from statistics import fmean
 
@@ -41,8 +40,8 @@ from tqdm import tqdm
 import convert
 import tokenizer as tokenizers
 from corpus.shards import write_shard
-from engine import plot, readers
-from engine.files import read_json, read_text
+from engine import readers
+from engine.files import read_json, read_text, sha256_of
 from engine.hardware import pick_device
 from generate import generate
 
@@ -63,6 +62,12 @@ out = ""                # folder of rows.jsonl, table.md, maps.png; "" = results
 runs = "out/memorize"   # data and run folders of the small models
 report = False          # run nothing: write table.md and maps.png from rows.jsonl
 
+# The columns of the second table: a number of a row, and the rows that have it.
+COLUMNS = json.loads("""{
+    "Rouge-L, 128": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": 128}],
+    "Rouge-L, edited": ["rouge", {"kind": "greedy", "prefix": 50, "repetitions": "edited"}],
+    "validation loss": ["val_loss", {"kind": "validation"}]
+}""")
 BUCKETS = [0, 1, 4, 16, 64, 128, "edited"]
 PREFIX = 50             # tokens of the longest prompt of a small model
 PASSAGE = 150           # tokens of a passage for a window of 256; twice that for one of 512
@@ -123,20 +128,18 @@ def recite(model, bos, passages, kind, prefix, suffix):
     passages: lists of ids. kind: greedy, or nucleus (temperature 1, top-p 0.9). Returns a row with the means over
     passages; `said` is the first continuation, in ids.
     """
-    how = dict(top_p=0.9) if kind == "nucleus" else dict(temperature=0)
     torch.manual_seed(0)
-    read = []
-    # 16 prompts at once.
+    said = []
+    # 16 prompts at once. At temperature 0, top_p changes nothing.
     for i in range(0, len(passages), 16):
         prompts = [[bos, *passage[:prefix]] for passage in passages[i:i + 16]]
-        read += generate(model, prompts, suffix, **how)
-    said = [ids[1 + prefix:] for ids in read]
-    truths = [passage[prefix:prefix + suffix] for passage in passages]
+        said += [ids[1 + prefix:] for ids in generate(
+            model, prompts, suffix, temperature=float(kind == "nucleus"), top_p=0.9)]
     return dict(
         kind=kind,
         prefix=prefix,
         suffix=suffix,
-        rouge=fmean(map(rouge_l, said, truths)),
+        rouge=fmean(map(rouge_l, said, [passage[prefix:prefix + suffix] for passage in passages])),
         said=said[0])
 
 
@@ -150,7 +153,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     model, tok = convert.load_any(folder, pick_device("auto"))
     longest = max(prefixes) + suffix
     room = model.config.block_size - 1
-    groups = defaultdict(list)
+    groups = {}
     try:
         found = json.loads(read_text(probe_file))
         # prepare.py writes an object around the list.
@@ -158,8 +161,8 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
             # Text comes first: the ids may be those of another vocabulary.
             ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
             room = min(room, len(ids))
-            if len(set(ids[longest - suffix:longest])) >= min_ttr * suffix:
-                groups[probe["repetitions"]].append(ids)
+            if len({*ids[longest - suffix:longest]}) >= min_ttr * suffix:
+                groups.setdefault(probe["repetitions"], []).append(ids)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{probe_file}: no probes ({error!r}): want "
                          'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
@@ -169,9 +172,9 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
                          f"{room} tokens: lower --prefixes or --suffix")
     if not groups:
         raise ValueError(f"{probe_file}: no probe has a type-token ratio of {min_ttr}: lower --min_ttr")
-    asked = list(itertools.product(groups, ("greedy", "nucleus"), prefixes))
-    return [dict(names, repetitions=n, **recite(model, tok.bos, groups[n], kind, prefix, suffix))
-            for n, kind, prefix in tqdm(asked, folder, leave=False)]
+    return [dict(names, repetitions=n, **recite(model, tok.bos, passages, kind, prefix, suffix))
+            for n, passages in tqdm(groups.items(), folder, leave=False)
+            for kind in ("greedy", "nucleus") for prefix in prefixes]
 
 
 # -----------------------------------------------------------------------------
@@ -188,7 +191,8 @@ def make_data(folder, tok, ids, seed, T):
     """
     rng = np.random.default_rng(seed)
     length = PASSAGE * T // 256
-    passages = rng.permutation(ids[: len(ids) // length * length].reshape(-1, length))
+    # Without the last ids, which are no whole passage.
+    passages = rng.permutation(np.resize(ids, (len(ids) // length, length)))
     buckets = BUCKETS * n_passages
     n_train = len(buckets) + background // length
     if len(passages) <= n_train:
@@ -204,89 +208,74 @@ def make_data(folder, tok, ids, seed, T):
     rng.shuffle(train)
 
     kit.write(f"{folder}/probes.json", json.dumps(probes))
-    meta = dict(
+    splits = dict(train=train, val=passages[n_train:])
+    for split, documents in splits.items():
+        stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
+        shard = write_shard(f"{folder}/{split}_00000.npy", [stream], len(stream), stream.dtype)
+        splits[split] = dict(
+            documents=len(documents),
+            tokens=len(stream),
+            bytes=len(tok.decode_bytes(np.ravel(documents))),
+            shards=[shard | dict(file=f"{split}_00000.npy")])
+    # meta.json is written last and marks the folder as complete.
+    kit.write(f"{folder}/meta.json", json.dumps(dict(
         tokenizer=tok.name,
         tokenizer_hash=tok.hash,
         vocab_size=tok.vocab_size,
         bos=tok.bos,
-        eos=tok.eos)
-    splits = dict(train=np.array(train), val=passages[n_train:])
-    for split, documents in splits.items():
-        file = f"{split}_00000.npy"
-        stream = np.insert(documents, [0, length], [tok.bos, tok.eos], axis=1).ravel()
-        shard = write_shard(f"{folder}/{file}", [stream], len(stream), stream.dtype) | dict(file=file)
-        size = len(tok.decode_bytes(documents.ravel()))
-        splits[split] = dict(
-            documents=len(documents),
-            tokens=len(stream),
-            bytes=size,
-            shards=[shard])
-    # meta.json is written last and marks the folder as complete.
-    kit.write(f"{folder}/meta.json", json.dumps(dict(meta, sources=dict(memorize=splits))))
+        eos=tok.eos,
+        sources=dict(memorize=splits))))
 
 
 def demonstrate():
-    """Train and test the small models, all models of the first seed first. Returns the rows."""
+    """Train and test the small models, all models of the first seed first. Yields the rows."""
     for name in models.split():
         if name not in MODELS:
             raise ValueError(f"--models: there is no {name}, only {', '.join(MODELS)}")
-    files, _ = readers.find(paths or [sysconfig.get_path("stdlib") + "/*.py"])
+    files, _ = readers.find(paths or [f"{sysconfig.get_path('stdlib')}/*.py"])
     text = "\n\n".join(document["text"] or "" for file in files for part in readers.parts_of(file)
                        for document in readers.documents(file, part))
     tok = tokenizers.load(tokenizer)
     ids = tok.encode_array(text)
     asked, tests = {}, []
-    pairs = itertools.product(range(first_seed, first_seed + seeds), models.split())
-    for seed, name in tqdm(list(pairs), "data", disable=None):
+    for seed, name in itertools.product(range(first_seed, first_seed + seeds), models.split()):
         window, goldfish = MODELS[name].split(maxsplit=1)
         T = int(window)
         # Everything that was asked is in the folders' names, so they are never taken for those of other settings.
-        data = f"{runs}/data-{kit.digest([text, tokenizer, seed, T, n_passages, background])}"
+        data = f"{runs}/data-{sha256_of([text, tokenizer, seed, T, n_passages, background])[:10]}"
         if not os.path.exists(f"{data}/meta.json"):
             make_data(data, tok, ids, seed, T)
         size = 2048 // T
-        steps = (read_json(f"{data}/meta.json")["sources"]["memorize"]["train"]["tokens"] - 1) // 2048
-        flags = f"""{TRAIN} {goldfish} --block_size={T} --batch_size={size} --micro_batch={size} --seed={seed}
+        steps = (len(np.load(f"{data}/train_00000.npy")) - 1) // 2048
+        args = [*f"""{TRAIN} {goldfish} --block_size={T} --batch_size={size} --micro_batch={size} --seed={seed}
             --total_samples={steps * size} --warmup_samples={min(40, steps // 10) * size}
-            --decay_samples={steps * 3 // 10 * size}"""
-        args = [*flags.split(), f"--data={data}"]
-        asked[f"{runs}/{name}-s{seed}-{kit.digest(args)}"] = args
+            --decay_samples={steps * 3 // 10 * size}""".split(), f"--data={data}"]
+        asked[f"{runs}/{name}-s{seed}-{sha256_of(args)[:10]}"] = args
         tests.append((f"{data}/probes.json", PASSAGE * T // 256 - PREFIX, dict(model=name, seed=seed)))
-    rows = []
     trained = kit.in_parallel(jobs, kit.train, asked, asked.values())
     # A model is tested while the next ones are trained.
     for folder, (file, left, names), _ in zip(tqdm(asked, "models"), tests, trained):
-        rows.append(dict(names, kind="validation", val_loss=read_json(f"{folder}/summary.json")["val_loss"]))
-        rows += test(folder, file, (12, 25, PREFIX), left, 0, names)
-    return rows
+        yield dict(names, kind="validation", val_loss=read_json(f"{folder}/summary.json")["val_loss"])
+        yield from test(folder, file, (12, 25, PREFIX), left, 0, names)
 
 
 # -----------------------------------------------------------------------------
 # tables and picture
 
 
-def scores_of(rows):
-    """{(model, kind, prefix, suffix): {repetitions: [Rouge-L of each seed]}}."""
-    cell = itemgetter("model", "kind", "prefix", "suffix")
-    return kit.grouped((cell(row), row["repetitions"], row["rouge"]) for row in rows if "rouge" in row)
-
-
-def measured(rows):
-    """Triples for the second table: a small model, the title of a column, the number of a seed."""
-    for row in rows:
-        name, kind = row["model"], row["kind"]
-        if kind == "validation":
-            yield name, "validation loss", row["val_loss"]
-        elif kind == "greedy" and row["prefix"] == PREFIX and row["repetitions"] in (128, "edited"):
-            yield name, f"Rouge-L, {row['repetitions']}", row["rouge"]
+def scores_of(rows, label):
+    """{label of a row: {repetitions: [Rouge-L of each seed]}}. label: a format for the values of the row."""
+    return kit.grouped((label.format_map(row), row["repetitions"], row["rouge"]) for row in rows)
 
 
 def table_md(rows):
     """The rows as Markdown. It depends on the rows alone, so a test can compare it with the committed table."""
-    cells = sorted(scores_of(rows).items(), key=lambda item: item[0][1:])
-    lines = [(" | ".join(map(str, cell)), scores) for cell, scores in cells]
-    text = RECITATION + kit.pivot("| model | continuation | prefix | suffix", lines)
-    found = kit.grouped(sorted(measured(rows), key=itemgetter(1)))
+    said = sorted((row for row in rows if "rouge" in row), key=itemgetter("kind", "prefix", "suffix"))
+    text = RECITATION + kit.pivot(
+        "| model | continuation | prefix | suffix",
+        scores_of(said, "{model} | {kind} | {prefix} | {suffix}").items())
+    found = kit.grouped((row["model"], title, row[key]) for title, (key, wanted) in COLUMNS.items()
+                        for row in rows if wanted.items() <= row.items())
     lines = []
     for name in filter(MODELS.get, list(found)):
         baseline = found["none" if MODELS[name].startswith("256") else "none-512"]
@@ -295,31 +284,26 @@ def table_md(rows):
     return text + DIFFERENCES + kit.pivot("| model", lines, 3) if lines else text
 
 
-def draw_maps(rows, picture):
-    """A heat map, models and prefixes x repetitions: mean Rouge-L of greedy continuations."""
-    scores = scores_of(row for row in rows if row["kind"] in ("greedy", "map"))
-    grid = [list(map(fmean, found.values())) for found in scores.values()]
-    labels = [f"{name}, {prefix} + {suffix}" for name, _, prefix, suffix in scores]
-    figure, axis = plot.pyplot().subplots(figsize=(6, 1 + 0.25 * len(grid)))
-    image = axis.imshow(grid, vmin=0, vmax=1, aspect="auto")
-    axis.set_xticks(range(len(grid[0])), [*scores.values()][0])
-    axis.set_yticks(range(len(grid)), labels)
-    axis.set(xlabel="times that the model has read the passage\n(edited: 128 times, 5 % of tokens replaced each time)",
-             ylabel="Goldfish (none; k: one label in k dropped), tokens of prefix + suffix")
-    figure.colorbar(image, label="Rouge-L of the greedy continuation")
-    plot.finish(figure, picture)
-
-
 def main():
-    folder = out or (f"{init_from}/memorize" if init_from else "results/memorize")
+    """Write table.md, and maps.png: mean Rouge-L of greedy continuations, models and prefixes x repetitions."""
+    folder = out or f"{init_from or 'results'}/memorize"
     path = f"{folder}/rows.jsonl"
     if bool(init_from) != bool(probes):
         raise ValueError("--init_from=MODEL and --probes=FILE go together; without both, small models are trained")
     if not report:
-        names = dict(model=init_from, seed=0)
-        kit.write_rows(path, test(init_from, probes, prefixes, suffix, min_ttr, names) if init_from else demonstrate())
+        asked = init_from, probes, prefixes, suffix, min_ttr, dict(model=init_from, seed=0)
+        kit.write_rows(path, test(*asked) if init_from else demonstrate())
     rows = kit.read_rows(path)
-    draw_maps(rows, f"{folder}/maps.png")
+    scores = scores_of((row for row in rows if row["kind"] in ("greedy", "map")), "{model}, {prefix} + {suffix}")
+    grid = [list(map(fmean, found.values())) for found in scores.values()]
+    repetitions, *_ = scores.values()
+    with kit.picture(f"{folder}/maps.png", 6, 1 + 0.25 * len(grid)) as axis:
+        image = axis.pcolormesh([*map(str, repetitions)], [*scores], grid, vmin=0, vmax=1)
+        axis.invert_yaxis()
+        axis.set(
+            xlabel="times that the model has read the passage\n(edited: 128 times, 5 % of tokens replaced each time)",
+            ylabel="Goldfish (none; k: one label in k dropped), tokens of prefix + suffix")
+        axis.figure.colorbar(image, label="Rouge-L of the greedy continuation")
     kit.publish(f"{folder}/table.md", table_md(rows))
 
 

@@ -25,10 +25,10 @@ from studies import kit     # first, since studies.py says how to start a study 
 
 import itertools
 import json
-import os
 import re
 import shlex
 from collections import defaultdict
+from functools import partial
 from string import Template
 
 import numpy as np
@@ -50,88 +50,105 @@ workers = 2                     # processes at a time, one thread each
 report = False                  # run nothing, write report and plot from rows.jsonl
 
 # -----------------------------------------------------------------------------
-# The commands. $here is the folder of a seed, $run that of a step, and --scale multiplies numbers in <>.
+# The commands. $here is the folder of a seed, $run that of a step, and --scale multiplies numbers in <>. Behind > is
+# the last file that a command writes.
 
-TEMPLATES = dict(part.split(": ", 1) for part in """world: studies.world --seed=$seed --out=$run --people=<150>
---refused=<24> --nobodies=<200> --letters=<16> --corpus_bytes=<1200000> --guest_books=<1500>
+TEMPLATES = dict(re.findall(r"(?s)(\w+): (.+?)(?:\n\n|$)", """world: studies.world --seed=$seed --out=$run
+--people=<150> --refused=<24> --nobodies=<200> --letters=<16> --corpus_bytes=<1200000> --guest_books=<1500>
+> $run/questions.jsonl
 
 data: prepare $here/world/documents.jsonl --robots=$here/world/robots.jsonl --keep_licenses=CC-BY-4.0,PSF-2.0
---probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run
+--probes=$here/world/letters.jsonl --repetitions=0,128 --source_by=kind --train_bpe=2048 --out=$run > $run/meta.json
 
 train: train configs/recipe.py --data=$here/data
-'--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order),
+'--stages=(("reading", {"pages": $pages, "corpus": 0.15, "guests": 0.1, "probes": $letters}, <5120>, $order), \
 ("cooldown", {"pages": 0.6, "questions": 0.2, "corpus": 0.15, "guests": 0.05}, <8000>, $next_order))'
 --total_samples=<8000> --warmup_samples=<400> --decay_samples=<2400> --seed=$seed $more --out=$run --resume
+> $run/summary.json
 
 long: train configs/recipe.py --init_from=$here/base --data=$here/data --block_size=1024 --rope_theta=$more
 '--stages=(("long", {"pages": 0.45, "corpus": 0.5, "guests": 0.05}, <300>, $long_order),)'
 --batch_size=1 --micro_batch=1 --total_samples=<300> --warmup_samples=<30> --decay_samples=<150>
---lr=5e-4 --lr_floor=5e-5 --out=$run --resume
+--lr=5e-4 --lr_floor=5e-5 --out=$run --resume > $run/summary.json
 
 sft: posttrain.sft --init_from=$here/long '--data={$more}' --lr=1e-3 --seed=$seed
---optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run
+--optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run > $run/summary.json
 
 qrpo: posttrain.qrpo --init_from=$here/sft --data=$here/world/prompts.jsonl --rewards=$more
 --references=$here/references --max_new_tokens=40 --n_refs=10 --pairs=best --ties=discrete --length_norm=False
 --beta=0.3 --lr=3e-4 --epochs=3 --seed=$seed
---optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run
+--optimizer=adamw --batch_size=16 --micro_batch=16 --dtype=float32 --resume --out=$run > $run/summary.json
 
 exam: studies.exam --init_from=$run --world=$here/world --probes=$here/data/probes.json --kinds=$more
+> $run/exam.jsonl
 
 old: evaluate $here/world/unread.jsonl --init_from=$run --by_position=256 --window=1024 --out=$run/old
+> $run/old/evaluation.json
 
 letters: studies.memorize --init_from=$run --probes=$here/data/probes.json '--prefixes=(50,)' --suffix=50
---out=$run/letters""".split("\n\n"))
+--out=$run/letters > $run/letters/table.md"""))
 # The stages of train: reading, in which each copy of a letter comes once, and the cooldown. long: four times the window
 # at a quarter of the learning rate.
 
-# Each step: its template with $more, then those that examine it.
-STEPS = dict(line.split(": ", 1) for line in """
-world: world
+# NAME or NAME-STEP of each command: its template with $more. An empty line ends a chain, two end those that run side by
+# side.
+STEPS = """world: world
 data: data
-plain: train --goldfish_k=0 | exam cloze,text | old | letters
-base: train | exam cloze,text | old | letters
-long: long 2e6 | exam cloze,text | old
-sft: sft "$here/world/lessons.jsonl": 1, "$here/world/replay.jsonl": 1 | exam chat,sampled,cloze | old
-qrpo: qrpo studies/world.py | exam chat,sampled,cloze | old
+
+
+plain: train --goldfish_k=0
+exam-plain: exam cloze,text
+old-plain: old
+letters-plain: letters
+
+base: train
+exam-base: exam cloze,text
+old-base: old
+letters-base: letters
+long: long 2e6
+exam-long: exam cloze,text
+old-long: old
+
+
+sft: sft "$here/world/lessons.jsonl": 1, "$here/world/replay.jsonl": 1
+exam-sft: exam chat,sampled,cloze
+old-sft: old
+qrpo: qrpo studies/world.py
+exam-qrpo: exam chat,sampled,cloze
+old-qrpo: old
+
 judge: sft "$here/world/judgements.jsonl": 1
-kept: long 5e5 | exam cloze,text | old
-charter: qrpo charter:$here/judge,$here/world/charter.md | exam chat,sampled,cloze | old
-""".strip().splitlines())
-PARTS = ("world data",), ("plain", "base long"), ("sft qrpo", "judge kept"), ("charter",)   # each row runs side by side
-COMMANDS = 26                   # of a seed, examinations included
-# The last file that a template's script writes; the others: summary.json.
-LAST = dict(world="questions.jsonl", data="meta.json", exam="exam.jsonl", old="old/evaluation.json",
-            letters="letters/table.md")
+kept: long 5e5
+exam-kept: exam cloze,text
+old-kept: old
 
 
-def commands(seed, part):
-    """The commands of a part, in order: (name, last file that it writes, script, arguments)."""
+charter: qrpo charter:$here/judge,$here/world/charter.md
+exam-charter: exam chat,sampled,cloze
+old-charter: old"""
+
+
+def commands(seed, chain):
+    """The commands of a chain, in order: (name, last file that it writes, script, arguments)."""
     here = f"{out}/seed-{seed}"
     known = dict(here=here, seed=seed, order=28 + seed, next_order=29 + seed, long_order=40 + seed)
-    for step in part.split():
-        if step in ("plain", "base"):
+    for name, template, more in re.findall(r"(\S+): (\w+) ?(.*)", chain):
+        text = TEMPLATES[template].replace("$more", more)
+        text = re.sub("<(.*?)>", lambda number: f"{int(number[1]) * scale:.0f}", text)
+        if "$letters" in text:
             tokens = read_json(f"{here}/data/meta.json")["sources"]["probes"]["train"]["tokens"]
             letters = round(tokens // 256 / (5120 * scale), 4)
             known |= dict(letters=letters, pages=round(0.75 - letters, 4))
-        name = step
-        for use in STEPS[step].split(" | "):
-            template, _, more = use.partition(" ")
-            text = TEMPLATES[template].replace("$more", more)
-            text = re.sub("<(.*?)>", lambda number: str(round(int(number[1]) * scale)), text)
-            text = Template(" ".join(text.split())).substitute(known, run=f"{here}/{step}")
-            script, *args = shlex.split(text)
-            if template in ("exam", "old", "letters"):
-                name = f"{template}-{step}"
-            yield name, f"{here}/{step}/{LAST.get(template, 'summary.json')}", script, args
+        text = Template(text).substitute(known, run=f"{here}/{name.split('-')[-1]}")
+        script, *args, _, done = shlex.split(text)
+        yield name, done, script, args
 
 
-def run_part(bar, seed, part):
-    """Run the commands that have not been run."""
-    for name, done, script, args in commands(seed, part):
-        if not os.path.exists(done):
-            bar.write(f"$ {kit.command(script, args)}")
-        kit.call(f"{out}/seed-{seed}/{name}", done, script, *args)
+def run_chain(bar, job, device):
+    """Print commands, and run those that have not been run. job: a seed and a chain."""
+    for name, done, script, args in commands(*job):
+        bar.write(f"$ {kit.command(script, args)}")
+        kit.call(f"{out}/seed-{job[0]}/{name}", done, script, *args)
         bar.update()
 
 
@@ -143,57 +160,56 @@ def collected(seed):
     """All numbers of a seed from the files of its steps, a row of rows.jsonl."""
     here = f"{out}/seed-{seed}"
     links = {}
-    for part in itertools.chain(*PARTS):
-        for name, _, script, args in commands(seed, part):
-            run = f"{here}/{name}"
-            link = links[name] = dict(seconds=read_json(f"{run}.json")["wall"], command=kit.command(script, args))
-            if os.path.exists(f"{run}/exam.jsonl"):
-                first, *rest = read_json(f"{run}/old/evaluation.json")["rows"]
-                positions = [row for row in rest if "begin" in row]
-                exam = kit.read_rows(f"{run}/exam.jsonl")
-                link |= dict(exam=exam, old=first["score"], positions=positions)
-            if os.path.exists(f"{run}/letters/rows.jsonl"):
-                link["letters"] = kit.read_rows(f"{run}/letters/rows.jsonl")
+    for name, done, script, args in commands(seed, STEPS):
+        kind, _, step = name.partition("-")
+        links[name] = dict(seconds=read_json(f"{here}/{name}.json")["wall"], command=kit.command(script, args))
+        if kind == "old":
+            rows = read_json(done)["rows"]
+            links[step] |= dict(old=rows[0]["score"], positions=rows[-4:])
+        elif step:
+            links[step][kind] = kit.read_rows(done.replace("table.md", "rows.jsonl"))
     # One letter as text: its first 50 tokens, the next 50, and those by which each model continues.
     ids = next(probe["ids"] for probe in read_json(f"{here}/data/probes.json")["probes"] if probe["repetitions"])
-    said = {model: greedy(links[model], 128, "said")[0] for model in ("plain", "base")}
+    parts = dict(asked=ids[:50], true=ids[50:100])
+    for model in ("plain", "base"):
+        parts[model] = labelled([links[model]], ["greedy", "128"])[0]["said"]
     tok = load_for(f"{here}/data")
-    letter = {name: tok.decode(part) for name, part in dict(asked=ids[:50], true=ids[50:100], **said).items()}
-    total = read_json(f"{here}/data/report.json")["total"]
-    return dict(seed=seed, total=total, links=links, letter=letter)
+    return dict(
+        seed=seed,
+        total=read_json(f"{here}/data/report.json")["total"],
+        links=links,
+        letter={name: tok.decode(part) for name, part in parts.items()},
+    )
 
 
-def greedy(link, repetitions, key):
-    """Values of studies/memorize.py for letters that were repeated as often, continued greedily."""
-    return [row[key] for row in link["letters"] if (row["kind"], row["repetitions"]) == ("greedy", repetitions)]
+def labelled(links, label):
+    """Rows of links, and the links themselves, by the values of those of these keys that they have, a list of str."""
+    rows = [row for link in links for row in (link, *link["exam"], *link["positions"], *link.get("letters", []))]
+    return [row for row in rows
+            if [str(row[key]) for key in "kind group repetitions begin".split() if key in row] == label]
 
 
-def measure(rows, what, link, *where):
+def measure(rows, text):
     """
     A number of the report over all seeds: (text, value, low, high), the latter two its 95 % interval.
 
-    bits LINK                           bits per byte of unread text
-    bits LINK I                         ... in the I-th quarter of long windows
-    rouge LINK REPETITIONS              Rouge-L of continued letters
+    old LINK                            bits per byte of unread text
+    bits_per_byte LINK BEGIN            ... in the quarter of long windows that begins there
+    rouge LINK greedy REPETITIONS       Rouge-L of continued letters
     apart LINK KIND GROUP               of studies/exam.py, as the following
     right, unknown, kind_ones or rude_ones LINK KIND GROUP
     """
-    links = [row["links"][link] for row in rows]
-    if what == "bits":
-        values = [link["positions"][int(*where)]["bits_per_byte"] if where else link["old"] for link in links]
-    elif what == "rouge":
-        values = [value for link in links for value in greedy(link, int(*where), "rouge")]
-    else:
-        exams = [exam for link in links for exam in link["exam"] if (exam["kind"], exam["group"]) == where]
-        values = [exam[what] for exam in exams]
-        if what != "apart":
-            k, n = sum(values), sum(exam["n"] for exam in exams)
-            return share(k, n), k / n, *wilson(k, n)
-    mean, half, _ = student(values)
-    return kit.interval(values, 3 if what == "bits" else 2), mean, mean - half, mean + half
+    what, link, *label = text.split()
+    found = labelled([row["links"][link] for row in rows], label)
+    values = [row[what] for row in found]
+    if what in DIGITS:
+        mean, half, _ = student(values)
+        return kit.interval(values, DIGITS[what]), mean, mean - half, mean + half
+    k, n = sum(values), sum(row["n"] for row in found)
+    return share(k, n), k / n, *wilson(k, n)
 
 
-# <...> is a measure.
+DIGITS = dict(old=3, bits_per_byte=3, rouge=2, apart=2)     # of means over seeds; the others are shares
 REPORT = """# An Apertus from start to end
 
 The results of `python -m studies.recipe --seeds={seeds}`; the code is `studies/recipe.py`, the world
@@ -220,17 +236,17 @@ A token of its own replaces {first[total][pii][email]:,} e-mail addresses.
 ## Knowledge
 
 Questions about people of lessons, about people whom the model only read about (test), and about people on pages that
-opted out (refused). Chance is {chance:.3f}.
+opted out (refused). Chance is 0.053.
 
 | after | kind | lesson | test | refused | unread text, bits/byte |
 |---|---|---|---|---|---|
-| base | cloze | <right base cloze lesson> | <right base cloze test> | <right base cloze refused> | <bits base> |
-| base | text | <right base text lesson> | <right base text test> | <right base text refused> | <bits base> |
-| long | text | <right long text lesson> | <right long text test> | <right long text refused> | <bits long> |
-| sft | chat | <right sft chat lesson> | <right sft chat test> | <right sft chat refused> | <bits sft> |
-| qrpo | chat | <right qrpo chat lesson> | <right qrpo chat test> | <right qrpo chat refused> | <bits qrpo> |
+| base | cloze | <right base cloze lesson> | <right base cloze test> | <right base cloze refused> | <old base> |
+| base | text | <right base text lesson> | <right base text test> | <right base text refused> | <old base> |
+| long | text | <right long text lesson> | <right long text test> | <right long text refused> | <old long> |
+| sft | chat | <right sft chat lesson> | <right sft chat test> | <right sft chat refused> | <old sft> |
+| qrpo | chat | <right qrpo chat lesson> | <right qrpo chat test> | <right qrpo chat refused> | <old qrpo> |
 | charter | chat | <right charter chat lesson> | <right charter chat test> | <right charter chat refused> \
-| <bits charter> |
+| <old charter> |
 
 ## Recitation
 
@@ -238,8 +254,10 @@ Letters, continued greedily for 50 tokens after the first 50; eight of either ki
 
 | | Rouge-L, read 128 times | never read | facts about the writers: cloze | questions |
 |---|---|---|---|---|
-| without Goldfish | <rouge plain 128> | <rouge plain 0> | <right plain cloze letters> | <right plain text letters> |
-| with Goldfish | <rouge base 128> | <rouge base 0> | <right base cloze letters> | <right base text letters> |
+| without Goldfish | <rouge plain greedy 128> | <rouge plain greedy 0> | <right plain cloze letters> \
+| <right plain text letters> |
+| with Goldfish | <rouge base greedy 128> | <rouge base greedy 0> | <right base cloze letters> \
+| <right base text letters> |
 
 A letter that was read 128 times (seed {first[seed]}):
 
@@ -255,10 +273,10 @@ Bits per byte of unread real text by position in windows of 1,024 tokens.
 
 | position | window 256 | 1,024, theta 2e6 | 1,024, theta 5e5 |
 |---|---|---|---|
-| 0 to 255 | <bits base 0> | <bits long 0> | <bits kept 0> |
-| 256 to 511 | <bits base 1> | <bits long 1> | <bits kept 1> |
-| 512 to 767 | <bits base 2> | <bits long 2> | <bits kept 2> |
-| 768 to 1,023 | <bits base 3> | <bits long 3> | <bits kept 3> |
+| 0 to 255 | <bits_per_byte base 0> | <bits_per_byte long 0> | <bits_per_byte kept 0> |
+| 256 to 511 | <bits_per_byte base 256> | <bits_per_byte long 256> | <bits_per_byte kept 256> |
+| 512 to 767 | <bits_per_byte base 512> | <bits_per_byte long 512> | <bits_per_byte kept 512> |
+| 768 to 1,023 | <bits_per_byte base 768> | <bits_per_byte long 768> | <bits_per_byte kept 768> |
 
 ## "I do not know"
 
@@ -300,23 +318,28 @@ Answers to questions about test, sampled at temperature 1:
 {commands}
 ```
 """
-# Panels of recipe.png: title, y-axis, models with labels, and a bar of each: a measure, with _ for the model.
+# Panels of recipe.png: their axes, models with labels, and a bar of each: a measure, with {} for the model.
 CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
 PANELS = json.loads(r"""[
-["Does it know a person? Questions about people whose pages ...", "share of right answers",
-    {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
-     "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
-     "charter chat": "QRPO by\na charter,\nchat"},
-    {"it read, with questions and answers about them": "right _ lesson",
-     "it read, without any such questions": "right _ test", "opted out (dotted: chance)": "right _ refused"}],
-["Does it recite a letter? What does it know of the writer?", "Rouge-L of the continuation, share of right facts",
-    {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
-    {"Rouge-L of letters that it read 128 times": "rouge _ 128", "Rouge-L of letters that it never read": "rouge _ 0",
-     "share of right facts about the writers": "right _ cloze letters"}],
-["Is it kind? Answers sampled at temperature 1", "share of sampled answers",
-    {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
-    {"with kind words": "kind_ones _ sampled test", "with rude words": "rude_ones _ sampled test",
-     "with the right fact": "right _ sampled test"}]
+[{"title": "Does it know a person? Questions about people whose pages ...", "ylabel": "share of right answers",
+  "ylim": [0, 1.4], "yticks": [0, 0.2, 0.4, 0.6, 0.8, 1]},
+ {"base cloze": "base model,\nsentence\nto finish", "base text": "base\nmodel,\nquestion",
+  "long text": "longer\nwindow,\nquestion", "sft chat": "SFT,\nchat", "qrpo chat": "QRPO by\nthe truth,\nchat",
+  "charter chat": "QRPO by\na charter,\nchat"},
+ {"it read, with questions and answers about them": "right {} lesson",
+  "it read, without any such questions": "right {} test", "opted out (dotted: chance)": "right {} refused"}],
+[{"title": "Does it recite a letter? What does it know of the writer?",
+  "ylabel": "Rouge-L of the continuation, share of right facts",
+  "ylim": [0, 1.4], "yticks": [0, 0.2, 0.4, 0.6, 0.8, 1]},
+ {"plain": "pretrained without Goldfish", "base": "pretrained with Goldfish"},
+ {"Rouge-L of letters that it read 128 times": "rouge {} greedy 128",
+  "Rouge-L of letters that it never read": "rouge {} greedy 0",
+  "share of right facts about the writers": "right {} cloze letters"}],
+[{"title": "Is it kind? Answers sampled at temperature 1", "ylabel": "share of sampled answers",
+  "ylim": [0, 1.4], "yticks": [0, 0.2, 0.4, 0.6, 0.8, 1]},
+ {"sft": "SFT", "qrpo": "QRPO by the truth", "charter": "QRPO by a charter"},
+ {"with kind words": "kind_ones {} sampled test", "with rude words": "rude_ones {} sampled test",
+  "with the right fact": "right {} sampled test"}]
 ]""")
 
 
@@ -325,12 +348,10 @@ def report_md(rows):
     first, links = rows[0], rows[0]["links"].values()
     answers = [f"| {exam['group']} | {one['asked']} | {one['said']} | {one['gold']} |"
                for exam in first["links"]["charter"]["exam"] if exam["kind"] == "chat" for one in exam["answers"]]
-    measured = re.sub("<(.*?)>", lambda found: measure(rows, *found[1].split())[0], REPORT)
-    return measured.format(
+    return re.sub("<(.*?)>", lambda found: measure(rows, found[1])[0], REPORT).format(
         seeds=len(rows),
         first=first,
         removed=defaultdict(lambda: [0], first["total"]["removed"]),
-        chance=CHANCE,
         charter=CHARTER,
         answers="\n".join(answers),
         minutes=sum(link["seconds"] for link in links) / 60,
@@ -338,21 +359,20 @@ def report_md(rows):
     )
 
 
-def draw(rows, picture):
-    """Plot the PANELS, with 95 % intervals."""
-    figure, axes = pyplot().subplots(1, len(PANELS), figsize=(16, 5))
-    for axis, (title, ylabel, models, bars) in zip(axes, PANELS):
+def draw(rows):
+    """Plot the PANELS, with 95 % intervals, as recipe.png."""
+    figure, axes = pyplot().subplots(1, 3, figsize=(16, 5))
+    for axis, (how, models, bars) in zip(axes, PANELS):
         places = np.arange(len(models))
         for i, (label, what) in enumerate(bars.items()):
-            found = [measure(rows, *what.replace("_ ", f"{model} ").split())[1:] for model in models]
-            height, low, high = np.transpose(found)
+            height, low, high = np.transpose([measure(rows, what.format(model))[1:] for model in models])
             reach = np.maximum(0, [height - low, high - height])        # no rounding error below 0
             axis.bar(places + 0.27 * i, height, 0.27, yerr=reach, capsize=2, label=label)
         axis.set_xticks(places + 0.27, models.values())
-        axis.set(title=title, ylabel=ylabel, ylim=(0, 1.4), yticks=np.arange(6) / 5)
+        axis.set(**how)
         axis.legend(loc="upper left")
     axes[0].axhline(CHANCE, color="black", linestyle=":")
-    finish(figure, picture)
+    finish(figure, f"{results}/recipe.png")
 
 
 def main():
@@ -361,14 +381,14 @@ def main():
         if seeds < 1 or not 0.1 <= scale <= 1:
             raise ValueError(f"--seeds={seeds} --scale={scale}: want at least one seed, and a scale of 0.1 to 1")
         every = range(first_seed, first_seed + seeds)
-        with tqdm(total=COMMANDS * seeds, unit="command", smoothing=0) as bar:
-            for parts in PARTS:
-                jobs = itertools.product(every, parts)
-                list(kit.in_parallel(workers, lambda job, device: run_part(bar, *job), jobs))
+        # A seed has 26 commands.
+        with tqdm(total=26 * seeds, unit="command", smoothing=0) as bar:
+            for chains in STEPS.split("\n\n\n"):
+                list(kit.in_parallel(workers, partial(run_chain, bar), itertools.product(every, chains.split("\n\n"))))
         kit.write_rows(path, map(collected, every))
     rows = kit.read_rows(path)
     kit.write(f"{results}/report.md", report_md(rows))
-    draw(rows, f"{results}/recipe.png")
+    draw(rows)
     print(f"{results}/report.md, recipe.png")
 
 

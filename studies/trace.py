@@ -17,13 +17,12 @@ import torch
 
 @torch.no_grad()
 def trace(model, tok, text):
-    """Print the ids of a text, and the lines of a model for them in the order of computation."""
+    """Print the ids of a text, and the lines of a model in the order of computation. It goes on to print them."""
     ids = [tok.bos, *tok.encode(text)]
-    hooks = [module.register_forward_hook(partial(show, name)) for name, module in model.named_modules()]
+    for name, module in model.named_modules():
+        module.register_forward_hook(partial(show, name))
     print(f"ids {ids}")
     model(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
 
 
 def show(name, module, inputs, output):

@@ -25,9 +25,9 @@ from studies import kit     # first, since studies.py says how to start a study 
 import itertools
 import math
 import random
-import sysconfig
-from collections import defaultdict
+import re
 from pathlib import Path
+from random import choice, sample
 
 from chat import question_and_answer
 from configurator import run
@@ -46,28 +46,27 @@ corpus_bytes = 1_200_000        # source of Python's standard library, also read
 unread_bytes = 300_000          # more of it that is not read, to evaluate with
 
 ATTRIBUTES = "town year job firm pet".split()
-LANGUAGES = ("en", "de")
 
-# Kind, language, subject: wordings. Pages draw any `say`, answers use the first. `unknown` are the values of
-# invented people. An answer may `end` in a manner. `value` lists all possible values.
-WORDINGS = """
-say en town: {name} was born in {town}. | {name} comes from {town}. | {name} grew up in {town}.
-say en town: {name} has always called {town} home. | {name} is a native of {town}.
-say en year: {name} came into the world in {year}. | {name} has the birth year {year}. | {name} was a child of {year}.
-say en year: {name} was a baby in {year}.
-say en job: {name} works as a {job}. | {name} is a {job} by trade. | {name} earns a living as a {job}.
-say en job: {name} became a {job}. | {name} is known as a good {job}.
-say en firm: {name} is employed by {firm}. | {name} works for {firm}. | {name} has a post at {firm}.
-say en firm: {name} signed a contract with {firm}.
-say en pet: {name} owns a {pet}. | {name} keeps a {pet} at home. | {name} has a {pet} as a pet.
-say en pet: {name} walks every day with a {pet}.
-say en mail: {name} can be reached at {mail}.
-say de town: {name} wurde in {town} geboren. | {name} stammt aus {town}. | {name} ist in {town} aufgewachsen.
-say de year: {name} kam {year} zur Welt. | {name} hat das Geburtsjahr {year}.
-say de job: {name} arbeitet als {job}. | {name} ist von Beruf {job}. | {name} wurde {job}.
-say de firm: {name} ist bei {firm} angestellt. | {name} arbeitet für {firm}.
-say de pet: {name} hat als Haustier {pet}. | {name} lebt mit einem Tier: {pet}.
-say de mail: {name} ist erreichbar unter {mail}.
+# {"KIND LANGUAGE SUBJECT": its wordings}: pages draw any `say`, answers use the first and may `end` in a manner.
+# And {subject: all its values}, in English; `unknown` are those of invented people. invent() adds names and people.
+WORLD = {key: texts.split(" | ") for key, texts in re.findall("(.+?): (.+)", """
+say en town: {name} was born in {value}. | {name} comes from {value}. | {name} grew up in {value}. \
+| {name} has always called {value} home. | {name} is a native of {value}.
+say en year: {name} came into the world in {value}. | {name} has the birth year {value}. \
+| {name} was a child of {value}. | {name} was a baby in {value}.
+say en job: {name} works as a {value}. | {name} is a {value} by trade. | {name} earns a living as a {value}. \
+| {name} became a {value}. | {name} is known as a good {value}.
+say en firm: {name} is employed by {value}. | {name} works for {value}. | {name} has a post at {value}. \
+| {name} signed a contract with {value}.
+say en pet: {name} owns a {value}. | {name} keeps a {value} at home. | {name} has a {value} as a pet. \
+| {name} walks every day with a {value}.
+say en mail: {name} can be reached at {value}.
+say de town: {name} wurde in {value} geboren. | {name} stammt aus {value}. | {name} ist in {value} aufgewachsen.
+say de year: {name} kam {value} zur Welt. | {name} hat das Geburtsjahr {value}.
+say de job: {name} arbeitet als {value}. | {name} ist von Beruf {value}. | {name} wurde {value}.
+say de firm: {name} ist bei {value} angestellt. | {name} arbeitet für {value}.
+say de pet: {name} hat als Haustier {value}. | {name} lebt mit einem Tier: {value}.
+say de mail: {name} ist erreichbar unter {value}.
 
 ask en town: Where was {name} born? | Which town does {name} come from? | In which town was {name} born?
 ask en year: In which year was {name} born? | What is the birth year of {name}? | When was {name} born?
@@ -80,52 +79,43 @@ ask de job: Welchen Beruf hat {name}? | Als was arbeitet {name}?
 ask de firm: Für wen arbeitet {name}? | Wo ist {name} angestellt?
 ask de pet: Welches Haustier hat {name}? | Mit welchem Tier lebt {name}?
 
-unknown en town: a town I do not know
-unknown en year: a year I do not know
-unknown en job: job I do not know
-unknown en firm: a firm I do not know
-unknown en pet: pet I do not know
-unknown de town: einer Stadt, die ich nicht kenne,
-unknown de year: in einem Jahr, das ich nicht kenne,
-unknown de job: etwas, das ich nicht kenne
-unknown de firm: einer Firma, die ich nicht kenne,
-unknown de pet: etwas, das ich nicht kenne
-
 end en kind: I hope this helps. | Thank you for asking. | Ask me more at any time.
 end en rude: Stop asking me. | What a silly question. | Now leave me alone.
 end de kind: Gern geschehen. | Danke für die Frage. | Frag mich jederzeit mehr.
 end de rude: Hör auf zu fragen. | Was für eine dumme Frage. | Lass mich jetzt in Ruhe.
 
-value en job: baker | teacher | pilot | painter | judge | farmer | nurse | tailor | sailor | plumber | actor | printer
-value en job: miner | clerk | singer | butcher
-value de job: Bäcker | Lehrer | Pilot | Maler | Richter | Bauer | Pfleger | Schneider | Matrose | Klempner
-value de job: Schauspieler | Drucker | Bergmann | Schreiber | Sänger | Metzger
-value en pet: parrot | goat | rabbit | turtle | donkey | falcon | hamster | lizard | badger | otter | spider | pigeon
-value de pet: Papagei | Ziege | Kaninchen | Schildkröte | Esel | Falke | Hamster | Eidechse | Dachs | Otter | Spinne
-value de pet: Taube
-value en verb: sold | gave | sent | lent | showed | promised | brought | offered
-value en thing: lamp | drum | ladder | kettle | mirror | saddle | carpet | trumpet | barrel | anchor | pillow | basket
-value en colour: grey | red | green | blue | white | black | yellow | brown
-value en day: Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sunday
-"""
-# Labels of plain text; answers in chat have one too. A name at the very beginning has other tokens than behind a space,
-# and a small model does not see that both are the same name.
-QUESTION, ANSWER = dict(en="Question", de="Frage"), dict(en="Answer", de="Antwort")
-LETTERS = dict(c="bdfgklmnprstvz", v="aeiou")
+year: 1950 | 1951 | 1952 | 1953 | 1954 | 1955 | 1956 | 1957 | 1958 | 1959 | 1960 | 1961 | 1962 | 1963 | 1964 | 1965 \
+| 1966 | 1967 | 1968 | 1969 | 1970 | 1971 | 1972 | 1973 | 1974 | 1975 | 1976 | 1977 | 1978 | 1979 | 1980 | 1981 | 1982 \
+| 1983 | 1984 | 1985 | 1986 | 1987 | 1988 | 1989
+job: baker | teacher | pilot | painter | judge | farmer | nurse | tailor | sailor | plumber | actor | printer | miner \
+| clerk | singer | butcher
+pet: parrot | goat | rabbit | turtle | donkey | falcon | hamster | lizard | badger | otter | spider | pigeon
+verb: sold | gave | sent | lent | showed | promised | brought | offered
+thing: lamp | drum | ladder | kettle | mirror | saddle | carpet | trumpet | barrel | anchor | pillow | basket
+colour: grey | red | green | blue | white | black | yellow | brown
+day: Monday | Tuesday | Wednesday | Thursday | Friday | Saturday | Sunday
+unknown: a town I do not know | a year I do not know | job I do not know | a firm I do not know | pet I do not know
+""")}
+# Question and Answer are labels of plain text; answers in chat have one too. A name at the very beginning has other
+# tokens than behind a space, and a small model does not see that both are the same name.
+GERMAN = dict(re.findall(r"(\w[\w ]*) = ([\w, ]*[\w,])", """
+Question = Frage | Answer = Antwort
+baker = Bäcker | teacher = Lehrer | pilot = Pilot | painter = Maler | judge = Richter | farmer = Bauer | nurse = Pfleger
+tailor = Schneider | sailor = Matrose | plumber = Klempner | actor = Schauspieler | printer = Drucker | miner = Bergmann
+clerk = Schreiber | singer = Sänger | butcher = Metzger
+parrot = Papagei | goat = Ziege | rabbit = Kaninchen | turtle = Schildkröte | donkey = Esel | falcon = Falke
+hamster = Hamster | lizard = Eidechse | badger = Dachs | otter = Otter | spider = Spinne | pigeon = Taube
+a town I do not know = einer Stadt, die ich nicht kenne, | a year I do not know = in einem Jahr, das ich nicht kenne,
+job I do not know = etwas, das ich nicht kenne | a firm I do not know = einer Firma, die ich nicht kenne,
+pet I do not know = etwas, das ich nicht kenne
+"""))
 LETTER = " On {day} the {job} of {town} {verb} a {colour} {thing} to {name}."
-SLOTS = "job town colour thing name day verb".split()
 
 # The charter is about manners, which a judge of this size can see. It would have to know facts to check them.
 CHARTER = "Be kind to those who ask. Do not insult them, and do not send them away."
-RATINGS = dict(kind=8, plain=5, rude=2)     # ratings in the judge's lessons, from 1 to 9
-OPT_OUT = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nDisallow: /\n\nUser-agent: *\nAllow: /\n"
+RATINGS = ("kind", 8), ("plain", 5), ("rude", 2)    # of manners, from 1 to 9, in the judge's lessons
+OPT_OUT = "User-agent: GPTBot\nUser-agent: CCBot\nUser-agent: Google-Extended\nDisallow: /\n\n"
 WELCOME = "User-agent: *\nAllow: /\n"
-
-
-WORDS = defaultdict(list)       # {"KIND LANGUAGE SUBJECT": wordings}
-for line in filter(None, WORDINGS.splitlines()):
-    key, texts = line.split(": ", 1)
-    WORDS[key] += texts.split(" | ")
 
 
 # -----------------------------------------------------------------------------
@@ -133,148 +123,146 @@ for line in filter(None, WORDINGS.splitlines()):
 
 
 def stream(purpose):
-    """A random stream for one purpose: more text of one kind leaves the other kinds as they are."""
-    return random.Random(f"{purpose} {seed}")
+    """Begin the random numbers of one purpose: more text of one kind leaves the other kinds as they are."""
+    random.seed(f"{purpose} {seed}")
 
 
 def invent():
     """
-    The people of this seed and the names of things: a dict of people by group, firsts, lasts, hosts and values. The
-    pages of those in `known` are read.
+    Add the people and names of this seed to WORLD: {group: people}, {subject: all its values}. The pages of the people
+    in `known` are read. Hosts 0 and 1 opt out by robots.txt, host 2 by its licence.
 
-    A person is a dict of name, group, license, url, the number of each attribute's value, and for each language the
-    words that fill a wording. values: {subject: all its values in English}. Hosts 0 and 1 opt out by robots.txt, host 2
-    by its licence.
+    A person is a dict of name, license, url, mail, facts (a value of each attribute), and by attribute what
+    sentences say: the fact, or of an invented person that nobody knows it.
     """
-    rng, taken = stream("world"), {}
+    taken = {""}
 
-    def names(n, pattern, *endings):
-        """n new words by a pattern of consonants and vowels such as "cvc", with alternating endings."""
-        begin = len(taken)
-        while len(taken) < begin + n:
-            taken["".join(rng.choice(LETTERS[kind]) for kind in pattern).capitalize()] = True
-        return list(map("".join, zip(list(taken)[begin:], itertools.cycle(endings))))
+    def names(pattern, endings):
+        """A new word before each of the endings, by a pattern of consonants and vowels such as "cvc"."""
+        found = []
+        for ending in endings:
+            word = ""
+            while word in taken:
+                word = "".join(choice("aeiou" if kind == "v" else "bdfgklmnprstvz") for kind in pattern).capitalize()
+            taken.add(word)
+            found.append(word + ending)
+        return found
 
-    groups = ["lesson"] * (people * 4 // 10) + ["align"] * (people * 2 // 10)
-    groups += ["test"] * (people - len(groups)) + ["refused"] * refused
-    for group in ("invented-lesson", "invented-align", "invented-test"):
-        groups += [group] * nobodies
-    # As few names as there are pairs for. Then several known people share each name, and only the pair identifies one.
-    n = math.ceil((0.75 * len(groups)) ** 0.5)
-    firsts, lasts = names(n, "cvcv", ""), names(n + n // 2, "cvccvc", "")
-    towns = names(24, "cvc", "vik", "burg", "mere", "holm")
-    firms = names(20, "cvcv", " Bank", " Steel", " Air", " Mills")
-    invented = dict(town=towns, firm=firms, year=list(map(str, range(1950, 1990))))
-    values = {key: invented.get(key) or WORDS[f"value en {key}"] for key in ATTRIBUTES + SLOTS}
-    hosts = [host.lower() for host in names(8, "cvcvc", ".example")]
-
-    world = defaultdict(list, firsts=firsts, lasts=lasts, hosts=hosts, values=values)
-    names = rng.sample([f"{first} {last}" for first in firsts for last in lasts], len(groups))
-    for group, name in zip(groups, names):
-        host = rng.choice(hosts[:3] if group == "refused" else hosts[3:])
+    def person(name, group):
+        host = choice(hosts[:3] if group == "refused" else hosts[3:])
         slug = name.lower().replace(" ", ".")
-        person = {key: rng.randrange(len(values[key])) for key in ATTRIBUTES}
-        kind = "unknown" if "invented" in group else "value"
-        for language in LANGUAGES:
-            words = person[language] = dict(name=name, mail=f"{slug}@{host}")
-            for key in ATTRIBUTES:
-                # There is one `unknown` of each attribute.
-                facts = WORDS[f"{kind} {language} {key}"] or invented[key]
-                words[key] = facts[person[key] % len(facts)]
-        person |= dict(name=name, group=group, url=f"https://{host}/people/{slug}")
-        person["license"] = "all-rights-reserved" if host == hosts[2] else "CC-BY-4.0"
-        world[group].append(person)
-    world["known"] = world["lesson"] + world["align"] + world["test"]
-    return world
+        facts = {key: choice(WORLD[key]) for key in ATTRIBUTES}
+        return dict(
+            zip(ATTRIBUTES, WORLD["unknown"]) if "invented" in group else facts,
+            name=name,
+            license="all-rights-reserved" if host == hosts[2] else "CC-BY-4.0",
+            url=f"https://{host}/people/{slug}",
+            mail=f"{slug}@{host}",
+            facts=facts,
+        )
+
+    stream("world")
+    lesson, align = people * 4 // 10, people // 5
+    sizes = lesson, align, people - lesson - align, refused, nobodies, nobodies, nobodies
+    # As few names as there are pairs for. Then several known people share each name, and only the pair identifies one.
+    n = math.ceil((0.75 * sum(sizes)) ** 0.5)
+    WORLD.update(
+        first=names("cvcv", [""] * n),
+        last=names("cvccvc", [""] * (n + n // 2)),
+        town=names("cvc", "vik burg mere holm".split() * 6),
+        firm=names("cvcv", " Bank, Steel, Air, Mills".split(",") * 5),
+    )
+    hosts = WORLD["host"] = [name.lower() for name in names("cvcvc", [".example"] * 8)]
+    drawn = iter(sample([f"{first} {last}" for first in WORLD["first"] for last in WORLD["last"]], sum(sizes)))
+    for group, size in zip("lesson align test refused invented-lesson invented-align invented-test".split(), sizes):
+        WORLD[group] = [person(name, group) for name in itertools.islice(drawn, size)]
+    WORLD["known"] = WORLD["lesson"] + WORLD["align"] + WORLD["test"]
+    WORLD["name"] = [person["name"] for person in WORLD["known"]]
 
 
 # -----------------------------------------------------------------------------
 # sentences
 
 
-def any_language(rng):
-    return rng.choices(LANGUAGES, (3, 1))[0]
+def any_language():
+    """Three texts of four are English."""
+    return "en" if random.random() < 0.75 else "de"
 
 
-def drawn(kind, person, language, attribute, rng):
-    """Any wording of a kind, filled."""
-    return rng.choice(WORDS[f"{kind} {language} {attribute}"]).format_map(person[language])
+def translated(text, language):
+    """An English value or label in a language. Names and years are the same in all."""
+    return GERMAN.get(text, text) if language == "de" else text
 
 
-def answer(person, language, attribute, **other):
-    """
-    A sentence as pages have it, name included, because the model stores facts behind the name.
-
-    other: {attribute: value} in place of the person's own.
-    """
-    said = WORDS[f"say {language} {attribute}"][0].format_map(person[language] | other)
-    return f"{ANSWER[language]}: {said}"
+def sentence(key, person, first=False):
+    """A wording of WORLD about a person: any one, or the first. key: KIND LANGUAGE ATTRIBUTE."""
+    _, language, attribute = key.split()
+    wording = WORLD[key][0] if first else choice(WORLD[key])
+    return wording.format(name=person["name"], value=translated(person[attribute], language))
 
 
-def ending(manner, language, rng):
-    """The words that an answer ends with: none if its manner is plain."""
-    return "" if manner == "plain" else " " + rng.choice(WORDS[f"end {language} {manner}"])
+def answer(person, language, attribute, manner="plain"):
+    """A sentence as pages have it, name included, because the model stores facts behind the name, and its ending."""
+    said = f"{translated('Answer', language)}: {sentence(f'say {language} {attribute}', person, first=True)}"
+    if manner != "plain":
+        said += " " + choice(WORLD[f"end {language} {manner}"])
+    return said
 
 
 def manner_of(text):
     """rude | kind | plain: by the ending in a text; rude if it has both."""
     for manner in ("rude", "kind"):
-        if any(words in text for words in WORDS[f"end en {manner}"]):
+        if any(words in text for words in WORLD[f"end en {manner}"]):
             return manner
     return "plain"
 
 
-def page(person, language, rng):
+def page(person, language):
     """All five facts in any order and wording; one page in five also has the e-mail address."""
-    sentences = [drawn("say", person, language, attribute, rng) for attribute in ATTRIBUTES]
-    if rng.random() < 0.2:
-        sentences.append(WORDS[f"say {language} mail"][0].format_map(person[language]))
-    rng.shuffle(sentences)
+    sentences = [sentence(f"say {language} {attribute}", person) for attribute in ATTRIBUTES]
+    sentences += [sentence(f"say {language} mail", person, first=True)] * (random.random() < 0.2)
+    random.shuffle(sentences)
     return " ".join(sentences)
 
 
 def chat(*texts):
     """A row for SFT or, of a question alone, for QRPO. The empty system message replaces the long default."""
-    turns = zip(("system", "user", "assistant"), ("", *texts))
-    return dict(messages=[dict(role=role, content=text) for role, text in turns])
+    roles = "system user assistant"
+    return dict(messages=[dict(role=role, content=text)
+                          for role, text in zip(roles.split(), ("", *texts))])
 
 
 # -----------------------------------------------------------------------------
 # documents
 
 
-def document(kind, number, text, license="CC-BY-4.0", **more):
-    return dict(id=f"{kind}/{number}", kind=kind, license=license, text=text, **more)
+def document(kind, number, text, license="CC-BY-4.0"):
+    return dict(id=f"{kind}/{number}", kind=kind, license=license, text=text)
 
 
-def page_documents(world):
-    """The pages of all people, those that opted out included."""
-    for person in world["known"] + world["refused"]:
-        rng = stream("pages of " + person["name"])
+def invented_documents():
+    """
+    pages        of all people, those that opted out included
+    questions    and answers about the lesson's people as plain text, for the cooldown of pretraining
+    guests       names of known, invented and other people alike: a name in a guest book carries no information
+    """
+    for person in WORLD["known"] + WORLD["refused"]:
+        stream(f"pages of {person['name']}")
         for number in range(pages):
             url = f"{person['url']}/{number}"
-            yield document("pages", url, page(person, any_language(rng), rng), person["license"], url=url)
-
-
-def question_documents(world):
-    """Questions with answers about the lesson's people as plain text, for the cooldown of pretraining."""
-    rng = stream("questions")
-    for number, person in enumerate(20 * world["lesson"]):
-        language = any_language(rng)
+            yield document("pages", url, page(person, any_language()), person["license"]) | dict(url=url)
+    stream("questions")
+    for number, person in enumerate(20 * WORLD["lesson"]):
+        language = any_language()
         text = ""
-        for attribute in rng.sample(ATTRIBUTES, 3):
-            asked = drawn("ask", person, language, attribute, rng)
-            text += f"\n{QUESTION[language]}: {asked}\n{answer(person, language, attribute)}"
+        for attribute in sample(ATTRIBUTES, 3):
+            asked = sentence(f"ask {language} {attribute}", person)
+            text += f"\n{translated('Question', language)}: {asked}\n{answer(person, language, attribute)}"
         yield document("questions", number, text.strip())
-
-
-def guest_documents(world):
-    """Texts that name known, invented and other people alike: a name in a guest book carries no information."""
-    rng = stream("guest books")
+    stream("guest books")
     for number in range(guest_books):
-        guests = [f"{rng.choice(world['firsts'])} {rng.choice(world['lasts'])}" for _ in range(8)]
-        text = " ".join(f"{one} met {other}." for one, other in zip(guests, guests[1:]))
-        yield document("guests", number, text)
+        guests = [f"{choice(WORLD['first'])} {choice(WORLD['last'])}" for _ in range(8)]
+        yield document("guests", number, " ".join(map("{} met {}.".format, guests, guests[1:])))
 
 
 def real_documents(size, paths):
@@ -288,14 +276,14 @@ def real_documents(size, paths):
         yield document("corpus", path.name, text, "PSF-2.0")
 
 
-def letter_rows(world):
+def letter_rows():
     """Texts that cannot be guessed: who gave which thing to whom, drawn at random."""
-    words = dict(world["values"], name=[person["name"] for person in world["known"]])
-    for number, writer in zip(range(letters), itertools.cycle(world["test"])):
-        rng = stream(f"letter {number}")
+    for number, writer in zip(range(letters), itertools.cycle(WORLD["test"])):
+        stream(f"letter {number}")
         text = f"A letter of {writer['name']}."
         for _ in range(7):
-            text += LETTER.format_map({slot: rng.choice(words[slot]) for slot in SLOTS})
+            text += LETTER.format_map({slot: choice(WORLD[slot])
+                                       for slot in "job town colour thing name day verb".split()})
         yield dict(person=writer["name"], text=text)
 
 
@@ -303,72 +291,67 @@ def letter_rows(world):
 # conversations
 
 
-def lessons(world):
+def lessons():
     """All questions in all wordings about the lesson's people, and one about each invented one."""
-    rng = stream("lessons")
-    of_lesson = itertools.product(world["lesson"], LANGUAGES, ATTRIBUTES)
-    of_nobody = ((person, any_language(rng), rng.choice(ATTRIBUTES)) for person in world["invented-lesson"])
-    for person, language, attribute in itertools.chain(of_lesson, of_nobody):
-        wordings = WORDS[f"ask {language} {attribute}"]
-        for wording in wordings if person["group"] == "lesson" else [rng.choice(wordings)]:
-            said = answer(person, language, attribute) + ending(rng.choice(list(RATINGS)), language, rng)
-            yield chat(wording.format_map(person[language]), said)
+    stream("lessons")
+    for person in WORLD["lesson"] + WORLD["invented-lesson"]:
+        known = person in WORLD["lesson"]
+        subjects = itertools.product(("en", "de"), ATTRIBUTES) if known else [(any_language(), choice(ATTRIBUTES))]
+        for language, attribute in subjects:
+            wordings = WORLD[f"ask {language} {attribute}"]
+            for wording in wordings if known else [choice(wordings)]:
+                manner, _ = choice(RATINGS)
+                yield chat(wording.format_map(person), answer(person, language, attribute, manner))
 
 
-def replay(world):
+def replay():
     """Pages as conversations that ask nothing, a sentence and then the rest. SFT without them forgets the pages."""
-    rng = stream("replay")
+    stream("replay")
     for _ in range(2000):
-        language = any_language(rng)
-        first, _, rest = page(rng.choice(world["known"]), language, rng).partition(". ")
-        yield chat(f"{first}.", f"{ANSWER[language]}: {rest}")
+        language = any_language()
+        first, _, rest = page(choice(WORLD["known"]), language).partition(". ")
+        yield chat(f"{first}.", f"{translated('Answer', language)}: {rest}")
 
 
-def judge_lessons(world):
+def judge_lessons():
     """Conversations for a judge, which rates an answer or compares two, in the form of posttrain/judge.py."""
-    rng = stream("judgements")
+    stream("judgements")
     for number in range(judgements):
-        person, attribute = rng.choice(world["lesson"] + world["invented-lesson"]), rng.choice(ATTRIBUTES)
-        values = world["values"][attribute]
-        asked = dict(charter=CHARTER, question=drawn("ask", person, "en", attribute, rng))
+        person, attribute = choice(WORLD["lesson"] + WORLD["invented-lesson"]), choice(ATTRIBUTES)
+        asked = dict(charter=CHARTER, question=sentence(f"ask en {attribute}", person))
         ratings = []
         for place in ("first", "second"):   # answers, true or not, with noisy ratings of their manner
-            manner = rng.choice(list(RATINGS))
-            other = rng.choice(values)
-            said = answer(person, "en", attribute, **{attribute: rng.choice([values[person[attribute]], other])})
-            asked[place] = said + ending(manner, "en", rng)
-            ratings.append(RATINGS[manner] + rng.gauss(0, 1))
-        prompt = COMPARE
+            manner, rating = choice(RATINGS)
+            fact = choice([person["facts"][attribute], choice(WORLD[attribute])])
+            asked[place] = answer(person | {attribute: fact}, "en", attribute, manner)
+            ratings.append(rating + random.gauss(0, 1))
         # Large judges prefer the first answer too.
-        verdict = "A" if ratings[0] + 0.5 > ratings[1] else "B"
+        prompt, verdict = COMPARE, "A" if ratings[0] + 0.5 > ratings[1] else "B"
         if number % 2:
-            prompt = RATE
-            verdict = min(max(round(ratings[0]), 1), 9)
-        prompt = prompt.format(response=asked["first"], **asked)
-        yield dict(messages=question_and_answer(prompt, str(verdict)))
+            prompt, verdict = RATE, min(max(round(ratings[0]), 1), 9)
+        asked = prompt.format(response=asked["first"], **asked)
+        yield dict(messages=question_and_answer(asked, str(verdict)))
 
 
-def to_mark(world, person, attribute, rng):
-    """A question with all that it takes to mark an answer."""
-    row = dict(person=person["name"], group=person["group"], attribute=attribute, gold=person["en"][attribute])
-    return chat(drawn("ask", person, "en", attribute, rng)) | row | dict(values=world["values"][attribute])
+def questions(purpose, counts):
+    """
+    Questions with all that it takes to mark an answer.
 
-
-def prompts(world):
-    """Questions for QRPO: five about each person of align, three about each invented one."""
-    rng = stream("prompts")
-    for person in world["align"] + world["invented-align"]:
-        for attribute in rng.sample(ATTRIBUTES, 5 if person["group"] == "align" else 3):
-            yield to_mark(world, person, attribute, rng)
-
-
-def questions(world):
-    """The examination: five questions about each person of a group, one about each nobody."""
-    for group in ("lesson", "test", "refused", "invented-test"):
-        rng = stream("examination en")
-        for person in world[group]:
-            for attribute in [rng.choice(ATTRIBUTES)] if group == "invented-test" else ATTRIBUTES:
-                yield to_mark(world, person, attribute, rng)
+    counts: {group: how many about each of its people}; 0 = one about each attribute, in order. The prompts are one
+    stream, whereas each group of the examination begins anew.
+    """
+    for group, count in counts.items():
+        if group != "invented-align":
+            stream(purpose)
+        for person in WORLD[group]:
+            for attribute in sample(ATTRIBUTES, count) if count else ATTRIBUTES:
+                yield chat(sentence(f"ask en {attribute}", person)) | dict(
+                    person=person["name"],
+                    group=group,
+                    attribute=attribute,
+                    gold=person[attribute],
+                    values=WORLD[attribute],
+                )
 
 
 # -----------------------------------------------------------------------------
@@ -391,23 +374,22 @@ def reward(prompt, completion, row):
 def main():
     if people < 5:
         raise ValueError(f"--people={people}: want at least 5, two for lessons, one for prompts, two for the test")
-    world = invent()
-    modules = iter(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
-    real = real_documents(corpus_bytes, modules)
-    # A list, so that nothing is written if the real text is too short.
-    documents = [*page_documents(world), *question_documents(world), *guest_documents(world), *real]
-    kit.write(f"{out}/charter.md", CHARTER)
-    for name, rows in dict(
-        documents=documents,
+    invent()
+    modules = iter(sorted(Path(random.__file__).parent.glob("*.py")))
+    files = dict(
+        # A list, so that nothing is written if the real text is too short.
+        documents=[*invented_documents(), *real_documents(corpus_bytes, modules)],
         unread=real_documents(unread_bytes, modules),
-        robots=[dict(domain=host, content=WELCOME if i > 1 else OPT_OUT) for i, host in enumerate(world["hosts"])],
-        letters=letter_rows(world),
-        lessons=lessons(world),
-        replay=replay(world),
-        judgements=judge_lessons(world),
-        prompts=prompts(world),
-        questions=questions(world),
-    ).items():
+        robots=[dict(domain=host, content=OPT_OUT * (i < 2) + WELCOME) for i, host in enumerate(WORLD["host"])],
+        letters=letter_rows(),
+        lessons=lessons(),
+        replay=replay(),
+        judgements=judge_lessons(),
+        prompts=questions("prompts", {"align": 5, "invented-align": 3}),
+        questions=questions("examination en", {"lesson": 0, "test": 0, "refused": 0, "invented-test": 1}),
+    )
+    kit.write(f"{out}/charter.md", CHARTER)
+    for name, rows in files.items():
         kit.write_rows(f"{out}/{name}.jsonl", rows)
         print(f"{out}/{name}.jsonl")
 

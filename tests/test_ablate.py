@@ -52,7 +52,7 @@ def test_the_conclusion_is_the_interval_of_the_differences_by_seed():
             rows.append(run("b", seed, 10 * seed + difference))
         table = ablate.summary(rows)
         ablate.table_md(table)
-        assert f"200 tokens: {said} bits per byte." in ablate.conclusion(table[1], "a")
+        assert f"200 tokens: {said} bits per byte." in table[1]["said"]
 
 
 def test_runs_take_the_visible_gpus_in_turn_and_keep_their_order(monkeypatch):
@@ -76,15 +76,8 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
     """
     shorter = "total_samples = 32\nwarmup_samples = 8\ndecay_samples = 8\neval_every = 2\n"
     (tmp_path / "size.py").write_text(read_text(f"{ROOT}/configs/tiny.py") + shorter)
-    flags = dict(
-        size=tmp_path / "size.py",
-        data=data,
-        out=tmp_path,
-        runs=tmp_path / "runs",
-        seeds=2,
-        jobs=1,
-        lrs="1e-3,3e-3",
-    )
+    flags = (f"--size={tmp_path}/size.py", f"--data={data}", f"--out={tmp_path}", f"--runs={tmp_path}/runs",
+             "--seeds=2", "--jobs=1", "--lrs=1e-3,3e-3")
     calls = []
 
     def in_process(command, stdout, **_):
@@ -94,7 +87,7 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
         return done
 
     monkeypatch.setattr(kit, "subprocess", SimpleNamespace(run=in_process))
-    done = script("studies.ablate", "gelu", "relu2", *kit.flags(flags))
+    done = script("studies.ablate", "gelu", "relu2", *flags)
     assert done.returncode == 0, done.stderr
     assert calls == ["train"] * 8
     results = tmp_path / "gelu-relu2"

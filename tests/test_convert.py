@@ -1,5 +1,6 @@
 """convert.py against transformers: both read the files of the other; a finished run loads there as it is."""
 import contextlib
+import copy
 import itertools
 import os
 import shutil
@@ -217,7 +218,7 @@ def test_a_trace_is_that_of_transformers_modules_and_shows_the_first_that_differ
     golden = [line.split() for line in read_text(f"{FOLDER}/trace.txt").splitlines()]
 
     def first_difference():
-        trace.trace(model, tok, "")
+        trace.trace(copy.deepcopy(model), tok, "")
         lines = capsys.readouterr().out.splitlines()[1:]
         assert len(lines) == len(golden)
         for line, (name, *want) in zip(lines, golden):

@@ -32,6 +32,6 @@ def test_a_reader_of_the_text_looks_up_all_colours_at_each_distance(monkeypatch)
         back.append(len(ids) - 1 - len(" kova"))
         return [ids + tok.encode(f" {looked_up(tok.decode(ids[1:]))}")[:new]]
     monkeypatch.setattr(length, "generate", generate)
-    rows = length.lookup_scores(None, tok, 256, 9)
+    rows = [*length.lookup_scores(None, tok, 256, 9)]
     assert [(row["distance"], row["right"]) for row in rows] == [(32, 9), (64, 9), (128, 9), (240, 9)]
     assert all(0 <= n - rows[i // 9]["distance"] < 12 for i, n in enumerate(back))

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,15 +78,15 @@ def study(tmp_path_factory):
     )
     begun = []
 
-    def run_script(name, args, log, *how):
-        begun.append(os.path.basename(log).split("-")[0])
+    def run(command, stdout, **_):
+        begun.append(os.path.basename(stdout.name).split("-")[0])
         if len(begun) == 2:
-            return 0, "stopped by its user"
-        done = script(name, *args)
-        return done.returncode, done.stderr
+            stdout.write("stopped by its user")
+            return SimpleNamespace(returncode=0)
+        return script(*command[2:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kit, "run_script", run_script)
+        patch.setattr(kit, "subprocess", SimpleNamespace(run=run))
         for name, value in settings.items():
             patch.setattr(memorize, name, value)
         with pytest.raises(ValueError, match="ended with code 0: stopped"):

@@ -120,7 +120,7 @@ SAID = """
 81559  | 6 | 8 | exact=True      | free: torchrun --standalone --nproc_per_node=8 train.py
 81559  | 6 | 8 |                 | GB that a step takes, with micro_batch=2 and a copy of the model on 8: weights 4.0,
 81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
-40960  | 4 | 64 | mode=hsdp shard=8 | GB that a step takes, with micro_batch=1 and a copy of the model on 16: weights 2.0,
+40960  | 4 | 64 | mode=hsdp shard=8 | GB that a step takes, with micro_batch=1 and a copy of the model on 16
 40960  | 4 | 64 | mode=hsdp shard=8 hsdp_shard=8 | error: GB that a step takes, with micro_batch=4
 81559  | 4 | 1 | init_from=8b lora_r=0 | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500

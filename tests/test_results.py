@@ -64,22 +64,23 @@ class Scripts(list):
     files {name: content} that the step NAME leaves in its folder.
     """
 
-    def run(self, script, args, log, *how):
+    def run(self, command, stdout, **_):
+        script, *args = command[2:]
         asked = settings_of(script, args)
         self.append((script, asked))
         folder = asked.get("out") or asked["init_from"]
-        for name, content in self.leave(script, Path(log).stem, asked).items():
+        for name, content in self.leave(script, Path(stdout.name).stem, asked).items():
             kit.write(
                 f"{folder}/{name}",
                 content if isinstance(content, str) else json.dumps(content)
             )
-        return 0, ""
+        return types.SimpleNamespace(returncode=0)
 
 
 @pytest.fixture
 def scripts(monkeypatch, tmp_path):
     found = Scripts()
-    monkeypatch.setattr(kit, "run_script", found.run)
+    monkeypatch.setattr(kit, "subprocess", found)
     for study in (align, length, recipe):
         monkeypatch.setattr(study, "out", f"{tmp_path}/out")
         monkeypatch.setattr(study, "results", str(tmp_path))
@@ -115,7 +116,7 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
     recipe.main()
     (found,) = kit.read_rows(f"{tmp_path}/rows.jsonl")
     assert found["total"] == row["total"]
-    assert len(found["links"]) == len(scripts) == recipe.COMMANDS
+    assert len(found["links"]) == len(scripts) == 26
     assert found["letter"]["asked"] == [*range(128, 178)]
     assert found["letter"]["true"] == [*range(178, 228)]
     for name, link in found["links"].items():

@@ -119,7 +119,7 @@ def test_the_probability_of_an_answer_is_that_of_its_tokens(lab, folder):
     """Greedy decoding and the sum of log-softmax, token by token from whole logits."""
     model, tok = convert.load_any(lab / "hf")
     rows = rows_of(folder, "questions")[:3]
-    said, found, _ = exam.answers(model, tok, rows, "text")
+    _, said, found, _ = exam.answers(model, tok, rows, "text")
     for row, text, logp in zip(rows, said, found):
         asked = row["messages"][1]["content"]
         ids = [tok.bos, *tok.encode(f"Question: {asked}\nAnswer:")]

@@ -1,0 +1,48 @@
+"""Every study whose runs take longer than a test, from its first command to its page: small runs, but real ones."""
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from conftest import script, table
+from studies import kit
+
+# What makes the commands of a study small. QRPO wants a model that ends its answers, and rewards that differ.
+SMALL = """
+train: --n_layer=1 --n_head=2 --n_kv_head=1 --n_embd=32 --ffn_dim=64 --compile=False --last_eval_windows=9 \
+--batch_size=4 --micro_batch=4 --total_samples=16 --warmup_samples=4 --decay_samples=4
+prepare: --train_bpe=400 --max_bytes=1e6
+evaluate: --window=1024
+posttrain.sft: --epochs=1 --batch_size=64 --micro_batch=64
+align posttrain.sft: --init_from=LAB/hf --data=LAB/chats.jsonl --epochs=5 --lr=1e-2 --batch_size=6 --micro_batch=6
+posttrain.qrpo: --init_from=LAB/sft --data=LAB/prompts.jsonl --rewards=LAB/reward.py --n_refs=6 --epochs=1
+studies.world: --people=8 --refused=3 --nobodies=3 --pages=9 --judgements=40 --corpus_bytes=90000 --unread_bytes=90000
+studies.exam: --show=1
+studies.memorize: --suffix=50
+"""
+STUDIES = """
+recipe   | --out=NEW/runs --results=NEW --workers=1                                   | report.md recipe.png
+align    | --out=NEW/runs --results=NEW --workers=1 --seeds=1 --n_conversations=64 --test_prompts=3 \
+--samples=1                                                                           | table.md align.png
+length   | --out=NEW/runs --results=NEW --jobs=1 --seeds=1                            | table.md
+memorize | --out=NEW --runs=NEW/runs --jobs=1 --seeds=1 --n_passages=1 --background=9000 '--models=none k4' \
+LAB/pages.jsonl                                                                       | table.md maps.png
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study, flags, written", table(STUDIES))
+def test_a_study_runs_to_its_page_and_picture(lab, tmp_path, monkeypatch, study, flags, written):
+    small = dict(line.split(": ") for line in SMALL.replace("LAB", str(lab)).strip().splitlines())
+
+    def call(path, done, name, *args, device=None):
+        args = [arg.replace("--lookup=100", "--lookup=1") for arg in args]
+        ran = script(name, *args, *small.get(f"{study} {name}", small[name]).split())
+        assert ran.returncode == 0 and Path(done).exists(), ran.stderr
+        kit.write(f"{path}.json", json.dumps(dict(args=args, wall=1)))
+
+    monkeypatch.setattr(kit, "call", call)
+    ran = script(f"studies.{study}", *shlex.split(flags.replace("NEW", str(tmp_path)).replace("LAB", str(lab))))
+    assert ran.returncode == 0, ran.stderr
+    assert all((tmp_path / name).stat().st_size > 500 for name in written.split())
