@@ -45,4 +45,4 @@ def test_a_study_runs_to_its_page_and_picture(lab, tmp_path, monkeypatch, study,
     monkeypatch.setattr(kit, "call", call)
     ran = script(f"studies.{study}", *shlex.split(flags.replace("NEW", str(tmp_path)).replace("LAB", str(lab))))
     assert ran.returncode == 0, ran.stderr
-    assert all((tmp_path / name).stat().st_size > 500 for name in written.split())
+    assert all((tmp_path / name).stat().st_size > 200 for name in written.split())
