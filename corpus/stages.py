@@ -41,8 +41,7 @@ from corpus.folder import publish
 from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import TOXICITY, as_number, broken, by_language, column, column_rules, listed, score_function
-from corpus.rules import text_rules, top_thresholds
+from corpus.rules import TOXICITY, as_number, broken, by_language, listed, score_function, text_rule, top_thresholds
 from corpus.shards import dtype_of, long_parts, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
@@ -132,7 +131,7 @@ class Work:
             reservations=given(open_reservations, self.reservations),
             # With --score_field they need its thresholds too.
             columns=partial(
-                column_rules,
+                broken,
                 licenses=listed(self.keep_licenses),
                 languages=listed(self.keep_languages),
                 min_chars=self.min_chars,
@@ -141,7 +140,7 @@ class Work:
                 rate=by_language("keep_rate", self.keep_rate),
                 seed=self.seed,
             ),
-            text=given(text_rules, self.heuristics) or (),
+            text=text_rule(self.heuristics),
             near=given(dedup.bands_of, self.near_dedup),
             contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
             tok=tokenizers.load(self.tokenizer) if self.min_tokens or self.max_tokens else None,
@@ -228,7 +227,7 @@ def score_group(number, work):
     """The first pass of "keep the best": id, language and score of each document."""
     field, rows = work.score_field, []
     for doc in documents_of(number, work):
-        score = None if doc["text"] is None else as_number(field, column(doc, field))
+        score = None if doc["text"] is None else as_number(doc, field)
         if score is not None:
             rows.append((doc["id"], doc.get("language") or "", score))
     return dict(rows=rows)
@@ -245,7 +244,7 @@ def sift(number, work):
     documents, with the place of its text and its keys for near-duplicates.
     """
     rows, field = [], work.score_field
-    columns = work.rules.columns(top=field and (field, work.result("thresholds")))
+    columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in handfuls(documents_of(number, work)):
             for doc in docs:
@@ -269,7 +268,7 @@ def handfuls(docs):
 
 
 def reason_alone(doc, work, columns):
-    """Why a document is removed, by itself; "" if it is not. columns: column_rules()."""
+    """Why a document is removed, by itself; "" if it is not. columns: broken() with its settings."""
     text, found = doc["text"], work.rules
     if text is None:
         if work.strict:
@@ -279,7 +278,7 @@ def reason_alone(doc, work, columns):
         raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
     if not text.strip():
         return "empty"
-    return refusal(doc, found.robots, found.reservations) or broken(doc, [*columns, *found.text]) or ""
+    return refusal(doc, found.robots, found.reservations) or columns(doc) or found.text(doc) or ""
 
 
 def by_words(docs, found):
