@@ -4,7 +4,7 @@ Rules that select documents. A document is removed by the first rule that it bre
 Columns. Published corpora come with columns of scores, made by classifiers on the embeddings of a language model.
 Apertus selected by them (report, arXiv 2509.14233, sec. 3):
 
-    quality    keep the top 33 % (later 10 %) of a language; the threshold is estimated on 1M documents
+    quality    keep the top 33 % (later 10 %) of a language (Apertus estimates the threshold on 1M documents)
     toxicity   remove the top 5 % of a language; without a score, remove 5 % at random
     others     lists of licences and languages, bounds on the length, a random share of each language
 
@@ -35,10 +35,9 @@ import math
 import os
 import re
 import runpy
-from collections import defaultdict
+from array import array
 from functools import lru_cache, partial
 from hashlib import blake2b
-from heapq import heappop, heappush
 from operator import ge, lt
 
 import numpy as np
@@ -135,7 +134,7 @@ def column(doc, names):
     raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}")
 
 
-def uniform(key, seed=42):
+def uniform(key, seed):
     """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
     digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
@@ -171,29 +170,21 @@ TOXICITY = by_language("TOXICITY", """
     ita_Latn:0.9985, cmn_Hani:0.5954, nld_Latn:0.9883""")
 
 
-def top_thresholds(rows, share, sample=1_000_000):
+def top_thresholds(rows, share):
     """
     {language: threshold}: the top share of a language has scores >= its threshold (report sec. 3).
 
-    rows: (id, language, score). Of each language the `sample` documents with the lowest hash of the id are used:
-    exact up to that number, independent of the order, 112 bytes each. Shares are rounded up and ties stay, so no
-    language is lost. ValueError for a share that is not above 0 and at most 1.
+    rows: (language, score), 8 bytes each in memory. Shares are rounded up and ties stay, so no language is lost.
+    ValueError for a share that is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
-    drawn = defaultdict(list)
-    for doc_id, language, score in rows:
-        heap = drawn[language]
-        # The highest hash is the first to go.
-        heappush(heap, (-uniform(doc_id, 0), score))
-        if len(heap) > sample:
-            heappop(heap)
-    thresholds = {}
-    for language, heap in drawn.items():
-        scores = np.sort([score for _, score in heap])
-        # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
-        thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
-    return thresholds
+    every = {}
+    for language, score in rows:
+        every.setdefault(language, array("d")).append(score)
+    # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
+    return {language: float(np.sort(scores)[-math.ceil(share * len(scores) - 1e-9)])
+            for language, scores in every.items()}
 
 
 def score_function(path):

@@ -224,12 +224,12 @@ def documents_of(number, work):
 
 
 def score_group(number, work):
-    """The first pass of "keep the best": id, language and score of each document."""
+    """The first pass of "keep the best": language and score of each document."""
     field, rows = work.score_field, []
     for doc in documents_of(number, work):
         score = None if doc["text"] is None else as_number(doc, field)
         if score is not None:
-            rows.append((doc["id"], doc.get("language") or "", score))
+            rows.append((doc.get("language") or "", score))
     return dict(rows=rows)
 
 
