@@ -17,7 +17,6 @@ plan and the stages before, so any number of processes writes the same bytes, an
 that are missing.
 """
 
-import hashlib
 import json
 import os
 import subprocess
@@ -45,7 +44,7 @@ from corpus.rules import TOXICITY, as_number, broken, by_language, listed, score
 from corpus.shards import dtype_of, long_parts, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
-from engine.readers import check, documents, files_of, id_hash, rows_of, writable
+from engine.readers import check, documents, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
@@ -546,9 +545,9 @@ def about(work, name):
     for file in inputs:
         if file["name"] not in read:
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
-    robots, store = work.rules.robots, work.robots or work.blocked
+    robots = work.rules.robots
     if robots:
-        robots = dict(store=store, sha256=digest(store), agents=robots["agents"], missing=work.missing,
+        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
                       only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
@@ -597,14 +596,6 @@ def rows_of_all(work):
         columns["reason"] = reasons[done:done + len(rows)]
         done += len(rows)
         yield pyarrow.table(columns)
-
-
-def digest(path):
-    """The sha256 of a file, or of the names and the sha256 of all files in a folder."""
-    if not os.path.isdir(path):
-        return sha256(path)
-    lines = [f"{os.path.relpath(file, path)} {sha256(file)}" for file in files_of(path) if os.path.isfile(file)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
