@@ -52,12 +52,12 @@ def locked(out, final, tmp, inputs, joined):
         file = lock(tmp / LOCK, "wait for it, or choose another folder")
     except OSError as e:
         raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
-    # A worker inherits the open file, and would hold the lock after the main process has died.
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=file.close)
     # A process that has just finished there may have removed the file that we opened.
     if not os.path.exists(file.name):
         raise ValueError(f"{out}: another process has just finished there: run the command again")
+    # A worker inherits the open file, and would hold the lock after the main process has died.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=file.close)
     return file
 
 

@@ -339,5 +339,5 @@ def test_killed_between_two_renames_the_same_command_finishes(home):
 
 def test_one_process_at_a_time_writes_a_folder(home):
     with folder.building(f"{home}/data", []):
-        refuse(f"another prepare.py is writing there (process {os.getpid()})", home / "texts", f"--out={home}/data/")
+        refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/data/")
     fill(home / "data", home / "texts")
