@@ -53,6 +53,8 @@ def main():
             last = executor_of(name, final, tmp, last)
         try:
             last.run()
+        except ValueError as e:
+            raise ValueError(*e.args) from None             # the user's mistake, one line
         except Exception as e:
             raise OSError(f"{e}; {tmp}/work/logs say more") from None
         if executor != "slurm":
