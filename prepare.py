@@ -216,6 +216,9 @@ def check_settings():
             codecs.lookup(encoding)
         except LookupError:
             raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
+    for path in agents, probes:
+        if path and not os.path.isfile(path):
+            raise ValueError(f"{path}: no such file (--agents or --probes)")
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want allow or deny")
     if missing == "deny" and not robots:
