@@ -154,13 +154,19 @@ def listed(text):
     return {part.strip() for part in text.split(",")} if text else None
 
 
-def by_language(name, text):
+PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
+
+
+def by_language(name, text, share=False):
     """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict; '' -> None, no rule. ValueError with the setting's name otherwise."""
     try:
-        pairs = [part.rpartition(":") for part in text.split(",") if part.strip()]
+        pairs = [part.rpartition(":") for part in PART.findall(text)]
         values = {language.strip(): float(value) for language, _, value in pairs}
+        if share and not all(0 <= value <= 1 for value in values.values()):
+            raise ValueError
     except ValueError:
-        raise ValueError(f"{name}={text!r}: want a number, or numbers by language: deu_Latn:0.9,*:0.3") from None
+        raise ValueError(f"{name}={text!r}: want a number{', 0 to 1' * share}, or numbers by language: "
+                         "deu_Latn:0.9,*:0.3") from None
     return values.get("", values) if values else None
 
 
@@ -214,7 +220,6 @@ def score_function(path):
 
 
 STOP_WORDS = frozenset("the be to of and that have with".split())
-PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
 NUMBER = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|inf", re.I)
 LONG = 1_000_000            # characters of a text that count
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)

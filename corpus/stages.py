@@ -136,7 +136,7 @@ class Work:
                 min_chars=self.min_chars,
                 max_chars=self.max_chars,
                 below=self.max_field and (self.max_field, below),
-                rate=by_language("keep_rate", self.keep_rate),
+                rate=by_language("keep_rate", self.keep_rate, True),
                 seed=self.seed,
             ),
             text=text_rule(self.heuristics),
