@@ -159,15 +159,18 @@ def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path)
     assert one == other and os.listdir(tmp_path) == ["out"]
 
 
-def test_a_run_resumes_only_with_the_settings_that_decide_what_it_writes(tmp_path):
-    path, asked = put(tmp_path, {"a.txt": "text"}) / "a.txt", settings(vars(prepare))
+def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writes(tmp_path, monkeypatch):
+    root, asked = put(tmp_path, {"a.txt": "text", "list": "a.org"}), settings(vars(prepare))
+    monkeypatch.setattr(prepare, "blocked", f"{root}/list")
 
     def key(**changed):
-        return prepare.key_of(asked | changed, prepare.find([str(path)])[0])
+        return prepare.key_of(asked | changed, prepare.find([f"{root}/a.txt"])[0])
     before = key()
     assert {name for name in asked if key(**{name: "other"}) == before} == {"workers", "strict", "dry_run"}
-    os.utime(path, (1, 1))
-    assert key() != before
+    for name in ("a.txt", "list"):
+        before = key()
+        os.utime(root / name, (1, 1))
+        assert key() != before
 
 
 def test_of_a_single_document_the_end_is_for_validation(tmp_path):
