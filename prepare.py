@@ -188,9 +188,14 @@ def key_of(asked, files):
     decides = {name: value for name, value in asked.items() if name not in ("workers", "strict", "dry_run")}
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
-    named += [*limit_files(heuristics), *glob.glob(f"{ROOT}/corpus/*.py")]
-    named += [f"{ROOT}/engine/readers.py", f"{ROOT}/tokenizer.py", *(file["path"] for file in files)]
-    # What is no file on this machine, like s3:// or a setting that is off, is left out.
+    named += [
+        *limit_files(heuristics),
+        *glob.glob(f"{ROOT}/corpus/*.py"),
+        f"{ROOT}/engine/readers.py",
+        f"{ROOT}/tokenizer.py",
+        *(file["path"] for file in files),
+    ]
+    # Without names that are no file on this machine: s3://, or a setting that is off.
     local = [path for name in named for path in files_of(name) if os.path.isfile(path)]
     return sha256_of([decides, files, [(path, os.path.getsize(path), os.path.getmtime(path)) for path in local]])
 
@@ -216,9 +221,6 @@ def check_settings():
             codecs.lookup(encoding)
         except LookupError:
             raise ValueError(f"encoding={encoding}: want a name that Python knows, like latin-1 or utf-16") from None
-    for path in agents, probes:
-        if path and not os.path.isfile(path):
-            raise ValueError(f"{path}: no such file (--agents or --probes)")
     if missing not in ("allow", "deny"):
         raise ValueError(f"missing={missing!r}: want allow or deny")
     if missing == "deny" and not robots:

@@ -113,6 +113,9 @@ class Work:
     @cached_property
     def rules(self):
         """The settings as functions and tables. ValueError for one that makes no sense."""
+        for path in self.agents, self.probes:
+            if path and not os.path.isfile(path):
+                raise ValueError(f"{path}: no such file (--agents or --probes)")
         agents = [agent for agent, in rows_of(self.agents, ("agent",), comments=True)] if self.agents else AGENTS
         if not agents:
             raise ValueError(f"--agents={self.agents} names no agent: want one a line")
