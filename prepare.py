@@ -47,7 +47,7 @@ from corpus.ledger import counted
 from corpus.rules import limit_files
 from corpus.withdraw import withdraw
 from engine.files import read_json, read_text, sha256_of, write_json
-from engine.readers import CONVERTERS, find, matches
+from engine.readers import CONVERTERS, files_of, find, matches
 
 paths = []                  # files, folders, globs, hf:// s3://: text, .html, .json(l), tables, .parquet; none: stdlib
 out = "data/stdlib"         # the folder to write; default data/stdlib, data/mine when paths are given
@@ -181,15 +181,23 @@ def begin(folder, began):
 
 
 def key_of(asked, files):
-    """A hash of the settings, files and code that decide about documents. A run resumes only if it is equal."""
+    """
+    A hash of the settings, and of the sizes and times of all files that decide about documents: inputs, lists, code. A
+    run resumes only if it is equal.
+    """
     decides = {name: value for name, value in asked.items() if name not in ("workers", "strict", "dry_run")}
-    stats = [os.stat(file["path"]) for file in files if "://" not in file["path"]]
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
-    named += [*limit_files(heuristics), *glob.glob(f"{ROOT}/corpus/*.py")]
-    named += [f"{ROOT}/engine/readers.py", f"{ROOT}/tokenizer.py"]
-    hashes = [stages.digest(path) for path in named if os.path.exists(path)]
-    return sha256_of([decides, files, [(stat.st_size, stat.st_mtime_ns) for stat in stats], hashes])
+    named += [
+        *limit_files(heuristics),
+        *glob.glob(f"{ROOT}/corpus/*.py"),
+        f"{ROOT}/engine/readers.py",
+        f"{ROOT}/tokenizer.py",
+        *(file["path"] for file in files),
+    ]
+    # Without names that are no file on this machine: s3://, or a setting that is off.
+    local = [path for name in named for path in files_of(name) if os.path.isfile(path)]
+    return sha256_of([decides, files, [(path, os.path.getsize(path), os.path.getmtime(path)) for path in local]])
 
 
 def standard_library():

@@ -2,6 +2,7 @@
 prepare.py on many machines: the same stages (corpus/stages.py) on datatrove's executors: this machine, Slurm, Ray.
 Texts may be anywhere that fsspec reads (s3://, gs://, hf://), --out is on a disk that all machines see.
 
+$ pip install datatrove==0.10.1
 $ python -m corpus.cluster texts/ --out=data/mine --tokenizer=apertus --tasks=4
 $ python -m corpus.cluster "hf://datasets/HuggingFaceFW/fineweb-edu/sample/*/*.parquet" --out=data/edu \\
       --tokenizer=apertus --near_dedup=0.72 --tasks=2000 --executor=slurm --partition=cpu
@@ -23,7 +24,6 @@ if __name__ == "__main__" and not __package__:
 import os
 import time
 from functools import partial
-from importlib.util import find_spec
 
 import prepare
 from configurator import ROOT, run
@@ -40,8 +40,6 @@ gb = 8                      # memory of a task, for Slurm and Ray
 
 
 def main():
-    if not find_spec("datatrove"):
-        raise ValueError("corpus.cluster needs datatrove: pip install datatrove==0.10.1")
     if executor not in ("local", "slurm", "ray") or executor == "slurm" and not partition:
         raise ValueError(f"executor={executor!r}: want local, ray, or slurm with --partition=NAME")
     if min(tasks, parts) < 1 or prepare.remove or prepare.dry_run or not prepare.paths:
@@ -55,6 +53,8 @@ def main():
             last = executor_of(name, final, tmp, last)
         try:
             last.run()
+        except ValueError as e:
+            raise ValueError(*e.args) from None             # the user's mistake, one line
         except Exception as e:
             raise OSError(f"{e}; {tmp}/work/logs say more") from None
         if executor != "slurm":

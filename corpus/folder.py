@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from corpus.shards import shards_of
-from engine.files import flush, lock_file, read_json
+from engine.files import flush, lock, read_json
 
 LOCK = ".prepare.lock"
 # The last three are of an older prepare.py, whose folders may be replaced.
@@ -49,27 +49,16 @@ def locked(out, final, tmp, inputs, joined):
     try:
         refuse(out, final, tmp, inputs, joined)
         tmp.mkdir(parents=True, exist_ok=True)
-        lock = open(tmp / LOCK, "a+", encoding="utf-8")
+        file = lock(tmp / LOCK, "wait for it, or choose another folder")
     except OSError as e:
         raise ValueError(f"{out} cannot be written ({e.strerror}): choose another folder") from None
-    try:
-        held = lock_file(lock)
-    except OSError as e:
-        print(f"{out}: its file system has no locks ({e.strerror}): make sure that no other prepare.py writes there")
-        held = True
     # A process that has just finished there may have removed the file that we opened.
-    if not held or not os.path.exists(lock.name):
-        lock.seek(0)
-        with lock:
-            raise ValueError(f"{out}: another prepare.py is writing there (process {lock.read()}): wait for it, or "
-                             "choose another folder")
+    if not os.path.exists(file.name):
+        raise ValueError(f"{out}: another process has just finished there: run the command again")
     # A worker inherits the open file, and would hold the lock after the main process has died.
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lock.close)
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
-    return lock
+        os.register_at_fork(after_in_child=file.close)
+    return file
 
 
 def refuse(out, final, tmp, inputs, joined):

@@ -11,14 +11,12 @@ from collections import Counter
 from itertools import permutations
 
 import numpy as np
-import pyarrow
-import pyarrow.compute as pc
 
 import data
 import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
-from corpus.ledger import FILE, changed, ledger, rows_of, write_account, write_ledger
+from corpus.ledger import FILE, changed, rows_of, write_account, write_ledger
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
@@ -64,7 +62,6 @@ def join_folders(folders, out):
             }
         reports = [read_json(f"{folder}/report.json") for folder in folders]
         write_account(new, metas[folders[0]], streams, joined_report(reports, out))
-        print(texts_again(new))
         publish(final, tmp)
         clear(tmp)
 
@@ -123,21 +120,6 @@ def joined_robots(asked, n):
             lost[host] = np.add(sizes, lost.get(host, 0)).tolist()
     stores = [robots["store"] for robots in asked] + ["none"] * (n - len(asked))
     return dict(asked[0], store=" ".join(stores), hosts=hosts, top_blocked_hosts=lost)
-
-
-def texts_again(folder):
-    """
-    A sentence: how many documents have a text that an earlier one has, and how many texts are on both sides of the
-    split.
-    """
-    rows = pyarrow.concat_tables(ledger(folder, ["text", "split", "reason", "bytes"]))
-    rows = rows.filter((pc.field("reason") == "") & (pc.field("bytes") > 0))
-    texts = len(rows["text"].unique())
-    # A text is there once for each split that has it.
-    both = len(rows.group_by(["text", "split"]).aggregate([])) - texts
-    how = ": prepare the folders with one --val_share and --split_by=text, or --remove them from one" if both else ""
-    return (f"documents with a text that is there before: {len(rows) - texts:,}; texts for training and for "
-            f"validation: {both:,}{how}")
 
 
 def main():

@@ -66,15 +66,10 @@ def schema():
 
 
 def write_ledger(path, tables):
-    """Write tables of rows, an iterable. The bytes do not depend on where one table ends and the next begins."""
-    rest = schema().empty_table()
+    """Write tables of rows, an iterable, as a row group each."""
     with pyarrow.parquet.ParquetWriter(path, schema(), compression="zstd") as writer:
         for table in tables:
-            rest = pyarrow.concat_tables([rest, table.select(schema().names).cast(schema())])
-            while len(rest) >= ROWS:
-                writer.write_table(rest.slice(0, ROWS).combine_chunks())
-                rest = rest.slice(ROWS)
-        writer.write_table(rest.combine_chunks())
+            writer.write_table(table.select(schema().names).cast(schema()))
 
 
 def ledger(folder, columns=None):

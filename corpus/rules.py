@@ -1,10 +1,10 @@
 """
-Rules that select documents: a list of (reason, function). A document is removed by the first rule that it breaks.
+Rules that select documents. A document is removed by the first rule that it breaks.
 
 Columns. Published corpora come with columns of scores, made by classifiers on the embeddings of a language model.
 Apertus selected by them (report, arXiv 2509.14233, sec. 3):
 
-    quality    keep the top 33 % (later 10 %) of a language; the threshold is estimated on 1M documents
+    quality    keep the top 33 % (later 10 %) of a language (Apertus estimates the threshold on 1M documents)
     toxicity   remove the top 5 % of a language; without a score, remove 5 % at random
     others     lists of licences and languages, bounds on the length, a random share of each language
 
@@ -35,10 +35,9 @@ import math
 import os
 import re
 import runpy
-from collections import defaultdict
+from array import array
 from functools import lru_cache, partial
 from hashlib import blake2b
-from heapq import heappop, heappush
 from operator import ge, lt
 
 import numpy as np
@@ -94,40 +93,37 @@ HEURISTICS = {name: (source, sign, float(limit)) for source, name, sign, limit, 
 FINEWEB2 = {name: theirs for _, name, _, _, theirs, _ in ROWS if theirs != "-"}
 
 
-def broken(doc, rules):
-    """The reason of the first rule that a document breaks, or None. rules: [(reason, breaks)]; doc: dict with text."""
-    return next((reason for reason, breaks in rules if breaks(doc)), None)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # columns
 
 
-def column_rules(licenses=None, languages=None, min_chars=0, max_chars=0, top=None, below=None, rate=None, seed=42):
+def broken(doc, licenses=None, languages=None, min_chars=0, max_chars=0, top=None, below=None, rate=None, seed=42):
     """
-    [(reason, breaks)] for the columns of a document, only the rules that you ask for.
+    The reason of the first rule about columns that a document breaks, or None. Only rules that you ask for apply.
 
     licenses, languages: allowlists. min_chars, max_chars: bounds on the text; 0 means no bound. top = (field,
     thresholds): keep field >= threshold. below = (field, thresholds): keep field < threshold. rate: the share to keep
     at random. thresholds and rate: a number, or {language: number, "*": any other}; a language without an entry has no
-    rule. A null breaks top and not below, NaN breaks both. breaks(doc) raises ValueError if a column is missing.
+    rule. A null breaks top and not below, NaN breaks both. ValueError if a column is missing.
     """
-    def fails(doc, value, compare, limit):
+    def fails(value, compare, limit):
         if isinstance(limit, dict):
             limit = limit.get(column(doc, "language or lang"), limit.get("*"))
         # Every comparison with NaN is false, so NaN breaks both rules.
         return limit is not None and not compare(-math.inf if value is None else value, limit)
 
-    every = dict(
-        license=lambda doc: column(doc, "license") not in licenses,
-        language=lambda doc: column(doc, "language or lang") not in languages,
-        length=lambda doc: not min_chars <= len(doc["text"]) <= (max_chars or math.inf),
-        score=lambda doc: fails(doc, as_number(top[0], column(doc, top[0])), ge, top[1]),
-        above=lambda doc: fails(doc, as_number(below[0], column(doc, below[0])), lt, below[1]),
-        rate=lambda doc: fails(doc, uniform(doc.get("id") or doc["text"], seed), lt, rate),
-    )
-    asked = licenses, languages, min_chars or max_chars or None, top or None, below or None, rate
-    return [rule for rule, setting in zip(every.items(), asked) if setting is not None]
+    if licenses is not None and column(doc, "license") not in licenses:
+        return "license"
+    if languages is not None and column(doc, "language or lang") not in languages:
+        return "language"
+    if (min_chars or max_chars) and not min_chars <= len(doc["text"]) <= (max_chars or math.inf):
+        return "length"
+    if top and fails(as_number(doc, top[0]), ge, top[1]):
+        return "score"
+    if below and fails(as_number(doc, below[0]), lt, below[1]):
+        return "above"
+    if rate is not None and fails(uniform(doc.get("id") or doc["text"], seed), lt, rate):
+        return "rate"
 
 
 def column(doc, names):
@@ -138,14 +134,15 @@ def column(doc, names):
     raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}")
 
 
-def uniform(key, seed=42):
+def uniform(key, seed):
     """A number in [0, 1) that depends on key and seed alone, so the order of the documents does not matter."""
     digest = blake2b(f"{seed}:{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
-def as_number(field, value):
-    """A value of the column `field` as a float; null and "" are None. ValueError if it is not a number."""
+def as_number(doc, field):
+    """The value of a column as a float; null and "" are None. ValueError if it is not a number."""
+    value = column(doc, field)
     try:
         return None if value in (None, "") else float(value)
     except (TypeError, ValueError):
@@ -157,13 +154,19 @@ def listed(text):
     return {part.strip() for part in text.split(",")} if text else None
 
 
-def by_language(name, text):
+PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
+
+
+def by_language(name, text, share=False):
     """'0.3' -> 0.3; 'deu_Latn:1,*:0.3' -> a dict; '' -> None, no rule. ValueError with the setting's name otherwise."""
     try:
-        pairs = [part.rpartition(":") for part in text.split(",") if part.strip()]
+        pairs = [part.rpartition(":") for part in PART.findall(text)]
         values = {language.strip(): float(value) for language, _, value in pairs}
+        if share and not all(0 <= value <= 1 for value in values.values()):
+            raise ValueError
     except ValueError:
-        raise ValueError(f"{name}={text!r}: want a number, or numbers by language: deu_Latn:0.9,*:0.3") from None
+        raise ValueError(f"{name}={text!r}: want a number{', 0 to 1' * share}, or numbers by language: "
+                         "deu_Latn:0.9,*:0.3") from None
     return values.get("", values) if values else None
 
 
@@ -173,29 +176,21 @@ TOXICITY = by_language("TOXICITY", """
     ita_Latn:0.9985, cmn_Hani:0.5954, nld_Latn:0.9883""")
 
 
-def top_thresholds(rows, share, sample=1_000_000):
+def top_thresholds(rows, share):
     """
     {language: threshold}: the top share of a language has scores >= its threshold (report sec. 3).
 
-    rows: (id, language, score). Of each language the `sample` documents with the lowest hash of the id are used:
-    exact up to that number, independent of the order, 112 bytes each. Shares are rounded up and ties stay, so no
-    language is lost. ValueError for a share that is not above 0 and at most 1.
+    rows: (language, score), 8 bytes each in memory. Shares are rounded up and ties stay, so no language is lost.
+    ValueError for a share that is not above 0 and at most 1.
     """
     if not 0 < share <= 1:
         raise ValueError(f"share {share}: want the part to keep, above 0 and at most 1 (Apertus: 0.33, then 0.10)")
-    drawn = defaultdict(list)
-    for doc_id, language, score in rows:
-        heap = drawn[language]
-        # The highest hash is the first to go.
-        heappush(heap, (-uniform(doc_id, 0), score))
-        if len(heap) > sample:
-            heappop(heap)
-    thresholds = {}
-    for language, heap in drawn.items():
-        scores = np.sort([score for _, score in heap])
-        # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
-        thresholds[language] = float(scores[-math.ceil(share * len(scores) - 1e-9)])
-    return thresholds
+    every = {}
+    for language, score in rows:
+        every.setdefault(language, array("d")).append(score)
+    # 1e-9: 0.07 of 100 documents are 7, although the product is 7.000000000000001.
+    return {language: float(np.sort(scores)[-math.ceil(share * len(scores) - 1e-9)])
+            for language, scores in every.items()}
 
 
 def score_function(path):
@@ -225,42 +220,49 @@ def score_function(path):
 
 
 STOP_WORDS = frozenset("the be to of and that have with".split())
-PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
 NUMBER = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|inf", re.I)
 LONG = 1_000_000            # characters of a text that count
 ENGLISH = re.compile(r"en(g|glish)?([_-]|$)", re.I)
 
 
-def text_rules(spec):
+def text_rule(spec):
     """
-    [(reason, breaks)] for a setting such as 'gopher,long-words:14,fineweb-2/configs', in datatrove's order, fast sets
-    first. Its parts are sets, rules, rules with a limit, and a folder of FineWeb-2's limits.
+    beyond(spec, doc) as a function of a document, for a setting such as 'gopher,long-words:14,fineweb-2/configs'. Its
+    parts are sets, rules, rules with a limit, and a folder of FineWeb-2's limits.
 
-    Only the first million characters of a text count. Documents of language "code" break no rule. ValueError for an
-    unknown name or limit; from breaks(doc) for a damaged file in the folder.
+    ValueError for an unknown name or limit; from the function for a damaged file in the folder.
     """
-    limits, _ = limits_of(spec, "eng_Latn")
-    files = limit_files(spec)
-    return [(name, partial(beyond, spec, name)) for name in HEURISTICS if files or name in limits]
+    limits_of(spec, "eng_Latn")
+    return partial(beyond, spec)
 
 
-def beyond(spec, name, doc):
-    """Whether a document is beyond the limit of a rule."""
+def beyond(spec, doc):
+    """
+    The first rule beyond whose limit a document is, in datatrove's order, fast sets first; or None.
+
+    Most removed pages break an early rule, so that the later values are never computed. Only the first million
+    characters of a text count. Documents of language "code" break no rule.
+    """
     language = str(doc.get("language") or "")
     limits, stops = limits_of(spec, language)
-    if language == "code" or name not in limits:
-        return False
-    source, sign, _ = HEURISTICS[name]
-    values, rest = statistics(doc["text"], stops)
-    while name not in values:
-        values.setdefault(*next(rest[source], (name, math.nan)))
-    # NaN is not beyond any limit.
-    return values[name] < limits[name] if sign == ">=" else values[name] > limits[name]
+    if not limits or language == "code":
+        return None
+    text = doc["text"][:LONG]
+    words, begin = text.split(), text[:1000]
+    # Where a script without spaces has a fifth of the characters, it has more than half of the words.
+    unspaced = 5 * len(UNSPACED.findall(begin)) > len(begin)
+    limits = {name: limit for name, limit in limits.items() if not (unspaced and name in OF_WORDS)}
+    asked = {HEURISTICS[name][0] for name in limits} if words else ()
+    for source, measures in SETS.items():
+        for name, value in measures(text, words, stops) if source in asked else ():
+            low = HEURISTICS[name][1] == ">="
+            if name in limits and (value < limits[name] if low else value > limits[name]):
+                return name
 
 
 @lru_cache(2_000)           # about the number of languages of FineWeb-2
 def limits_of(spec, language):
-    """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see text_rules."""
+    """({rule: limit}, stop words) for documents of a language, "" if it is unknown. ValueError: see text_rule."""
     limits, own, theirs = {}, {}, None
     for part in PART.findall(spec):
         name, _, number = part.partition(":")
@@ -309,22 +311,6 @@ def fineweb2(path):
 UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}]")
 # Rules about words, which do not apply to a script without spaces.
 OF_WORDS = {name for name in HEURISTICS if re.search("-words|-gram|hashes|ellipses|letters|line-breaks", name)}
-
-
-@lru_cache(1)
-def statistics(text, stops):
-    """
-    ({rule: value}, {set: iterator over its other rules and values}) of the last text. NaN: the rule does not apply.
-
-    Most removed pages break an early rule, so that the later values are never computed. stops: the stop words.
-    """
-    text = text[:LONG]
-    words = text.split()
-    begin = text[:1000]
-    # Where a script without spaces has a fifth of the characters, it has more than half of the words.
-    unspaced = 5 * len(UNSPACED.findall(begin)) > len(begin)
-    values = dict.fromkeys(OF_WORDS, math.nan) if unspaced else {}
-    return values, {source: measures(text, words, stops) if words else iter(()) for source, measures in SETS.items()}
 
 
 def fineweb(text, words, stops):

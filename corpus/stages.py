@@ -17,7 +17,6 @@ plan and the stages before, so any number of processes writes the same bytes, an
 that are missing.
 """
 
-import hashlib
 import json
 import os
 import subprocess
@@ -41,12 +40,11 @@ from corpus.folder import publish
 from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
-from corpus.rules import TOXICITY, as_number, broken, by_language, column, column_rules, listed, score_function
-from corpus.rules import text_rules, top_thresholds
+from corpus.rules import TOXICITY, as_number, broken, by_language, listed, score_function, text_rule, top_thresholds
 from corpus.shards import dtype_of, long_parts, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
-from engine.readers import check, documents, files_of, id_hash, rows_of, writable
+from engine.readers import check, documents, id_hash, rows_of, writable
 
 # Bytes of text in a group, and in a bucket.
 GROUP, BUCKET = 4 << 20, 16 << 20
@@ -115,6 +113,9 @@ class Work:
     @cached_property
     def rules(self):
         """The settings as functions and tables. ValueError for one that makes no sense."""
+        for path in self.agents, self.probes:
+            if path and not os.path.isfile(path):
+                raise ValueError(f"{path}: no such file (--agents or --probes)")
         agents = [agent for agent, in rows_of(self.agents, ("agent",), comments=True)] if self.agents else AGENTS
         if not agents:
             raise ValueError(f"--agents={self.agents} names no agent: want one a line")
@@ -132,16 +133,16 @@ class Work:
             reservations=given(open_reservations, self.reservations),
             # With --score_field they need its thresholds too.
             columns=partial(
-                column_rules,
+                broken,
                 licenses=listed(self.keep_licenses),
                 languages=listed(self.keep_languages),
                 min_chars=self.min_chars,
                 max_chars=self.max_chars,
                 below=self.max_field and (self.max_field, below),
-                rate=by_language("keep_rate", self.keep_rate),
+                rate=by_language("keep_rate", self.keep_rate, True),
                 seed=self.seed,
             ),
-            text=given(text_rules, self.heuristics) or (),
+            text=text_rule(self.heuristics),
             near=given(dedup.bands_of, self.near_dedup),
             contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
             tok=tokenizers.load(self.tokenizer) if self.min_tokens or self.max_tokens else None,
@@ -225,12 +226,12 @@ def documents_of(number, work):
 
 
 def score_group(number, work):
-    """The first pass of "keep the best": id, language and score of each document."""
+    """The first pass of "keep the best": language and score of each document."""
     field, rows = work.score_field, []
     for doc in documents_of(number, work):
-        score = None if doc["text"] is None else as_number(field, column(doc, field))
+        score = None if doc["text"] is None else as_number(doc, field)
         if score is not None:
-            rows.append((doc["id"], doc.get("language") or "", score))
+            rows.append((doc.get("language") or "", score))
     return dict(rows=rows)
 
 
@@ -245,7 +246,7 @@ def sift(number, work):
     documents, with the place of its text and its keys for near-duplicates.
     """
     rows, field = [], work.score_field
-    columns = work.rules.columns(top=field and (field, work.result("thresholds")))
+    columns = partial(work.rules.columns, top=field and (field, work.result("thresholds")))
     with open(sifted(work, number).with_suffix(".text"), "wb") as f:
         for docs in handfuls(documents_of(number, work)):
             for doc in docs:
@@ -269,7 +270,7 @@ def handfuls(docs):
 
 
 def reason_alone(doc, work, columns):
-    """Why a document is removed, by itself; "" if it is not. columns: column_rules()."""
+    """Why a document is removed, by itself; "" if it is not. columns: broken() with its settings."""
     text, found = doc["text"], work.rules
     if text is None:
         if work.strict:
@@ -279,7 +280,7 @@ def reason_alone(doc, work, columns):
         raise ValueError(f"{doc['id']}: {doc['url']!r} is not a URL (--strict)")
     if not text.strip():
         return "empty"
-    return refusal(doc, found.robots, found.reservations) or broken(doc, [*columns, *found.text]) or ""
+    return refusal(doc, found.robots, found.reservations) or columns(doc) or found.text(doc) or ""
 
 
 def by_words(docs, found):
@@ -547,9 +548,9 @@ def about(work, name):
     for file in inputs:
         if file["name"] not in read:
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
-    robots, store = work.rules.robots, work.robots or work.blocked
+    robots = work.rules.robots
     if robots:
-        robots = dict(store=store, sha256=digest(store), agents=robots["agents"], missing=work.missing,
+        robots = dict(store=work.robots or work.blocked, agents=robots["agents"], missing=work.missing,
                       only_explicit=work.agents_no_star, **ledger.opt_outs(work.data, robots["store"]))
     planted = None
     if work.passages:
@@ -598,14 +599,6 @@ def rows_of_all(work):
         columns["reason"] = reasons[done:done + len(rows)]
         done += len(rows)
         yield pyarrow.table(columns)
-
-
-def digest(path):
-    """The sha256 of a file, or of the names and the sha256 of all files in a folder."""
-    if not os.path.isdir(path):
-        return sha256(path)
-    lines = [f"{os.path.relpath(file, path)} {sha256(file)}" for file in files_of(path) if os.path.isfile(file)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

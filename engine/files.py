@@ -4,7 +4,7 @@ Files that are whole or absent, whatever happens to the process or to the power.
     write_flushed    temporary name, fsync, rename, fsync of the folder: a reader finds the old file or the new one
     make_folder      a new folder whose own name is on disk too
     flush            fsync of a file that is written already; a rename may reach the disk before the data it names
-    lock_file        one process at a time; the kernel frees the lock when its owner dies, even by kill -9
+    lock             one process at a time; the kernel frees the lock when its owner dies, even by kill -9
     sha256           shows later whether a bit has flipped
     read_json        the object in a JSON file, or an error of one line
     read_text        the text in a UTF-8 file, or an error of one line
@@ -13,13 +13,10 @@ It imports only the standard library: a data worker or --help does not wait for 
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
-
-# The errors of a file system without locks: Lustre mounted without flock, NFS without lockd.
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+import platform
 
 
 def sha256(path):
@@ -102,17 +99,23 @@ def flush(path):
             os.close(fd)
 
 
-def lock_file(file):
+def lock(path, advice):
     """
-    Lock an open file for this process, until it is closed: False if another process holds it.
+    Open a file and lock it for this process, until it is closed. advice: what a user may do if another process has it.
 
-    OSError if it cannot be locked at all (NO_LOCKS), as on Windows.
+    ValueError: another process has it. A file system without locks (NFS without lockd, Windows) is a warning.
     """
+    file = open(path, "a+", encoding="utf-8")
     try:
         import fcntl
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:
-        raise OSError(errno.ENOSYS, "no fcntl") from None
     except BlockingIOError:
-        return False
-    return True
+        file.seek(0)
+        raise ValueError(f"{os.path.dirname(path)}: another process is writing there ({file.read()}): "
+                         f"{advice}") from None
+    except (ImportError, OSError) as e:
+        print(f"{path}: no locks here ({e}): make sure that no other process writes there")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
+    return file

@@ -14,11 +14,11 @@ import contextlib
 import glob
 import json
 import os
-import platform
 import shutil
 import time
 
-from engine.files import NO_LOCKS, lock_file, make_folder, read_json, write_flushed
+from engine import files
+from engine.files import make_folder, read_json, write_flushed
 
 
 def settings_of(folder):
@@ -55,21 +55,10 @@ def lock(out):
     """
     try:
         make_folder(out)
-        file = open(f"{out}/.lock", "a+", encoding="utf-8")
-        locked = lock_file(file)
+        file = files.lock(f"{out}/.lock", f"stop it (touch {out}/stop) or name another --out")
     except OSError as e:
-        if e.errno not in NO_LOCKS:
-            raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
-                             "name another with --out") from None
-        print(f"{out}: this file system has no locks ({e.strerror}): make sure that no other run writes there")
-        locked = True
-    if not locked:
-        file.seek(0)
-        raise ValueError(f"{out}: another run is writing there ({file.read()}): "
-                         f"stop it (touch {out}/stop) or name another --out")
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
+        raise ValueError(f"{out}: a run folder cannot be written there ({e.strerror}): "
+                         "name another with --out") from None
     for killed_save in glob.glob("ckpt/step-[0-9]*.tmp", root_dir=out):
         shutil.rmtree(f"{out}/{killed_save}", ignore_errors=True)
     return file

@@ -147,7 +147,7 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     sources = checkpoint.gather(sources, ranks.files)[0]
     licenses = {name.strip() for name in keep_licenses.split(",")} if keep_licenses else None
     contamination = dedup.Contamination(dedup.read_prompts(decontaminate)) if decontaminate else None
-    judge = functools.partial(verdict, tok, max_length, date, selection.column_rules(licenses), contamination)
+    judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
     named = [[] for _ in sources]
@@ -180,14 +180,14 @@ def reasons(parts):
     return bad
 
 
-def verdict(tok, max_length, date, rules, contamination, row):
+def verdict(tok, max_length, date, licenses, contamination, row):
     """
     A row -> (ids, said), or why it is left out: its licence, what learnable() says, or an evaluation prompt in it.
 
-    rules: column_rules() of corpus/rules.py; contamination: dedup.Contamination, or None. ValueError: a rule needs a
-    column that the row does not have.
+    licenses: the allowlist, or None; contamination: dedup.Contamination, or None. ValueError: a row has no column
+    license, where there is an allowlist.
     """
-    if reason := selection.broken(row, rules):
+    if reason := selection.broken(row, licenses):
         return reason
     found = learnable(tok, row, max_length, date)
     if isinstance(found, str) or not contamination:

