@@ -93,6 +93,7 @@ class Tokenizer:
         special           {name: id} of the control tokens
         bos, eos, pad     ids
         pieces, ids       the byte strings by rank, and the id of each
+        known             all ids that are in use, a set
         in_text           the control tokens that ordinary text can produce
         hash              sha256 of everything that decides an id: equal for data and model when their ids agree
         system            the default system message of a conversation; None: that of chat.py
@@ -109,7 +110,8 @@ class Tokenizer:
         self.special = special
         self.ids = ids or usual
         self.in_text = special.keys() & in_text
-        self.vocab_size = 1 + max(*special.values(), *self.ids)
+        self.known = {*special.values(), *self.ids}
+        self.vocab_size = 1 + max(self.known)
         self.bos, self.eos, self.pad = map(self.id_of, ends)
         self.system = None
         self.foreign = ""
@@ -147,11 +149,7 @@ class Tokenizer:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)}, but {self.name} has 0 to {self.vocab_size - 1}: "
                              "use the tokenizer that made them (Apertus 1.5's ids of pictures and sound are no text)")
-        try:
-            return self._bpe.decode_bytes(ids)
-        except KeyError:
-            tokens = self.tokens()
-            return self._bpe.decode_bytes([i for i in ids if i in tokens])
+        return self._bpe.decode_bytes([i for i in ids if i in self.known])
 
     def decode(self, ids):
         """The text of ids. Half a character at either end becomes U+FFFD."""
@@ -161,10 +159,6 @@ class Tokenizer:
         """A function id -> text, to print token by token: it holds bytes back until their character is complete."""
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda i: utf8.decode(self.decode_bytes([i]))
-
-    def tokens(self):
-        """{id: bytes of a piece, or name of a control token}."""
-        return dict(zip([*self.ids, *self.special.values()], [*self.pieces, *self.special]))
 
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary does not have it."""
