@@ -513,11 +513,15 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     """
     Write a model as transformers reads it: safetensors, config.json, generation_config.json, tokenizer files.
 
-    dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: structured layers
-    (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an older one as a whole: killed
-    at any moment, the folder holds the old model, the new one, or none. ValueError if transformers' Apertus cannot
-    express the model, or if the folder holds other files than an export's. Source of the layout: transformers 5.
+    dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: adapters (of `model`
+    too) and structured layers (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an
+    older one as a whole: killed at any moment, the folder holds the old model, the new one, or none. ValueError if
+    transformers' Apertus cannot express the model, or if the folder holds other files than an export's. Source of the
+    layout: transformers 5.
     """
+    number = pick_dtype(dtype, "cpu")
+    if merge:
+        attached("posttrain.lora").merge(model, number)
     parameters = model.named_parameters()
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
@@ -526,7 +530,6 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
             raise ValueError(f"transformers' Apertus has no ffn={model.structured!r}: "
                              "--merge writes the dense model that it equals")
         parameters = attached("papers.structured_ffn").dense_parameters(model)
-    number = pick_dtype(dtype, "cpu")
     hf = config_to_hf(model.config, dtype)
     check_replaceable(path)
     parent, leaf = os.path.split(os.path.abspath(path))
@@ -588,14 +591,6 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
 # the command
 
 
-def merge_adapters(model):
-    """Adapters, if there are any, become part of the matrices in `dtype`; prints the share that its rounding keeps."""
-    lora = attached("posttrain.lora")
-    if lora.adapted(model):
-        kept = lora.merge(model, getattr(torch, dtype))
-        print(f"merged: {kept:.1%} of the adapters' update survives the rounding to {dtype}")
-
-
 def main():
     if not load:
         raise ValueError("nothing to read: name it, --load=out/laptop, a Hugging Face folder or a hub name; "
@@ -614,8 +609,6 @@ def main():
     if trace:
         attached("studies.trace").trace(model, tok, trace)
     if save:
-        if merge:
-            merge_adapters(model)
         save_hf(model, save, tok, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")
 
