@@ -133,13 +133,6 @@ def stop_ids(tok):
     return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
 
 
-def why_not(tok):
-    """Why a model with this Tokenizer has conversations of another format, in one line; "" if it has those of here."""
-    if missing := [name for name in MARKS if name not in tok.special]:
-        return f"{tok.name}: its vocabulary has no {missing[0]}: a conversation needs Apertus' control tokens"
-    return tok.foreign
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # .jsonl files
 
@@ -299,7 +292,7 @@ def prompt_ids(tok, row, date=None):
             return "its last message is not the user's"
         if why := fault([*messages, dict(role="assistant", content="an answer")]):
             return why
-        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)[1]
+        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)
     except ODD_CONTENT:
         return ODD
 

@@ -169,10 +169,8 @@ class Tokenizer:
     # chat.py, which builds on this file, is imported on demand: pretraining does not need it.
 
     def chat(self, messages, *args, **options):
-        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
-        chat = attached("chat")
-        text = chat.marked(messages, *args, system=self.system, **options)
-        return text.translate(chat.SPELLED), self.chat_ids(text)[0]
+        """The ids of a conversation as the model reads it, with one <s>. Arguments, errors: chat.marked."""
+        return self.chat_ids(attached("chat").marked(messages, *args, system=self.system, **options))[0]
 
     def chat_ids(self, text):
         """
@@ -202,8 +200,10 @@ class Tokenizer:
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
-        if why := attached("chat").why_not(self):
-            raise ValueError(why)
+        if self.foreign:
+            raise ValueError(self.foreign)
+        for name in CHAT:
+            self.id_of(name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def hf_files(tok):
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
         for s, i in tok.special.items()]
     settings = SETTINGS | ends
-    if OUTPUT not in tok.special and not attached("chat").why_not(tok):
+    if {*CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.foreign:
         settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 

@@ -80,7 +80,7 @@ class Conversation:
         """Start anew with a system message ("" = the model's own)."""
         self.system = system
         self.messages = [dict(role="system", content=system)] if system else []
-        self.ids = self.tok.chat(self.messages, self.tools, self.thinking)[1]
+        self.ids = self.tok.chat(self.messages, self.tools, self.thinking)
         self.cache = KVCache(self.model, 1, 256)
         self.thoughts = ""
 

@@ -152,7 +152,7 @@ def complete(model, tok, n, seed):
     Returns a list of (prompt ids, completion ids), and their rewards (prompts, n) as a float64 tensor.
     """
     asked = [row["messages"] for row in kit.read_rows(f"{out}/test.jsonl") for _ in range(n)]
-    prompts = [tok.chat(messages, add_generation_prompt=True)[1] for messages in asked]
+    prompts = [tok.chat(messages, add_generation_prompt=True) for messages in asked]
     torch.manual_seed(seed)
     texts = generate(model, prompts, 24, stop=(tok.id_of("<|assistant_end|>"),))
     said = [(prompt, ids[len(prompt):]) for prompt, ids in zip(prompts, texts)]

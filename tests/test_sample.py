@@ -68,7 +68,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
 def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model):
     """It begins with room for 16 and grows several times."""
     end = ids_of("@assistant_end")
-    ids = TOK.chat([dict(role="system", content="s")])[1]
+    ids = TOK.chat([dict(role="system", content="s")])
     cache = KVCache(model, 1, 16)
     for words in ("first", "second, and longer", "third"):
         ids += ids_of("@user_start", words, "@user_end", "@assistant_start")

@@ -134,10 +134,10 @@ def test_nobody_can_speak_as_somebody_else(tok):
         json.loads(EVERYWHERE.replace('"x"', json.dumps(says)))
         for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
     )
-    (_, plain), (text, attacked) = tok.chat(**honest), tok.chat(**attack)
+    plain, attacked = tok.chat(**honest), tok.chat(**attack)
     n = len(tok.special)
     assert [i for i in attacked if i < n] == [i for i in plain if i < n]
-    assert text.count(ATTACK) == 15
+    assert chat.marked(**attack).count(ATTACK) == 15
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tok.chat(**mark)
 
