@@ -35,7 +35,6 @@ import os
 import shutil
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import chat
@@ -532,24 +531,20 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         parameters = attached("papers.structured_ffn").dense_parameters(model)
     hf = config_to_hf(model.config, dtype)
     check_replaceable(path)
-    parent, leaf = os.path.split(os.path.abspath(path))
-    new, old = f"{parent}/.{leaf}.new", f"{parent}/.{leaf}.old"
-    try:
-        for left in new, old:
-            shutil.rmtree(left, ignore_errors=True)
-        make_folder(new)
-        ends = write_texts(new, tokenizer) if tokenizer else {}
-        write_json(f"{new}/config.json", hf | ends)
-        write_weights(new, parameters, model.config, number, shard_bytes)
-        write_json(f"{new}/{LIST}", dict(files=os.listdir(new)))
-    except (OSError, SafetensorError) as e:     # the disk is full
-        shutil.rmtree(new, ignore_errors=True)
-        raise OSError(f"{path} could not be written ({e}); the older export is untouched") from None
+    # Not hidden: an export that fills the disk leaves a folder, until the next one, that must be found.
+    new, old = (f"{os.path.abspath(path)}.export-{end}" for end in ("new", "old"))
+    for left in new, old:
+        shutil.rmtree(left, ignore_errors=True)
+    make_folder(new)
+    ends = write_texts(new, tokenizer) if tokenizer else {}
+    write_json(f"{new}/config.json", hf | ends)
+    write_weights(new, parameters, model.config, number, shard_bytes)
+    write_json(f"{new}/{LIST}", dict(files=os.listdir(new)))
     if os.path.exists(path):
         os.rename(path, old)
     os.rename(new, path)
     shutil.rmtree(old, ignore_errors=True)
-    flush(parent)
+    flush(os.path.dirname(new))
 
 
 def check_replaceable(path):
