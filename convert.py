@@ -361,19 +361,17 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
 # any model by its name
 
 
-def load_any(name, device="cpu", dtype=None, base="", chat=False):
+def load_any(name, device="cpu", dtype=None, base=""):
     """
     (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
     put on the model that they name.
 
-    dtype, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
+    dtype, base: as in load_hf; adapters keep their dtype.
     """
     folder = local(name)
     if is_adapters(folder):
         return load_adapters(folder, device, dtype, base)
     tok = load_for(folder)  # before the weights, which take minutes: an error comes early
-    if chat:
-        tok.check_chat()
     model = load_hf(folder, device, dtype, base)
     ids, rows = tok.vocab_size, model.config.vocab_size
     if not ids <= rows < ids + 1024:
@@ -408,25 +406,24 @@ def load_adapters(folder, device, dtype, base):
     return model, load_for(folder)
 
 
-def load_ready(name, device, dtype, base="", chat=False):
+def load_ready(name, device, dtype, base=""):
     """
     (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
 
-    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base,
-    chat: as in load_any.
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base: as
+    in load_any.
     """
     device = pick_device(device)
     wanted = torch.bfloat16 if device == "cuda" else None
     if dtype != "auto":
         wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted, base, chat)
+    model, tok = load_any(name, device, wanted, base)
     return model.eval(), tok
 
 
 def shape_of(name):
-    """The ApertusConfig of a model by its name, from config.json alone; None for a folder without one (adapters)."""
-    folder = local(name, ["config.json"])
-    return shape_in(folder) if os.path.isfile(f"{folder}/config.json") else None
+    """The ApertusConfig of a model by its name, from config.json alone. OSError for a folder without it (adapters)."""
+    return shape_in(local(name, ["config.json"]))
 
 
 def start_of(name):
