@@ -36,7 +36,6 @@ from tokenizer import NAMED
 BEGIN, END, *rest = map(chr, range(0xD800, 0xD80F))     # around the words of the assistant
 MARKS = dict(zip(["<s>", *NAMED[61:73]], rest))         # {control token: its mark}
 NAMES = dict(zip(rest, MARKS))
-SPELLED = str.maketrans(NAMES | {BEGIN: "", END: ""})   # marked text -> the published text
 
 
 def as_json(value):
@@ -117,12 +116,6 @@ def render(tok, row, date=None):
     if messages[-1]["role"] == "assistant":
         text += BEGIN + MARKS["<|assistant_end|>"] + END
     return tok.chat_ids(text)
-
-
-def user_turn(tok, text):
-    """The ids of a user's message and of <|assistant_start|> behind it."""
-    start, *ends = (tok.id_of(f"<|{name}|>") for name in "user_start user_end assistant_start".split())
-    return [start, *tok.encode(text), *ends]
 
 
 def stop_ids(tok):

@@ -6,8 +6,9 @@ import chat
 import convert
 import generate as generate_file
 import tokenizer
+from chat import stop_ids
 from conftest import script
-from generate import KVCache, generate
+from generate import generate
 from posttrain import talk
 from tiny import small
 
@@ -65,18 +66,15 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
 # conversations
 
 
-def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model):
-    """It begins with room for 16 and grows several times."""
-    end = ids_of("@assistant_end")
-    ids = TOK.chat([dict(role="system", content="s")])
-    cache = KVCache(model, 1, 16)
+def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model, capsys):
+    """It grows. A turn reads what the messages have behind the ids that were read or said, a new start its system."""
+    conversation = talk.Conversation(model, TOK, "s", None, False)
     for words in ("first", "second, and longer", "third"):
-        ids += ids_of("@user_start", words, "@user_end", "@assistant_start")
-        [whole] = generate(model, [ids], 20, temperature=0, stop=end)
-        want = whole[len(ids):]
-        assert list(talk.reply(model, cache, ids, dict(temperature=0), end, 20)) == want
-        assert cache.length == len(ids) - 1
-        ids += end
+        prompt = [*conversation.messages, dict(role="user", content=words)]
+        want = generate(model, [TOK.chat(prompt, add_generation_prompt=True)], 20, temperature=0, stop=stop_ids(TOK))
+        conversation.answer(words, dict(temperature=0), 20)
+        assert [conversation.ids] == want
+        assert conversation.cache.length == len(conversation.ids) - 1
 
 
 def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypatch, tmp_path):
@@ -87,7 +85,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
                   "@assistant_end")
     new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
     monkeypatch.setattr(
-        talk,
+        generate_file,
         "sample_token",
         lambda logits, **_: torch.tensor([next(new)])
     )
@@ -103,7 +101,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     assert "/reset starts another" in out
     [row] = chat.read_rows(str(tmp_path / "saved"))
     ids, mine = chat.render(TOK, row)
-    assert ids == kept
+    assert ids[:-1] == kept[:-1] and kept[-1] == TOK.eos
     assert [
         i
         for i, its in zip(ids, mine)
