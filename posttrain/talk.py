@@ -126,7 +126,11 @@ class Conversation:
 
 def converse(model, tok, how, system="", tools="", thinking=False, max_new_tokens=300):
     """Read a line, answer, repeat. tools: a JSON file, or "". how: the arguments of sample_token."""
-    declared = json.loads(read_text(tools)) if tools else None
+    try:
+        declared = json.loads(read_text(tools) if tools else "null")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--tools={tools} is not JSON ({error}): want a list of objects with name, description and "
+                         "parameters") from None
     conversation = Conversation(model, tok, system, declared, thinking)
     while (line := ask("\n> ")).strip():
         command, _, rest = line.strip().partition(" ")
