@@ -63,12 +63,6 @@ class Conversation:
         self.system = system
         self.messages = [dict(role="system", content=system)] if system else []
 
-    def save(self, path):
-        """Append the conversation to a .jsonl file."""
-        row = dict(messages=self.messages, tools=self.tools, thinking=self.thinking)
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(as_json(row) + "\n")
-
     def answer(self, line, how, max_new_tokens):
         """
         Take the user's line; print the answer, token by token, and keep both.
@@ -142,7 +136,9 @@ def converse(model, tok, how, system="", tools="", thinking=False, max_new_token
             said = [part for message in conversation.messages[-1:] for part in parts_of(message)]
             print("\n".join(text for kind, text in said if kind == "thoughts") or "no thoughts so far")
         elif command == "/save" and rest:
-            conversation.save(rest)
+            row = dict(messages=conversation.messages, tools=declared, thinking=thinking)
+            with open(rest, "a", encoding="utf-8") as f:
+                f.write(as_json(row) + "\n")
             print(f"saved to {rest}")
         elif command.startswith("/"):
             print(HELP)

@@ -8,7 +8,7 @@ import generate as generate_file
 import tokenizer
 from chat import stop_ids
 from conftest import script
-from generate import generate
+from generate import KVCache, generate
 from posttrain import talk
 from tiny import small
 
@@ -66,15 +66,20 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
 # conversations
 
 
-def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model, capsys):
-    """It grows. A turn reads what the messages have behind the ids that were read or said, a new start its system."""
+def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
+    """It grows, and each position is read once: a model that says letters alone is rendered as it spoke."""
+    model = small(vocab_size=320, block_size=700)
+    model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
+    read, begin, said = [], KVCache.begin, []
+    monkeypatch.setattr(KVCache, "begin", lambda self, T: read.append(T) or begin(self, T))
     conversation = talk.Conversation(model, TOK, "s", None, False)
     for words in ("first", "second, and longer", "third"):
         prompt = [*conversation.messages, dict(role="user", content=words)]
-        want = generate(model, [TOK.chat(prompt, add_generation_prompt=True)], 20, temperature=0, stop=stop_ids(TOK))
         conversation.answer(words, dict(temperature=0), 20)
-        assert [conversation.ids] == want
-        assert conversation.cache.length == len(conversation.ids) - 1
+        said.append((TOK.chat(prompt, add_generation_prompt=True), conversation.ids))
+    assert sum(read) == conversation.cache.length == len(conversation.ids) - 1
+    for prompt, ids in said:
+        assert generate(model, [prompt], 20, temperature=0, stop=stop_ids(TOK)) == [ids]
 
 
 def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypatch, tmp_path):
@@ -89,11 +94,11 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
         "sample_token",
         lambda logits, **_: torch.tensor([next(new)])
     )
-    kept, save = [], talk.Conversation.save
+    prompts, stream = [], talk.stream
     monkeypatch.setattr(
-        talk.Conversation,
-        "save",
-        lambda self, path: kept.extend(self.ids) or save(self, path)
+        talk,
+        "stream",
+        lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
     )
     typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/thoughts\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
@@ -101,7 +106,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     assert "/reset starts another" in out
     [row] = chat.read_rows(str(tmp_path / "saved"))
     ids, mine = chat.render(TOK, row)
-    assert ids[:-1] == kept[:-1] and kept[-1] == TOK.eos
+    assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
     assert [
         i
         for i, its in zip(ids, mine)
