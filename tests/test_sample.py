@@ -67,17 +67,22 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
 
 
 def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
-    """It grows, and each position is read once: a model that says letters alone is rendered as it spoke."""
+    """It grows, each position is read once, as a model that says letters alone is rendered as it spoke; a new start."""
     model = small(vocab_size=320, block_size=700)
     model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
     read, begin, said = [], KVCache.begin, []
     monkeypatch.setattr(KVCache, "begin", lambda self, T: read.append(T) or begin(self, T))
     conversation = talk.Conversation(model, TOK, "s", None, False)
-    for words in ("first", "second, and longer", "third"):
+
+    def answer(words):
         prompt = [*conversation.messages, dict(role="user", content=words)]
         conversation.answer(words, dict(temperature=0), 20)
         said.append((TOK.chat(prompt, add_generation_prompt=True), conversation.ids))
+
+    list(map(answer, ("first", "second, and longer", "third")))
     assert sum(read) == conversation.cache.length == len(conversation.ids) - 1
+    conversation.begin("another")
+    answer("first")
     for prompt, ids in said:
         assert generate(model, [prompt], 20, temperature=0, stop=stop_ids(TOK)) == [ids]
 
