@@ -36,7 +36,6 @@ from tokenizer import NAMED
 BEGIN, END, *rest = map(chr, range(0xD800, 0xD80F))     # around the words of the assistant
 MARKS = dict(zip(["<s>", *NAMED[61:73]], rest))         # {control token: its mark}
 NAMES = dict(zip(rest, MARKS))
-SPELLED = str.maketrans(NAMES | {BEGIN: "", END: ""})   # marked text -> the published text
 
 
 def as_json(value):
@@ -119,25 +118,12 @@ def render(tok, row, date=None):
     return tok.chat_ids(text)
 
 
-def user_turn(tok, text):
-    """The ids of a user's message and of <|assistant_start|> behind it."""
-    start, *ends = (tok.id_of(f"<|{name}|>") for name in "user_start user_end assistant_start".split())
-    return [start, *tok.encode(text), *ends]
-
-
 def stop_ids(tok):
     """
     The ids at which a model stops: the end of a text, of a turn, and of a call of tools, whose output is not the
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
     return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
-
-
-def why_not(tok):
-    """Why a model with this Tokenizer has conversations of another format, in one line; "" if it has those of here."""
-    if missing := [name for name in MARKS if name not in tok.special]:
-        return f"{tok.name}: its vocabulary has no {missing[0]}: a conversation needs Apertus' control tokens"
-    return tok.foreign
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -299,7 +285,7 @@ def prompt_ids(tok, row, date=None):
             return "its last message is not the user's"
         if why := fault([*messages, dict(role="assistant", content="an answer")]):
             return why
-        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)[1]
+        return tok.chat(messages, row.get("tools"), row.get("thinking", False), True, date)
     except ODD_CONTENT:
         return ODD
 

@@ -362,19 +362,17 @@ def load_hf(path_or_repo, device="cpu", dtype=None, base=""):
 # any model by its name
 
 
-def load_any(name, device="cpu", dtype=None, base="", chat=False):
+def load_any(name, device="cpu", dtype=None, base=""):
     """
     (model, Tokenizer) of a run folder, a Hugging Face folder, a hub name, or of the adapters in one of these, which are
     put on the model that they name.
 
-    dtype, base: as in load_hf; adapters keep their dtype. chat: ValueError at once if it has no conversations.
+    dtype, base: as in load_hf; adapters keep their dtype.
     """
     folder = local(name)
     if is_adapters(folder):
         return load_adapters(folder, device, dtype, base)
     tok = load_for(folder)  # before the weights, which take minutes: an error comes early
-    if chat:
-        tok.check_chat()
     model = load_hf(folder, device, dtype, base)
     ids, rows = tok.vocab_size, model.config.vocab_size
     if not ids <= rows < ids + 1024:
@@ -409,25 +407,24 @@ def load_adapters(folder, device, dtype, base):
     return model, load_for(folder)
 
 
-def load_ready(name, device, dtype, base="", chat=False):
+def load_ready(name, device, dtype, base=""):
     """
     (model, Tokenizer) of load_any, ready to be asked. device, dtype: by name, as the settings of a script have them.
 
-    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base,
-    chat: as in load_any.
+    dtype "auto" keeps that of the files, except on CUDA, where it is bf16: half the bytes to read per token. base: as
+    in load_any.
     """
     device = pick_device(device)
     wanted = torch.bfloat16 if device == "cuda" else None
     if dtype != "auto":
         wanted = pick_dtype(dtype, device)
-    model, tok = load_any(name, device, wanted, base, chat)
+    model, tok = load_any(name, device, wanted, base)
     return model.eval(), tok
 
 
 def shape_of(name):
-    """The ApertusConfig of a model by its name, from config.json alone; None for a folder without one (adapters)."""
-    folder = local(name, ["config.json"])
-    return shape_in(folder) if os.path.isfile(f"{folder}/config.json") else None
+    """The ApertusConfig of a model by its name, from config.json alone. OSError for a folder without it (adapters)."""
+    return shape_in(local(name, ["config.json"]))
 
 
 def start_of(name):
@@ -513,11 +510,15 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
     """
     Write a model as transformers reads it: safetensors, config.json, generation_config.json, tokenizer files.
 
-    dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: structured layers
-    (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an older one as a whole: killed
-    at any moment, the folder holds the old model, the new one, or none. ValueError if transformers' Apertus cannot
-    express the model, or if the folder holds other files than an export's. Source of the layout: transformers 5.
+    dtype: of the tensors, float32 or bfloat16. shard_bytes: the most that one file holds. merge: adapters (of `model`
+    too) and structured layers (papers/structured_ffn.py) become the dense matrices they equal. An export replaces an
+    older one as a whole: killed at any moment, the folder holds the old model, the new one, or none. ValueError if
+    transformers' Apertus cannot express the model, or if the folder holds other files than an export's. Source of the
+    layout: transformers 5.
     """
+    number = pick_dtype(dtype, "cpu")
+    if merge:
+        attached("posttrain.lora").merge(model, number)
     parameters = model.named_parameters()
     if any(".lora_" in name for name, _ in model.named_parameters()):
         raise ValueError("an export holds a whole model: --merge adds the adapters to its matrices")
@@ -526,11 +527,9 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
             raise ValueError(f"transformers' Apertus has no ffn={model.structured!r}: "
                              "--merge writes the dense model that it equals")
         parameters = attached("papers.structured_ffn").dense_parameters(model)
-    number = pick_dtype(dtype, "cpu")
     hf = config_to_hf(model.config, dtype)
     check_replaceable(path)
-    parent, leaf = os.path.split(os.path.abspath(path))
-    new, old = f"{parent}/.{leaf}.new", f"{parent}/.{leaf}.old"
+    new, old = (f"{os.path.abspath(path)}.export-{end}" for end in ("new", "old"))
     try:
         for left in new, old:
             shutil.rmtree(left, ignore_errors=True)
@@ -539,14 +538,14 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
         write_json(f"{new}/config.json", hf | ends)
         write_weights(new, parameters, model.config, number, shard_bytes)
         write_json(f"{new}/{LIST}", dict(files=os.listdir(new)))
-    except (OSError, SafetensorError) as e:     # the disk is full
+    except (OSError, SafetensorError) as e:                # the disk is full
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"{path} could not be written ({e}); the older export is untouched") from None
     if os.path.exists(path):
         os.rename(path, old)
     os.rename(new, path)
     shutil.rmtree(old, ignore_errors=True)
-    flush(parent)
+    flush(os.path.dirname(new))
 
 
 def check_replaceable(path):
@@ -588,14 +587,6 @@ def write_weights(folder, parameters, config, dtype=torch.float32, shard_bytes=5
 # the command
 
 
-def merge_adapters(model):
-    """Adapters, if there are any, become part of the matrices in `dtype`; prints the share that its rounding keeps."""
-    lora = attached("posttrain.lora")
-    if lora.adapted(model):
-        kept = lora.merge(model, getattr(torch, dtype))
-        print(f"merged: {kept:.1%} of the adapters' update survives the rounding to {dtype}")
-
-
 def main():
     if not load:
         raise ValueError("nothing to read: name it, --load=out/laptop, a Hugging Face folder or a hub name; "
@@ -614,8 +605,6 @@ def main():
     if trace:
         attached("studies.trace").trace(model, tok, trace)
     if save:
-        if merge:
-            merge_adapters(model)
         save_hf(model, save, tok, dtype, merge=merge)
         print(f"wrote {save}: transformers.AutoModelForCausalLM.from_pretrained({save!r}) reads it")
 

@@ -337,7 +337,6 @@ def harness_scores(model, tok):
         raise ValueError(f"lm-evaluation-harness has no task {task!r}: `lm_eval --tasks list` shows them, "
                          "--harness_path=FOLDER takes your own")
     weight = model.lm_head.weight
-    convert.merge_adapters(model)
     with tempfile.TemporaryDirectory() as folder:
         convert.save_hf(model, folder, tok, str(weight.dtype).removeprefix("torch."), merge=True)
         found = lm_eval.simple_evaluate(

@@ -18,6 +18,7 @@ import functools
 import math
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.decoding import one_row_products
@@ -52,8 +53,12 @@ def generate(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
 
 
 @torch.no_grad()
-def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
-    """generate(), one step at a time: yields the next tokens (B,). Ends early when all rows have ended."""
+def stream(model, idx, max_new_tokens, stop=(), compile=False, cache=None, **sampling):
+    """
+    generate(), one step at a time: yields the next tokens (B,). Ends early when all rows have ended.
+
+    cache: a KVCache of the first tokens of idx, to read only the others; it grows. The last token yielded stays unread.
+    """
     prompts = [*map(torch.as_tensor, idx)]
     lengths = torch.tensor([*map(len, prompts)])
     if lengths.min() == 0:
@@ -65,7 +70,9 @@ def stream(model, idx, max_new_tokens, stop=(), compile=False, **sampling):
     padding = (T - lengths).to(device) if lengths.min() < T else None
     # Few sizes of the cache mean few compilations.
     size = T + max_new_tokens
-    cache = KVCache(model, B, size + -size % 256 if compile else size, padding)
+    cache = cache or KVCache(model, B, size + -size % 256 if compile else size, padding)
+    cache.grow(size)
+    x = x[:, cache.length:]
     step = next_logits
     if compile and device.type == "cpu":
         one_row_products(model)
@@ -148,6 +155,13 @@ class KVCache:
         self.size = size
         self.length = 0
         self.fixed = False
+
+    def grow(self, size):
+        """Make room for `size` positions in all, if there is less."""
+        if size > self.size:
+            more = 0, 0, 0, size - self.size
+            self.kv = [tuple(F.pad(buffer, more) for buffer in buffers) for buffers in self.kv]
+            self.size = size
 
     def fix(self):
         """

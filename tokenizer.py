@@ -93,6 +93,7 @@ class Tokenizer:
         special           {name: id} of the control tokens
         bos, eos, pad     ids
         pieces, ids       the byte strings by rank, and the id of each
+        known             all ids that are in use, a set
         in_text           the control tokens that ordinary text can produce
         hash              sha256 of everything that decides an id: equal for data and model when their ids agree
         system            the default system message of a conversation; None: that of chat.py
@@ -109,7 +110,8 @@ class Tokenizer:
         self.special = special
         self.ids = ids or usual
         self.in_text = special.keys() & in_text
-        self.vocab_size = 1 + max(*special.values(), *self.ids)
+        self.known = {*special.values(), *self.ids}
+        self.vocab_size = 1 + max(self.known)
         self.bos, self.eos, self.pad = map(self.id_of, ends)
         self.system = None
         self.foreign = ""
@@ -147,11 +149,7 @@ class Tokenizer:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"token ids {min(ids)} to {max(ids)}, but {self.name} has 0 to {self.vocab_size - 1}: "
                              "use the tokenizer that made them (Apertus 1.5's ids of pictures and sound are no text)")
-        try:
-            return self._bpe.decode_bytes(ids)
-        except KeyError:
-            tokens = self.tokens()
-            return self._bpe.decode_bytes([i for i in ids if i in tokens])
+        return self._bpe.decode_bytes([i for i in ids if i in self.known])
 
     def decode(self, ids):
         """The text of ids. Half a character at either end becomes U+FFFD."""
@@ -162,10 +160,6 @@ class Tokenizer:
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda i: utf8.decode(self.decode_bytes([i]))
 
-    def tokens(self):
-        """{id: bytes of a piece, or name of a control token}."""
-        return dict(zip([*self.ids, *self.special.values()], [*self.pieces, *self.special]))
-
     def id_of(self, name):
         """The id of a control token. ValueError, one line, if this vocabulary does not have it."""
         if name not in self.special:
@@ -175,10 +169,8 @@ class Tokenizer:
     # chat.py, which builds on this file, is imported on demand: pretraining does not need it.
 
     def chat(self, messages, *args, **options):
-        """A conversation as the model reads it: (text, ids), with one <s>. Arguments, errors: chat.marked."""
-        chat = attached("chat")
-        text = chat.marked(messages, *args, system=self.system, **options)
-        return text.translate(chat.SPELLED), self.chat_ids(text)[0]
+        """The ids of a conversation as the model reads it, with one <s>. Arguments, errors: chat.marked."""
+        return self.chat_ids(attached("chat").marked(messages, *args, system=self.system, **options))[0]
 
     def chat_ids(self, text):
         """
@@ -208,8 +200,10 @@ class Tokenizer:
 
     def check_chat(self):
         """ValueError, one line, if conversations in the format of chat.py are not those of this model."""
-        if why := attached("chat").why_not(self):
-            raise ValueError(why)
+        if self.foreign:
+            raise ValueError(self.foreign)
+        for name in CHAT:
+            self.id_of(name)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -343,7 +337,7 @@ def hf_files(tok):
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
         for s, i in tok.special.items()]
     settings = SETTINGS | ends
-    if OUTPUT not in tok.special and not attached("chat").why_not(tok):
+    if {*CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.foreign:
         settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 

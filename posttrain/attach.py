@@ -11,8 +11,8 @@ The extras of train.py. train.py hands its command line over if it names one of 
     --wandb_log                     the log sent to Weights & Biases too
     --old=FOLDER                    a second validation text, to see forgetting (posttrain/forgetting.py)
 
-MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so they are
-compared id by id before anything is built.
+MODEL is a run folder, a Hugging Face folder or a hub name. Two vocabularies of one size need not be equal, so their
+hashes are compared before anything is built.
 
 $ python train.py configs/continue_8b.py --data=data/mine-apertus
 $ python train.py configs/continue_8b.py --data=data/mine-apertus --lora_r=64 --base=bf16 --out=out/mine-lora
@@ -90,13 +90,11 @@ def check_settings():
 
 
 def same_vocabulary(ours, theirs, name):
-    """ValueError, naming the first id, if two tokenizers differ: of the data and of the model `name`."""
-    mine, its = ours.tokens(), theirs.tokens()
-    for i in sorted(mine | its):
-        if mine.get(i) != its.get(i):
-            raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: id {i} is "
-                             f"{mine.get(i)!r} there and {its.get(i)!r} in the model (None: no such id); prepare the "
-                             "data with the model's tokenizer")
+    """ValueError if two tokenizers, of the data and of the model `name`, make other ids of a text."""
+    if ours.hash != theirs.hash:
+        raise ValueError(f"{train.data} was made with another vocabulary than that of {name}: prepare the data with "
+                         f"the model's, python convert.py --load={name} --save=vocabulary.json and "
+                         "python prepare.py TEXTS --tokenizer=vocabulary.json")
 
 
 def take_shape(found):

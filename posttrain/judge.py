@@ -178,7 +178,7 @@ class Local:
 
     def ids(self, text):
         """A conversation up to where the reply begins."""
-        return self.tok.chat([dict(role="user", content=text)], add_generation_prompt=True, date=DATE)[1]
+        return self.tok.chat([dict(role="user", content=text)], add_generation_prompt=True, date=DATE)
 
     @torch.no_grad()
     def logp(self, texts, words, room):

@@ -20,11 +20,10 @@ from safetensors.torch import save_file
 
 import convert
 import tokenizer
-from chat import render, stop_ids, user_turn
+from chat import render, stop_ids
 from conftest import ROOT
 from engine.files import read_json, read_text
 from model import rope_frequencies
-from posttrain import talk
 from tiny import GOLDEN
 
 NAME = "swiss-ai/Apertus-8B-Instruct-2509"
@@ -238,8 +237,9 @@ SAYS_OMNI = ("You are Apertus 1.5 Omni, a multimodal assistant developed by the 
 ])
 def test_conversations_of_a_mini_and_of_1_5_are_those_of_ollamas_tests(hub, name, asked, system):
     """Of 1.5 also those of its template in swiss-ai/apertus-omni-tokenizer."""
-    model, tok = convert.load_any(name, chat=True)
-    found = talk.Conversation(model, tok, asked, None, False).ids + user_turn(tok, "Hello")
+    tok = convert.load_any(name)[1]
+    messages = dict(role="system", content=asked), dict(role="user", content="Hello")
+    found = tok.chat([message for message in messages if message["content"]], add_generation_prompt=True)
     text = (f"<s><SPECIAL_61>{system}<SPECIAL_62><SPECIAL_63>Deliberation: disabled\nTool Capabilities: disabled"
             "<SPECIAL_64><SPECIAL_65>Hello<SPECIAL_66><SPECIAL_67>")
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))
@@ -279,7 +279,7 @@ def test_a_chat_template_is_known_by_its_tokens_or_its_hash_and_another_one_is_r
     folder = str(shutil.copytree(convert.local(NAME), tmp_path / "other"))
     (tmp_path / "other" / "chat_template.jinja").write_text("another")
     with pytest.raises(ValueError, match="a chat template that is not Apertus'"):
-        convert.load_any(folder, chat=True)
+        tokenizer.load_for(folder).check_chat()
     known = hashlib.sha256(b"another").hexdigest(), tokenizer.CHAT, "system"
     monkeypatch.setattr(tokenizer, "FORMATS", [known])
     assert tokenizer.load_for(folder).system == "system"

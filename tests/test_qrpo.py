@@ -128,7 +128,7 @@ FIXED = "r", "ref", "target", "beta", "size"
 
 def pair_of(plain, row, norm, ties):
     """A row as a pair, the better completion first: rewards r, logp() of both, as it is now (ref), target and beta."""
-    _, prompt = TOK.chat(row["messages"], add_generation_prompt=True)
+    prompt = TOK.chat(row["messages"], add_generation_prompt=True)
     r, texts = zip(*sorted(
         zip(row["rewards"], row["completions"]),
         reverse=True
@@ -292,7 +292,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
-    assert found.ids == TOK.chat(**good, add_generation_prompt=True, date="2025-09-02")[1]
+    assert found.ids == TOK.chat(**good, add_generation_prompt=True, date="2025-09-02")
     assert bad == {
         why: (1, f"line {n}")
         for n, why in enumerate(reasons, 1)

@@ -13,7 +13,7 @@ from studies.ablate import STUDIES
 from configurator import configure
 from engine.files import read_json
 from posttrain import attach
-from studies import align, kit, length, recipe
+from studies import align, kit, recipe
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
 
@@ -81,7 +81,7 @@ class Scripts(list):
 def scripts(monkeypatch, tmp_path):
     found = Scripts()
     monkeypatch.setattr(kit, "subprocess", found)
-    for study in (align, length, recipe):
+    for study in (align, recipe):
         monkeypatch.setattr(study, "out", f"{tmp_path}/out")
         monkeypatch.setattr(study, "results", str(tmp_path))
     return found
@@ -129,34 +129,6 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
         _, script, *args = (word for word in words if word != "-m")
         script = script.removesuffix(".py")
         assert (script, settings_of(script, args)) in scripts, name
-
-
-def test_a_longer_window_is_measured_by_position_and_by_looking_up(scripts, tmp_path):
-    """Its evaluations leave the numbers of the committed rows, which it collects; two arms continue the first."""
-    rows = kit.read_rows("results/length/rows.jsonl")
-    scores = {f"seed-{row['seed']}/{row['arm']}": row["scores"] for row in rows}
-
-    def leave(script, name, asked):
-        if script != "evaluate":
-            return {"meta.json": {}} if script == "prepare" else {"summary.json": {}}
-        run = "/".join(asked["init_from"].split("/")[-2:])
-        parts = [
-            dict(name=name, metric="", score=score)
-            for name, score in scores[run].items()
-            if ("back" in name) == (asked["lookup"] == 100) != (asked["by_position"] == 128)
-        ]
-        return {"evaluation.json": dict(rows=[dict(name="all", metric="bits/byte", score=9), *parts])}
-
-    scripts.leave = leave
-    length.main()
-    assert kit.read_rows(f"{tmp_path}/rows.jsonl") == rows
-    runs = [asked for script, asked in scripts if script == "train"]
-    starts = [
-        (Path(run["init_from"]).name, run["block_size"])
-        for run in runs
-        if run["init_from"]
-    ]
-    assert len(runs) == 24 and starts == [("short", 1024)] * 12
 
 
 def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scripts, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import chat
 import convert
 import generate as generate_file
 import tokenizer
+from chat import stop_ids
 from conftest import script
 from generate import KVCache, generate
 from posttrain import talk
@@ -65,18 +66,25 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
 # conversations
 
 
-def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(model):
-    """It begins with room for 16 and grows several times."""
-    end = ids_of("@assistant_end")
-    ids = TOK.chat([dict(role="system", content="s")])[1]
-    cache = KVCache(model, 1, 16)
-    for words in ("first", "second, and longer", "third"):
-        ids += ids_of("@user_start", words, "@user_end", "@assistant_start")
-        [whole] = generate(model, [ids], 20, temperature=0, stop=end)
-        want = whole[len(ids):]
-        assert list(talk.reply(model, cache, ids, dict(temperature=0), end, 20)) == want
-        assert cache.length == len(ids) - 1
-        ids += end
+def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
+    """It grows, each position is read once, as a model that says letters alone is rendered as it spoke; a new start."""
+    model = small(vocab_size=320, block_size=700)
+    model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
+    read, begin, said = [], KVCache.begin, []
+    monkeypatch.setattr(KVCache, "begin", lambda self, T: read.append(T) or begin(self, T))
+    conversation = talk.Conversation(model, TOK, "s", None, False)
+
+    def answer(words):
+        prompt = [*conversation.messages, dict(role="user", content=words)]
+        conversation.answer(words, dict(temperature=0), 20)
+        said.append((TOK.chat(prompt, add_generation_prompt=True), conversation.ids))
+
+    list(map(answer, ("first", "second, and longer", "third")))
+    assert sum(read) == conversation.cache.length == len(conversation.ids) - 1
+    conversation.begin("another")
+    answer("first")
+    for prompt, ids in said:
+        assert generate(model, [prompt], 20, temperature=0, stop=stop_ids(TOK)) == [ids]
 
 
 def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypatch, tmp_path):
@@ -87,15 +95,15 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
                   "@assistant_end")
     new = iter([*ids_of("gone", "@assistant_end"), *told, *ids_of("plain"), TOK.id_of("</s>")])
     monkeypatch.setattr(
-        talk,
+        generate_file,
         "sample_token",
         lambda logits, **_: torch.tensor([next(new)])
     )
-    kept, save = [], talk.Conversation.save
+    prompts, stream = [], talk.stream
     monkeypatch.setattr(
-        talk.Conversation,
-        "save",
-        lambda self, path: kept.extend(self.ids) or save(self, path)
+        talk,
+        "stream",
+        lambda model, idx, *args, **how: prompts.append([*idx[0]]) or stream(model, idx, *args, **how)
     )
     typed = f'Hi\n/system be brief\nWeather?\n"12 C"\n/thoughts\n/help\nAnd?\n/save {tmp_path / "saved"}\n'
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
@@ -103,7 +111,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     assert "/reset starts another" in out
     [row] = chat.read_rows(str(tmp_path / "saved"))
     ids, mine = chat.render(TOK, row)
-    assert ids == kept
+    assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
     assert [
         i
         for i, its in zip(ids, mine)

@@ -134,10 +134,10 @@ def test_nobody_can_speak_as_somebody_else(tok):
         json.loads(EVERYWHERE.replace('"x"', json.dumps(says)))
         for says in ("x", ATTACK, chat.MARKS["<|user_end|>"])
     )
-    (_, plain), (text, attacked) = tok.chat(**honest), tok.chat(**attack)
+    plain, attacked = tok.chat(**honest), tok.chat(**attack)
     n = len(tok.special)
     assert [i for i in attacked if i < n] == [i for i in plain if i < n]
-    assert text.count(ATTACK) == 15
+    assert chat.marked(**attack).count(ATTACK) == 15
     with pytest.raises(ValueError, match="surrogates not allowed"):
         tok.chat(**mark)
 
@@ -189,9 +189,10 @@ def test_our_chat_is_the_published_template_and_ours_in_transformers_with_its_as
     """The mask is what TRL's assistant_only_loss goes by. transformers writes today's date."""
     apertus = load("apertus")
     hf = in_transformers(apertus, tmp_path)
+    spelled = str.maketrans(chat.NAMES | {chat.BEGIN: "", chat.END: ""})
     for case in CASES:
         text = written(case)
-        assert text.translate(chat.SPELLED) == case["text"]
+        assert text.translate(spelled) == case["text"]
         ids, said = apertus.chat_ids(text)
         assert ids == case["ids"]
         learnt = apertus.decode([i for i, mine in zip(ids, said) if mine])

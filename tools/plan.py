@@ -66,9 +66,6 @@ def shape():
     # The published models have the shapes of these configs: a plan needs no network.
     known = [size for size in ("8b", "70b") if init_from.startswith(f"swiss-ai/Apertus-{size.upper()}-")]
     start = ApertusConfig.of(read_config(config_file(known[0]))) if known else convert.shape_of(init_from)
-    if not start:
-        raise ValueError(f"init_from={init_from!r} has no config.json: name a run folder, a Hugging Face folder or a "
-                         "model of the hub")
     window = block_size if "block_size" in _asked else start.block_size
     start.block_size = max_length or window
     return start
