@@ -21,8 +21,9 @@ from configurator import settings
 from data import by_epoch
 from engine.checkpoint import gather, steps_in
 from engine.files import read_text, write_flushed
+from engine.parallel import drop_gathered
 from engine.restore import refuse_another
-from engine.runs import settings_of
+from engine.runs import asked_to_stop, settings_of
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
@@ -103,7 +104,13 @@ def tune(script, what, prepare, batches, forward_backward):
             print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
 
     train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
-    train.batches, train.forward_backward = batches, forward_backward
+    def forward_backward_or_stop(run, batch, step):
+        try:
+            return forward_backward(run, batch, step)
+        except Stop:
+            drop_gathered(run.model)
+
+    train.batches, train.forward_backward = batches, forward_backward_or_stop
     train.tokens_seen = lambda step: {}
     train.validate = lambda run, windows: {}
     train.eval_minutes = 0
@@ -165,15 +172,23 @@ def linear(step, steps, warmup):
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
 
 
-def slices(n, micro_batch, ranks):
+class Stop(Exception):
+    """A rank was asked to stop within a step."""
+
+
+def slices(n, micro_batch, run):
     """
-    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one).
+    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one). Stop: between
+    two of them a rank is asked to stop.
 
     All ranks run equally often, because sharded ones gather each other's weights: a slice may lie beyond n. It is then
     empty, and the rank runs something that adds nothing.
     """
+    ranks = run.ranks
     each = -(-n // (micro_batch * ranks.size))
     for k in range(each):
+        if k and ranks.agree(asked_to_stop(train.out, run.stop, ranks)):
+            raise Stop
         begin = (k * ranks.size + ranks.rank) * micro_batch
         yield slice(begin, begin + micro_batch), k + 1 == each
 

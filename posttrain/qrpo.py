@@ -26,8 +26,8 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
-continues it. After SIGTERM, SIGUSR2, or a file named `stop` in the run folder, all ranks save at the end of the step
-and exit.
+continues it. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave at the next border of a
+micro-batch, and save.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
@@ -391,7 +391,7 @@ def logp_of(run, texts, learn=None):
     first pair of the step, of which nothing is left.
     """
     logp = torch.zeros(len(texts), 2)
-    for part, last in common.slices(len(texts), micro_batch, run.ranks):
+    for part, last in common.slices(len(texts), micro_batch, run):
         mine = texts[part]
         reduce_after(run.model, run.ranks, last)
         pi = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
