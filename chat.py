@@ -22,7 +22,6 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 
 import functools
 import json
-import os
 import time
 
 from configurator import ROOT
@@ -138,48 +137,6 @@ def why_not(tok):
     if missing := [name for name in MARKS if name not in tok.special]:
         return f"{tok.name}: its vocabulary has no {missing[0]}: a conversation needs Apertus' control tokens"
     return tok.foreign
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# .jsonl files
-
-CONVERSATION = "a list `messages` of {role, content}"
-
-
-def is_conversation(row):
-    messages = row.get("messages")
-    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-
-
-def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
-    """
-    Yield (line, JSON object) of a .jsonl file, without the empty lines.
-
-    ValueError: there is no such file, or a line is no object for which fits(object) is true. want: such an object in
-    words.
-    """
-    if not os.path.isfile(path):
-        raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
-    with open(path, "rb") as f:
-        for n, line in enumerate(map(bytes.strip, f), 1):
-            if not line:
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict) or not fits(row):
-                got = line.decode(errors="replace")[:60]
-                raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
-            yield n, row
-
-
-def read_rows(path, *how):
-    """The JSON objects of a .jsonl file as a list. how, ValueError: as above, and for an empty file."""
-    rows = [row for _, row in numbered_rows(path, *how)]
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------

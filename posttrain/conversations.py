@@ -34,7 +34,7 @@ dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
-WANT = f"a JSON object with {chat.CONVERSATION}, or with another form that --help lists"
+WANT = "a JSON object with a list `messages` of {role, content}, or with another form that --help lists"
 
 
 # -----------------------------------------------------------------------------
@@ -61,14 +61,14 @@ def files_of(source):
     return files
 
 
-def numbered(file, part):
+def numbered(file, part, columns=COLUMNS):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: as in readers.rows().
 
     ValueError: a line is no JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part, COLUMNS):
+    for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
             raise ValueError(f"{file['path']}, {place}: want {WANT}, got {row}")
@@ -88,9 +88,9 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n):
-    """(place, row) of the first n rows of a source."""
-    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part))
+def first_rows(source, n, *how):
+    """(place, row) of the first n rows of a source, or of all for None; how: as in numbered()."""
+    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
     return itertools.islice(rows, n)
 
 

@@ -53,13 +53,14 @@ import numpy as np
 import train                        # before torch: it sets the environment that torch reads
 import torch
 
-from chat import count, describe_dropped, numbered_rows, prompt_ids
+from chat import count, describe_dropped, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine.files import sha256_of
 from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
 from generate import generate
 from posttrain import collapse, common, lora, start
+from posttrain.conversations import first_rows
 from posttrain.judge import Charter
 from posttrain.losses import (
     BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
@@ -73,7 +74,7 @@ from posttrain.references import (
 # the run
 out = "out/qrpo"                # its folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
-data = "prompts.jsonl"          # per line {"messages": [..., user]}, and if any "completions", "rewards", "ref_rewards"
+data = "prompts.jsonl"          # rows of "messages", the last a user's; if any, "completions", "rewards", "ref_rewards"
 rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "": those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # continue from the newest intact checkpoint of this folder
@@ -143,22 +144,23 @@ def prompts_of(tok, path):
     """
     The prompts that can be used, and {reason: (count, first place)} of the others.
 
-    A prompt has line, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
+    A prompt has place, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
     the references, rewards of the given ones]. References come later, and rewards too if --rewards makes them.
     """
     asked, bad = [], {}
-    for line, row in numbered_rows(path):
+    # All columns, since a function of rewards may read any.
+    for place, row in first_rows(path, None, ()):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
-            count(bad, found, f"line {line}")
+            count(bad, found, place)
             continue
         given = [[*tok.encode(text), tok.special[END]] for text in texts]
-        asked.append(SimpleNamespace(line=line, row=row, ids=found, given=given, refs=[]))
+        asked.append(SimpleNamespace(place=place, row=row, ids=found, given=given, refs=[]))
         if not rewards:
-            where = f"{path}, line {line}: without --rewards,"
+            where = f"{path}, {place}: without --rewards,"
             asked[-1].rated = numbers(row, "ref_rewards", n_refs, where), numbers(row, "rewards", len(texts), where)
     if not asked:
         raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}" if bad else f"{path} is empty")
@@ -275,7 +277,7 @@ def rewards_of(tok, p, score):
     ValueError if the function raises, or returns something else than finite numbers, one for each.
     """
     texts = [words(tok, ids) for ids in p.refs + p.given]
-    where = f"{data}, line {p.line}: --rewards={rewards}"
+    where = f"{data}, {p.place}: --rewards={rewards}"
     try:
         values = [float(value) for value in score(p.row, texts)]
     except Exception as e:      # anything may come from the user's code
@@ -368,7 +370,6 @@ def main():
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
     if n_refs < 1 + bool(loo and use_references):
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
-    next(numbered_rows(data), None)
     common.tune(globals(), "pairs", prepare, batches, forward_backward)
 
 

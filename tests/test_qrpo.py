@@ -12,6 +12,7 @@ from scipy import integrate
 import chat
 import convert
 from conftest import ROOT, refused, script
+from engine import readers
 from engine.files import read_json
 from lab import ADAPTERS, aligning, run
 from plain import Plain
@@ -172,7 +173,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
     plain = Plain(lab / "sft")
     pairs = [
         pair_of(plain, row, norm, ties)
-        for row in chat.read_rows(COUPLES)
+        for row in readers.records(COUPLES)
     ]
     for step, found in enumerate(align(lab, tmp_path / "run", *how.split())):
         batch = [
