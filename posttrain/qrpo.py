@@ -67,7 +67,7 @@ from posttrain.losses import (
     quantile, tie_report,
 )
 from posttrain.references import (
-    file_of, in_one_line, load_reward, numbers, of_stage, padded, reward_hash, same_or_refuse, sequence_logp, words,
+    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, reward_hash, same_or_refuse, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -409,8 +409,8 @@ def forward_backward(run, batch, step):
     texts = [run.texts[k] for k in batch]
     facts = {}
     if common.diagnosed(step, rank_every):
-        idx, keep = padded([better for better, _ in texts[:4 * micro_batch]])
-        facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
+        idx, targets = laid_out([better for better, _ in texts[:4 * micro_batch]])
+        facts = collapse.diagnose(run.model, idx.to(run.device), targets.to(run.device) >= 0)
     known = part_of(run.known, batch)
     if lora_r:
         # The reference is the model without its adapters.

@@ -19,9 +19,9 @@ import runpy
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 
+import evaluate
 from chat import content_of
 from engine.files import read_json, write_flushed
 from loss import at_least_fp32, chunk_rows
@@ -77,17 +77,9 @@ def token_logp(h, targets, head):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def padded(sequences):
-    """
-    B pairs of ids (prompt, completion) -> idx (B, T), and keep (B, T) bool, where the completions are.
-
-    Rows are padded on the right, which causal attention never sees.
-    """
-    idx, keep = [], []
-    for prompt, completion in sequences:
-        idx.append(torch.tensor([*prompt, *completion]))
-        keep.append(torch.arange(len(idx[-1])) >= len(prompt))
-    return pad_sequence(idx, batch_first=True), pad_sequence(keep, batch_first=True)
+def laid_out(sequences):
+    """B pairs of ids (prompt, completion) -> idx and targets, (B, T) each on the CPU; -1: not of the completion."""
+    return evaluate.laid_out([([*prompt, *completion], len(prompt)) for prompt, completion in sequences], "cpu")
 
 
 def sequence_logp(model, sequences):
@@ -98,12 +90,12 @@ def sequence_logp(model, sequences):
     a time, and are computed again in the backward pass: 2,048 tokens of 131,072 logits would be 1.1 GB per sequence.
     """
     head = model.lm_head.weight                     # (V, C)
-    idx, keep = padded(sequences)
+    idx, targets = laid_out(sequences)
     # We look for the completions on the CPU, because looking on a GPU would wait for it.
-    where = keep[:, 1:].flatten().nonzero()[:, 0]
-    targets = idx[:, 1:].flatten()[where]           # (n,)
+    where = (targets >= 0).flatten().nonzero()[:, 0]
+    targets = targets.flatten()[where]              # (n,)
     idx, where, targets = (t.to(head.device, non_blocking=True) for t in (idx, where, targets))
-    h = model.hidden(idx[:, :-1]).flatten(0, 1)[where]      # (n, C), at the position before each token
+    h = model.hidden(idx).flatten(0, 1)[where]      # (n, C), at the position before each token
     head = model.lm_head.weight                     # again, since sharded ranks have gathered it in hidden()
     rows = chunk_rows(model.config.vocab_size, h.device)
     chunks = zip(h.split(rows), targets.split(rows))
