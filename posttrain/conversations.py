@@ -6,8 +6,8 @@ The conversations of SFT: from files of any form to ids on disk, and the order i
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
 that exist: a name is a hash of the content and of all settings that decide an id. Each source of a mixture is shuffled
-and repeated by itself. The number of a conversation in the run alone decides its source (chosen), so that the order is
-the same on any number of ranks and after a restart.
+and repeated by itself. The number of a conversation in the run alone decides its source (chosen() of common.py), so
+that the order is the same on any number of ranks and after a restart.
 
 Licences and evaluation prompts are judged as those of documents are (corpus/rules.py, corpus/dedup.py).
 
@@ -23,10 +23,9 @@ import numpy as np
 import chat
 from chat import count, describe_dropped, learnable
 from configurator import attached, literal
-from data import by_epoch
 from engine import checkpoint, readers
 from engine.files import sha256, sha256_of, write_flushed
-from engine.mixture import SLOTS, mix_weights
+from engine.mixture import mix_weights
 from posttrain import common
 
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
@@ -215,46 +214,6 @@ def tokenize(folder, judge, name, file, part):
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
     write_flushed(f"{folder}/{name}.ids", tokens.astype("<u4").tobytes(), shared=True)
     return dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad)
-
-
-# -----------------------------------------------------------------------------
-# the conversations of a step
-
-
-@functools.lru_cache(1)
-def interleave(slots):
-    """
-    SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
-    come before it, both (SLOTS,).
-
-    Sample k of a source with n slots is at (k + 1/2) / n of the way, like packets in fair queueing. So each source has
-    its share not only of all slots but, to a sample or two, of the first few.
-    """
-    source = np.repeat(np.arange(len(slots)), slots)
-    before = np.concatenate(list(map(np.arange, slots)))
-    order = np.argsort((before + 0.5) / np.repeat(slots, slots), kind="stable")
-    return source[order], before[order]
-
-
-def chosen(step, batch_size, sizes, weights, epochs, seed):
-    """
-    The conversations of a step: (at most batch_size,) numbers, those of the first source from 0 on, and so on.
-
-    sizes, weights: of each source. A run takes epochs * sum(sizes) conversations. A source gives its share of them, and
-    is taken again and again, each time in another order: of one source each epoch takes every conversation once. A pure
-    function of the step, so that a resumed run and any number of ranks see the same batches.
-    """
-    slots = mix_weights(dict(enumerate(weights)))
-    source, before = interleave(tuple(slots.values()))
-    end = min((step + 1) * batch_size, epochs * sum(sizes))
-    position = np.arange(step * batch_size, end)
-    block, j = np.divmod(position, SLOTS)
-    numbers = np.empty_like(position)
-    for s, n in enumerate(sizes):
-        mine = source[j] == s
-        epoch, i = np.divmod(block[mine] * slots[s] + before[j[mine]], n)
-        numbers[mine] = sum(sizes[:s]) + by_epoch(epoch, i, n, seed)
-    return numbers
 
 
 def described(conversations, bad, weights, epochs):

@@ -376,7 +376,7 @@ def main():
 def batches(run, step):
     """The numbers of the pairs of this step and all later ones. Every rank has all of them."""
     for step in itertools.count(step):
-        yield common.items(step, batch_size, run.items, epochs, seed)
+        yield common.chosen(step, batch_size, [run.items], [1], epochs, seed)
 
 
 def part_of(known, part):

@@ -49,7 +49,7 @@ from chat import learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
 from posttrain import collapse, common
-from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
+from posttrain.conversations import described, first_rows, look, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -166,7 +166,7 @@ def batches(run, step):
     """The conversations of this step and all later ones, as rows. Each rank lays out all of them."""
     shares = weights_of(data).values()
     for step in itertools.count(step):
-        numbers = chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
+        numbers = common.chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
         yield rows_of([run.conversations[k] for k in numbers], pack, run.longest)
 
 

@@ -13,7 +13,7 @@ import tokenizer
 from conftest import ROOT
 from engine import readers
 from engine.parallel import Ranks
-from posttrain import conversations
+from posttrain import common, conversations
 from tiny import write_rows
 
 TOK = tokenizer.load("byte")
@@ -124,7 +124,7 @@ def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end
     """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
     sizes = 40, 7, 300
     numbers = np.concatenate([
-        conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
+        common.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
         for step in range(14)
     ])
     assert len(numbers) == 40 * sum(sizes)
