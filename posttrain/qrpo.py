@@ -61,13 +61,13 @@ from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_a
 from generate import generate
 from posttrain import collapse, common, lora, start
 from posttrain.conversations import first_rows
-from posttrain.judge import Charter
+from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
     BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
     quantile, tie_report,
 )
 from posttrain.references import (
-    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, reward_hash, same_or_refuse, sequence_logp, words,
+    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, same_or_refuse, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------

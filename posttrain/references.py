@@ -26,7 +26,7 @@ from chat import content_of
 from engine.files import read_json, write_flushed
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
-from posttrain.judge import Charter, hash_of, of_spec, version
+from posttrain.judge import Charter, of_spec
 from tokenizer import IN_TEXT
 
 
@@ -163,15 +163,3 @@ def load_reward(spec, device):
         for completion in completions:
             yield function(*(question, completion, row)[:most])
     return one_by_one
-
-
-def reward_hash(spec):
-    """
-    A hash of everything that decides the numbers of --rewards, in whatever folder it is; "" for none.
-
-    Of the function's name and its file, or of a judge, its charter and our prompts.
-    """
-    kind, _, rest = spec.partition(":")
-    if kind == "charter":
-        return version(*of_spec(rest))
-    return hash_of([kind], rest or "reward") if spec else ""
