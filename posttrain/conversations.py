@@ -33,7 +33,6 @@ dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
-WANT = "a JSON object with a list `messages` of {role, content}, or with another form that --help lists"
 
 
 # -----------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def numbered(file, part, columns=COLUMNS):
     for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
-            raise ValueError(f"{file['path']}, {place}: want {WANT}, got {row}")
+            raise ValueError(f"{file['path']}, {place}: want a JSON object, got {row}")
         yield place, without_nulls(row) if parquet else row
 
 
@@ -91,14 +90,6 @@ def first_rows(source, n, *how):
     """(place, row) of the first n rows of a source, or of all for None; how: as in numbered()."""
     rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
     return itertools.islice(rows, n)
-
-
-def look(data):
-    """ValueError if the first row of a local source is no conversation. The hub is asked later, and once."""
-    for source in weights_of(data):
-        for place, row in () if source.startswith("hf://") else first_rows(source, 1):
-            if not chat.has_form(row):
-                raise ValueError(f"{source}, {place}: want {WANT}, got {chat.as_json(row)[:60]!r}")
 
 
 # -----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from chat import learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
 from posttrain import collapse, common
-from posttrain.conversations import described, first_rows, look, tokenized, weights_of
+from posttrain.conversations import described, first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -148,7 +148,6 @@ def tensors(rows, pad, device="cpu"):
 def main():
     if show:
         return show_conversations()
-    look(data)
     common.tune(globals(), "conversations", prepare, batches, forward_backward)
 
 
