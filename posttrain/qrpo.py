@@ -64,7 +64,7 @@ from posttrain.conversations import first_rows
 from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
     BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
-    quantile, tie_report,
+    quantile,
 )
 from posttrain.references import (
     file_of, in_one_line, laid_out, load_reward, numbers, of_stage, same_or_refuse, sequence_logp, words,
@@ -205,11 +205,10 @@ def prepare(run):
     run.items = len(couples)
     run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
     run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
-    tied, mass = tie_report([p.group for p in asked], known.beta.mean().item())
+    tied = 1 - np.mean([len({*p.rated[0]}) / len(p.rated[0]) for p in asked])
     if loss == "qrpo" and ties == "le" and tied > 0.1:
-        run.notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets "
-                         f"ask for {mass:.2f} times the probability there is: grade the reward more finely, or use "
-                         "--ties=discrete")
+        run.notes.append(f"warning: {tied:.0%} of the references repeat the reward of another, so quantiles are not "
+                         "uniform: grade the reward more finely, or use --ties=discrete")
     run.hashes = dict(data_hash=data_hash[:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
 
 
@@ -295,7 +294,7 @@ def candidates(run, p):
     quantiles of the prompt's references (n_refs,).
     """
     of_refs, of_given = p.rated
-    p.group = group = torch.tensor(of_refs, dtype=torch.float64)
+    group = torch.tensor(of_refs, dtype=torch.float64)
     # A reference that is trained on is compared with the other references (loo), a given completion with all.
     own = quantile(group, group, loo and p.refs)
     found = [*zip(p.refs, of_refs, own.tolist()), *zip(p.given, of_given, quantile(of_given, group).tolist())]
