@@ -23,6 +23,7 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 import functools
 import json
 import time
+from collections import Counter
 
 from configurator import ROOT
 from engine.files import read_text
@@ -261,15 +262,11 @@ def prompt_ids(tok, row, date=None):
         return ODD
 
 
-def count(bad, why, place, times=1):
-    """Add to {reason: (count, first place)}; place: as in "line 3"."""
-    had, first = bad.get(why, (0, place))
-    bad[why] = had + times, first
-
-
 def describe_dropped(bad, kept, what):
-    """Which items were left out and why, in one line. bad: {reason: (count, first place)}; what: their name, plural."""
-    n = sum(times for times, _ in bad.values())
-    reasons = "; ".join(f"{times} {why} (first in {place})" for why, (times, place) in bad.items())
+    """Which items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
+    n = len(bad)
+    first = dict(reversed(bad))
+    counts = Counter(why for why, _ in bad)
+    reasons = "; ".join(f"{times} {why} (first in {first[why]})" for why, times in counts.items())
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
     return f"{head}: {reasons}"

@@ -21,7 +21,7 @@ import os
 import numpy as np
 
 import chat
-from chat import count, describe_dropped, learnable
+from chat import describe_dropped, learnable
 from configurator import attached, literal
 from engine import checkpoint, readers
 from engine.files import sha256, sha256_of, write_flushed
@@ -126,8 +126,8 @@ class Conversations:
 
 def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", decontaminate=""):
     """
-    Conversations of --data; {reason: (count, first place)} of the rows that are left out; a hash of everything that
-    decides which conversations there are, and in which ids.
+    Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides which
+    conversations there are, and in which ids.
 
     ValueError: a line that is no JSON object, a file that cannot be read, or a source with nothing to learn from.
     """
@@ -150,24 +150,17 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
             parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
     os.makedirs(folder, exist_ok=True)
     all_parts = list(itertools.chain(*named))
-    files = [f"{folder}/{name}.json" for name, *_ in all_parts]
+    files = [f"{folder}/{name}.ids.json" for name, *_ in all_parts]
     written = iter(common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *all_parts[k])))
     names = [[name for name, *_ in parts] for parts in named]
     found = [[next(written) | dict(name=f"{folder}/{name}") for name in some] for some in names]
+    bad = []
     for source, parts in zip(weights, found):
+        odd = [row for part in parts for row in part.pop("bad")]
         if not any(part["lengths"] for part in parts):
-            bad = reasons(parts)
-            raise ValueError(f"{source}: {describe_dropped(bad, 0, 'conversations')}" if bad else f"{source} is empty")
-    return Conversations(found), reasons(itertools.chain(*found)), sha256_of([names, [*weights.values()]])
-
-
-def reasons(parts):
-    """{reason: (count, first place)} of the rows that tokenize() has left out of some parts."""
-    bad = {}
-    for part in parts:
-        for why, (times, place) in part["bad"].items():
-            count(bad, why, place, times)
-    return bad
+            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}" if odd else f"{source} is empty")
+        bad += odd
+    return Conversations(found), bad, sha256_of([names, [*weights.values()]])
 
 
 def verdict(tok, max_length, date, rules, contamination, row):
@@ -193,11 +186,11 @@ def tokenize(folder, judge, name, file, part):
 
     ValueError: a line is no JSON object.
     """
-    tokens, lengths, bad = [], [], {}
+    tokens, lengths, bad = [], [], []
     for place, row in numbered(file, part):
         found = judge(row)
         if isinstance(found, str):
-            count(bad, found, f"{place} of {file['name']}")
+            bad.append((found, f"{place} of {file['name']}"))
             continue
         ids, said = np.array(found, np.uint32)
         tokens.append(ids | SAID * said)

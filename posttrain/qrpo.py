@@ -53,7 +53,7 @@ import numpy as np
 import train                        # before torch: it sets the environment that torch reads
 import torch
 
-from chat import count, describe_dropped, prompt_ids
+from chat import describe_dropped, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine.files import sha256_of
@@ -142,12 +142,12 @@ END = "<|assistant_end|>"         # the token that ends a completion
 
 def prompts_of(tok, path):
     """
-    The prompts that can be used, and {reason: (count, first place)} of the others.
+    The prompts that can be used, and [(reason, place)] of the others.
 
     A prompt has place, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
     the references, rewards of the given ones]. References come later, and rewards too if --rewards makes them.
     """
-    asked, bad = [], {}
+    asked, bad = [], []
     # All columns, since a function of rewards may read any.
     for place, row in first_rows(path, None, ()):
         found = prompt_ids(tok, row, date)
@@ -155,7 +155,7 @@ def prompts_of(tok, path):
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
-            count(bad, found, place)
+            bad.append((found, place))
             continue
         given = [[*tok.encode(text), tok.special[END]] for text in texts]
         asked.append(SimpleNamespace(place=place, row=row, ids=found, given=given, refs=[]))

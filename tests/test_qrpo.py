@@ -293,10 +293,10 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
     assert found.ids == TOK.chat(**good, add_generation_prompt=True, date="2025-09-02")[1]
-    assert bad == {
-        why: (1, f"line {n}")
+    assert bad == [
+        (why, f"line {n}")
         for n, why in enumerate(reasons, 1)
-    }
+    ]
 
 
 # -----------------------------------------------------------------------------
