@@ -15,6 +15,7 @@ $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" 
 """
 
 import functools
+import io
 import itertools
 import os
 
@@ -23,6 +24,7 @@ import numpy as np
 import chat
 from chat import describe_dropped, learnable
 from configurator import attached, literal
+from data import Stream
 from engine import checkpoint, readers
 from engine.files import sha256, sha256_of, write_flushed
 from engine.mixture import mix_weights
@@ -99,28 +101,26 @@ def first_rows(source, n, *how):
 class Conversations:
     """
     conversations[k] -> (ids, said), two arrays (T,), int64 and bool; sizes: how many there are of each source; tokens,
-    learnt: of all of them. sources: for each source the parts that tokenize() has written.
+    learnt: of all of them. sources: for each source the parts that tokenize() has written to the folder.
 
     They are read when they are needed. Each rank holds 8 bytes a conversation itself.
     """
 
-    def __init__(self, sources):
-        self.parts = list(itertools.chain(*sources))
-        self.sizes = [sum(len(part["lengths"]) for part in parts) for parts in sources]
-        self.learnt = sum(part["learnt"] for part in self.parts)
-        lengths = [part["lengths"] for part in self.parts]
-        # Tokens before each part, and before each conversation.
-        self.borders = np.cumsum([0, *map(sum, lengths)])
-        self.starts = np.cumsum([0, *itertools.chain(*lengths)])
-        self.tokens = int(self.starts[-1])
+    def __init__(self, folder, sources):
+        parts = list(itertools.chain(*sources))
+        self.sizes = [sum(len(part["lengths"]) for part in some) for some in sources]
+        self.learnt = sum(part["learnt"] for part in parts)
+        self.stream = Stream(folder, parts, 1)
+        self.tokens = self.stream.n_tokens
+        # Where each conversation begins, and the end of the last one.
+        self.starts = np.cumsum([0, *itertools.chain(*(part["lengths"] for part in parts))])
 
     def __len__(self):
         return len(self.starts) - 1
 
     def __getitem__(self, k):
         begin, end = self.starts[k:k + 2]
-        n = np.searchsorted(self.borders, begin, "right") - 1
-        tokens = np.fromfile(f"{self.parts[n]['name']}.ids", "<u4", end - begin, offset=4 * (begin - self.borders[n]))
+        tokens = self.stream.read(begin, np.empty(end - begin, np.uint32))
         return (tokens & ~SAID).astype(np.int64), tokens >= SAID
 
 
@@ -140,27 +140,25 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     judge = functools.partial(verdict, tok, max_length, date, selection.column_rules(licenses), contamination)
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
-    named = [[] for _ in sources]
-    for parts, files in zip(named, sources):
+    os.makedirs(folder, exist_ok=True)
+    names, found, bad = [], [], []
+    for source, files in zip(weights, sources):
+        todo = []
         for file in files:
             if file["problem"]:
                 raise ValueError(f"{file['path']}: {file['problem']}")
             # The hub has no sha256 of small files, but their path names the commit.
             key = sha256_of([file["sha256"] or file["path"], file["parts"], decisive])
-            parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
-    os.makedirs(folder, exist_ok=True)
-    all_parts = list(itertools.chain(*named))
-    files = [f"{folder}/{name}.ids.json" for name, *_ in all_parts]
-    written = iter(common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *all_parts[k])))
-    names = [[name for name, *_ in parts] for parts in named]
-    found = [[next(written) | dict(name=f"{folder}/{name}") for name in some] for some in names]
-    bad = []
-    for source, parts in zip(weights, found):
+            todo += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
+        names.append([name for name, *_ in todo])
+        written = [f"{folder}/{name}.npy.json" for name in names[-1]]
+        parts = common.cached(written, ranks, "tokenizing", lambda k: tokenize(folder, judge, *todo[k]))
         odd = [row for part in parts for row in part.pop("bad")]
         if not any(part["lengths"] for part in parts):
             raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}" if odd else f"{source} is empty")
+        found.append(parts)
         bad += odd
-    return Conversations(found), bad, sha256_of([names, [*weights.values()]])
+    return Conversations(folder, found), bad, sha256_of([names, [*weights.values()]])
 
 
 def verdict(tok, max_length, date, rules, contamination, row):
@@ -181,8 +179,8 @@ def verdict(tok, max_length, date, rules, contamination, row):
 
 def tokenize(folder, judge, name, file, part):
     """
-    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows that
-    are left out.
+    Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
+    the lengths of the conversations, and the rows that are left out.
 
     ValueError: a line is no JSON object.
     """
@@ -196,8 +194,11 @@ def tokenize(folder, judge, name, file, part):
         tokens.append(ids | SAID * said)
         lengths.append(len(ids))
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
-    write_flushed(f"{folder}/{name}.ids", tokens.astype("<u4").tobytes(), shared=True)
-    return dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad)
+    content = io.BytesIO()
+    np.save(content, tokens)
+    write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
+    learnt = int((tokens >= SAID).sum())
+    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, bad=bad)
 
 
 def described(conversations, bad, weights, epochs):

@@ -106,7 +106,7 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     data = tmp_path / "chats.jsonl"
     write_rows(data, rows_like(40))
     whole = everything(read(tmp_path, data, "tokens")[0])
-    first, second, *_ = sorted((tmp_path / "tokens").glob("*.ids"))
+    first, second, *_ = sorted((tmp_path / "tokens").glob("*.npy"))
     os.remove(f"{first}.json")                          # killed between the two files
     first.write_bytes(b"half")
     before = second.stat().st_mtime_ns
