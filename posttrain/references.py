@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import evaluate
 from chat import content_of
 from engine.files import read_json, write_flushed
+from engine.restore import refuse_another
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
 from posttrain.judge import Charter, of_spec
@@ -41,12 +42,7 @@ def same_or_refuse(folder, made_from, ranks):
         os.makedirs(folder, exist_ok=True)
         write_flushed(path, json.dumps(made_from), shared=True)
     ranks.add(0)        # Barrier: no rank reads before the first has written.
-    have = read_json(path)
-    changed = [f"another {name}" if len(str(value)) == 64 else f"{name} {have.get(name)!r} -> {value!r}"
-               for name, value in made_from.items() if have.get(name) != value]
-    if changed:
-        raise ValueError(f"{folder} holds references of other settings: {', '.join(changed)}. "
-                         "Name another --references or --out")
+    refuse_another(folder, read_json(path), made_from)
 
 
 def file_of(folder, stage, k):
