@@ -174,7 +174,9 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
         pair_of(plain, row, norm, ties)
         for row in readers.records(COUPLES)
     ]
-    for step, found in enumerate(align(lab, tmp_path / "run", *how.split())):
+    done = run(*aligning(lab, tmp_path / "run", *how.split()))
+    assert ("warning: 44% of the references" in done.stdout) == (kind == "qrpo" and norm)
+    for step, found in enumerate(log(tmp_path / "run")):
         batch = [
             pairs[k]
             for k in common.chosen(step, 2, [4], [1], 1, 28)
