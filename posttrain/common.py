@@ -92,7 +92,9 @@ def tune(script, what, prepare, batches, forward_backward):
         run.validate_first = bool(script["old"])
 
     def introduce(run, end):
-        convert.describe(train.out, run.config | dict(chat=True), run.shape, tok)
+        names = mine.keys() | vars(shape).keys() | run.hashes.keys() | {"start_hash"}
+        kept = {name: value for name, value in run.config.items() if name in names}
+        convert.describe(train.out, kept | dict(chat=True), run.shape, tok)
         print(*run.notes, f"{run.items} {what}, {end} step{'s' * (end != 1)}", sep="\n")
 
     def finish(run, last):
