@@ -22,8 +22,8 @@ $ python sample.py --init_from=out/sft --chat             # a conversation in th
 
 import functools
 import json
-import os
 import time
+from collections import Counter
 
 from configurator import ROOT
 from engine.files import read_text
@@ -124,48 +124,6 @@ def stop_ids(tok):
     model's to write. Source: eos_token_id of the published generation_config.json, [2, 68, 72].
     """
     return {tok.eos} | {tok.special.get(name, tok.eos) for name in "</s> <|assistant_end|> <|tools_suffix|>".split()}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# .jsonl files
-
-CONVERSATION = "a list `messages` of {role, content}"
-
-
-def is_conversation(row):
-    messages = row.get("messages")
-    return isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-
-
-def numbered_rows(path, fits=is_conversation, want=CONVERSATION):
-    """
-    Yield (line, JSON object) of a .jsonl file, without the empty lines.
-
-    ValueError: there is no such file, or a line is no object for which fits(object) is true. want: such an object in
-    words.
-    """
-    if not os.path.isfile(path):
-        raise ValueError(f"no such file: {path}; want .jsonl, each line a JSON object with {want}")
-    with open(path, "rb") as f:
-        for n, line in enumerate(map(bytes.strip, f), 1):
-            if not line:
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not isinstance(row, dict) or not fits(row):
-                got = line.decode(errors="replace")[:60]
-                raise ValueError(f"{path}, line {n}: want a JSON object with {want}, got {got!r}")
-            yield n, row
-
-
-def read_rows(path, *how):
-    """The JSON objects of a .jsonl file as a list. how, ValueError: as above, and for an empty file."""
-    rows = [row for _, row in numbered_rows(path, *how)]
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return rows
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -290,15 +248,11 @@ def prompt_ids(tok, row, date=None):
         return ODD
 
 
-def count(bad, why, place, times=1):
-    """Add to {reason: (count, first place)}; place: as in "line 3"."""
-    had, first = bad.get(why, (0, place))
-    bad[why] = had + times, first
-
-
 def describe_dropped(bad, kept, what):
-    """Which items were left out and why, in one line. bad: {reason: (count, first place)}; what: their name, plural."""
-    n = sum(times for times, _ in bad.values())
-    reasons = "; ".join(f"{times} {why} (first in {place})" for why, (times, place) in bad.items())
+    """Which items were left out and why, in one line. bad: [(reason, place)]; what: their name, plural."""
+    n = len(bad)
+    first = dict(reversed(bad))
+    counts = Counter(why for why, _ in bad)
+    reasons = "; ".join(f"{times} {why} (first in {first[why]})" for why, times in counts.items())
     head = f"left out {n} of {n + kept} {what}" if kept else f"none of {n} {what} can be learnt from"
     return f"{head}: {reasons}"

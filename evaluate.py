@@ -20,6 +20,7 @@ $ python evaluate.py quiz.jsonl sums.jsonl --shots=3                       # tas
 $ python evaluate.py --harness=arc_easy,hellaswag --init_from=swiss-ai/Apertus-8B-2509    # pip install lm-eval[hf]
 """
 
+import itertools
 import json
 import math
 import os
@@ -32,10 +33,10 @@ from tqdm import tqdm
 
 import convert
 import tokenizer as tokenizers
-from chat import read_rows
 from configurator import attached
 from data import TokenDataset
-from engine.files import read_text, write_json
+from engine import readers
+from engine.files import write_json
 from engine.intervals import student, t_quantile, wilson
 from engine.runs import settings_of
 from generate import generate
@@ -395,21 +396,18 @@ def table_md(rows):
 
 def contents(path):
     """
-    The documents of a .txt or .jsonl file, a list of (group, text), its questions with choices, and those without.
+    The documents of a file of text or of rows, a list of (group, text), its questions with choices, and those without.
 
     ValueError if there is no such file, and for a row without text or question.
     """
     if not os.path.isfile(path):
         raise ValueError(f"no such file or folder: {path}. Name a text, .jsonl, or data that you prepare: "
                          f"python prepare.py FILES --out={path}")
-    rows = [dict(text=read_text(path))]
-    if path.endswith(".jsonl"):
-        rows = read_rows(
-            path,
-            lambda row: isinstance(row.get("text", row.get("question")), str),
-            '"text", or with "question" and "answer"')
     found = [], [], []
-    for row in rows[:limit or None]:
+    for n, row in enumerate(itertools.islice(readers.records(path), limit or None), 1):
+        if not isinstance(row.get("text", row.get("question")), str):
+            raise ValueError(f'{path}, row {n}: want a JSON object with "text", or with "question" and "answer", got '
+                             f"{str(row)[:60]!r}")
         if row.get("text", "").strip():
             found[0].append((str(row.get(by, os.path.basename(path))), row["text"]))
         elif "text" not in row:

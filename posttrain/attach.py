@@ -21,7 +21,6 @@ $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --out=out/s
 
 import functools
 import os
-from types import SimpleNamespace
 
 import torch
 
@@ -31,9 +30,10 @@ import train
 from configurator import attached, run, settings
 from data import read_meta
 from engine import fp8 as eight_bits
-from engine import runs, sequence
+from engine import sequence
 from engine.attention import attend_on
 from engine.parallel import orderly_exit
+from engine.runs import settings_of
 from model import Apertus
 from posttrain import distill as distillation
 from posttrain import start
@@ -215,17 +215,20 @@ def wrap_loop(tok):
     if wandb_log:
         import wandb                                       # here, so that an error comes before the run folder is there
 
-        def open_both(out, start, ranks, validate):
-            log = runs.open_log(out, start, ranks, validate)
-            if ranks.first:
-                wandb.init(project=wandb_project, name=os.path.basename(out), config=runs.settings_of(out))
+        batches = train.batches
+
+        # train.py asks for its batches once, when the log is open.
+        def batches_and_wandb(run, start):
+            log = run.log
 
             def both(**entry):
                 log(**entry)
-                if ranks.first:
-                    wandb.log(entry, step=entry["step"])
-            return both
-        train.runs = SimpleNamespace(**vars(runs) | dict(open_log=open_both))
+                wandb.log(entry, step=entry["step"])
+            if run.ranks.first:
+                wandb.init(project=wandb_project, name=os.path.basename(train.out), config=settings_of(train.out))
+                run.log = both
+            return batches(run, start)
+        train.batches = batches_and_wandb
 
     train.build_all = then_attach
     if ffn != "dense" or self_guided:

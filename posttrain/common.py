@@ -6,6 +6,7 @@ themselves. Both scripts keep their settings as globals, lend them to train.py, 
 that read the data and compute the loss.
 """
 
+import functools
 import json
 import math
 import os
@@ -21,8 +22,10 @@ from configurator import settings
 from data import by_epoch
 from engine.checkpoint import gather, steps_in
 from engine.files import read_text, write_flushed
+from engine.mixture import SLOTS, mix_weights
+from engine.parallel import drop_gathered
 from engine.restore import refuse_another
-from engine.runs import settings_of
+from engine.runs import asked_to_stop, settings_of
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
@@ -103,7 +106,13 @@ def tune(script, what, prepare, batches, forward_backward):
             print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
 
     train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
-    train.batches, train.forward_backward = batches, forward_backward
+    def forward_backward_or_stop(run, batch, step):
+        try:
+            return forward_backward(run, batch, step)
+        except Stop:
+            drop_gathered(run.model)
+
+    train.batches, train.forward_backward = batches, forward_backward_or_stop
     train.tokens_seen = lambda step: {}
     train.validate = lambda run, windows: {}
     train.eval_minutes = 0
@@ -144,14 +153,40 @@ def contents(file):
 # the order of the data and the learning rate, as pure functions of the step
 
 
-def items(step, batch_size, n, epochs, seed):
+@functools.lru_cache(1)
+def interleave(slots):
     """
-    Which of n items a step takes: (at most batch_size,) numbers in [0, n), each epoch in an order of its own.
+    SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
+    come before it, both (SLOTS,).
 
-    A pure function of the step, so that a resumed run and any number of ranks see the same batches.
+    Sample k of a source with n slots is at (k + 1/2) / n of the way, like packets in fair queueing. So each source has
+    its share not only of all slots but, to a sample or two, of the first few.
     """
-    position = np.arange(step * batch_size, min((step + 1) * batch_size, epochs * n))
-    return by_epoch(*np.divmod(position, n), n, seed)
+    source = np.repeat(np.arange(len(slots)), slots)
+    before = np.concatenate(list(map(np.arange, slots)))
+    order = np.argsort((before + 0.5) / np.repeat(slots, slots), kind="stable")
+    return source[order], before[order]
+
+
+def chosen(step, batch_size, sizes, weights, epochs, seed):
+    """
+    The items of a step: (at most batch_size,) numbers, those of the first source from 0 on, and so on.
+
+    sizes, weights: of each source. A run takes epochs * sum(sizes) items. A source gives its share of them, and is
+    taken again and again, each time in another order: of one source each epoch takes every item once. A pure function
+    of the step, so that a resumed run and any number of ranks see the same batches.
+    """
+    slots = mix_weights(dict(enumerate(weights)))
+    source, before = interleave(tuple(slots.values()))
+    end = min((step + 1) * batch_size, epochs * sum(sizes))
+    position = np.arange(step * batch_size, end)
+    block, j = np.divmod(position, SLOTS)
+    numbers = np.empty_like(position)
+    for s, n in enumerate(sizes):
+        mine = source[j] == s
+        epoch, i = np.divmod(block[mine] * slots[s] + before[j[mine]], n)
+        numbers[mine] = sum(sizes[:s]) + by_epoch(epoch, i, n, seed)
+    return numbers
 
 
 def linear(step, steps, warmup):
@@ -165,15 +200,23 @@ def linear(step, steps, warmup):
     return min((step + 1) / up, (steps - step) / (steps - up + 1))
 
 
-def slices(n, micro_batch, ranks):
+class Stop(Exception):
+    """A rank was asked to stop within a step."""
+
+
+def slices(n, micro_batch, run):
     """
-    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one).
+    The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one). Stop: between
+    two of them a rank is asked to stop.
 
     All ranks run equally often, because sharded ones gather each other's weights: a slice may lie beyond n. It is then
     empty, and the rank runs something that adds nothing.
     """
+    ranks = run.ranks
     each = -(-n // (micro_batch * ranks.size))
     for k in range(each):
+        if k and ranks.agree(asked_to_stop(train.out, run.stop, ranks)):
+            raise Stop
         begin = (k * ranks.size + ranks.rank) * micro_batch
         yield slice(begin, begin + micro_batch), k + 1 == each
 

@@ -6,8 +6,8 @@ The conversations of SFT: from files of any form to ids on disk, and the order i
 
 Rows become ids once, in out/<run>/tokens. Each rank tokenizes its share of the parts, and a resumed run reads the parts
 that exist: a name is a hash of the content and of all settings that decide an id. Each source of a mixture is shuffled
-and repeated by itself. The number of a conversation in the run alone decides its source (chosen), so that the order is
-the same on any number of ranks and after a restart.
+and repeated by itself. The number of a conversation in the run alone decides its source (chosen() of common.py), so
+that the order is the same on any number of ranks and after a restart.
 
 Licences and evaluation prompts are judged as those of documents are (corpus/rules.py, corpus/dedup.py).
 
@@ -15,18 +15,19 @@ $ python -m posttrain.sft --data="{'chats/': 2, 'hf://datasets/OWNER/NAME': 1}" 
 """
 
 import functools
+import io
 import itertools
 import os
 
 import numpy as np
 
 import chat
-from chat import count, describe_dropped, learnable
+from chat import describe_dropped, learnable
 from configurator import attached, literal
-from data import by_epoch
+from data import Stream
 from engine import checkpoint, readers
 from engine.files import sha256, sha256_of, write_flushed
-from engine.mixture import SLOTS, mix_weights
+from engine.mixture import mix_weights
 from posttrain import common
 
 dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
@@ -34,7 +35,6 @@ dedup, selection = attached("corpus.dedup"), attached("corpus.rules")
 SAID = np.uint32(1 << 31)       # the top bit of an id: the assistant must produce it itself
 # The columns of parquet files that are read.
 COLUMNS = {"input", "system", "tools", "thinking", "license"}.union(*chat.FORMS)
-WANT = f"a JSON object with {chat.CONVERSATION}, or with another form that --help lists"
 
 
 # -----------------------------------------------------------------------------
@@ -61,17 +61,17 @@ def files_of(source):
     return files
 
 
-def numbered(file, part):
+def numbered(file, part, columns=COLUMNS):
     """
-    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3".
+    Yield (place, row) of each row of a part of a file; place: "line 3" or "row 3". columns: as in readers.rows().
 
     ValueError: a line is no JSON object, or the file is damaged. A null in parquet is a missing key.
     """
     parquet = readers.kind_of(file["path"]) == "parquet"
-    for n, row in readers.rows(file, part, COLUMNS):
+    for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
-            raise ValueError(f"{file['path']}, {place}: want {WANT}, got {row}")
+            raise ValueError(f"{file['path']}, {place}: want a JSON object, got {row}")
         yield place, without_nulls(row) if parquet else row
 
 
@@ -88,18 +88,10 @@ def without_nulls(value):
     return value
 
 
-def first_rows(source, n):
-    """(place, row) of the first n rows of a source."""
-    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part))
+def first_rows(source, n, *how):
+    """(place, row) of the first n rows of a source, or of all for None; how: as in numbered()."""
+    rows = (row for file in files_of(source) for part in readers.parts_of(file) for row in numbered(file, part, *how))
     return itertools.islice(rows, n)
-
-
-def look(data):
-    """ValueError if the first row of a local source is no conversation. The hub is asked later, and once."""
-    for source in weights_of(data):
-        for place, row in () if source.startswith("hf://") else first_rows(source, 1):
-            if not chat.has_form(row):
-                raise ValueError(f"{source}, {place}: want {WANT}, got {chat.as_json(row)[:60]!r}")
 
 
 # -----------------------------------------------------------------------------
@@ -109,35 +101,33 @@ def look(data):
 class Conversations:
     """
     conversations[k] -> (ids, said), two arrays (T,), int64 and bool; sizes: how many there are of each source; tokens,
-    learnt: of all of them. sources: for each source the parts that tokenize() has written.
+    learnt: of all of them. sources: for each source the parts that tokenize() has written to the folder.
 
     They are read when they are needed. Each rank holds 8 bytes a conversation itself.
     """
 
-    def __init__(self, sources):
-        self.parts = list(itertools.chain(*sources))
-        self.sizes = [sum(len(part["lengths"]) for part in parts) for parts in sources]
-        self.learnt = sum(part["learnt"] for part in self.parts)
-        lengths = [part["lengths"] for part in self.parts]
-        # Tokens before each part, and before each conversation.
-        self.borders = np.cumsum([0, *map(sum, lengths)])
-        self.starts = np.cumsum([0, *itertools.chain(*lengths)])
-        self.tokens = int(self.starts[-1])
+    def __init__(self, folder, sources):
+        parts = list(itertools.chain(*sources))
+        self.sizes = [sum(len(part["lengths"]) for part in some) for some in sources]
+        self.learnt = sum(part["learnt"] for part in parts)
+        self.stream = Stream(folder, parts, 1)
+        self.tokens = self.stream.n_tokens
+        # Where each conversation begins, and the end of the last one.
+        self.starts = np.cumsum([0, *itertools.chain(*(part["lengths"] for part in parts))])
 
     def __len__(self):
         return len(self.starts) - 1
 
     def __getitem__(self, k):
         begin, end = self.starts[k:k + 2]
-        n = np.searchsorted(self.borders, begin, "right") - 1
-        tokens = np.fromfile(f"{self.parts[n]['name']}.ids", "<u4", end - begin, offset=4 * (begin - self.borders[n]))
+        tokens = self.stream.read(begin, np.empty(end - begin, np.uint32))
         return (tokens & ~SAID).astype(np.int64), tokens >= SAID
 
 
 def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", decontaminate=""):
     """
-    Conversations of --data; {reason: (count, first place)} of the rows that are left out; a hash of everything that
-    decides which conversations there are, and in which ids.
+    Conversations of --data; [[reason, place]] of the rows that are left out; a hash of everything that decides which
+    conversations there are, and in which ids.
 
     ValueError: a line that is no JSON object, a file that cannot be read, or a source with nothing to learn from.
     """
@@ -150,34 +140,25 @@ def tokenized(folder, tok, data, max_length, date, ranks, keep_licenses="", deco
     judge = functools.partial(verdict, tok, max_length, date, licenses, contamination)
 
     decisive = [tok.hash, max_length, date, keep_licenses, decontaminate and sha256(decontaminate)]
-    named = [[] for _ in sources]
-    for parts, files in zip(named, sources):
+    os.makedirs(folder, exist_ok=True)
+    names, found, bad = [], [], []
+    for source, files in zip(weights, sources):
+        todo = []
         for file in files:
             if file["problem"]:
                 raise ValueError(f"{file['path']}: {file['problem']}")
             # The hub has no sha256 of small files, but their path names the commit.
             key = sha256_of([file["sha256"] or file["path"], file["parts"], decisive])
-            parts += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
-    os.makedirs(folder, exist_ok=True)
-    all_parts = list(itertools.chain(*named))
-    files = [f"{folder}/{name}.json" for name, *_ in all_parts]
-    written = iter(common.cached(files, ranks, "tokenizing", lambda k: tokenize(folder, judge, *all_parts[k])))
-    names = [[name for name, *_ in parts] for parts in named]
-    found = [[next(written) | dict(name=f"{folder}/{name}") for name in some] for some in names]
-    for source, parts in zip(weights, found):
+            todo += [(f"{key[:16]}-{n:05d}", file, part) for n, part in enumerate(file["parts"])]
+        names.append([name for name, *_ in todo])
+        written = [f"{folder}/{name}.npy.json" for name in names[-1]]
+        parts = common.cached(written, ranks, "tokenizing", lambda k: tokenize(folder, judge, *todo[k]))
+        odd = [row for part in parts for row in part.pop("bad")]
         if not any(part["lengths"] for part in parts):
-            bad = reasons(parts)
-            raise ValueError(f"{source}: {describe_dropped(bad, 0, 'conversations')}" if bad else f"{source} is empty")
-    return Conversations(found), reasons(itertools.chain(*found)), sha256_of([names, [*weights.values()]])
-
-
-def reasons(parts):
-    """{reason: (count, first place)} of the rows that tokenize() has left out of some parts."""
-    bad = {}
-    for part in parts:
-        for why, (times, place) in part["bad"].items():
-            count(bad, why, place, times)
-    return bad
+            raise ValueError(f"{source}: {describe_dropped(odd, 0, 'conversations')}" if odd else f"{source} is empty")
+        found.append(parts)
+        bad += odd
+    return Conversations(folder, found), bad, sha256_of([names, [*weights.values()]])
 
 
 def verdict(tok, max_length, date, licenses, contamination, row):
@@ -198,63 +179,26 @@ def verdict(tok, max_length, date, licenses, contamination, row):
 
 def tokenize(folder, judge, name, file, part):
     """
-    Write the ids of the conversations in a part of a file to folder/name.ids. Returns their lengths and the rows that
-    are left out.
+    Write the ids of the conversations in a part of a file to folder/name.npy. Returns the file's entry for data.Stream,
+    the lengths of the conversations, and the rows that are left out.
 
     ValueError: a line is no JSON object.
     """
-    tokens, lengths, bad = [], [], {}
+    tokens, lengths, bad = [], [], []
     for place, row in numbered(file, part):
         found = judge(row)
         if isinstance(found, str):
-            count(bad, found, f"{place} of {file['name']}")
+            bad.append((found, f"{place} of {file['name']}"))
             continue
         ids, said = np.array(found, np.uint32)
         tokens.append(ids | SAID * said)
         lengths.append(len(ids))
     tokens = np.concatenate([np.zeros(0, np.uint32), *tokens])
-    write_flushed(f"{folder}/{name}.ids", tokens.astype("<u4").tobytes(), shared=True)
-    return dict(lengths=lengths, learnt=int((tokens >= SAID).sum()), bad=bad)
-
-
-# -----------------------------------------------------------------------------
-# the conversations of a step
-
-
-@functools.lru_cache(1)
-def interleave(slots):
-    """
-    SLOTS samples, spread evenly over the sources by their slots: the source of each sample, and how many of that source
-    come before it, both (SLOTS,).
-
-    Sample k of a source with n slots is at (k + 1/2) / n of the way, like packets in fair queueing. So each source has
-    its share not only of all slots but, to a sample or two, of the first few.
-    """
-    source = np.repeat(np.arange(len(slots)), slots)
-    before = np.concatenate(list(map(np.arange, slots)))
-    order = np.argsort((before + 0.5) / np.repeat(slots, slots), kind="stable")
-    return source[order], before[order]
-
-
-def chosen(step, batch_size, sizes, weights, epochs, seed):
-    """
-    The conversations of a step: (at most batch_size,) numbers, those of the first source from 0 on, and so on.
-
-    sizes, weights: of each source. A run takes epochs * sum(sizes) conversations. A source gives its share of them, and
-    is taken again and again, each time in another order: of one source each epoch takes every conversation once. A pure
-    function of the step, so that a resumed run and any number of ranks see the same batches.
-    """
-    slots = mix_weights(dict(enumerate(weights)))
-    source, before = interleave(tuple(slots.values()))
-    end = min((step + 1) * batch_size, epochs * sum(sizes))
-    position = np.arange(step * batch_size, end)
-    block, j = np.divmod(position, SLOTS)
-    numbers = np.empty_like(position)
-    for s, n in enumerate(sizes):
-        mine = source[j] == s
-        epoch, i = np.divmod(block[mine] * slots[s] + before[j[mine]], n)
-        numbers[mine] = sum(sizes[:s]) + by_epoch(epoch, i, n, seed)
-    return numbers
+    content = io.BytesIO()
+    np.save(content, tokens)
+    write_flushed(f"{folder}/{name}.npy", content.getvalue(), shared=True)
+    learnt = int((tokens >= SAID).sum())
+    return dict(file=f"{name}.npy", tokens=len(tokens), lengths=lengths, learnt=learnt, bad=bad)
 
 
 def described(conversations, bad, weights, epochs):

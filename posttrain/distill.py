@@ -16,6 +16,8 @@ dtype of the activations (16 GB for the 8B in bf16), even if the student is shar
 $ python train.py configs/laptop.py --n_layer=1 --teacher=out/laptop --distill=0.9 --out=out/student
 """
 
+import functools
+
 import torch
 
 from loss import ChunkedCrossEntropy, at_least_fp32
@@ -29,17 +31,17 @@ def log_probabilities(h, w):
     return z.sub_(z.logsumexp(-1, keepdim=True))
 
 
-def chunk_loss(h, w, targets, weights, train):
+def chunk_loss(labels, known, head, h, w, rows, weights, train):
     """
     loss.chunk_loss with two terms, -log q(label) and KL(p || q), both in nats.
 
-    h (rows, C), w (V, C). targets: rows of Labels. weights (rows, 2), of each term. Returns the terms (rows, 2) and, if
-    train, the gradient of their weighted sum by the logits (rows, V).
+    labels (N,); known (N, D), head (V, D): the teacher's hidden states and its head. h (rows, C), w (V, C); rows: which
+    of the N positions. weights (rows, 2), of each term. Returns the terms (rows, 2) and, if train, the gradient of
+    their weighted sum by the logits (rows, V).
     """
-    labels, known, head = targets
-    labels = labels[:, None]
+    labels = labels[rows, None]
     log_q = log_probabilities(h, w)
-    log_p = log_probabilities(known, head)
+    log_p = log_probabilities(known[rows], head)
     p = log_p.exp()
     kl = log_p.sub_(log_q).mul_(p).sum(-1)                 # (rows,)
     terms = torch.stack((-log_q.gather(1, labels)[:, 0], kl), dim=1)
@@ -51,20 +53,6 @@ def chunk_loss(h, w, targets, weights, train):
     p_minus_q = p.sub_(q)
     dz = q.mul_(of_ce).scatter_add_(1, labels, -of_ce)
     return terms, dz.addcmul_(p_minus_q, of_kl, value=-1).to(h.dtype)
-
-
-class Labels:
-    """
-    The labels (N,), the teacher's hidden states (N, D) and its head (V, D). Indexed by rows like a tensor, so that the
-    loop over chunks in loss.py need not know of teachers.
-    """
-
-    def __init__(self, *parts):
-        self.parts = parts
-
-    def __getitem__(self, rows):
-        labels, known, head = self.parts
-        return labels[rows], known[rows], head
 
 
 class Student:
@@ -84,11 +72,12 @@ class Student:
             known = teacher.hidden(idx, doc, positions)    # (B, T, D)
         h = self.hidden(idx, doc, positions)               # (B, T, C)
         # Further rows of the teacher's head only pad it to a round number.
-        labels = Labels(targets.flatten(), known.flatten(0, 1), teacher.lm_head.weight[:self.config.vocab_size])
+        head = teacher.lm_head.weight[:self.config.vocab_size]
+        both = functools.partial(self.chunk_both, targets.flatten(), known.flatten(0, 1), head)
         weights = at_least_fp32(keep.flatten().to(h.dtype))[:, None] / n_tokens                    # (N, 1)
         shares = weights.new_tensor([1 - self.share, self.share])
-        rows = h.flatten(0, 1), self.lm_head.weight, labels, weights * shares
-        loss, terms = ChunkedCrossEntropy.apply(*rows, self.chunk_both)
+        rows = torch.arange(len(weights), device=h.device)
+        loss, terms = ChunkedCrossEntropy.apply(h.flatten(0, 1), self.lm_head.weight, rows, weights * shares, both)
         ce, kl = (weights * terms).sum(0)
         return dict(loss=ce, kl=kl), loss
 

@@ -50,21 +50,16 @@ class Old:
         """Numbers of the windows, added up for each document."""
         return np.bincount(self.owner, numbers)
 
-    @torch.no_grad()
     def measure(self, model, ranks):
         """
         Bits per byte for the log, old_bpb. Each rank measures all windows, since shards gather each other's weights.
 
         The first measurement of a run is that of the start model, and the first rank writes it down.
         """
-        nats = []
         model.eval()
         # Eager, because these windows have shapes that training has not compiled.
         with torch.compiler.set_stance("force_eager"):
-            for window in self.windows:
-                idx, targets = evaluate.laid_out([window], model.lm_head.weight.device)
-                _, nll = model(idx, targets, per_token=True)                # (1, T)
-                nats.append(nll[targets >= 0].double().sum().item())
+            nats = [nll.sum() for nll in evaluate.token_nats(model, self.windows)]
         model.train()
         drop_gathered(model)
         self.bits = self.per_document(nats) / math.log(2)

@@ -284,14 +284,21 @@ def hash_of(files, name=""):
     return hashlib.sha256(repr((name, digests)).encode()).hexdigest()[:16]
 
 
-def version(name, file):
-    """A hash of everything that decides the rewards: the judge's files or its address, the charter, our prompts."""
-    model = name
-    if "://" not in name:
-        found = restore.newest_intact(f"{name}/ckpt")
-        files = [f"{found[0]}/manifest.json"] if found else [f.path for f in os.scandir(convert.local(name))]
+def reward_hash(spec):
+    """
+    A hash of everything that decides the numbers of --rewards, in whatever folder it is; "" for none.
+
+    Of the function's name and its file, or of a judge's files or address, its charter and our prompts.
+    """
+    kind, _, rest = spec.partition(":")
+    if kind != "charter":
+        return hash_of([kind], rest or "reward") if spec else ""
+    model, charter = of_spec(rest)
+    if "://" not in model:
+        found = restore.newest_intact(f"{model}/ckpt")
+        files = [f"{found[0]}/manifest.json"] if found else [f.path for f in os.scandir(convert.local(model))]
         model = hash_of(sorted(files))
-    return sha256_of([model, read_charter(file), RATE, COMPARE, TOP])[:16]
+    return sha256_of([model, read_charter(charter), RATE, COMPARE, TOP])[:16]
 
 
 def question_of(row):

@@ -19,7 +19,6 @@ and `known`, an object with the values that do not depend on the policy:
 import math
 from types import MappingProxyType
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -132,22 +131,6 @@ def effective_beta(like, length, beta, beta_max):
 
 # -----------------------------------------------------------------------------
 # numbers for the log
-
-
-def tie_report(groups, beta):
-    """
-    (share of tied pairs, mass) for groups of reference rewards, (n,) per prompt; (0, 1) if all have n = 1.
-
-    mass: the mean of sum_y pi_ref exp(target / beta), which is 1 if the target can be reached at all. Distinct rewards
-    give about 1 + 1/(2 n beta), since their quantiles are multiples of 1/n.
-    """
-    groups = [r for r in groups if len(r) > 1]
-    if not groups:
-        return 0.0, 1.0
-    # Each reward equals itself, which is no pair.
-    tied = [((r[:, None] == r).sum().item() / len(r) - 1) / (len(r) - 1) for r in groups]
-    mass = [torch.exp((quantile(r, r) - beta_log_z(beta)) / beta).mean().item() for r in groups]
-    return np.mean(tied), np.mean(mass)
 
 
 def correlation(x, y):

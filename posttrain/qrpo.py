@@ -26,8 +26,8 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
-continues it. After SIGTERM, SIGUSR2, or a file named `stop` in the run folder, all ranks save at the end of the step
-and exit.
+continues it. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave at the next border of a
+micro-batch, and save.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or
@@ -53,27 +53,28 @@ import numpy as np
 import train                        # before torch: it sets the environment that torch reads
 import torch
 
-from chat import count, describe_dropped, numbered_rows, prompt_ids
+from chat import describe_dropped, prompt_ids
 from configurator import run as run_script
 from convert import fingerprint
 from engine.files import sha256_of
 from engine.parallel import add_gradients, drop_gathered, orderly_exit, reduce_after
 from generate import generate
 from posttrain import collapse, common, lora, start
-from posttrain.judge import Charter
+from posttrain.conversations import first_rows
+from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
     BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
-    quantile, tie_report,
+    quantile,
 )
 from posttrain.references import (
-    file_of, in_one_line, load_reward, numbers, of_stage, padded, reward_hash, same_or_refuse, sequence_logp, words,
+    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, same_or_refuse, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
 # the run
 out = "out/qrpo"                # its folder
 init_from = "out/sft"           # the start model, and the reference: run folder, Hugging Face folder or hub name
-data = "prompts.jsonl"          # per line {"messages": [..., user]}, and if any "completions", "rewards", "ref_rewards"
+data = "prompts.jsonl"          # rows of "messages", the last a user's; if any, "completions", "rewards", "ref_rewards"
 rewards = ""                    # FILE.py[:name] | charter:JUDGE[,FILE] | "": those in the data
 references = ""                 # folder of sampled and scored references, to share between runs; "" = out/references
 resume = False                  # continue from the newest intact checkpoint of this folder
@@ -141,24 +142,25 @@ END = "<|assistant_end|>"         # the token that ends a completion
 
 def prompts_of(tok, path):
     """
-    The prompts that can be used, and {reason: (count, first place)} of the others.
+    The prompts that can be used, and [(reason, place)] of the others.
 
-    A prompt has line, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
+    A prompt has place, row, ids; refs, given: ids of the sampled and of the data's own completions; rated: [rewards of
     the references, rewards of the given ones]. References come later, and rewards too if --rewards makes them.
     """
-    asked, bad = [], {}
-    for line, row in numbered_rows(path):
+    asked, bad = [], []
+    # All columns, since a function of rewards may read any.
+    for place, row in first_rows(path, None, ()):
         found = prompt_ids(tok, row, date)
         texts = row.get("completions", [])
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             found = "completions that are not a list of texts"
         if isinstance(found, str):
-            count(bad, found, f"line {line}")
+            bad.append((found, place))
             continue
         given = [[*tok.encode(text), tok.special[END]] for text in texts]
-        asked.append(SimpleNamespace(line=line, row=row, ids=found, given=given, refs=[]))
+        asked.append(SimpleNamespace(place=place, row=row, ids=found, given=given, refs=[]))
         if not rewards:
-            where = f"{path}, line {line}: without --rewards,"
+            where = f"{path}, {place}: without --rewards,"
             asked[-1].rated = numbers(row, "ref_rewards", n_refs, where), numbers(row, "rewards", len(texts), where)
     if not asked:
         raise ValueError(f"{path}: {describe_dropped(bad, 0, 'prompts')}" if bad else f"{path} is empty")
@@ -203,11 +205,10 @@ def prepare(run):
     run.items = len(couples)
     run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
     run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
-    tied, mass = tie_report([p.group for p in asked], known.beta.mean().item())
+    tied = 1 - np.mean([len({*p.rated[0]}) / len(p.rated[0]) for p in asked])
     if loss == "qrpo" and ties == "le" and tied > 0.1:
-        run.notes.append(f"warning: {tied:.0%} of reference pairs tie, so quantiles are not uniform and the targets "
-                         f"ask for {mass:.2f} times the probability there is: grade the reward more finely, or use "
-                         "--ties=discrete")
+        run.notes.append(f"warning: {tied:.0%} of the references repeat the reward of another, so quantiles are not "
+                         "uniform: grade the reward more finely, or use --ties=discrete")
     run.hashes = dict(data_hash=data_hash[:16], rewards_hash=version, tokenizer_hash=run.tok.hash[:16])
 
 
@@ -275,7 +276,7 @@ def rewards_of(tok, p, score):
     ValueError if the function raises, or returns something else than finite numbers, one for each.
     """
     texts = [words(tok, ids) for ids in p.refs + p.given]
-    where = f"{data}, line {p.line}: --rewards={rewards}"
+    where = f"{data}, {p.place}: --rewards={rewards}"
     try:
         values = [float(value) for value in score(p.row, texts)]
     except Exception as e:      # anything may come from the user's code
@@ -293,7 +294,7 @@ def candidates(run, p):
     quantiles of the prompt's references (n_refs,).
     """
     of_refs, of_given = p.rated
-    p.group = group = torch.tensor(of_refs, dtype=torch.float64)
+    group = torch.tensor(of_refs, dtype=torch.float64)
     # A reference that is trained on is compared with the other references (loo), a given completion with all.
     own = quantile(group, group, loo and p.refs)
     found = [*zip(p.refs, of_refs, own.tolist()), *zip(p.given, of_given, quantile(of_given, group).tolist())]
@@ -368,14 +369,13 @@ def main():
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
     if n_refs < 1 + bool(loo and use_references):
         raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
-    next(numbered_rows(data), None)
     common.tune(globals(), "pairs", prepare, batches, forward_backward)
 
 
 def batches(run, step):
     """The numbers of the pairs of this step and all later ones. Every rank has all of them."""
     for step in itertools.count(step):
-        yield common.items(step, batch_size, run.items, epochs, seed)
+        yield common.chosen(step, batch_size, [run.items], [1], epochs, seed)
 
 
 def part_of(known, part):
@@ -391,7 +391,7 @@ def logp_of(run, texts, learn=None):
     first pair of the step, of which nothing is left.
     """
     logp = torch.zeros(len(texts), 2)
-    for part, last in common.slices(len(texts), micro_batch, run.ranks):
+    for part, last in common.slices(len(texts), micro_batch, run):
         mine = texts[part]
         reduce_after(run.model, run.ranks, last)
         pi = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
@@ -408,8 +408,8 @@ def forward_backward(run, batch, step):
     texts = [run.texts[k] for k in batch]
     facts = {}
     if common.diagnosed(step, rank_every):
-        idx, keep = padded([better for better, _ in texts[:4 * micro_batch]])
-        facts = collapse.diagnose(run.model, idx.to(run.device), keep.to(run.device))
+        idx, targets = laid_out([better for better, _ in texts[:4 * micro_batch]])
+        facts = collapse.diagnose(run.model, idx.to(run.device), targets.to(run.device) >= 0)
     known = part_of(run.known, batch)
     if lora_r:
         # The reference is the model without its adapters.

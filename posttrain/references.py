@@ -19,14 +19,15 @@ import runpy
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute
 
+import evaluate
 from chat import content_of
 from engine.files import read_json, write_flushed
+from engine.restore import refuse_another
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
-from posttrain.judge import Charter, hash_of, of_spec, version
+from posttrain.judge import Charter, of_spec
 from tokenizer import IN_TEXT
 
 
@@ -41,12 +42,7 @@ def same_or_refuse(folder, made_from, ranks):
         os.makedirs(folder, exist_ok=True)
         write_flushed(path, json.dumps(made_from), shared=True)
     ranks.add(0)        # Barrier: no rank reads before the first has written.
-    have = read_json(path)
-    changed = [f"another {name}" if len(str(value)) == 64 else f"{name} {have.get(name)!r} -> {value!r}"
-               for name, value in made_from.items() if have.get(name) != value]
-    if changed:
-        raise ValueError(f"{folder} holds references of other settings: {', '.join(changed)}. "
-                         "Name another --references or --out")
+    refuse_another(folder, read_json(path), made_from)
 
 
 def file_of(folder, stage, k):
@@ -77,17 +73,9 @@ def token_logp(h, targets, head):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def padded(sequences):
-    """
-    B pairs of ids (prompt, completion) -> idx (B, T), and keep (B, T) bool, where the completions are.
-
-    Rows are padded on the right, which causal attention never sees.
-    """
-    idx, keep = [], []
-    for prompt, completion in sequences:
-        idx.append(torch.tensor([*prompt, *completion]))
-        keep.append(torch.arange(len(idx[-1])) >= len(prompt))
-    return pad_sequence(idx, batch_first=True), pad_sequence(keep, batch_first=True)
+def laid_out(sequences):
+    """B pairs of ids (prompt, completion) -> idx and targets, (B, T) each on the CPU; -1: not of the completion."""
+    return evaluate.laid_out([([*prompt, *completion], len(prompt)) for prompt, completion in sequences], "cpu")
 
 
 def sequence_logp(model, sequences):
@@ -98,12 +86,12 @@ def sequence_logp(model, sequences):
     a time, and are computed again in the backward pass: 2,048 tokens of 131,072 logits would be 1.1 GB per sequence.
     """
     head = model.lm_head.weight                     # (V, C)
-    idx, keep = padded(sequences)
+    idx, targets = laid_out(sequences)
     # We look for the completions on the CPU, because looking on a GPU would wait for it.
-    where = keep[:, 1:].flatten().nonzero()[:, 0]
-    targets = idx[:, 1:].flatten()[where]           # (n,)
+    where = (targets >= 0).flatten().nonzero()[:, 0]
+    targets = targets.flatten()[where]              # (n,)
     idx, where, targets = (t.to(head.device, non_blocking=True) for t in (idx, where, targets))
-    h = model.hidden(idx[:, :-1]).flatten(0, 1)[where]      # (n, C), at the position before each token
+    h = model.hidden(idx).flatten(0, 1)[where]      # (n, C), at the position before each token
     head = model.lm_head.weight                     # again, since sharded ranks have gathered it in hidden()
     rows = chunk_rows(model.config.vocab_size, h.device)
     chunks = zip(h.split(rows), targets.split(rows))
@@ -171,15 +159,3 @@ def load_reward(spec, device):
         for completion in completions:
             yield function(*(question, completion, row)[:most])
     return one_by_one
-
-
-def reward_hash(spec):
-    """
-    A hash of everything that decides the numbers of --rewards, in whatever folder it is; "" for none.
-
-    Of the function's name and its file, or of a judge, its charter and our prompts.
-    """
-    kind, _, rest = spec.partition(":")
-    if kind == "charter":
-        return version(*of_spec(rest))
-    return hash_of([kind], rest or "reward") if spec else ""

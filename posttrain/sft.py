@@ -20,8 +20,8 @@ A row of the data has one of these forms, recognised by its keys. Other rows are
     beside them                  system (a text), tools (a list, or one as JSON), thinking, license
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
-curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). After SIGTERM, SIGUSR2, or a
-file named `stop` in the run folder, all ranks save at the end of the step and leave; --resume continues.
+curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). SIGTERM, SIGUSR2, or a file
+named `stop` in the run folder: all ranks leave at the next border of a micro-batch and save; --resume continues.
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first ones, token by token, the learnt in green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl
@@ -49,7 +49,7 @@ from chat import learnable
 from configurator import run as run_script
 from engine.parallel import add_gradients, orderly_exit, reduce_after
 from posttrain import collapse, common
-from posttrain.conversations import chosen, described, first_rows, look, tokenized, weights_of
+from posttrain.conversations import described, first_rows, tokenized, weights_of
 
 # -----------------------------------------------------------------------------
 # the run
@@ -148,7 +148,6 @@ def tensors(rows, pad, device="cpu"):
 def main():
     if show:
         return show_conversations()
-    look(data)
     common.tune(globals(), "conversations", prepare, batches, forward_backward)
 
 
@@ -166,7 +165,7 @@ def batches(run, step):
     """The conversations of this step and all later ones, as rows. Each rank lays out all of them."""
     shares = weights_of(data).values()
     for step in itertools.count(step):
-        numbers = chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
+        numbers = common.chosen(step, batch_size, run.conversations.sizes, shares, epochs, seed)
         yield rows_of([run.conversations[k] for k in numbers], pack, run.longest)
 
 
@@ -178,7 +177,7 @@ def forward_backward(run, rows, step):
         idx, targets, doc = tensors(rows[:4 * micro_batch], run.tok.pad, run.device)
         facts |= collapse.diagnose(run.model, idx, targets >= 0, doc if pack else None)
     loss, size = torch.zeros((), device=run.device), 0
-    for part, last in common.slices(len(rows), micro_batch, run.ranks):
+    for part, last in common.slices(len(rows), micro_batch, run):
         mine = rows[part]
         idx, targets, doc = tensors(mine or rows[:1], run.tok.pad, run.device)
         if not mine:

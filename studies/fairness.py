@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from chat import read_rows
 from configurator import run
+from engine import readers
 from engine.files import read_text
 from tokenizer import load
 
@@ -36,10 +36,10 @@ def read_documents(files):
     """
     documents = []
     for file in files:
-        rows = [dict(lang=Path(file).stem, text=read_text(file))]
+        rows = [(Path(file).stem, read_text(file))]
         if file.endswith(".jsonl"):
-            rows = read_rows(file, {"lang", "text"}.issubset, "text and lang")
-        documents += [(row["lang"], row["text"]) for row in rows if row["text"]]
+            rows = readers.rows_of(file, ("lang",), ("text",))
+        documents += [(lang, text) for lang, text in rows if text]
     if not documents:
         raise ValueError("no text: name .jsonl files with text and lang, or .txt files")
     return documents

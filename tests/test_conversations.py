@@ -13,7 +13,7 @@ import tokenizer
 from conftest import ROOT
 from engine import readers
 from engine.parallel import Ranks
-from posttrain import conversations
+from posttrain import common, conversations
 from tiny import write_rows
 
 TOK = tokenizer.load("byte")
@@ -95,7 +95,7 @@ def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path
     for part in (300, len(json.dumps(rows[0])) + 1, 2**26):
         monkeypatch.setattr(readers, "PART", part)
         found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl")
-        assert bad == {"no assistant turn": (2, "line 8 of chats.jsonl")}
+        assert bad == [["no assistant turn", f"line {n} of chats.jsonl"] for n in (8, 32)]
         assert everything(found) == want
         assert found.tokens == sum(len(ids) for ids, _ in want)
         assert found.learnt == sum(sum(said) for _, said in want)
@@ -106,8 +106,8 @@ def test_a_killed_process_makes_the_missing_parts_and_nothing_stale_is_read(tmp_
     data = tmp_path / "chats.jsonl"
     write_rows(data, rows_like(40))
     whole = everything(read(tmp_path, data, "tokens")[0])
-    first, second, *_ = sorted((tmp_path / "tokens").glob("*.ids"))
-    os.remove(first.with_suffix(".json"))               # killed between the two files
+    first, second, *_ = sorted((tmp_path / "tokens").glob("*.npy"))
+    os.remove(f"{first}.json")                          # killed between the two files
     first.write_bytes(b"half")
     before = second.stat().st_mtime_ns
     assert everything(read(tmp_path, data, "tokens")[0]) == whole
@@ -124,7 +124,7 @@ def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end
     """Weights 6 : 3 : 1, over more samples than there are slots; 3,000 slots are not a multiple of 7."""
     sizes = 40, 7, 300
     numbers = np.concatenate([
-        conversations.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
+        common.chosen(step, 1000, sizes, (3, 1.5, 0.5), 40, 28)
         for step in range(14)
     ])
     assert len(numbers) == 40 * sum(sizes)
@@ -176,7 +176,7 @@ def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_
     rules = dict(keep_licenses="mit, cc0", decontaminate=str(tmp_path / "prompts.txt"))
     found, bad, identity = read(tmp_path, tmp_path / "a.parquet", **rules)
     assert everything(found) == rendered([rows[0], rows[3]])
-    assert bad == {"license": (2, "row 2 of a.parquet"), "contaminated": (1, "row 5 of a.parquet")}
+    assert bad == [[*why, f"row {n} of a.parquet"] for n, *why in ((2, "license"), (3, "license"), (5, "contaminated"))]
     assert identity != read(tmp_path, tmp_path / "a.parquet", keep_licenses="mit, cc0")[2]
     with pytest.raises(ValueError, match="a.parquet: none of 5 conversations can be learnt from: 5 license"):
         read(tmp_path, tmp_path / "a.parquet", keep_licenses="gpl")

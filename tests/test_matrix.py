@@ -3,11 +3,14 @@ A run that is killed, or carried on by another number of ranks, ends as the undi
 itself. One process resumes bit-exact. Ranks add in another order, so their losses are close; with --exact,
 which train.py has, all weights are bit-exact on any number of ranks too.
 """
+import itertools
 import json
 import random
+import signal
 
 import pytest
 
+from engine import parallel
 from conftest import same, script, table, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
@@ -81,6 +84,22 @@ def losses(out):
 def test_killed_and_resumed_it_ends_in_the_same_bits(whole, run, tmp_path, kind):
     again = run(kind, killed(whole(kind), tmp_path / "run", [0, 1, -2]))
     assert equal(again, whole(kind))
+
+
+@pytest.mark.parametrize("kind, done", [("adapted", 1), ("qrpo", 2)])
+def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch, kind, done):
+    """In the fifth micro-batch: of three in a step, or of two."""
+    calls, reduce_after = itertools.count(1), parallel.reduce_after
+
+    def signalled(*args):
+        if next(calls) == 5:
+            signal.raise_signal(signal.SIGTERM)
+        reduce_after(*args)
+
+    monkeypatch.setattr(parallel, "reduce_after", signalled)
+    out = run(kind, tmp_path / "run")
+    assert steps(out) == [done]
+    assert equal(run(kind, out), whole(kind))
 
 
 @every_kind

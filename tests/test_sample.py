@@ -1,4 +1,6 @@
 """sample.py and its conversations (posttrain/talk.py): the same tokens as from scratch, and what a user may type."""
+import json
+
 import pytest
 import torch
 
@@ -109,7 +111,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
     assert f"[calls {calls}]\n[thought for 2 tokens" in out and "12 C.\nneed it\nso" in out and "/system TEXT" in out
     assert "/reset starts another" in out
-    [row] = chat.read_rows(str(tmp_path / "saved"))
+    row = json.loads((tmp_path / "saved").read_text())
     ids, mine = chat.render(TOK, row)
     assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
     assert [

@@ -61,7 +61,7 @@ def test_the_schedule_is_transformers_linear_without_its_zeros():
 
 def test_each_epoch_takes_every_conversation_once_in_an_order_of_its_own():
     """A step may hold the end of one epoch and the beginning of the next; the last one is what remains."""
-    steps = [common.items(step, 4, 10, 3, 28) for step in range(8)]
+    steps = [common.chosen(step, 4, [10], [1], 3, 28) for step in range(8)]
     assert [len(step) for step in steps] == [4] * 7 + [2]
     epochs = np.concatenate(steps).reshape(3, 10)
     assert (np.sort(epochs) == range(10)).all()
@@ -102,7 +102,7 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
     for step, (rate, found) in enumerate(zip((5e-3, 1e-2, 5e-3), log(tmp_path / "run"), strict=True)):
         batch = [
             chat.render(TOK, rows[k])
-            for k in common.items(step, 4, 6, 2, 28)
+            for k in common.chosen(step, 4, [6], [1], 2, 28)
         ]
         logp = torch.cat([
             plain.logp(ids)[torch.tensor(said[1:])]

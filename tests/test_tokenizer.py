@@ -13,6 +13,7 @@ import tiktoken
 import chat
 import convert
 import tokenizer
+from engine import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
 from tiny import GOLDEN
@@ -142,7 +143,7 @@ def test_nobody_can_speak_as_somebody_else(tok):
         tok.chat(**mark)
 
 
-@pytest.mark.parametrize("row", chat.read_rows(f"{GOLDEN}/misfits.jsonl"))
+@pytest.mark.parametrize("row", [*readers.records(f"{GOLDEN}/misfits.jsonl")])
 def test_a_conversation_that_does_not_fit_raises_one_line(row):
     with pytest.raises(ValueError, match="^chat: .*want [^\n]*$"):
         chat.marked(**row)
