@@ -45,6 +45,7 @@ class Adapted(Linear):
 
     Adapters are fp32. Linear casts them to the dtype of the activations.
     """
+    on = True
 
     def forward(self, x):
         y = self.base_class.forward(self, x)
@@ -86,7 +87,7 @@ def adapt(model, settings, seed=28):
         layer.base_class, layer.__class__ = type(layer), Adapted
         layer.lora_A = Linear(layer.in_features, r).to(device)
         layer.lora_B = Linear(r, layer.out_features).to(device)
-        layer.scale, layer.on = settings["lora_alpha"] / share, True
+        layer.scale = settings["lora_alpha"] / share
     if not adapted(model):
         raise ValueError(f"target_modules={targets} names no matrix of this model's blocks")
     draw(model, seed)
@@ -102,23 +103,20 @@ def draw(model, seed):
     """
     for name, layer in adapted(model).items():
         A = layer.lora_A.weight
-        values = torch.rand(A.shape, generator=generator_of(f"{name}.lora_A", seed))
+        values = torch.rand(A.shape, generator=generator_of(f"{name}.lora_A", seed), device="cpu")
         bound = 1 / math.sqrt(layer.in_features)
         place(A, (2 * values - 1) * bound)
         layer.lora_B.weight.zero_()
 
 
 @contextlib.contextmanager
-def off(model):
-    """A context without the adapters: the model is its base, the reference of posttrain/qrpo.py."""
-    layers = adapted(model).values()
-    for layer in layers:
-        layer.on = False
+def off():
+    """A context without adapters: a model is its base, the reference of posttrain/qrpo.py."""
+    Adapted.on = False
     try:
         yield
     finally:
-        for layer in layers:
-            layer.on = True
+        Adapted.on = True
 
 
 @torch.no_grad()
