@@ -415,7 +415,7 @@ def load_ready(name, device, dtype, base=""):
     in load_any.
     """
     device = pick_device(device)
-    wanted = torch.bfloat16 if device == "cuda" else None
+    wanted = torch.bfloat16 if "cuda" in device else None
     if dtype != "auto":
         wanted = pick_dtype(dtype, device)
     model, tok = load_any(name, device, wanted, base)

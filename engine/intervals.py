@@ -24,7 +24,7 @@ def p_value(t, df):
 
 def t_quantile(df):
     """The t with P(|T| > t) = 0.05: half of a 95 % interval is t standard errors."""
-    return float(mpmath.findroot(lambda t: p_value(t, df) - 0.05, (1, 20), solver="ridder"))
+    return float(mpmath.findroot(lambda t: p_value(t, df) - 0.05, 2))
 
 
 def student(values):

@@ -74,12 +74,13 @@ def of_step(model, settings, tokens, size=2, shards=1):
     return takes | dict(total=sum(takes.values()))
 
 
-def check_run(run, build):
+def check_run(run, build, again=False):
     """
     Make a step of a run of train.py fit on its device, and print the sum on a GPU. build(run): the model.
 
     If it does not fit as asked, fewer windows are in memory at once (not with --exact), and with hsdp, where no
     hsdp_shard is named, more ranks share a copy. ValueError, with the sum and commands that fit, if that is not enough.
+    again: once the ranks have met and may hold the model already, for windows whose length was not known before.
     """
     settings = run.config
     ranks, device = run.ranks, run.device
@@ -90,10 +91,11 @@ def check_run(run, build):
         return
     with torch.device("meta"):
         model = build(run)
-    if device.startswith("cuda"):
-        # The step can use what this process has freed; a teacher and other processes keep theirs.
+    if device.startswith("cuda") and not again:
+        # The step can use what this process has freed; a teacher and other processes keep theirs. A GB is CUDA's own in
+        # this process, which the sum counts too.
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(device)
+        free = min(has, torch.cuda.mem_get_info(device)[0] + 1e9)
     # Ranks of one group share each window.
     tokens = run.val.T * ranks.groups // ranks.size
 
@@ -101,7 +103,7 @@ def check_run(run, build):
         return of_step(model, settings | flags, tokens, run.dtype.itemsize, shards)
 
     # By all memory of the device, since all ranks must choose the same.
-    most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] else ranks.shard
+    most = ranks.size if ranks.mode == "hsdp" and not settings["hsdp_shard"] and not again else ranks.shard
     ways = [(shards, rows) for shards in range(ranks.shard, most + 1, ranks.shard) if ranks.size % shards == 0
             for rows in range(run.rows, 0, -1) if run.rows % rows == 0 and (rows == run.rows or not ranks.exact)]
     fits = (way for way in ways if takes(way[0], micro_batch=way[1])["total"] <= has)
@@ -116,7 +118,7 @@ def check_run(run, build):
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
-    if ranks.first and device.startswith("cuda"):
+    if ranks.first and tokens and device.startswith("cuda"):
         print(line)
 
 

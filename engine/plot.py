@@ -119,11 +119,8 @@ def comparable(folders):
     configs = [settings_of(folder) for folder in folders]
     if len({config["data_hash"] for config in configs}) == 1:
         return PANELS
-    texts = set()
-    for config in configs:
-        sources = read_json(f"{config['data']}/meta.json")["sources"].values()
-        texts.add(str(sorted((source["val"]["documents"], source["val"]["bytes"]) for source in sources)))
-    if len(texts) > 1:
+    metas = (read_json(f"{config['data']}/meta.json")["sources"] for config in configs)
+    if len({sum(source["val"]["bytes"] for source in sources.values()) for sources in metas}) > 1:
         raise ValueError(f"{', '.join(folders)} are validated on different text: compare runs of one data folder")
     print("other tokenizers on the same text: bits per byte only")
     return dict(val_bpb=PANELS["val_bpb"])

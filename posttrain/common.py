@@ -22,6 +22,7 @@ from configurator import settings
 from data import by_epoch
 from engine.checkpoint import gather, steps_in
 from engine.files import read_text, write_flushed
+from engine.memory import check_run
 from engine.mixture import SLOTS, mix_weights
 from engine.parallel import drop_gathered
 from engine.restore import refuse_another
@@ -44,7 +45,7 @@ def tune(script, what, prepare, batches, forward_backward):
 
     script: the globals of sft.py or qrpo.py, with the settings; what: "conversations" or "pairs".
     prepare(run): reads the data once the ranks have met; it sets run.items, how many there are, run.notes, lines for
-    the user, and run.hashes, {name: hash of what else decides the numbers}.
+    the user, run.hashes, {name: hash of what else decides the numbers}, and run.val.T, the tokens of the longest row.
     batches(run, step), forward_backward(run, batch, step): as in train.py.
     """
     shape, tok, path = convert.start_of(script["init_from"])
@@ -74,7 +75,7 @@ def tune(script, what, prepare, batches, forward_backward):
         return script["lr"] * linear(samples // script["batch_size"], steps, script["warmup"])
 
     def open_data(ranks):
-        # Of unknown length, as far as the memory check is concerned.
+        # Of unknown length: the memory check comes again when they are read.
         meta = dict(vocab_size=shape.vocab_size, tokenizer=tok.hash[:16])
         items = SimpleNamespace(meta=meta, fingerprint="", stop=None, T=0)
         return items, items, script["micro_batch"]
@@ -85,6 +86,8 @@ def tune(script, what, prepare, batches, forward_backward):
         if train.resume and steps_in(f"{train.out}/ckpt"):
             refuse_another(train.out, settings_of(train.out), {name: mine[name] for name in sorted(run.decides)})
         prepare(run)
+        # Again, with the length of the rows.
+        check_run(run, start.build, True)
         steps = -(-script["epochs"] * run.items // script["batch_size"])
         train.total_samples = train.decay_samples = steps * script["batch_size"]
         run.decides |= run.hashes.keys()
@@ -105,13 +108,13 @@ def tune(script, what, prepare, batches, forward_backward):
             adapters = f"; the adapters for PEFT: {train.out}/adapter" if script["lora_r"] else ""
             print(f"{train.out}: talk to it with python sample.py --chat --init_from={train.out}{adapters}")
 
-    train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
     def forward_backward_or_stop(run, batch, step):
         try:
             return forward_backward(run, batch, step)
         except Stop:
             drop_gathered(run.model)
 
+    train.lr_at, train.open_data, train.introduce, train.finish = lr_at, open_data, introduce, finish
     train.batches, train.forward_backward = batches, forward_backward_or_stop
     train.tokens_seen = lambda step: {}
     train.validate = lambda run, windows: {}
@@ -204,7 +207,7 @@ class Stop(Exception):
     """A rank was asked to stop within a step."""
 
 
-def slices(n, micro_batch, run):
+def slices(n, run):
     """
     The micro-batches of n items that this rank takes: yields (slice, whether it is this rank's last one). Stop: between
     two of them a rank is asked to stop.
@@ -213,12 +216,12 @@ def slices(n, micro_batch, run):
     empty, and the rank runs something that adds nothing.
     """
     ranks = run.ranks
-    each = -(-n // (micro_batch * ranks.size))
+    each = -(-n // (run.rows * ranks.size))
     for k in range(each):
         if k and ranks.agree(asked_to_stop(train.out, run.stop, ranks)):
             raise Stop
-        begin = (k * ranks.size + ranks.rank) * micro_batch
-        yield slice(begin, begin + micro_batch), k + 1 == each
+        begin = (k * ranks.size + ranks.rank) * run.rows
+        yield slice(begin, begin + run.rows), k + 1 == each
 
 
 def diagnosed(step, every):

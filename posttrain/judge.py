@@ -34,7 +34,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 import urllib.request
 from collections import defaultdict
@@ -51,8 +50,7 @@ DIGITS = "123456789"
 LABELS = "AB"
 TOP = 5                         # answers that are compared in pairs
 BLANK = 1.0                     # score of an empty answer
-WEAK = 0.5                      # mean probability of all digits: a lower one is a warning,
-SILENT = 0.05                   # and one below this an error
+SILENT = 0.05                   # mean probability of all digits: a lower one is an error
 WAIT = 2.0                      # seconds between two requests of the same
 DATE = "2025-09-02"             # "Current date" of Apertus' system message; fixed, so that scores are reproducible
 
@@ -322,7 +320,6 @@ class Charter:
         self.text = read_charter(file)
         self.device = device
         self.asked = self.mass = 0
-        self.warned = False
 
     @functools.cached_property
     def judge(self):
@@ -357,9 +354,6 @@ class Charter:
         if usual < SILENT:
             raise ValueError(f"{self.name} does not answer with a digit: all nine have {usual:.3f} together. Does it "
                              "think aloud? Take another judge")
-        if usual < WEAK and not self.warned:
-            print(f"warning: {self.name} answers with a digit in {usual:.0%} only", file=sys.stderr)
-            self.warned = True
         return mean.tolist()
 
     def margins(self, question, texts, couples):

@@ -203,6 +203,7 @@ def prepare(run):
     run.texts = [(better.text, worse.text) for better, worse in couples]
     run.known = known = known_of(couples, run.beta)
     run.items = len(couples)
+    run.val.T = 2 * max(len(p + c) for pair in run.texts for p, c in pair)
     run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
     run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
     tied = 1 - np.mean([len({*p.rated[0]}) / len(p.rated[0]) for p in asked])
@@ -391,7 +392,7 @@ def logp_of(run, texts, learn=None):
     first pair of the step, of which nothing is left.
     """
     logp = torch.zeros(len(texts), 2)
-    for part, last in common.slices(len(texts), micro_batch, run):
+    for part, last in common.slices(len(texts), run):
         mine = texts[part]
         reduce_after(run.model, run.ranks, last)
         pi = sequence_logp(run.model, list(itertools.chain(*mine or texts[:1])))
@@ -413,7 +414,7 @@ def forward_backward(run, batch, step):
     known = part_of(run.known, batch)
     if lora_r:
         # The reference is the model without its adapters.
-        with torch.no_grad(), lora.off(run.model):
+        with torch.no_grad(), lora.off():
             known.ref = logp_of(run, texts)
         drop_gathered(run.model)
 

@@ -125,11 +125,11 @@ def rows_of(conversations, pack, max_length):
     return rows
 
 
-def tensors(rows, pad, device="cpu"):
+def tensors(rows, device="cpu"):
     """Rows of conversations -> idx, targets (-1 where nothing is learnt), doc, each (rows, T), padded on the right."""
     lengths = [[len(ids) for ids, _ in row] for row in rows]
     found = np.full((3, len(rows), max(map(sum, lengths))), -1)
-    found[0] = pad
+    found[0] = 0
     for n, row in enumerate(rows):
         ids, said = map(np.concatenate, zip(*row))
         T = len(ids)
@@ -157,6 +157,7 @@ def prepare(run):
     run.conversations, bad, sha = tokenized(folder, run.tok, data, run.longest, date, run.ranks, keep_licenses,
                                             decontaminate)
     run.items = len(run.conversations)
+    run.val.T = run.longest if pack else np.diff(run.conversations.starts).max()
     run.notes = described(run.conversations, bad, weights_of(data), epochs)
     run.hashes = dict(data_hash=sha[:16], tokenizer_hash=run.tok.hash[:16])
 
@@ -174,12 +175,12 @@ def forward_backward(run, rows, step):
     ids, said = map(np.concatenate, zip(*itertools.chain(*rows)))
     facts = dict(tokens=len(ids), learnt=int(said.sum()))
     if common.diagnosed(step, rank_every):
-        idx, targets, doc = tensors(rows[:4 * micro_batch], run.tok.pad, run.device)
+        idx, targets, doc = tensors(rows[:4 * micro_batch], run.device)
         facts |= collapse.diagnose(run.model, idx, targets >= 0, doc if pack else None)
     loss, size = torch.zeros((), device=run.device), 0
-    for part, last in common.slices(len(rows), micro_batch, run):
+    for part, last in common.slices(len(rows), run):
         mine = rows[part]
-        idx, targets, doc = tensors(mine or rows[:1], run.tok.pad, run.device)
+        idx, targets, doc = tensors(mine or rows[:1], run.device)
         if not mine:
             targets.fill_(-1)       # an empty micro-batch runs along, and adds nothing
         reduce_after(run.model, run.ranks, last)

@@ -66,7 +66,7 @@ def test_logits_loss_gradients_and_merged_matrices_are_pefts(case):
         (p.grad is not None) == (".lora_" in name)
         for name, p in model.named_parameters()
     )
-    with lora.off(model):
+    with lora.off():
         assert logits(model).equal(logits(base()))
     close(logits(model), VALUES[case])
     lora.merge(model)

@@ -10,7 +10,7 @@ import signal
 
 import pytest
 
-from engine import parallel
+from engine import memory, parallel
 from conftest import same, script, table, weights
 from lab import ADAPTERS, aligning, pretraining, tuning
 from trained import equal, killed_after, log, steps
@@ -100,6 +100,18 @@ def test_a_signal_within_a_step_drops_the_step(whole, run, tmp_path, monkeypatch
     out = run(kind, tmp_path / "run")
     assert steps(out) == [done]
     assert equal(run(kind, out), whole(kind))
+
+
+@pytest.mark.parametrize("kind, room, batch", [("sft", 100, 6), ("qrpo", 200, 4)])
+def test_where_memory_is_short_one_row_is_taken_at_a_time(whole, run, tmp_path, monkeypatch, kind, room, batch):
+    """A position takes a byte, and there is room for one row of the longest."""
+    calls, reduce_after = [], parallel.reduce_after
+    monkeypatch.setattr(parallel, "reduce_after", lambda *args: [calls.append(args), reduce_after(*args)])
+    monkeypatch.setattr(memory, "of_step", lambda model, how, tokens, *_: dict(total=how["micro_batch"] * tokens))
+    monkeypatch.setattr(memory, "memory_of", lambda device: room)
+    out = run(kind, tmp_path / "run")
+    assert len(calls) == batch * steps(out)[-1]
+    assert losses(out) == pytest.approx(losses(whole(kind)), rel=1e-4)
 
 
 @every_kind

@@ -44,6 +44,7 @@ def asked(monkeypatch, capsys, eight):
         shard=0,
         mode="fsdp",
         exact=False,
+        again=False,
         **settings,
     ):
         monkeypatch.setattr("sys.argv", ["train.py", "configs/8b.py"])
@@ -59,7 +60,7 @@ def asked(monkeypatch, capsys, eight):
             dtype=torch.bfloat16,
         )
         try:
-            memory.check_run(run, lambda run: eight)
+            memory.check_run(run, lambda run: eight, again)
         except ValueError as error:
             return f"error: {error}"
         return capsys.readouterr().out.strip()
@@ -122,6 +123,8 @@ SAID = """
 81559  | 6 | 8 |                 | total 74.7; cuda:0 has 85.5
 40960  | 4 | 64 | mode=hsdp shard=8 | GB that a step takes, with micro_batch=1 and a copy of the model on 16
 40960  | 4 | 64 | mode=hsdp shard=8 hsdp_shard=8 | error: GB that a step takes, with micro_batch=4
+40960  | 4 | 64 | mode=hsdp shard=8 again=True   | error: GB that a step takes, with micro_batch=4
+81559  | 4 | 8  | free=9000 again=True           | GB that a step takes, with micro_batch=2
 81559  | 4 | 1 | init_from=8b lora_r=0 | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500
 1000   | 1 | 1 |                 | a shorter --block_size would fit
@@ -129,7 +132,7 @@ SAID = """
 81559  | 1 | 8 | T=65536 groups=1 | total 74.7; cuda:0 has 85.5
 143771 | 4 | 1 | parallel=ddp    | gradients 32.2, states 96.6, buckets 32.2,
 81559  | 6 | 8 |                 | weights 4.0, gradients 4.0, states 12.1,
-143771 | 1 | 1 | free=81559 recompute=full state_dtype=bfloat16 | cuda:0 has 85.5 of 150.8 free: torchrun
+143771 | 1 | 1 | free=81559 recompute=full state_dtype=bfloat16 | cuda:0 has 86.5 of 150.8 free: torchrun
 """
 
 

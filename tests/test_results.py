@@ -11,9 +11,8 @@ import pytest
 from conftest import ROOT, script
 from studies.ablate import STUDIES
 from configurator import configure
-from engine.files import read_json
 from posttrain import attach
-from studies import align, kit, recipe
+from studies import kit, recipe
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
 
@@ -81,9 +80,8 @@ class Scripts(list):
 def scripts(monkeypatch, tmp_path):
     found = Scripts()
     monkeypatch.setattr(kit, "subprocess", found)
-    for study in (align, recipe):
-        monkeypatch.setattr(study, "out", f"{tmp_path}/out")
-        monkeypatch.setattr(study, "results", str(tmp_path))
+    monkeypatch.setattr(recipe, "out", f"{tmp_path}/out")
+    monkeypatch.setattr(recipe, "results", str(tmp_path))
     return found
 
 
@@ -129,30 +127,3 @@ def test_the_recipe_runs_the_committed_commands_and_collects_their_numbers(scrip
         _, script, *args = (word for word in words if word != "-m")
         script = script.removesuffix(".py")
         assert (script, settings_of(script, args)) in scripts, name
-
-
-def test_each_loss_is_trained_on_the_same_references_with_its_tuned_settings(scripts, tmp_path, monkeypatch):
-    committed = read_json("results/align/results.json")["rows"]
-    monkeypatch.setattr(align, "measure", lambda: committed)
-    scripts.leave = lambda script, *_: {"meta.json" if script == "prepare" else "summary.json": {}}
-    align.main()
-    assert read_json(f"{tmp_path}/results.json")["rows"] == committed
-    runs = [asked for script, asked in scripts if script == "posttrain.qrpo"]
-    chosen = read_json(align.tuning)["chosen"]
-    assert [
-        script
-        for script, _ in scripts[:3]
-    ] == ["prepare", "train", "posttrain.sft"]
-    assert len(runs) == 20
-    assert len({(run["references"], run["seed"]) for run in runs}) == 5
-    for run in runs:
-        assert chosen[run["loss"]] == dict(
-            lr=run["lr"],
-            beta=run["beta"]
-        )
-        assert run["length_norm"] == (run["loss"] == "simpo")
-        assert run["init_from"] == f"{align.out}/sft"
-    train, test = (kit.read_rows(f"{align.out}/{name}.jsonl") for name in ("prompts", "test"))
-    # Of 360 tasks; 60 others chose the settings.
-    assert (len(train), len(test)) == (240, 60)
-    assert all(row not in train for row in test)
