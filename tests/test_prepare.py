@@ -64,7 +64,7 @@ def corpus(tmp_path_factory):
     }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
-    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=0.1"
+    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1 --agents_no_star"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
