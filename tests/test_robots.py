@@ -236,7 +236,7 @@ def test_the_reason_names_the_agent_and_its_rule(line):
         agents,
         who == "explicit"
     )
-    assert found == (reason in ("allowed", "unparsable"), reason) and len(AGENTS) == 15
+    assert found == (reason in ("allowed", "unparsable"), reason)
 
 
 # To Protego a group of Applebot holds for Applebot-Extended, and a Crawl-delay ends the user-agent lines of a group.
@@ -303,7 +303,6 @@ def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
     for name, list_of_hosts in (("s.jsonl", "blocked"), ("folder", "blocked.jsonl")):
         store = open_robots(tmp_path / name)
         blocked = blocked_domains(tmp_path / list_of_hosts)
-        assert len(store) == 3
         for line in OUTCOMES.strip().splitlines():
             url, outcome, *silent = line.split()
             fate, _, reason = outcome.partition(":")
