@@ -30,7 +30,7 @@ def tiny(monkeypatch):
 def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mode, other, count):
     """All who race agree, on documents with Goldfish too, or the command would end with an error."""
     small = f"--preset=tiny --device=cpu --rounds=3 --tokens=8 --out={tmp_path}"
-    run("tools.bench", mode, *small.split())
+    done = run("tools.bench", mode, *small.split())
     record = json.loads((tmp_path / f"{mode}-tiny-float32.json").read_text())
     ours, theirs = record["rows"]["ours"], record["rows"][other]
     ratios = sorted(
