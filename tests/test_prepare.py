@@ -312,7 +312,10 @@ os.rename = rename
 """
 
 
-def test_killed_between_two_renames_the_same_command_finishes(home):
+def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch):
+    """A power cut may take a name that was not flushed: the last flush is of the folder that holds the data."""
+    flushed = []
+    monkeypatch.setattr(folder, "flush", flushed.append)
     put(
         home,
         {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
@@ -329,6 +332,7 @@ def test_killed_between_two_renames_the_same_command_finishes(home):
             assert at == 2 or snapshot(home / "data") == old
         fill(home / "data", asked)
         assert not (home / "data.tmp").exists()
+        assert flushed[-1] == home
     assert len(kept(home / "data")) == 4
 
 

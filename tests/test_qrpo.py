@@ -157,6 +157,7 @@ def pair_of(plain, row, norm, ties):
     )
 
 
+@pytest.mark.filterwarnings("error:.*use_reentrant")
 @pytest.mark.parametrize("kind, b, norm, ties, optimizer, clip", [
     ("qrpo", 2.0, True, "le", "ademamix", 0.02),
     ("qrpo", 0.0, False, "discrete", "adamw", 0.5),
