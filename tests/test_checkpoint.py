@@ -30,18 +30,8 @@ def trained(seed=0, steps=1, name="adamw", dtype="float32"):
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
     optimizer = build_optimizer(
-        model,
-        name,
-        lr=0.1,
-        betas=(0.9, 0.99, 0.999),
-        alpha=8.0,
-        eps=1e-8,
-        weight_decay=0.1,
-        alpha_warmup=5,
-        beta3_warmup=5,
-        compile=False,
-        state_dtype=dtype,
-    )
+        model, name, lr=0.1, betas=(0.9, 0.99, 0.999), alpha=8.0, eps=1e-8, weight_decay=0.1, alpha_warmup=5,
+        beta3_warmup=5, compile=False, state_dtype=dtype)
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer

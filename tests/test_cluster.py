@@ -58,4 +58,5 @@ def test_a_job_of_slurm_is_submitted_for_each_stage_and_waits_for_the_one_before
     assert len(jobs) == 9
     assert "--dependency" not in jobs[0]
     assert all("--dependency=afterok:" in job for job in jobs[1:])
-    assert str(jobs).count("array=0-6'") == 3, "of the stages that tasks share, any number at a time"
+    # Of the three stages that the tasks share; any number of them at a time.
+    assert str(jobs).count("array=0-6'") == 3

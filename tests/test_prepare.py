@@ -195,7 +195,8 @@ def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, 
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
     assert learnt < {word for word in words if fingerprint(f"{word} " * 50) >= 2**63}
-    assert len(learnt) == 7, "of 300 characters each"
+    # Of 300 characters each, which are more than 2000.
+    assert len(learnt) == 7
 
 
 def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
