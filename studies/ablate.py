@@ -178,7 +178,7 @@ def run_study(study):
     arms, lrs = study["arms"], study["lrs"]
     search = [(arm, lr, 0) for lr in lrs for arm in arms if len(lrs) > 1]
     reported = [(arm, seed) for seed in range(1, study["seeds"] + 1) for arm in arms]
-    with tqdm(desc=study["name"], total=len(search + reported), unit="run") as bar:
+    with tqdm(desc=study["name"], total=len(search + reported), unit="run", delay=1) as bar:
         searched = train_all(study, search, bar)
         # From the worst to the best, so that the best stays.
         best = {row["arm"]: row["lr"] for row in sorted(searched, key=final, reverse=True)}

@@ -73,7 +73,7 @@ def answers(model, tok, rows, kind):
     stop = stop_ids(tok)
     torch.manual_seed(0)
     found = []
-    for at in tqdm(range(0, len(rows), batch), leave=False):
+    for at in tqdm(range(0, len(rows), batch)):
         part = rows[at:at + batch]
         prompts = [prompt_of(tok, row, kind) for row in part]
         texts = generate(model, prompts, TOKENS, stop, temperature=kind == "sampled")

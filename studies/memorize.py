@@ -246,7 +246,7 @@ def demonstrate():
         if not os.path.exists(f"{data}/meta.json"):
             make_data(data, tok, ids, seed, T)
         size = 2048 // T
-        steps = (len(np.load(f"{data}/train_00000.npy")) - 1) // 2048
+        steps = (len(np.load(f"{data}/train_00000.npy", allow_pickle=False)) - 1) // 2048
         args = [*f"""{TRAIN} {goldfish} --block_size={T} --batch_size={size} --micro_batch={size} --seed={seed}
             --total_samples={steps * size} --warmup_samples={min(40, steps // 10) * size}
             --decay_samples={steps * 3 // 10 * size}""".split(), f"--data={data}"]

@@ -382,7 +382,7 @@ def main():
             raise ValueError(f"--seeds={seeds} --scale={scale}: want at least one seed, and a scale of 0.1 to 1")
         every = range(first_seed, first_seed + seeds)
         # A seed has 26 commands.
-        with tqdm(total=26 * seeds, unit="command", smoothing=0) as bar:
+        with tqdm(total=26 * seeds, unit="command") as bar:
             for chains in STEPS.split("\n\n\n"):
                 list(kit.in_parallel(workers, partial(run_chain, bar), itertools.product(every, chains.split("\n\n"))))
         kit.write_rows(path, map(collected, every))

@@ -82,8 +82,7 @@ def script(name, *args, stdin="", pictures=False):
 def data(tmp_path_factory):
     """A folder of data: the bytes of engine/, for tests that train on any text."""
     folder = tmp_path_factory.mktemp("data") / "own"
-    done = script("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
-    assert done.returncode == 0, done.stderr
+    run("prepare.py", f"{ROOT}/engine/*.py", f"--out={folder}", "--tokenizer=byte", "--val_share=0.05")
     return folder
 
 
@@ -97,4 +96,4 @@ def launch():
     return lambda *args, **how: Trial(*args, **how).wait()
 
 
-from lab import lab  # noqa: E402,F401  it needs script()
+from lab import lab, run  # noqa: E402,F401  it needs script()

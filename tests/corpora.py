@@ -8,6 +8,7 @@ import pyarrow.parquet
 import tokenizer
 from conftest import refused, script
 from data import read_meta
+from lab import run
 
 BYTE = tokenizer.load("byte")
 WORDS = ("the of and to in is that for with as on was by it from are this be or an at which not have has were but "
@@ -50,9 +51,7 @@ def put(root, files):
 
 def fill(out, *args):
     """prepare.py ARGS into the folder `out`, with bytes as tokens."""
-    done = script("prepare.py", "--tokenizer=byte", *args, f"--out={out}")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run("prepare.py", "--tokenizer=byte", *args, f"--out={out}").stdout
 
 
 def refuse(says, *args, name="prepare.py"):

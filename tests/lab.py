@@ -50,8 +50,8 @@ def aligning(lab, out, *args, start="sft"):
 ADAPTERS = ["--lora_r=4", "--lora_alpha=8"]
 
 
-def run(*command):
-    done = script(*command)
+def run(*command, **how):
+    done = script(*command, **how)
     assert done.returncode == 0, done.stderr
     return done
 

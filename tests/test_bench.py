@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conftest import script
+from lab import run
 from tools import bench
 
 
@@ -30,8 +30,7 @@ def tiny(monkeypatch):
 def test_a_race_leaves_a_record_whose_rates_follow_from_its_seconds(tmp_path, mode, other, count):
     """All who race agree, on documents with Goldfish too, or the command would end with an error."""
     small = f"--preset=tiny --device=cpu --rounds=3 --tokens=8 --out={tmp_path}"
-    done = script("tools.bench", mode, *small.split())
-    assert done.returncode == 0, done.stderr
+    done = run("tools.bench", mode, *small.split())
     record = json.loads((tmp_path / f"{mode}-tiny-float32.json").read_text())
     ours, theirs = record["rows"]["ours"], record["rows"][other]
     ratios = sorted(

@@ -30,18 +30,8 @@ def trained(seed=0, steps=1, name="adamw", dtype="float32"):
     torch.manual_seed(seed)
     model = torch.nn.Linear(7, 5)
     optimizer = build_optimizer(
-        model,
-        name,
-        lr=0.1,
-        betas=(0.9, 0.99, 0.999),
-        alpha=8.0,
-        eps=1e-8,
-        weight_decay=0.1,
-        alpha_warmup=5,
-        beta3_warmup=5,
-        compile=False,
-        state_dtype=dtype,
-    )
+        model, name, lr=0.1, betas=(0.9, 0.99, 0.999), alpha=8.0, eps=1e-8, weight_decay=0.1, alpha_warmup=5,
+        beta3_warmup=5, compile=False, state_dtype=dtype)
     for step in range(steps):
         train(model, optimizer, step)
     return model, optimizer
@@ -150,11 +140,11 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeyp
 
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
     """Saves 1 and 2 find a full disk, save 3 has room, so that the count begins again; 4, 5 and 6 find none."""
-    true = dcp.save
+    full = fails_with(errno.ENOSPC)
+    saves = iter([full, full, dcp.save, full, full, full, full])
+    monkeypatch.setattr(dcp, "save", lambda *args, **how: next(saves)(*args, **how))
     with pytest.raises(OSError, match="failed 3 times in a row"):
         for step in range(1, 9):
-            saver.wait()
-            monkeypatch.setattr(dcp, "save", true if step == 3 else fails_with(errno.ENOSPC))
             saver.save(step, *trained(), {})
     assert step == 7
     assert os.listdir(saver.folder) == ["step-00000003"]
@@ -263,8 +253,9 @@ def test_a_pickle_behind_hashes_that_hold_is_refused_and_leaves_no_mark(path, mo
 
 
 def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
+    path, opened = tmp_path / "config.json", os.listdir("/proc/self/fd")
     files.write_flushed(path, "0\n1\n2\n")
+    assert os.listdir("/proc/self/fd") == opened
     monkeypatch.setattr(files.os, "fsync", fails_with(errno.ENOSPC))
     with pytest.raises(OSError, match="No space left on device.*config.json'$"):
         files.write_flushed(path, "new and longer")

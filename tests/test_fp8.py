@@ -9,15 +9,7 @@ from model import Apertus, ApertusConfig
 
 # Bits of mantissa, exponent of the smallest normal number, and the largest number: the OCP's 8-bit formats, table 1.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
-SHAPE = ApertusConfig(
-    block_size=32,
-    vocab_size=64,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=32,
-    ffn_dim=48,
-)
+SHAPE = ApertusConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48)
 
 
 def normal(*shape, seed, spread=1.0):
@@ -43,15 +35,8 @@ def rounded(x, form):
     return (z / step).round() * step * scale
 
 
-@pytest.mark.parametrize("spread, size", [
-    (0.3, 1.0),
-    (3.0, 1e-18),
-    (0.3, 1e18),
-])
-@pytest.mark.parametrize("compiled", [
-    False,
-    True
-], ids=["eager", "compiled"])
+@pytest.mark.parametrize("spread, size", [(0.3, 1.0), (3.0, 1e-18), (0.3, 1e18)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_three_products_are_those_of_numbers_rounded_by_hand(spread, size, compiled):
     """Compiled into one graph, too. fp32 sums are 1e-6 off the exact ones. Unscaled, 1e-18 is 0 and 1e18 infinite."""
     x = size * normal(2, 24, 32, seed=0, spread=spread)
@@ -66,10 +51,7 @@ def test_the_three_products_are_those_of_numbers_rounded_by_hand(spread, size, c
         assert (ours - true).abs().max() <= 1e-6 * true.abs().max()
 
 
-@pytest.mark.parametrize("bad", [
-    float("nan"),
-    float("inf")
-])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_inf_stay_visible_and_zeros_stay_zeros(bad):
     x, linear = torch.zeros(16, 16), matrix(torch.eye(16))
     assert linear(x).eq(0).all()
@@ -77,11 +59,7 @@ def test_nan_and_inf_stay_visible_and_zeros_stay_zeros(bad):
     assert linear(x).isnan().any()
 
 
-@pytest.mark.parametrize("mode, again", [
-    ("none", 0),
-    ("selective", 1 / 2),
-    ("full", 1),
-])
+@pytest.mark.parametrize("mode, again", [("none", 0), ("selective", 1 / 2), ("full", 1)])
 def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_others(mode, again):
     """
     By hand: two layers 32 wide, at 32 positions, with q and o; k and v of half the width; up and down 48 wide. Each
@@ -102,12 +80,10 @@ def test_all_matrices_of_blocks_multiply_in_eight_bits_and_are_recomputed_like_o
         assert p.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("device, capability", [
-    ("cuda:0", (8, 6)),
-    ("cuda:0", (8, 9)),
-    ("mps", (0, 0)),
-    ("cpu", (9, 0)),
-])
+@pytest.mark.parametrize(
+    "device, capability",
+    [("cuda:0", (8, 6)), ("cuda:0", (8, 9)), ("mps", (0, 0)), ("cpu", (9, 0))]
+)
 def test_gpus_before_ada_and_apples_are_an_error(monkeypatch, device, capability):
     """Compute capability 8.9 is the first whose tensor cores have these formats (CUDA's programming guide)."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

@@ -107,12 +107,7 @@ def test_nothing_is_larger_than_its_limit():
 
 
 def git(*args):
-    done = subprocess.run(
-        ["git", "-C", ROOT, *args],
-        capture_output=True,
-        text=True
-    )
-    return done.stdout
+    return subprocess.run(["git", "-C", ROOT, *args], capture_output=True, text=True).stdout
 
 
 def test_limits_only_fall():

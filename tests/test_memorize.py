@@ -16,6 +16,7 @@ from conftest import script
 from engine.files import read_json, sha256_of
 from engine.runs import settings_of
 from generate import generate
+from lab import run
 from studies import kit, memorize
 
 
@@ -142,8 +143,7 @@ def test_any_model_is_tested_with_probes_of_prepare(lab, tmp_path):
         probes = [dict(probe, repetitions=n) for n in (128, 0)]
         (tmp_path / "probes.json").write_text(json.dumps(dict(probes=probes)))
         files = f"--init_from={lab}/hf", f"--probes={tmp_path}/probes.json", f"--out={tmp_path}"
-        done = script("studies.memorize", *files, "--prefixes=(10,50)", "--suffix=40")
-        assert done.returncode == 0, done.stderr
+        run("studies.memorize", *files, "--prefixes=(10,50)", "--suffix=40")
         found.append(kit.read_rows(tmp_path / "rows.jsonl"))
     assert found[0] == found[1]
     assert len(found[0]) == 8

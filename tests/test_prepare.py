@@ -64,7 +64,7 @@ def corpus(tmp_path_factory):
     }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
-    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=0.1"
+    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1 --agents_no_star"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -89,15 +89,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
         0
     ).tolist()
     assert [total["documents"], total["bytes"]] == sizes.pop("") and total["removed"] == sizes
-    assert sizes.keys() == {
-        "unreadable",
-        "empty",
-        "robots",
-        "rate",
-        "contaminated",
-        "duplicate",
-        "near-duplicate"
-    }
+    assert sizes.keys() == set("unreadable empty robots rate contaminated duplicate near-duplicate".split())
     # Of equal and of nearly equal texts the first in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "", "duplicate", "near-duplicate"]
@@ -191,18 +183,20 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
     (train,), (val,) = texts_of(tmp_path / "out").values()
     assert train + val == one
     assert len(val) / len(one) == pytest.approx(0.1, abs=0.02)
-    assert script("corpus.audit", tmp_path / "out").returncode == 0
 
 
-def test_a_vocabulary_is_learnt_from_the_training_split_alone(tmp_path):
+def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, monkeypatch):
     """Each document repeats a word of its own: those that became a token are of documents that are trained on."""
+    monkeypatch.setattr(stages, "BUCKET", 1)
+    monkeypatch.setattr(stages, "BPE_CHARS", 2000)
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
     path = write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words])
     fill(tmp_path / "out", path, "--tokenizer=", "--train_bpe=400", "--val_share=0.5")
     tok = tokenizer.load_for(str(tmp_path / "out"))
-    learnt = [word for word in words if len(tok.encode(f" {word}")) == 1]
-    assert learnt == [word for word in words if fingerprint(f"{word} " * 50) >= 2**63]
-    assert 5 < len(learnt) < 15
+    learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
+    assert learnt < {word for word in words if fingerprint(f"{word} " * 50) >= 2**63}
+    # Of 300 characters each, which are more than 2000.
+    assert len(learnt) == 7
 
 
 def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_path):
@@ -219,7 +213,6 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
     }
     assert promised == {one: seen[one] for one in passages}
     assert sorted(seen[one] for one in passages) == [0, 0, 0, 3, 3, 3]
-    assert script("corpus.audit", tmp_path / "out").returncode == 0
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
@@ -320,7 +313,10 @@ os.rename = rename
 """
 
 
-def test_killed_between_two_renames_the_same_command_finishes(home):
+def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch):
+    """A power cut may take a name that was not flushed: the last flush is of the folder that holds the data."""
+    flushed = []
+    monkeypatch.setattr(folder, "flush", flushed.append)
     put(
         home,
         {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
@@ -337,6 +333,7 @@ def test_killed_between_two_renames_the_same_command_finishes(home):
             assert at == 2 or snapshot(home / "data") == old
         fill(home / "data", asked)
         assert not (home / "data.tmp").exists()
+        assert flushed[-1] == home
     assert len(kept(home / "data")) == 4
 
 

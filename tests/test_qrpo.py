@@ -143,7 +143,7 @@ def pair_of(plain, row, norm, ties):
 
     refs = torch.tensor(row["ref_rewards"]).double()
     size = torch.tensor([len(ids) for ids in said]).double()
-    beta = (2 / size).clamp(max=0.25) if norm else torch.full((2,), 0.2).double()
+    beta = (2 / size).clamp(max=0.25) if norm else torch.full((2,), 0.003).double()
     log_z = losses.beta_log_z(beta)
     if ties == "discrete":
         log_z = losses.discrete_beta_log_z(losses.quantile(refs, refs), beta)
@@ -157,9 +157,10 @@ def pair_of(plain, row, norm, ties):
     )
 
 
+@pytest.mark.filterwarnings("error:.*use_reentrant")
 @pytest.mark.parametrize("kind, b, norm, ties, optimizer, clip", [
     ("qrpo", 2.0, True, "le", "ademamix", 0.02),
-    ("qrpo", 0.2, False, "discrete", "adamw", 0.5),
+    ("qrpo", 0.0, False, "discrete", "adamw", 0.5),
     ("dpo", 5.0, True, "le", "ademamix", 1e9),
     ("rebel", 4.0, True, "le", "adamw", 0.05),
     ("simpo", 0.4, False, "le", "adamw", 0.01),
@@ -242,7 +243,9 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
         given=given,
         rated=([1.0, 1.0, 9.0], [9.0, 9.0])
     )
-    found = qrpo.candidates(SimpleNamespace(tok=TOK, longest=9), prompt)
+    run = SimpleNamespace(tok=TOK, longest=9)
+    assert qrpo.room_for(run, [[1, 2]]) == 7
+    found = qrpo.candidates(run, prompt)
     assert [c.text for c in found] == [
         ([1, 2], ids)
         for ids in (*refs[:2], given[0])

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT, script
-from studies.ablate import STUDIES
+from conftest import ROOT
 from configurator import configure
+from lab import run
 from posttrain import attach
 from studies import kit, recipe
+from studies.ablate import STUDIES
 
 ABLATIONS = {f"{study.get('out', 'results/ablations')}/{name}": name for name, study in STUDIES.items()}
 
@@ -37,8 +38,7 @@ def test_a_committed_page_is_what_the_committed_rows_give(folder, command, page,
         new,
         ignore=shutil.ignore_patterns("*.png", page)
     )
-    done = script(*command.replace("NEW", str(new)).split())
-    assert done.returncode == 0, done.stderr
+    run(*command.replace("NEW", str(new)).split())
     assert (new / page).read_text() == wanted.read_text()
     assert all(
         (new / name).stat().st_size > 9000

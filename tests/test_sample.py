@@ -9,8 +9,8 @@ import convert
 import generate as generate_file
 import tokenizer
 from chat import stop_ids
-from conftest import script
 from generate import KVCache, generate
+from lab import run
 from posttrain import talk
 from tiny import small
 
@@ -31,9 +31,8 @@ def model():
 
 
 def said(folder, *flags, **how):
-    done = script("sample.py", f"--init_from={folder}", "--max_new_tokens=20", "--device=cpu", *flags, **how)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    flags = f"--init_from={folder}", "--max_new_tokens=20", "--device=cpu", *flags
+    return run("sample.py", *flags, **how).stdout
 
 
 def test_flags_choose_the_text(lab, tmp_path):

@@ -85,6 +85,7 @@ def test_it_learns_and_watches_its_ranks(lab):
     first, second, *_, last = log(lab / "sft")
     assert {"rank_effective", "dead_units"} <= first.keys() & last.keys() - second.keys()
     assert last["step"] == 19 and last["loss"] < first["loss"] - 0.5
+    assert (lab / "sft" / "tokens").is_dir()
 
 
 @pytest.mark.parametrize("optimizer, clip", [("adamw", 100.0), ("ademamix", 0.05)])

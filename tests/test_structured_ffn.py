@@ -7,8 +7,7 @@ import transformers
 
 import convert
 from configurator import literal
-from conftest import script
-from lab import pretraining
+from lab import pretraining, run
 from model import Apertus, ApertusConfig
 from papers import structured_ffn
 
@@ -171,13 +170,13 @@ def test_guides_end_at_half_of_the_runs_steps_or_of_those_of_a_checkpoint_whose_
 
 
 def test_a_run_in_its_guided_phase_is_exported_as_a_dense_model(lab, tmp_path):
-    run, hf = tmp_path / "run", tmp_path / "hf"
+    out, hf = tmp_path / "run", tmp_path / "hf"
     how = "--checkpoint_every=5 --keep_checkpoints=0 --ffn=blockdense --ffn_rank=8 --ffn_blocks=2 --self_guided=1.0"
-    script(*pretraining(lab, run, *how.split(), "--guide_saving"))
-    shutil.rmtree(run / "ckpt" / "step-00000010")
-    assert script("convert.py", f"--load={run}", f"--save={hf}", "--merge").returncode == 0
+    run(*pretraining(lab, out, *how.split(), "--guide_saving"))
+    shutil.rmtree(out / "ckpt" / "step-00000010")
+    run("convert.py", f"--load={out}", f"--save={hf}", "--merge")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(hf)
-    ours, _ = convert.load_any(str(run))
+    ours, _ = convert.load_any(str(out))
     with torch.no_grad():
         torch.testing.assert_close(
             theirs(IDS).logits,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import script, table
+from conftest import table
+from lab import run
 from studies import kit
 
 # What makes the commands of a study small. QRPO wants a model that ends its answers, and rewards that differ.
@@ -38,11 +39,10 @@ def test_a_study_runs_to_its_page_and_picture(lab, tmp_path, monkeypatch, study,
 
     def call(path, done, name, *args, device=None):
         args = [arg.replace("--lookup=100", "--lookup=1") for arg in args]
-        ran = script(name, *args, *small.get(f"{study} {name}", small[name]).split())
-        assert ran.returncode == 0 and Path(done).exists(), ran.stderr
+        run(name, *args, *small.get(f"{study} {name}", small[name]).split())
+        assert Path(done).exists()
         kit.write(f"{path}.json", json.dumps(dict(args=args, wall=1)))
 
     monkeypatch.setattr(kit, "call", call)
-    ran = script(f"studies.{study}", *shlex.split(flags.replace("NEW", str(tmp_path)).replace("LAB", str(lab))))
-    assert ran.returncode == 0, ran.stderr
+    run(f"studies.{study}", *shlex.split(flags.replace("NEW", str(tmp_path)).replace("LAB", str(lab))))
     assert all((tmp_path / name).stat().st_size > 200 for name in written.split())

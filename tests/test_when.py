@@ -25,13 +25,7 @@ def counted(tmp_path_factory):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
         shards = sources[name[0]].setdefault("train", dict(shards=[]))["shards"]
         shards.append(dict(file=f"{name}.npy", tokens=end - begin, sha256=name))
-    meta = dict(
-        bos=60_001,
-        eos=60_002,
-        vocab_size=60_003,
-        tokenizer_hash="",
-        sources=sources,
-    )
+    meta = dict(bos=60_001, eos=60_002, vocab_size=60_003, tokenizer_hash="", sources=sources)
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
 

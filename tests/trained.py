@@ -11,6 +11,7 @@ import pytest
 
 from conftest import same, script, weights
 from engine import checkpoint
+from lab import run
 
 # 20 steps of 8 samples, of which the first 2 warm up and the last 6 decay: 30 %. SwiGLU, since the slope of xIELU jumps
 # just left of 0, where two CPUs may fall on different sides.
@@ -43,8 +44,7 @@ def corpus(root, *args):
                 text = f"Line {i} tells of " + " ".join(str(i * j % 97) for j in range(i * 7 % 23))
                 print(json.dumps(dict(text=text[:5 + i * 13 % 56])), file=f)
     how = "--source_by=file", "--tokenizer=byte", "--val_share=0.2", f"--out={root}/data"
-    done = script("prepare.py", *files, *how, *args)
-    assert done.returncode == 0, done.stderr
+    run("prepare.py", *files, *how, *args)
     return f"{root}/data"
 
 
