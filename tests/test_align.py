@@ -56,7 +56,11 @@ def test_what_is_measured_is_the_kl_of_the_logits_and_the_distance_to_the_closed
     """The quantiles of a prompt's four references are 0, 1/3, 2/3, 1."""
     rows = align.measure()
     targets = (np.arange(4) / 3 - 0.3 * math.log(0.3 * math.expm1(1 / 0.3))) / 0.3
-    want = dict(exact=0, quantile=1, kl=0, error=np.sqrt(np.mean(targets**2)))
+    want = dict(
+        exact=0,
+        quantile=1,
+        kl=0,
+        error=np.sqrt(np.mean(targets**2)))
     assert rows["sft"] | want == pytest.approx(rows["sft"])
     theirs, ours = models
     said, _ = align.complete(ours, load("byte"), 2, 2000)

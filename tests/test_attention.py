@@ -89,7 +89,11 @@ def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
     attend_on_cpu(zeros, zeros, v).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)
     want = shares.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(v.grad[0, 0, :, 0].double(), want, rtol=2**-7, atol=0)
+    torch.testing.assert_close(
+        v.grad[0, 0, :, 0].double(),
+        want,
+        rtol=2**-7,
+        atol=0)
 
 
 @BOTH

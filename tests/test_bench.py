@@ -65,7 +65,11 @@ def test_a_share_is_the_speed_over_that_of_the_probe_and_everybody_has_each_turn
         functools.partial(turns.append, name)
         for name in ("ours", "hf", "probe")
     )
-    rows = bench.race(dict(ours=ours, hf=theirs), dict(ours=3.0, hf=1.0), (4.0, probe), 2)
+    rows = bench.race(
+        dict(ours=ours, hf=theirs),
+        dict(ours=3.0, hf=1.0),
+        (4.0, probe),
+        2)
     assert rows["ours"]["share"] == 0.75
     assert rows["ours"]["rate"] == 6
     assert rows["hf"]["ratio"] == [1, 1, 1]

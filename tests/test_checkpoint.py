@@ -45,7 +45,14 @@ def train(model, optimizer, step):
 
 def save(folder, step, pair, keep=2):
     """A checkpoint of a model and its optimizer, as a run writes it."""
-    checkpoint.write(folder, step, checkpoint.tensors_of(*pair), dict(note="x"), keep, None, None)
+    checkpoint.write(
+        folder,
+        step,
+        checkpoint.tensors_of(*pair),
+        dict(note="x"),
+        keep,
+        None,
+        None)
 
 
 @pytest.fixture

@@ -167,7 +167,12 @@ def call(tmp_path):
     def call(*args):
         command = [sys.executable, "script.py", *args]
         env = os.environ | dict(PYTHONPATH=ROOT)
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True)
         return done.returncode, done.stdout, done.stderr
     return call
 

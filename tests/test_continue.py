@@ -48,7 +48,11 @@ def windows(lab):
 
 def test_the_curve_begins_with_the_loss_of_the_start_model_and_everything_else_is_new(lab, runs):
     idx, targets, keep, doc = windows(lab)
-    _, nll = convert.load_any(str(lab / "pretrained"))[0](idx, targets, doc=doc, per_token=True)
+    _, nll = convert.load_any(str(lab / "pretrained"))[0](
+        idx,
+        targets,
+        doc=doc,
+        per_token=True)
     first, *steps = log(runs / "continued")
     assert first["step"] == first["tokens"] == steps[0]["lr"] == 0
     assert first["val_loss"] == pytest.approx(nll[keep].mean().item(), rel=1e-6)

@@ -9,7 +9,14 @@ from model import Apertus, ApertusConfig
 
 # Bits of mantissa, exponent of the smallest normal number, and the largest number: the OCP's 8-bit formats, table 1.
 E4M3, E5M2 = (3, -6, 448.0), (2, -14, 57344.0)
-SHAPE = ApertusConfig(block_size=32, vocab_size=64, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48)
+SHAPE = ApertusConfig(
+    block_size=32,
+    vocab_size=64,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    ffn_dim=48)
 
 
 def normal(*shape, seed, spread=1.0):

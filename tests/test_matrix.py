@@ -39,7 +39,12 @@ def run(lab, launch):
 
     def run(kind, out, *args, parallel=""):
         more = KINDS[kind][0].replace("LAB", str(lab)).split()
-        name, *line = COMMANDS.get(kind, pretraining)(lab, out, *more, *args, "--resume")
+        name, *line = COMMANDS.get(kind, pretraining)(
+            lab,
+            out,
+            *more,
+            *args,
+            "--resume")
         if not parallel:
             done = script(name, *line)
             assert done.returncode == 0, done.stderr
@@ -125,7 +130,11 @@ def test_two_ranks_have_the_losses_of_one(whole, run, tmp_path, kind):
 def test_from_one_rank_to_two_and_back(whole, run, tmp_path, kind):
     flag, *exact = KINDS[kind][2].split()
     want = whole(kind, *exact)
-    two = run(kind, killed(want, tmp_path / "two", [0]), *exact, parallel=flag)
+    two = run(
+        kind,
+        killed(want, tmp_path / "two", [0]),
+        *exact,
+        parallel=flag)
     one = run(kind, killed(two, tmp_path / "one", [1, -2]), *exact)
     assert losses(one) == (losses(want) if exact else pytest.approx(losses(want), rel=2e-5, abs=2e-5))
     assert not exact or same(weights(want), weights(one))

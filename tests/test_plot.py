@@ -69,7 +69,11 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
         dict(step=i, loss=loss)
         for i, loss in enumerate(losses)
     ]
-    plot.curves([run(tmp_path / "a", log)], "a.png", dict(loss="loss"), "step")
+    plot.curves(
+        [run(tmp_path / "a", log)],
+        "a.png",
+        dict(loss="loss"),
+        "step")
     axis, = drawn[0].axes
     x, y = axis.lines[0].get_data()
     assert len(x) == 100

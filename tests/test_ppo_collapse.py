@@ -132,7 +132,11 @@ def test_cartpole_moves_as_gymnasiums(start, actions, states, fell):
     for action in actions:
         over += game.step(np.array([[action]]))[1].tolist()
         found.append(game.cart[0].copy())
-    np.testing.assert_allclose(found[9::10], states, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        found[9::10],
+        states,
+        rtol=1e-9,
+        atol=1e-11)
     assert over == [False] * (len(actions) - 1) + [fell]
 
 

@@ -68,7 +68,11 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
         assert getattr(ours, mine) == getattr(theirs, name) or name not in hf, name
     assert ours.n_kv_head == theirs.num_key_value_heads
     rope = transformers.models.apertus.modeling_apertus.ApertusRotaryEmbedding(theirs)
-    torch.testing.assert_close(rope_frequencies(ours), rope.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        rope_frequencies(ours),
+        rope.inv_freq,
+        rtol=1e-6,
+        atol=0)
     exported = convert.config_to_hf(ours)
     assert convert.config_from_hf(exported) == ours
     assert exported["rope_parameters"]["rope_type"] == theirs.rope_parameters["rope_type"]
@@ -139,7 +143,12 @@ def as_mini(folder):
         {name: tensor.clone() for name, tensor in model.state_dict().items()},
         folder / "model.safetensors"
     )
-    write(folder, config, tokens(tokenizer.padded(NEMO, 1000)), "<SPECIAL_68>", str(tokenizer.RESERVED))
+    write(
+        folder,
+        config,
+        tokens(tokenizer.padded(NEMO, 1000)),
+        "<SPECIAL_68>",
+        str(tokenizer.RESERVED))
     return in_fp32(model)
 
 
@@ -214,10 +223,18 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
     model, tok = convert.load_any(name, dtype=torch.float32)
     idx = torch.randint(1000, TEXT, (2, 40))
     wanted = hub[name](idx).logits[..., :TEXT]
-    torch.testing.assert_close(model(idx)[0], wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(idx)[0],
+        wanted,
+        rtol=1e-5,
+        atol=1e-5)
     convert.save_hf(model, str(tmp_path), tok)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(again(idx).logits, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        again(idx).logits,
+        wanted,
+        rtol=1e-5,
+        atol=1e-5)
     assert tokenizer.load_for(str(tmp_path)).hash == tok.hash
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))
     assert (tok.bos, tok.eos, tok.pad) == ends == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)

@@ -59,7 +59,11 @@ def test_losses_are_the_published_implementations(case):
         beta=beta,
         log_z=log_z,
     )
-    found = losses.losses[case["loss"]](both("policy_logp"), known, case["beta"], case.get("gamma_beta_ratio"))
+    found = losses.losses[case["loss"]](
+        both("policy_logp"),
+        known,
+        case["beta"],
+        case.get("gamma_beta_ratio"))
     assert found.tolist() == pytest.approx(case["value"], rel=1e-5)
 
 

@@ -10,7 +10,12 @@ from schedule import NEVER, batch_size, cosine, plan_with_decay_at, samples_at, 
 from tiny import GOLDEN
 
 TOTAL, DECAY = 3_662_109_375, 403_905_806
-APERTUS_8B = dict(peak=1.1e-4, floor=1.1e-5, warmup=4_096_000, total=TOTAL, decay=DECAY)
+APERTUS_8B = dict(
+    peak=1.1e-4,
+    floor=1.1e-5,
+    warmup=4_096_000,
+    total=TOTAL,
+    decay=DECAY)
 
 
 def test_the_8b_run_has_the_published_learning_rates():

@@ -200,7 +200,11 @@ def test_a_sharded_start_model_is_read_shard_by_shard_and_never_held_whole(launc
     )
     (tmp_path / "shards.py").write_text(SHARDS)
     folders = lab / "hf", lab / "sft", tmp_path / "tied"
-    codes, text = launch(2, *folders, script=tmp_path / "shards.py", logs=tmp_path / "log")
+    codes, text = launch(
+        2,
+        *folders,
+        script=tmp_path / "shards.py",
+        logs=tmp_path / "log")
     assert codes == [0, 0], text[-2000:]
 
 

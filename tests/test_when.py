@@ -25,7 +25,12 @@ def counted(tmp_path_factory):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
         shards = sources[name[0]].setdefault("train", dict(shards=[]))["shards"]
         shards.append(dict(file=f"{name}.npy", tokens=end - begin, sha256=name))
-    meta = dict(bos=60_001, eos=60_002, vocab_size=60_003, tokenizer_hash="", sources=sources)
+    meta = dict(
+        bos=60_001,
+        eos=60_002,
+        vocab_size=60_003,
+        tokenizer_hash="",
+        sources=sources)
     (folder / "meta.json").write_text(json.dumps(meta))
     return str(folder)
 
@@ -63,7 +68,11 @@ def test_the_data_of_a_run_are_those_that_it_has_read(counted):
     config = dict(data=counted, block_size=16, stage="all", stages=STAGES)
     data = data_of_run(dict(config, data_hash=DATA["stages"](counted).fingerprint), 10**4)
     assert data.begins == [0, 5_000]
-    whole = dict(config, data_hash=DATA["natural"](counted).fingerprint, stage="", seed=3)
+    whole = dict(
+        config,
+        data_hash=DATA["natural"](counted).fingerprint,
+        stage="",
+        seed=3)
     assert data_of_run(whole, 10).seed == 3
     with pytest.raises(ValueError, match="has changed since the run began"):
         data_of_run(dict(config, data_hash="another"), 10)
