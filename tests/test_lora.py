@@ -17,7 +17,7 @@ from conftest import same
 from engine.files import read_json
 from lab import ADAPTERS, run, tuning
 from posttrain import lora
-from tiny import GOLDEN, tensors
+from tiny import GOLDEN, small, tensors
 from trained import log
 
 FOLDER = f"{GOLDEN}/lora"
@@ -170,3 +170,11 @@ def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
     path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=f"{lab}/sft")))
     with pytest.raises(ValueError, match="was trained on other weights"):
         convert.load_any(str(tmp_path / "adapter"))
+
+
+def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():
+    model, again = (lora.adapt(small(0, vocab_size=320), lora.settings_of(4, 8.0, "all", False)) for _ in range(2))
+    lora.draw(model, 3)
+    with torch.device("meta"):
+        lora.draw(again, 3)
+    assert same(dict(model.named_parameters()), dict(again.named_parameters()))
