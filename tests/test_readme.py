@@ -89,9 +89,10 @@ def small(lab, tmp_path, monkeypatch):
     return run
 
 
-SLOW = "python -m studies.ablate swiglu xielu"
+# These start many processes, or many runs.
+SLOW = "torchrun|corpus.cluster|studies.ablate swiglu"
 ALL = [
-    pytest.param(command, marks=[pytest.mark.slow] * (command == SLOW))
+    pytest.param(command, marks=[pytest.mark.slow] * bool(re.search(SLOW, command)))
     for command in COMMANDS
 ]
 
