@@ -62,7 +62,7 @@ stage = ""                      # stop at the end of this stage; all = run throu
 # the ranks (engine/parallel.py)
 parallel = "auto"               # none | ddp | fsdp | hsdp; auto = fsdp under torchrun or srun, hsdp on several nodes
 hsdp_shard = 0                  # hsdp: ranks that share one copy of the weights; 0 = a node, or the fewest that fit
-recompute = "none"              # how much backward recomputes instead of storing: none | selective | full
+recompute = "none"              # how much backward recomputes instead of storing: none | cheap | selective | full
 exact = False                   # bit-exact on any number of ranks: gradients added in fp64, fixed micro-batch
 timeout = 600                   # seconds that a rank waits for another before it gives up
 # the model

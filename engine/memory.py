@@ -5,10 +5,10 @@ The memory that a training step takes on a device, added up before anything is a
     gradients     4 bytes per trained parameter
     states        12 with AdEMAMix, 8 with --state_dtype=bfloat16, 8 with AdamW
                   fsdp and hsdp divide these three by the ranks that share one copy
-    buckets       of DDP: the gradients once more
     activations   numbers that backward needs of each block and position, 2 bytes each in bf16:
                   none        2 F + 7 C + 3 K     (C wide, F in the feed-forward, K in the keys of all their heads)
-                  selective   4 C + 2 K           (engine/parallel.py)
+                  cheap       F + 4 C + 2 K       (engine/recompute.py)
+                  selective   4 C + 2 K
                   full        C
     temporary     6 bytes per weight of the head, whose gradient is added up in fp32, or one recomputed block
     beyond        memory of the device that torch's allocator does not count: CUDA, and gaps between its blocks. 6 % of
@@ -26,7 +26,7 @@ import torch
 
 from engine.gpus import memory_of
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "cheap", "selective", "full")
 
 
 def trained(module):
@@ -34,18 +34,18 @@ def trained(module):
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-
 def of_step(model, settings, tokens, size=2, shards=1):
     """
     {kind: bytes} on each device at the peak of a step, and their total.
 
-    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute, parallel and micro_batch;
+    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute, and micro_batch;
     tokens: of a window on this rank; size: bytes of an activation; shards: ranks that share one copy of the weights.
     """
     c = model.config
     C, F, K = c.n_embd, c.ffn_width, c.n_kv_head * c.head_dim
     kept = dict(
         none=2 * F + 7 * C + 3 * K,
+        cheap=F + 4 * C + 2 * K,
         selective=4 * C + 2 * K,
         full=C)
     positions = settings["micro_batch"] * tokens
@@ -54,8 +54,6 @@ def of_step(model, settings, tokens, size=2, shards=1):
         weights=sum(t.nbytes for t in [*model.parameters(), *model.buffers()]) / shards,
         gradients=4 * own,
         states=own * (8 if settings["optimizer"] == "adamw" or settings["state_dtype"] == "bfloat16" else 12))
-    if settings["parallel"] == "ddp":
-        takes["buckets"] = takes["gradients"]
     # 3 C: embedding, last norm, and gradient of the hidden states.
     takes["activations"] = (c.n_layer * kept[settings["recompute"]] + 3 * C) * positions * size
 
@@ -85,7 +83,7 @@ def check_run(run, build, again=False):
     settings = run.config
     ranks, device = run.ranks, run.device
     if settings["recompute"] not in MODES:
-        raise ValueError(f"recompute={settings['recompute']!r}: there is none, selective and full")
+        raise ValueError(f"recompute={settings['recompute']!r}: there is {', '.join(MODES)}")
     free = has = memory_of(device)
     if not has:
         return

@@ -11,10 +11,10 @@ def recompute_activations(model, mode):
     """
     Trade compute for memory: drop the tensors that a block's forward pass stores; backward recomputes them.
 
+    cheap      keeps what matrices and attention computed. It recomputes norms and activations, which take no matrix
+               product: it halves the memory of a block.
+    selective  recomputes the widest matrix too, up, whose result is 5.25 C wide: a quarter of the memory remains.
     full       keeps the input of each block only, and costs one more forward pass: a third more FLOPs.
-    selective  keeps tensors that are expensive to compute and small to store: q, k, v, the output projection and
-               attention. It recomputes norms, activations and the widest matrix, up, whose result is 5.25 C wide:
-               43 % of the memory of a block.
     """
     if mode == "none":
         return
@@ -24,13 +24,14 @@ def recompute_activations(model, mode):
     def policy(ctx, op, *args, **kwargs):
         keep = "attention" in str(op)
         if op in products:
-            # A product over few numbers, such as a low-rank matrix, is as cheap as its result is large.
+            # A product over few numbers, such as a low-rank matrix, is as cheap as its result is large. Backward does
+            # not need the result of the matrix `down`.
             inner, outer = args[1].shape
-            keep = wide not in (inner, outer) and inner > narrow
+            keep = narrow < inner != wide and (outer != wide or mode == "cheap")
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     how = dict(use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
+    if mode != "full":
         how["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
         # torch.compile warns against changes in place there, and a block makes none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -90,7 +90,7 @@ lora_alpha = 32.0               # their update counts alpha / r
 lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
 lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
 base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
-recompute = "none"              # activations that backward computes again: none | selective | full
+recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # references and pairs
 n_refs = 10                     # sampled per prompt at temperature 1: report 10, released configurations 30
 use_references = True           # train on the references too (off-policy data), not only on "completions" (offline)

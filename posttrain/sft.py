@@ -72,7 +72,7 @@ lora_alpha = 32.0               # their update counts alpha / r
 lora_on = "all"                 # or some of q_proj,k_proj,v_proj,o_proj,up_proj,down_proj
 lora_rs = False                 # rank-stabilised: alpha / sqrt(r)
 base = "fp32"                   # what frozen weights are held in: fp32 | bf16 | int8 | nf4
-recompute = "none"              # activations that backward computes again: none | selective | full
+recompute = "none"              # activations that backward computes again: none | cheap | selective | full
 # layout
 max_length = 0                  # tokens; 0 = the model's window. Longer ones are dropped and counted, never cut
 pack = False                    # False: one conversation per row, padded, as Apertus; True: several, apart in attention

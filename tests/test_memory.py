@@ -74,7 +74,8 @@ def takes(model, tokens=4096, shards=1, **settings):
 def test_activations_and_the_larger_of_head_and_block(eight):
     """At most 2^27 logits, at 8 bytes, and 6 bytes a weight; of 64 windows a block has more. A frozen head has less."""
     kept = 2 * 21504 + 7 * 4096 + 3 * 1024
-    for mode, numbers in dict(none=kept, selective=4 * 4096 + 2 * 1024, full=4096).items():
+    products = 4 * 4096 + 2 * 1024
+    for mode, numbers in dict(none=kept, cheap=products + 21504, selective=products, full=4096).items():
         found = takes(eight, recompute=mode, micro_batch=2)
         assert found["activations"] == 2 * 2 * 4096 * (32 * numbers + 3 * 4096)
     assert takes(eight)["temporary"] == 8 * 2**27 + 6 * HEAD
@@ -108,8 +109,8 @@ def test_the_sum_against_whole_steps_of_the_8b(eight, rows, allocated, device, s
 
 # MiB of a GPU by nvidia-smi, rows, ranks, settings, and the line. 20 bytes for each of 8,053,338,176 parameters are
 # 161.1 GB of the 150.8 that an H200 has, and 16 are 128.9. With hsdp a copy may need several nodes. The last five: 8
-# GPUs that share each window of README's 64k fit (tools.plan --long), and 8 that do not would not; DDP sends gradients
-# in buckets, and shards divide what is held; the memory of other processes does not count.
+# GPUs that share each window of README's 64k fit (tools.plan --long), and 8 that do not would not; DDP adds gradients
+# in place, and shards divide what is held; the memory of other processes does not count.
 SAID = """
 143771 | 4 | 1 | | error: GB that a step takes, with micro_batch=4 and a copy of the model on 1: weights 32.2,
 143771 | 4 | 1 | | gradients 32.2, states 96.6, activations 78.8,
@@ -130,7 +131,7 @@ SAID = """
 1000   | 1 | 1 |                 | a shorter --block_size would fit
 81559  | 1 | 8 | T=65536         | error: GB that a step takes
 81559  | 1 | 8 | T=65536 groups=1 | total 74.7; cuda:0 has 85.5
-143771 | 4 | 1 | parallel=ddp    | gradients 32.2, states 96.6, buckets 32.2,
+143771 | 4 | 1 | parallel=ddp    | gradients 32.2, states 96.6, activations
 81559  | 6 | 8 |                 | weights 4.0, gradients 4.0, states 12.1,
 143771 | 1 | 1 | free=81559 recompute=full state_dtype=bfloat16 | cuda:0 has 86.5 of 150.8 free: torchrun
 """

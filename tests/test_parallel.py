@@ -221,10 +221,10 @@ def gradients(model):
     return [p.grad for p in model.parameters()]
 
 
-MODES = "none", "selective", "full"
+MODES = "none", "cheap", "selective", "full"
 
 
-def test_selective_recomputes_wide_and_low_rank_products_and_full_all_of_a_block_to_the_same_bits():
+def test_what_each_mode_recomputes_and_that_gradients_keep_their_bits():
     """By hand, for a block 16 wide with two heads, one of them for keys, up and down 24 wide, an adapter of rank 4."""
     done, grads = {}, {}
     for mode in MODES:
@@ -234,10 +234,11 @@ def test_selective_recomputes_wide_and_low_rank_products_and_full_all_of_a_block
         with Work() as work:
             grads[mode] = gradients(model)
         done[mode] = work.done
-    cheap = {(16, 24), (4, 16)}
-    assert set(done["selective"] - done["none"]) == cheap
-    assert set(done["full"] - done["none"]) == cheap | {(16, 16), (16, 8), (16, 4), "attention"}
-    assert all(map(torch.equal, grads["none"] * 2, grads["selective"] + grads["full"]))
+    again = {(4, 16)}
+    for mode, more in zip(MODES[1:], ([], [(16, 24)], [(16, 16), (16, 8), (16, 4), "attention"])):
+        again |= {*more}
+        assert set(done[mode] - done["none"]) == again
+        assert all(map(torch.equal, grads["none"], grads[mode]))
 
 
 def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
@@ -257,4 +258,4 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
         ))
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
-    assert all(map(torch.equal, grads[0] * 2, grads[1] + grads[2]))
+    assert all(all(map(torch.equal, grads[0], same)) for same in grads[1:])

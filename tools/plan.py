@@ -139,6 +139,7 @@ def flops_of(model):
     forward = model.flops_per_token(0) / passes
     again = dict(
         none=0,
+        cheap=0,
         selective=2 * c.n_layer * c.n_embd * c.ffn_width,
         full=forward - 2 * c.n_embd * c.vocab_size)
     return step * (1 + again[recompute] / (passes * forward))
