@@ -200,8 +200,8 @@ def set_up(build, more, decides):
         raise ValueError(f"{data} was made by a tokenizer of {meta['vocab_size']} ids ({meta['tokenizer']}) and the "
                          f"model has vocab_size={shape.vocab_size}: prepare the data with --tokenizer=apertus, or set "
                          "vocab_size=0")
-    config = settings(globals(), shape) | dict(vocab_size=meta["vocab_size"]) | more
-    config |= dict(data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    of_data = dict(vocab_size=meta["vocab_size"], data_hash=train.fingerprint, tokenizer=meta["tokenizer"])
+    config = settings(globals(), shape) | of_data | more
     run = SimpleNamespace(ranks=ranks, device=where, dtype=pick_dtype(dtype, where), train=train, val=val, rows=rows,
                           config=config, shape=ApertusConfig.of(config), decides=decides,
                           compiled=compile and can_compile(where), spent=0.0, validate_first=False,
@@ -310,7 +310,8 @@ def forward_backward(run, batch, step):
     # Divided by the kept tokens of all ranks, losses and gradients of micro-batches and ranks add up to the step's.
     n_tokens, n_all = ranks.add(batch[2].sum(), batch[2].numel())
     terms = {}
-    micro = list(zip(*(t.split(run.rows) for t in batch)))
+    # Once a step: before each copy from ordinary memory a GPU finishes all kernels that are queued.
+    micro = list(zip(*(t.to(run.device).split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
         if i and ranks.agree(runs.asked_to_stop(out, run.stop, ranks)):
@@ -322,11 +323,10 @@ def forward_backward(run, batch, step):
         divide_by = n_tokens
         if loss_average == "micro":
             divide_by = tensors[2].sum().item() * len(micro) * ranks.groups
-        idx, targets, keep, doc = (t.to(run.device, non_blocking=True) for t in tensors)
         # Ranks exchange gradients once, behind the last micro-batch.
         reduce_after(model, ranks, last=i + 1 == len(micro))
         model.now = step, ranks.group * len(micro) + i     # for models that change in a run, like guides that fade
-        extra, loss = model(idx, targets, keep, doc, n_tokens=max(divide_by, 1))
+        extra, loss = model(*tensors, n_tokens=max(divide_by, 1))
         loss.backward()
         for name, term in (dict(loss=loss.detach()) | (extra or {})).items():
             terms[name] = terms.get(name, 0) + (term.double() if exact else term)
@@ -620,6 +620,10 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         with stop_signals() as stop, stop_signals(signals) as cooldown:
             try:
                 pretrain(run, build, stop, cooldown)
+            except torch.OutOfMemoryError as e:            # a GPU's
+                torch.cuda.memory._dump_snapshot(f"{out}/memory.pickle")
+                raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory.pickle "
+                                 "(pytorch.org/memory_viz) shows what held it") from None
             finally:
                 run.bar.close()                            # an error has a line of its own
                 end_trace(run)

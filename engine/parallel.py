@@ -189,13 +189,13 @@ def distribute(model, ranks, device, recompute="none", compiled=False):
     A model to be sharded is on the meta device, and memory is allocated for this rank's shards only. One whose shards
     have memory keeps them.
     """
-    if recompute != "none":
-        from engine.recompute import recompute_activations
-        recompute_activations(model, recompute)
+    from engine.recompute import recompute_activations     # here, since only a run needs it
+
+    recompute_activations(model, recompute)
     if compiled:
-        # Blocks share their code: depth costs no time.
+        # Blocks share their code: depth costs no time. A break in the graph would be a slow run, so it is an error.
         for block in model.model.layers:
-            block.compile()
+            block.compile(fullgraph=True)
         model.chunk_loss = torch.compile(model.chunk_loss)
     if ranks.sharded and next(model.parameters()).is_meta:
         from engine.sharding import shard

@@ -138,11 +138,9 @@ def flops_of(model):
     passes = 3 if model.lm_head.weight.requires_grad else 2
     forward = model.flops_per_token(0) / passes
     again = dict(
-        none=0,
-        cheap=0,
         selective=2 * c.n_layer * c.n_embd * c.ffn_width,
         full=forward - 2 * c.n_embd * c.vocab_size)
-    return step * (1 + again[recompute] / (passes * forward))
+    return step * (1 + again.get(recompute, 0) / (passes * forward))
 
 
 def plan_of(model, mode):
