@@ -621,8 +621,8 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
             try:
                 pretrain(run, build, stop, cooldown)
             except torch.OutOfMemoryError as e:            # a GPU's
-                torch.cuda.memory._dump_snapshot(f"{out}/memory.pickle")
-                raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory.pickle "
+                torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
+                raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "
                                  "(pytorch.org/memory_viz) shows what held it") from None
             finally:
                 run.bar.close()                            # an error has a line of its own
