@@ -34,6 +34,8 @@ import math
 import os
 import shutil
 
+# Before torch, which reads a setting of it when it loads.
+from engine.hardware import pick_device, pick_dtype
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -43,7 +45,6 @@ from configurator import attached, checked, run
 from engine import restore
 from engine.attention import attend_on
 from engine.files import flush, make_folder, read_json, write_json
-from engine.hardware import pick_device, pick_dtype
 from engine.runs import settings_of
 from model import XIELU, Apertus, ApertusConfig
 from tokenizer import TEMPLATE, hf_files, load_for, write_bpe

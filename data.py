@@ -282,7 +282,7 @@ class TokenDataset:
 
     def bits_per_byte(self, nats_per_token):
         """
-        Mean loss per predicted token (nats) -> bits per byte of text, which tokenizers do not change.
+        Mean loss per predicted token (nats) -> bits per byte of text, a unit that no tokenizer changes.
 
         Tokens per byte are those of the whole split: of a mean over some windows this is an estimate.
         """

@@ -26,12 +26,12 @@ import math
 import os
 import tempfile
 
+import convert                 # first: engine.hardware comes before torch
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-import convert
 import tokenizer as tokenizers
 from configurator import attached
 from data import TokenDataset
@@ -438,8 +438,8 @@ def main():
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
         for found in attached("studies.length").lookup_scores(model, tok, T, lookup):
-            found |= dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1)
-            rows.append(found | dict(score=found["right"] / found["n"]))
+            rows.append(found | dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1,
+                                     score=found["right"] / found["n"]))
     if harness:
         rows += harness_scores(model, tok)
     if not rows:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.decoding import one_row_products
+from engine.parallel import local
 from loss import at_least_fp32
 from model import masked_attention
 
@@ -145,7 +146,7 @@ class KVCache:
 
     def __init__(self, model, batch, size, padding=None):
         config = model.config
-        weight = model.lm_head.weight
+        weight = local(model.lm_head.weight)               # a shard makes plain tensors too
         shape = batch, config.n_kv_head, size, config.head_dim
         new = functools.partial(weight.new_zeros, shape, dtype=model.dtype or weight.dtype)
         # A single buffer for all layers would be copied at every layer by a compiled step.

@@ -360,8 +360,8 @@ class Apertus(nn.Module):
         """
         Token ids (B, T) -> normalised last hidden states (B, T, C).
 
-        doc (B, T): ids of documents. positions (T,) or (B, T); None: 0 to T - 1 in the window, on through its documents
-        (RoPE sees differences alone).
+        doc (B, T): ids of documents. positions (T,) or (B, T); None: 0 to T - 1 over the whole window, not
+        anew in each document: RoPE depends on differences only.
         """
         x = self.model.embed_tokens(idx)                   # (B, T, C)
         x = x.to(self.dtype or x.dtype)

@@ -6,9 +6,9 @@ $ python sample.py --init_from=out/laptop --start="def main(" --num_samples=3
 $ python sample.py --init_from=swiss-ai/Apertus-v1.1-0.5B-Instruct --chat       # 1.1 GB of weights, then a conversation
 """
 
+import convert                 # first: engine.hardware comes before torch
 import torch
 
-import convert
 import tokenizer
 from chat import stop_ids
 from configurator import attached
@@ -78,7 +78,6 @@ def sample_of(run, data, seed):
             run.model,
             [[tok.bos]],
             min(120, run.shape.block_size),
-            stop=(tok.eos,),
             temperature=0.8,
             top_p=0.95,
             generator=generator)

@@ -274,14 +274,12 @@ def train_bpe(texts, vocab_size, path):
 
     It cuts text as Apertus does and differs in its training text alone. 4,096 ids trained on the standard library put
     3.78 bytes of unseen files into a token; apertus:4096 puts 3.00 and apertus 4.33. Returns the Tokenizer, with fewer
-    ids where the texts have fewer repetitions. ValueError: vocab_size below 320, rustbpe missing.
+    ids where the texts have fewer repetitions. ValueError: vocab_size below 320.
     """
     if vocab_size < 256 + len(SMALL):
         raise ValueError(f"vocab_size {vocab_size} is too small: 256 bytes and 64 special ids are 320")
-    try:
-        import rustbpe
-    except ImportError:
-        raise ValueError("rustbpe is missing: pip install rustbpe==0.1.0, or use --tokenizer=apertus:4096") from None
+    import rustbpe                                         # here, since no other vocabulary needs it
+
     bpe = rustbpe.Tokenizer()
     parts = itertools.chain.from_iterable(map(without_long_runs, texts))
     bpe.train_from_iterator(parts, vocab_size - len(SMALL), pattern=PATTERN)

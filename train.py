@@ -16,7 +16,7 @@ chooses where the decay begins, or the number of threads changes. SIGTERM, SIGUS
 dropped, a finished one counts.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run
-folder, or SIGUSR1 without NCCL), or when time is short: --minutes=5 ends in time on any machine. --resume with
+folder, or on a CPU SIGUSR1), or when time is short: --minutes=5 ends in time on any machine. --resume with
 larger --total_samples or --minutes continues from before the decay.
 
 Other scripts train other models on other data with this loop (posttrain/attach.py, sft.py, qrpo.py). They call main()
@@ -233,6 +233,8 @@ def build_all(run, build, found):
     if run.device.startswith("cuda"):
         from engine.gpus import usage
         run.usage = lambda speed: usage(flops * speed)
+        # Where memory was allocated, should it run out.
+        torch.cuda.memory._record_memory_history("state", stacks="python")
     # Frozen weights are in no checkpoint.
     if not found or not all(p.requires_grad for p in model.parameters()):
         # A pretrained model (init_from) has an init_weights() of its own, which reads a file.
@@ -322,7 +324,7 @@ def forward_backward(run, batch, step):
             run.bar.set_postfix_str(f"micro-batch {i + 1} of {len(micro)}")
         divide_by = n_tokens
         if loss_average == "micro":
-            divide_by = tensors[2].sum().item() * len(micro) * ranks.groups
+            divide_by = tensors[2].sum() * len(micro) * ranks.size
         # Ranks exchange gradients once, behind the last micro-batch.
         reduce_after(model, ranks, last=i + 1 == len(micro))
         model.now = step, ranks.group * len(micro) + i     # for models that change in a run, like guides that fade
@@ -331,7 +333,8 @@ def forward_backward(run, batch, step):
         for name, term in (dict(loss=loss.detach()) | (extra or {})).items():
             terms[name] = terms.get(name, 0) + (term.double() if exact else term)
     add_gradients(model, ranks)
-    return terms, n_all, dict(kept=n_tokens / n_all)
+    # Ranks that share a window have counted it once each.
+    return terms, n_all * ranks.groups / ranks.size, dict(kept=n_tokens / n_all)
 
 
 def update(run, rate, norm):

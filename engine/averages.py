@@ -55,7 +55,7 @@ def updater(update, device, compile):
         wide, small = [], []
         for row in rows:
             n = row[0].numel()
-            # Joined as well are large tensors that are not contiguous or no whole rows. They are rare.
+            # Large tensors that are not contiguous, or no multiple of WIDE, are joined too: they are rare.
             alone = n > SMALL and n % WIDE == 0 and all(x.is_contiguous() for x in row)
             (wide if alone else small).append(row)
         # Zeros up to whole rows, and at least two: torch.compile would compile one row apart.

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from engine.files import flush, make_folder, sha256, sha256_of, write_flushed
-from engine.parallel import local
+from engine.parallel import launched, local
 
 # DCP warns where there is no process group, which one process does not need.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -203,7 +203,7 @@ class Saver:
         self.wait()
         tensors = tensors_of(model, optimizer)
         # Each rank of this node copies its own.
-        need = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * sum(local(t).nbytes for t in tensors.values())
+        need = (launched() or [1])[-1] * sum(local(t).nbytes for t in tensors.values())
         behind = need < 0.9 * (free_on_host() or math.inf)
         if behind:
             # Copies that later steps do not change. Of a DTensor, each rank copies its shard.

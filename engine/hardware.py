@@ -17,10 +17,11 @@ from importlib.util import find_spec
 
 def spin_briefly():
     """
-    Let a thread of OpenMP that waits for others sleep after 1,000 looks, about 10 microseconds, instead of 300,000.
+    Let a thread of OpenMP that waits for others sleep after it has checked 1,000 times, about 10 microseconds, instead
+    of 300,000.
 
     If another program uses a core, the thread that shares it is late at every barrier. The others would spin for
-    milliseconds and keep it from moving to their cores: 1,000 looks are as fast on an idle machine, and 5 times as fast
+    milliseconds and keep it from moving to their cores: 1,000 are as fast on an idle machine, and 5 times as fast
     on a busy one (records/README.md). Threads and results stay the same.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:

@@ -56,8 +56,7 @@ def how_to_install(error):
     """The command that installs a missing package, as the end of a sentence; "" for another error."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
-    package = dict(yaml="pyyaml").get(error.name, error.name)
-    return f": pip install {package}"
+    return f": pip install {dict(yaml='pyyaml').get(error.name, error.name)}"
 
 
 def nearest_divisors(n, near):

@@ -12,7 +12,7 @@ The memory that a training step takes on a device, added up before anything is a
                   full        C
     temporary     6 bytes per weight of the head, whose gradient is added up in fp32, or one recomputed block
     beyond        memory of the device that torch's allocator does not count: CUDA, and gaps between its blocks. 6 % of
-                  the sum, 16 % in shards: the most in a dry run of the 8B and 1.5B against a stand-in for CUDA
+                  the sum, 16 % in shards: the largest shares in whole steps of the 8B and 1.5B on a stand-in for CUDA
 
 A step fits if the sum is at most the device's memory; tools/plan.py uses the same sum. Without the last line it is 0
 to 6 % less than the peaks of whole 8B steps in torch's allocator on a stand-in for an H200. Eager torch also keeps the

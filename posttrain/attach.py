@@ -163,10 +163,9 @@ def build(run, path, professor):
         eight_bits.multiply_in_fp8(model)
     if professor:
         extend(model, distillation.Student)
-        if run.ranks.sharded or not torch.empty(0).is_meta:
-            professor.config.doc_mask = run.shape.doc_mask
-            distillation.learn_from(model, professor.to(run.device, run.dtype), distill, run.compiled)
-            attend_on(professor, run.device)
+        professor.config.doc_mask = run.shape.doc_mask
+        distillation.learn_from(model, professor.to(run.device, run.dtype), distill, run.compiled)
+        attend_on(professor, run.device)
     if sequence_parallel > 1:
         extend(model, sequence.SplitForward)
         model.ranks = run.ranks

@@ -62,18 +62,18 @@ def dead_units(h):
 
 
 @torch.no_grad()
-def diagnose(model, idx, keep, doc=None):
+def diagnose(model, idx, keep):
     """
     The numbers above for token ids idx (B, T): {name in the log: number}.
 
-    keep (B, T) bool: the positions that count. doc (B, T): documents, where rows are packed. rank_tokens
-    is the number N of positions: with fewer than C of them the rank measures the batch, not the model.
+    keep (B, T) bool: the positions that count. rank_tokens is their number N: with fewer than C of them
+    the rank measures the batch, not the model.
     """
     inputs = []
     up = model.model.layers[-1].mlp.up_proj
     # Eager: a compiled forward pass would skip the hook.
     with torch.compiler.set_stance("force_eager"), up.register_forward_hook(lambda *call: inputs.append(call[-1])):
-        h = model.hidden(idx, doc)      # (B, T, C)
+        h = model.hidden(idx)           # (B, T, C)
     drop_gathered(model)
     z = inputs[0][keep].float()         # (N, ffn_dim)
     ranks = spectrum(h[keep].float())

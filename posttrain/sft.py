@@ -175,8 +175,9 @@ def forward_backward(run, rows, step):
     ids, said = map(np.concatenate, zip(*itertools.chain(*rows)))
     facts = dict(tokens=len(ids), learnt=int(said.sum()))
     if common.diagnosed(step, rank_every):
-        idx, targets, doc = tensors(rows[:4 * micro_batch], run.device)
-        facts |= collapse.diagnose(run.model, idx, targets >= 0, doc if pack else None)
+        # A conversation a row: eagerly, a mask of documents would hold the scores of all positions.
+        idx, targets, _ = tensors([[c] for c in itertools.chain(*rows)][:4 * micro_batch], run.device)
+        facts |= collapse.diagnose(run.model, idx, targets >= 0)
     loss, size = torch.zeros((), device=run.device), 0
     for part, last in common.slices(len(rows), run):
         mine = rows[part]

@@ -171,7 +171,9 @@ def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(save
 def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free, ranks, waits):
     """488 bytes of weights and states: of 500 free ones a tenth stays free, of 560 too, and two ranks copy at once."""
     monkeypatch.setattr(gpus, "free_on_host", lambda: free)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    srun = f"SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS={ranks} SLURM_STEP_TASKS_PER_NODE={ranks}(x1)"
+    for variable in srun.split():
+        monkeypatch.setenv(*variable.split("="))
     saver.save(7, *trained(), {})
     assert (saver.pending is None) == waits
     assert ("training waits while a checkpoint is written" in capsys.readouterr().out) == waits

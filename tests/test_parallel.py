@@ -55,7 +55,7 @@ def alone(train, data):
 
 @pytest.mark.parametrize("ranks, args", [
     (2, "--parallel=ddp"),
-    (4, "--parallel=fsdp --micro_batch=1"),
+    (4, "--parallel=fsdp --micro_batch=1 --sample_every=9"),
     (4, "--parallel=hsdp --hsdp_shard=2 --recompute=selective"),
     (4, "--parallel=hsdp --hsdp_shard=2 --recompute=full --sequence_parallel=2 --micro_batch=2"),
 ])

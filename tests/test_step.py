@@ -74,8 +74,11 @@ def train(
 RUNS = [
     (0, "--micro_batch=8 --grad_clip=100.0 --alpha_warmup=3 --beta3_warmup=9", dict(clip=100, warmups=(3, 9))),
     (0, "--micro_batch=4 --grad_clip=0.0 --batch_ramp_at=10", dict(clip=0, ramp=10, warmups=(4, 4))),
-    (0, "--micro_batch=2 --grad_clip=0.1 --loss_average=micro", dict(clip=0.1, micro=2)),
-    (4, "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --sequence_parallel=2 --n_kv_head=2", dict(clip=0.1)),
+    (
+        4,
+        "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --sequence_parallel=2 --n_kv_head=2 --loss_average=micro",
+        dict(clip=0.1, micro=2)
+    ),
     (2, "--micro_batch=1 --grad_clip=0.1 --parallel=fsdp --batch_ramp_at=10", dict(clip=0.1, ramp=10, warmups=(4, 4))),
     (2, "--micro_batch=2 --grad_clip=0.1 --parallel=ddp --optimizer=adamw", dict(clip=0.1, adamw=True)),
 ]
