@@ -529,8 +529,9 @@ def save_hf(model, path, tokenizer=None, dtype="float32", shard_bytes=5e9, merge
                              "--merge writes the dense model that it equals")
         parameters = attached("papers.structured_ffn").dense_parameters(model)
     hf = config_to_hf(model.config, dtype)
+    path = os.path.realpath(path)                          # the folder behind a link is replaced, the link stays
     check_replaceable(path)
-    new, old = (f"{os.path.abspath(path)}.export-{end}" for end in ("new", "old"))
+    new, old = (f"{path}.export-{end}" for end in ("new", "old"))
     try:
         for left in new, old:
             shutil.rmtree(left, ignore_errors=True)

@@ -283,7 +283,7 @@ def choice_scores(model, tok, rows, name):
     by_sum, by_mean = [], []
     for _, accepted, choices in questions:
         costs = np.array([next(nats).sum() for _ in choices])
-        sizes = [len(choice.encode()) for choice in choices]
+        sizes = [len(f"{choice}".encode()) for choice in choices]
         by_sum.append(choices[costs.argmin()] in accepted)
         by_mean.append(choices[(costs / sizes).argmin()] in accepted)
     chance = np.mean([1 / len(choices) for _, _, choices in questions])
@@ -431,8 +431,8 @@ def main():
         documents += texts
         for task, scores in zip(tasks, (choice_scores, answer_scores)):
             rows += scores(model, tok, task, os.path.basename(path)) if task else []
+    other = against and convert.load_ready(against, device, dtype)
     if documents:
-        other = against and convert.load_ready(against, device, dtype)
         rows = text_scores(model, tok, documents, other) + rows
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)

@@ -110,8 +110,9 @@ SMALL = 1 << 24
 
 def main():
     check_settings()
-    if remove and paths:
-        raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave {paths[0]} out")
+    if remove and (paths or dry_run):
+        raise ValueError(f"--remove deletes documents of --out={out} and reads no other file: leave "
+                         f"{paths[0] if paths else '--dry_run'} out")
     # withdraw() has better words for a joined folder.
     with building(choose_out(), [remove] if remove else inputs(), None if remove else False) as (final, tmp):
         if remove:

@@ -465,8 +465,8 @@ def end_trace(run):
 
 
 def overdue(run, what, minutes):
-    """Whether the last validation or checkpoint (`what`) is older than `minutes`, by the clock of the first rank."""
-    return run.ranks.first and 0 < 60 * minutes < time.perf_counter() - run.latest[what]
+    """Whether the last validation or checkpoint (`what`) is older than `minutes`."""
+    return 0 < 60 * minutes < time.perf_counter() - run.latest[what]
 
 
 def begin_decay(run, done):
@@ -513,9 +513,9 @@ def pretrain(run, build, stop, cooldown):
     build_all(run, build, found)
     if first:
         introduce(run, end)
-        if found and run.decayed:
-            set_aside(out, run.decayed)                    # here, since build_all() may still refuse the checkpoint
         if found:
+            if run.decayed:
+                set_aside(out, run.decayed)                # here, since build_all() may still refuse the checkpoint
             print(f"resumed from {found[0]}")
     run.log = runs.open_log(out, start, ranks, validate=start >= end)
     run.clock = runs.Clock(minutes, run.spent)
@@ -555,7 +555,7 @@ def pretrain(run, build, stop, cooldown):
             run.saver.finish()
             after = f", after {skipped} skipped steps" if skipped else ""
             raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
-                             f"update; the last checkpoint in {out}/ckpt is good. Try a lower --lr, a longer "
+                             f"update; checkpoints in {out}/ckpt are good. Try a lower --lr, a longer "
                              "warm-up, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
@@ -619,8 +619,7 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         if prepare:
             prepare(run)
         # NCCL uses SIGUSR1 itself.
-        signals = () if run.device.startswith("cuda") else ("SIGUSR1",)
-        with stop_signals() as stop, stop_signals(signals) as cooldown:
+        with stop_signals() as stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as cooldown:
             try:
                 pretrain(run, build, stop, cooldown)
             except torch.OutOfMemoryError as e:            # a GPU's

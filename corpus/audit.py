@@ -16,7 +16,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit(2)
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from corpus.dedup import LONG, fingerprint, signatures, words
 from corpus.ledger import counted, described, ledger, rows_of, sums, total
 from corpus.shards import shards_of
-from engine.files import sha256
+from engine.files import read_text, sha256
 from engine.plot import entries
 from engine.runs import settings_of
 
@@ -77,7 +76,7 @@ def find_rows(folder, meta):
     [(how, row)] of all documents of a folder with this id, URL or text. If no id and no URL is called so, texts of at
     least five words are compared by MinHash too (+- 0.04 at 0.8).
     """
-    text = Path(find).read_text("utf-8-sig", "replace") if os.path.isfile(find) else find
+    text = read_text(find).removeprefix("\ufeff") if os.path.isfile(find) else find
     if not text.strip():
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a file with one")
     wanted, found = dict(id=find, url=find, text=fingerprint(text)), []

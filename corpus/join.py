@@ -17,6 +17,7 @@ import tokenizer
 from configurator import run
 from corpus.folder import building, clear, empty, publish
 from corpus.ledger import FILE, changed, rows_of, write_account, write_ledger
+from corpus.shards import shards_of
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json
 
@@ -38,6 +39,8 @@ def join_folders(folders, out):
     if len(set(map(os.path.realpath, folders))) < len(folders):
         raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = {folder: data.read_meta(folder) for folder in folders}
+    for folder, meta in metas.items():
+        data.Stream(folder, shards_of(meta), 1)            # an error if a shard has changed since
     names = new_names(metas)
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)

@@ -378,10 +378,10 @@ def personal_data(pii):
 
 
 def planted(probes):
-    """The passages that --probes planted, which no other number of the report counts."""
+    """The passages that --probes planted. Only the tokens of the report count them, not its documents."""
     if not probes:
         return ""
     times = ", ".join(map(str, probes["repetitions"]))
     return ("## Memorisation probes\n\n"
             f"{probes['passages']:,} passages of {probes['file']} are planted {times} times in the training split, as "
-            f"{counted(probes['documents'], 'document')} that are not counted above.\n\n")
+            f"{counted(probes['documents'], 'document')}, which the tokens above count and the documents do not.\n\n")

@@ -443,7 +443,10 @@ class Store(dict):
         """rows: (host or URL, str or bytes, ...); the last row of a host counts, null (a failed download) does not."""
         for host, content, *_ in rows:
             host = host_key(host) or host_key(f"//{host}")
-            content = content.encode("utf-8", "replace") if isinstance(content, str) else content
+            if isinstance(content, str):
+                content = content.encode("utf-8", "replace")
+            if not isinstance(content, bytes | None):
+                raise ValueError(f"the file of {host} is a {type(content).__name__}: want a text")
             if host and content is not None:
                 self[host] = zlib.compress(content, 1)
 

@@ -108,7 +108,7 @@ def broken(doc, licenses=None, languages=None, min_chars=0, max_chars=0, top=Non
     """
     def fails(value, compare, limit):
         if isinstance(limit, dict):
-            limit = limit.get(column(doc, "language or lang"), limit.get("*"))
+            limit = limit.get(column(doc, "language or lang") or "", limit.get("*"))
         # Every comparison with NaN is false, so NaN breaks both rules.
         return limit is not None and not compare(-math.inf if value is None else value, limit)
 

@@ -23,7 +23,6 @@ import subprocess
 import time
 from collections import Counter
 from functools import cached_property, lru_cache, partial
-from importlib import metadata
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -531,18 +530,7 @@ def account(number, work):
 
 def about(work, name):
     """The part of the report about the run, its files and its settings. Writes probes.json. name: of the vocabulary."""
-    # rensa is an option's package: requirements.txt does not install it.
-    used = ["numpy", "pyarrow", "tiktoken"] + ["rensa"] * bool(work.near_dedup)
     commit = subprocess.getoutput(f"git -C '{ROOT}' rev-parse HEAD")
-    run = dict(
-        out=work.out,
-        command=work.command,
-        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
-        seconds=round(time.time() - work.began),
-        code=commit if len(commit) == 40 else None,
-        packages={package: metadata.version(package) for package in used},
-        tokenizer=name,
-    )
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
     inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
     for file in inputs:
@@ -563,7 +551,13 @@ def about(work, name):
             documents=sum(passage["repetitions"] for passage in passages))
     of = "sha256 of its id" if work.by_id else "BLAKE2b of its text, in Unicode form NFC with single spaces,"
     return dict(
-        run=run,
+        run=dict(
+            out=work.out,
+            command=work.command,
+            date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(work.began)),
+            seconds=round(time.time() - work.began),
+            code=commit if len(commit) == 40 else None,
+            tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,
         rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; of a "

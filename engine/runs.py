@@ -36,14 +36,13 @@ def claim(out, resume, ranks):
     if not ranks.first:
         return contextlib.nullcontext()
     found = set(os.listdir(out)) if os.path.isdir(out) else set()
-    if found & {"log.jsonl", "ckpt"}:
-        if not resume:
-            raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
-    elif "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
+    if "meta.json" in found or found - {"stop", "cooldown", "profile"} and ".lock" not in found:
         raise ValueError(f"{out} holds files that are not of a run ({min(found)}): name another folder with --out")
-    else:
+    if not found & {"log.jsonl", "ckpt"}:
         # The file was meant for an earlier run.
         forget(out, "cooldown")
+    elif not resume:
+        raise ValueError(f"{out} already holds a run: --resume continues it, --out=ANOTHER starts a new one")
     return lock(out)
 
 

@@ -71,7 +71,8 @@ def numbered(file, part, columns=COLUMNS):
     for n, row in readers.rows(file, part, columns):
         place = f"{'row' if parquet else 'line'} {n + 1}"
         if isinstance(row, str):
-            raise ValueError(f"{file['path']}, {place}: want a JSON object, got {row}")
+            raise ValueError(f"{file['path']}, {place}: want a JSON object in UTF-8, the line is torn "
+                             "or in another encoding (iconv converts)")
         yield place, without_nulls(row) if parquet else row
 
 

@@ -239,7 +239,7 @@ class Server:
     def post(self, **body):
         """The JSON that /chat/completions returns. OSError if it does not; only 429 and 5xx are asked again."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
+        if key := os.environ.get("OPENAI_API_KEY", "").strip():
             headers["Authorization"] = f"Bearer {key}"
         url = f"{self.url.rstrip('/')}/chat/completions"
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
@@ -247,7 +247,7 @@ class Server:
             try:
                 with urllib.request.urlopen(request, timeout=600) as answer:
                     return json.load(answer)
-            except (OSError, ValueError) as e:
+            except Exception as e:          # anything may come from a network
                 code = getattr(e, "code", 0)
                 said = str(e.read(200), errors="replace") if code else "start it and repeat the command"
                 if not left or 400 <= code < 500 and code != 429:

@@ -113,10 +113,8 @@ def draw(model, seed):
 def off():
     """A context without adapters: a model is its base, the reference of posttrain/qrpo.py."""
     Adapted.on = False
-    try:
-        yield
-    finally:
-        Adapted.on = True
+    yield
+    Adapted.on = True
 
 
 @torch.no_grad()
@@ -127,8 +125,7 @@ def merge(model, dtype=torch.float32):
     Of an update a thousandth as large as W, the rounding to bf16 keeps half.
     """
     for name, layer in adapted(model).items():
-        quantised = hasattr(layer.base_class, "dense")
-        before = layer.base_class.dense(layer) if quantised else layer.weight.float()      # (out, in)
+        before = layer.weight.float() if hasattr(layer, "weight") else layer.base_class.dense(layer)     # (out, in)
         update = layer.lora_B.weight @ layer.lora_A.weight * layer.scale
         after = Linear(layer.in_features, layer.out_features)
         after.weight = nn.Parameter((before + update).to(dtype))

@@ -43,6 +43,9 @@ CODE = torch.tensor([
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])
+PAIRS = torch.cartesian_prod(CODE, CODE)        # (256, 2): the two weights in a byte
+# PAIRS on a device: copied once, since a GPU finishes its queue before such a copy.
+pairs_on = functools.cache(PAIRS.to)
 
 
 def to_int8(w):
@@ -68,20 +71,13 @@ def to_nf4(w):
     return index[:, ::2] << 4 | index[:, 1::2], maxima.half()
 
 
-@functools.cache
-def pairs_on(device):
-    """(256, 2): the two weights in a byte. Copied once, since a GPU finishes its queue before such a copy."""
-    return torch.cartesian_prod(CODE, CODE).to(device)
-
-
 def dense(q, scale, shape, dtype):
     """The decoded matrix of this shape and dtype: q and scale as to_int8 or to_nf4 returns them."""
-    nf4 = q.dtype == torch.uint8
     w = torch.empty(shape, dtype=dtype, device=q.device).view(len(q), -1)
     # In slabs, since the fp32 values of a matrix of the 8B take 0.5 GB.
     rows = max(1, SLAB // w.shape[1])
     for out, q, scale in zip(w.split(rows), q.split(rows), scale.split(rows)):
-        values = F.embedding(q.int(), pairs_on(q.device)).flatten(1) if nf4 else q
+        values = F.embedding(q.int(), pairs_on(q.device)).flatten(1) if q.dtype == torch.uint8 else q
         torch.mul(values, scale[:, None], out=out)         # in fp32, rounded once
     return w.view(shape)
 

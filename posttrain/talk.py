@@ -128,19 +128,22 @@ def converse(model, tok, how, system="", tools="", thinking=False, max_new_token
     conversation = Conversation(model, tok, system, declared, thinking)
     while (line := ask("\n> ")).strip():
         command, _, rest = line.strip().partition(" ")
-        if command == "/reset":
-            conversation.begin(conversation.system)
-        elif command == "/system" and rest:
-            conversation.begin(rest)
-        elif command == "/thoughts":
-            said = [part for message in conversation.messages[-1:] for part in parts_of(message)]
-            print("\n".join(text for kind, text in said if kind == "thoughts") or "no thoughts so far")
-        elif command == "/save" and rest:
-            row = dict(messages=conversation.messages, tools=declared, thinking=thinking)
-            with open(rest, "a", encoding="utf-8") as f:
-                f.write(as_json(row) + "\n")
-            print(f"saved to {rest}")
-        elif command.startswith("/"):
-            print(HELP)
-        else:
-            conversation.answer(line, how, max_new_tokens)
+        try:
+            if command == "/reset":
+                conversation.begin(conversation.system)
+            elif command == "/system" and rest:
+                conversation.begin(rest)
+            elif command == "/thoughts":
+                said = [part for message in conversation.messages[-1:] for part in parts_of(message)]
+                print("\n".join(text for kind, text in said if kind == "thoughts") or "no thoughts so far")
+            elif command == "/save" and rest:
+                row = dict(messages=conversation.messages, tools=declared, thinking=thinking)
+                with open(rest, "a", encoding="utf-8") as f:
+                    f.write(as_json(row) + "\n")
+                print(f"saved to {rest}")
+            elif command.startswith("/"):
+                print(HELP)
+            else:
+                conversation.answer(line, how, max_new_tokens)
+        except (OSError, ValueError) as error:             # a typing mistake does not end the conversation
+            print(error)

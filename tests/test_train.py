@@ -125,11 +125,11 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
     asked = []
 
     def noted(model, prompts, n, **how):
-        asked.append((n, model.training, how["temperature"], how["top_p"], how["stop"]))
+        asked.append((n, model.training, how["temperature"], how["top_p"]))
         return [[1, 65]]
     monkeypatch.setattr(generate, "generate", noted)
     trained(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40")
-    assert asked == [(32, False, 0.8, 0.95, (2,))] * 2           # after step 3 and at the end
+    assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
 
 
 def test_a_step_whose_gradient_is_no_number_changes_nothing_and_one_in_a_row_is_allowed(data, tmp_path, each_step):
