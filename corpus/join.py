@@ -39,9 +39,9 @@ def join_folders(folders, out):
     if len(set(map(os.path.realpath, folders))) < len(folders):
         raise ValueError(f"{', '.join(folders)}: a folder is named twice")
     metas = {folder: data.read_meta(folder) for folder in folders}
+    names = new_names(metas)
     for folder, meta in metas.items():
         data.Stream(folder, shards_of(meta), 1)            # an error if a shard has changed since
-    names = new_names(metas)
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)
         # Most folders have none, and need not be compared.

@@ -73,6 +73,7 @@ def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
     mask = (doc[:, :, None] == doc[:, None]).tril()[:, None]
     want = F.cross_entropy(model(idx, attention_mask=mask).logits[keep], targets[keep]).item()
     assert validation(runs / "adapted")[-1] == pytest.approx(want, rel=1e-5)
+    assert convert.load_any(str(runs / "adapted"))[0].config.rope_theta == 50
     for file in (runs / "adapted" / "ckpt").glob("step-*/*.safetensors"):
         assert all(".lora_" in name for name in load_file(file))
 

@@ -188,8 +188,9 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     out = [row for row in ledger(data) if row["withdrawn"]]
     assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
     assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
-    # And new files do not bring them back, but for other pages of a host whose robots.txt was read.
-    path = write_lines(tmp_path / "again.jsonl", [*gone, *rows(5, 500)])
+    # And new files bring back neither text nor page, but other pages of a host whose robots.txt was read.
+    again = [row | new for new in (dict(url=""), dict(text="new")) for row in gone]
+    path = write_lines(tmp_path / "again.jsonl", [*again, *rows(5, 500)])
     fill(tmp_path / "more", path, f"--known={data}")
     assert [row["id"] for row in kept(tmp_path / "more")] == [f"again.jsonl:d{i}" for i in (501, 502, 503, 504)]
     # Nor does a join with a folder that has them.

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from conftest import same
-from engine.files import read_json
 from lab import ADAPTERS, run, tuning
 from posttrain import lora
 from tiny import GOLDEN, small, tensors
@@ -166,10 +165,11 @@ def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
 
 
 def test_an_adapter_of_other_weights_is_an_error(lab, tmp_path):
-    path = shutil.copytree(lab / "adapted" / "adapter", tmp_path / "adapter") / "adapter_config.json"
-    path.write_text(json.dumps(read_json(path) | dict(base_model_name_or_path=f"{lab}/sft")))
-    with pytest.raises(ValueError, match="was trained on other weights"):
-        convert.load_any(str(tmp_path / "adapter"))
+    adapted = shutil.copytree(lab / "adapted", tmp_path / "run")
+    for path in (adapted / "config.json", adapted / "adapter" / "adapter_config.json"):
+        path.write_text(path.read_text().replace(f"{lab}/hf", f"{lab}/sft"))
+        with pytest.raises(ValueError, match="was trained on other weights"):
+            convert.load_any(str(path.parent))
 
 
 def test_the_first_values_are_drawn_on_the_cpu_whatever_device_a_model_is_built_on():

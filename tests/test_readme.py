@@ -89,15 +89,11 @@ def small(lab, tmp_path, monkeypatch):
     return run
 
 
-# These start many processes, or many runs.
-SLOW = "torchrun|corpus.cluster|studies.ablate swiglu"
-ALL = [
-    pytest.param(command, marks=[pytest.mark.slow] * bool(re.search(SLOW, command)))
+# The slow ones start many processes, or many runs.
+@pytest.mark.parametrize("command", [
+    pytest.param(command, marks=[pytest.mark.slow] * bool(re.search("torchrun|cluster|ablate swiglu", command)))
     for command in COMMANDS
-]
-
-
-@pytest.mark.parametrize("command", ALL)
+])
 def test_command(command, small):
     """It runs, and nothing of it goes outside the test's own folder."""
     small(command)

@@ -358,6 +358,7 @@ RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
 DOCUMENTS = """
 {"x_robots_tag": "noindex, NOML"} noml
 {"metas": [["gptbot", "nofollow, noimageai"]]} noimageai
+{"headers": "X-Robots-Tag: noai\\r\\nX-Robots-Tag: noindex"} noai
 {"metas": [["googlebot", "noai"], ["", "noai"]]} None
 {"headers": {"Content-Usage": "train-ai=n"}, "content_usage": "train-ai=y"} usage-header
 {"headers": {"Content-Signal": "search=yes, ai-train=no, ai-input=no"}} usage-header

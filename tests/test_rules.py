@@ -153,6 +153,8 @@ COLUMNS = """
 {"top": ["gap", 0]} score
 {"top": ["nan", 0]} score
 {"below": ["gap", 0]} None
+{"below": ["score", 2.6]} None
+{"below": ["score", 2.4]} above
 {"below": ["nan", 0]} above
 {"below": ["toxic", {"deu_Latn": 0.9977}]} above
 {"rate": {"*": 0}} rate

@@ -18,13 +18,9 @@ def test_a_flipped_bit_is_noticed_and_the_checkpoint_before_is_used(lab):
 
 
 # A stopped rank is noticed by the others' timeouts alone.
-WAITS = "SIGSTOP"
-ALL = [
-    pytest.param(row, marks=[pytest.mark.slow] * (WAITS in row), id=row[0])
+@pytest.mark.parametrize("row", [
+    pytest.param(row, marks=[pytest.mark.slow] * ("SIGSTOP" in row))
     for row in suite.DISTURBANCES
-]
-
-
-@pytest.mark.parametrize("row", ALL)
+])
 def test_a_disturbed_run_ends_with_the_same_weights(lab, row):
     suite.disturbance(lab, *row)
