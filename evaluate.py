@@ -437,9 +437,9 @@ def main():
     if by_position:
         rows += position_scores(model, tok, documents, T, by_position)
     if lookup:
-        for found in attached("studies.length").lookup_scores(model, tok, T, lookup):
-            rows.append(found | dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1,
-                                     score=found["right"] / found["n"]))
+        rows += [found | dict(name=f"{found['distance']:,} tokens back", metric="colours looked up", chance=0.1,
+                              score=found["right"] / found["n"])
+                 for found in attached("studies.length").lookup_scores(model, tok, T, lookup)]
     if harness:
         rows += harness_scores(model, tok)
     if not rows:

@@ -322,9 +322,7 @@ def forward_backward(run, batch, step):
             end_trace(run)                                 # a long step would make a file of gigabytes
         if time.perf_counter() - run.step_began > 10:
             run.bar.set_postfix_str(f"micro-batch {i + 1} of {len(micro)}")
-        divide_by = n_tokens
-        if loss_average == "micro":
-            divide_by = tensors[2].sum() * len(micro) * ranks.size
+        divide_by = n_tokens if loss_average == "step" else int(tensors[2].sum()) * len(micro) * ranks.size
         # Ranks exchange gradients once, behind the last micro-batch.
         reduce_after(model, ranks, last=i + 1 == len(micro))
         model.now = step, ranks.group * len(micro) + i     # for models that change in a run, like guides that fade
