@@ -38,6 +38,7 @@ ODD = r"""
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
 {"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
 {"id": "dash", "text": "A text of another.", "lang": "a-b"}
+{"id": 0, "text": "A text of nobody."}
 {"id": "mail", "text": "Write to ann@example.org or bob@example.org. They know."}
 """
 FILES = {
