@@ -41,7 +41,7 @@ def join_folders(folders, out):
     metas = {folder: data.read_meta(folder) for folder in folders}
     names = new_names(metas)
     for folder, meta in metas.items():
-        data.Stream(folder, shards_of(meta), 1)            # an error if a shard has changed since
+        data.Stream(folder, shards_of(meta), 1)            # an error if a shard has another size by now
     for folder, other in permutations(folders, 2):
         withdrawn = withdrawn_entries(folder)
         # Most folders have none, and need not be compared.

@@ -38,7 +38,7 @@ def of_step(model, settings, tokens, size=2, shards=1):
     """
     {kind: bytes} on each device at the peak of a step, and their total.
 
-    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute, and micro_batch;
+    model: on the meta device; settings: a dict with optimizer, state_dtype, recompute and micro_batch;
     tokens: of a window on this rank; size: bytes of an activation; shards: ranks that share one copy of the weights.
     """
     c = model.config
