@@ -43,7 +43,7 @@ from data import TokenDataset, started_stages
 from engine import checkpoint, runs
 from engine.files import write_flushed
 from engine.parallel import (
-    Ranks, add_gradients, distribute, drop_gathered, orderly_exit, reduce_after, square_norm, stop_signals,
+    Ranks, add_gradients, distribute, drop_gathered, gradients, orderly_exit, reduce_after, square_norm, stop_signals,
 )
 from model import Apertus, ApertusConfig
 from schedule import NEVER, batch_size as batch_at, cosine, plan_with_decay_at, samples_at, steps_in, wsd
@@ -189,7 +189,8 @@ def set_up(build, more, decides):
 
     rows: windows of a micro-batch on this rank. config: all settings, for config.json; decides: names of those that a
     resumed run may not change. spent: seconds before it resumed. decay_at: samples before the decay. usage(tokens/s):
-    entries of the log about the GPU.
+    entries of the log about the GPU. Added later: model, opt, saver, log, clock, latest (times); stop and cooldown,
+    lists that a signal fills to ask this process to exit or to begin the decay.
     """
     ranks = Ranks(parallel, exact, hsdp_shard)
     where = ranks.place(pick_device(device))
@@ -316,7 +317,7 @@ def forward_backward(run, batch, step):
     micro = list(zip(*(t.to(run.device).split(run.rows) for t in batch)))
     for i, tensors in enumerate(micro):
         # A step of the 8B takes a minute on one node, and Slurm kills 30 seconds after SIGTERM.
-        if i and ranks.agree(runs.asked_to_stop(out, run.stop, ranks)):
+        if i and ranks.agree(runs.asked(out, run, "stop")):
             return None
         if i == 4:
             end_trace(run)                                 # a long step would make a file of gigabytes
@@ -344,7 +345,7 @@ def update(run, rate, norm):
         # It scales a gradient as it reads it, which saves a pass over them.
         run.opt.step(grad_scale=clip)
     else:
-        torch._foreach_mul_([p.grad for p in run.model.parameters() if p.grad is not None], clip)
+        torch._foreach_mul_(gradients(run.model), clip)
         run.opt.step()
 
 
@@ -439,18 +440,16 @@ def conclude(run):
 # the run
 
 
-def decay_wanted(run, cooldown, step):
+def decay_wanted(run, step):
     """Whether this rank wants the decay to begin after this step: a signal, the file `cooldown`, or the clock."""
-    if not run.ranks.first:
-        return bool(cooldown)
-    if run.decay_at == NEVER:
+    if run.ranks.first and run.decay_at == NEVER:
         total = run.clock.foresee(samples_before(step))
         if total < math.inf:
             run.bar.total = steps_until(int(total))
         # Begun after this step, the decay would end when the time does, or later.
         if plan_with_decay_at(samples_before(step + 1), total_samples, decay_samples)[0] >= total:
             return True
-    return bool(cooldown) or os.path.exists(f"{out}/cooldown")
+    return runs.asked(out, run, "cooldown")
 
 
 def end_trace(run):
@@ -490,14 +489,9 @@ def save(run, done, decay_begins):
             runs.forget(out, "cooldown")
 
 
-def pretrain(run, build, stop, cooldown):
-    """
-    The loop: resume or begin; then step, log, validate and save, until the end or a stop.
-
-    stop, cooldown: lists that are no longer empty once a signal has asked this process to exit or to decay.
-    """
-    ranks, first = run.ranks, run.ranks.first
-    found = None
+def open_run(run, build):
+    """Resume or begin: checkpoint, model, log, clock and bar. Returns how many steps are done."""
+    first, found = run.ranks.first, None
     if resume:
         # Here, since a new run need not read it.
         from engine.restore import find_checkpoint, refuse_finished, set_aside
@@ -507,7 +501,7 @@ def pretrain(run, build, stop, cooldown):
     end = end_of(run)
     if start >= end:
         refuse_finished(out, end)
-    run.saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, ranks.files, save_failures)
+    run.saver = checkpoint.Saver(f"{out}/ckpt", keep_checkpoints, run.ranks.files, save_failures)
     build_all(run, build, found)
     if first:
         introduce(run, end)
@@ -515,16 +509,22 @@ def pretrain(run, build, stop, cooldown):
             if run.decayed:
                 set_aside(out, run.decayed)                # here, since build_all() may still refuse the checkpoint
             print(f"resumed from {found[0]}")
-    run.log = runs.open_log(out, start, ranks, validate=start >= end)
+    run.log = runs.open_log(out, start, run.ranks, validate=start >= end)
     run.clock = runs.Clock(minutes, run.spent)
-    # With --minutes the bar's end is an estimate, which each step makes anew.
-    run.bar = bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
-                         disable=not first)
-    loader = batches(run, start)
-    skipped, done, saved, stopping = 0, start, start, False
-    run.stop, run.speeds = stop, []
     run.latest = dict.fromkeys(("validation", "checkpoint"), time.perf_counter())
-    if run.validate_first and not start:
+    # With --minutes the bar's end is an estimate, which each step makes anew.
+    run.bar = tqdm(initial=start, total=None if run.decay_at == NEVER else end, unit="step", dynamic_ncols=True,
+                   disable=not first)
+    return start
+
+
+def pretrain(run, build):
+    """The loop: step, log, validate and save, until the end or a stop."""
+    ranks, first = run.ranks, run.ranks.first
+    done = saved = open_run(run, build)
+    end, bar, loader = end_of(run), run.bar, batches(run, done)
+    skipped, stopping, run.speeds = 0, False, []
+    if run.validate_first and not done:
         run.log(step=0, **tokens_seen(0), **validate(run, eval_windows))
     if run.compiled:
         bar.set_postfix_str("compiling: half a minute, the first time")
@@ -542,7 +542,7 @@ def pretrain(run, build, stop, cooldown):
                 save(run, done, decay_begins=False)
             break
         terms, positions, facts = made
-        asked = (runs.asked_to_stop(out, stop, ranks), decay_wanted(run, cooldown, step),
+        asked = (runs.asked(out, run, "stop"), decay_wanted(run, step),
                  overdue(run, "checkpoint", checkpoint_minutes), overdue(run, "validation", eval_minutes))
         square, stopping, decay, save_now, validate_now, *sums = ranks.add(
             square_norm(run.model, ranks), *asked, *terms.values())
@@ -565,7 +565,7 @@ def pretrain(run, build, stop, cooldown):
         # What happened.
         done = step + 1
         if decay:
-            cooldown.clear()
+            run.cooldown.clear()
             begin_decay(run, done)
             end = end_of(run)
         speed = positions / (time.perf_counter() - run.step_began)
@@ -596,7 +596,7 @@ def pretrain(run, build, stop, cooldown):
     # From here on the weights are safe: the rest can be repeated.
     run.saver.finish()
     if done >= end:
-        finish(run, max(start, end))
+        finish(run, done)
     elif first:
         print(f"{out}: stopped as asked after step {done}{', saved' if done else ''}; --resume continues")
     if first:
@@ -617,9 +617,9 @@ def main(build=build_plain, more={}, decides=(), prepare=None):
         if prepare:
             prepare(run)
         # NCCL uses SIGUSR1 itself.
-        with stop_signals() as stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as cooldown:
+        with stop_signals() as run.stop, stop_signals(["SIGUSR1"] * (run.device == "cpu")) as run.cooldown:
             try:
-                pretrain(run, build, stop, cooldown)
+                pretrain(run, build)
             except torch.OutOfMemoryError as e:            # a GPU's
                 torch.cuda.memory._dump_snapshot(f"{out}/memory-{run.ranks.rank}.pickle")
                 raise ValueError(f"{e}: a smaller --micro_batch and --recompute=cheap take less; {out}/memory-*.pickle "

@@ -69,13 +69,12 @@ class Ranks:
             raise ValueError(f"parallel={mode!r}: there is {', '.join(MODES)}")
         # A single process inside a Slurm job has srun's variables too. Without a mode only torchrun's count.
         found = launched() if mode != "none" or "WORLD_SIZE" in os.environ else None
+        self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
         if mode == "auto":
-            _, size, _, node = found or (0, 1, 0, 1)
-            mode = "hsdp" if size > node else "fsdp" if size > 1 else "none"
+            mode = "hsdp" if self.size > node else "fsdp" if self.size > 1 else "none"
         if mode != "none" and not found:
             raise ValueError(f"parallel={mode} wants a launcher: torchrun --nproc_per_node=2 train.py ... "
                              f"--parallel={mode}; one process alone is parallel=none")
-        self.rank, self.size, self.local, node = found or (0, 1, 0, 1)
         if mode == "none" and self.size > 1:
             raise ValueError(f"{self.size} processes were started and parallel=none is one: "
                              "say --parallel=ddp or --parallel=fsdp")
@@ -233,10 +232,15 @@ def reduce_after(model, ranks, last):
         model.set_requires_all_reduce(last)                # between the nodes of hsdp: once per step
 
 
+def gradients(model):
+    """All gradients as a list: of sharded parameters this rank's rows."""
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
 def add_gradients(model, ranks):
     """With ddp: add the gradients of all ranks, once a step. Sharded ones have been added."""
     if ranks.mode == "ddp":
-        sums = [dist.all_reduce(p.grad, async_op=True) for p in model.parameters() if p.grad is not None]
+        sums = [dist.all_reduce(grad, async_op=True) for grad in gradients(model)]
         for found in sums:
             found.wait()
 
@@ -247,7 +251,7 @@ def square_norm(model, ranks):
 
     Summed in fp64: in fp32 the norms of shards and of whole tensors differ by 2e-6, and so do clipped updates.
     """
-    grads = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    grads = gradients(model)
     # MPS has no fp64.
     dtype = torch.float32 if grads[0].is_mps else torch.float64
     norms = torch.stack(torch._foreach_norm(grads, dtype=dtype))

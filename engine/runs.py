@@ -94,9 +94,12 @@ def open_log(out, start, ranks, validate=False):
     return log
 
 
-def asked_to_stop(out, stop, ranks):
-    """Whether a signal has come (`stop` is not empty) or, on the first rank, the run folder contains a file `stop`."""
-    return bool(stop) or ranks.first and os.path.exists(f"{out}/stop")
+def asked(out, run, name):
+    """
+    Whether this rank is asked to stop, or for the cooldown (`name`): by a signal, which is in the list run.stop or
+    run.cooldown, or on the first rank by a file of that name in the run folder.
+    """
+    return bool(getattr(run, name)) or run.ranks.first and os.path.exists(f"{out}/{name}")
 
 
 def forget(out, *names):
