@@ -18,15 +18,13 @@ from lab import run
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """60 documents in two sources, in shards that documents cross."""
+    """60 documents in two sources, in shards that documents cross. The vocabulary is that of bytes, in a file."""
     root = tmp_path_factory.mktemp("made")
     write_lines(root / "in.jsonl", rows(60))
     fill(
         root / "data",
         root / "in.jsonl",
-        "--source_by=lang",
-        "--shard_tokens=3000",
-        "--val_share=0.2"
+        *"--source_by=lang --shard_tokens=3000 --val_share=0.2 --tokenizer= --train_bpe=320".split()
     )
     return root
 
@@ -96,6 +94,7 @@ documents.parquet        | parquet-cpp        | parquet_cpp        | another sha
 deu_Latn_train_00000.npy | fortran_order      | fortran_0rder      | another sha256
 meta.json                | "eos": 2           | "eos": 12          | two versions
 report.json              | "documents_in": 60 | "documents_in": 61 | documents_in
+report.json              | "removed": {}      | "removed": {"": 0} | removed
 """
 
 
@@ -223,12 +222,15 @@ def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(dat
     assert said.startswith("in.jsonl:d1 came in and was removed: withdrawn:id, https://host1.example/page/1, mit")
 
 
-def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.withdraw.write_shard", full)
+@pytest.mark.parametrize("sha256, says", [(full, "is as it was"), (str, "another sha256")])
+def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_path, monkeypatch, sha256, says):
+    """On a full disk, and where a shard is no longer what was written: a removal, and the files once more."""
+    monkeypatch.setattr("corpus.shards.sha256", sha256)
     (tmp_path / "list").write_text("in.jsonl:d1")
     before = written(data)
-    refuse("is as it was", f"--remove={tmp_path}/list", f"--out={data}")
-    assert written(data) == before
+    for asked in (f"--remove={tmp_path}/list", made / "in.jsonl"):
+        refuse(says, asked, f"--out={data}")
+        assert written(data) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -249,7 +251,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
         [*texts_of(a)[split], *texts_of(b)[split]]
         for split in ("train", "val")
     ]
-    assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md".split()
+    assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
     assert texts_of(both) == dict(train=train, val=val)
     assert "90 documents in = 90 kept" in ask(both)
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")

@@ -28,8 +28,9 @@ from data import read_meta
 # ----------------------------------------------------------------------------------------------------------------------
 # the files of the folder
 
-# Texts that are empty, equal, nearly equal, and those of a prompt; two sources whose names are one in a file name; and
-# columns of the user's, one of which is not UTF-8.
+# Texts that are empty, equal, nearly equal, and those of a prompt; two sources whose names are one in a file name; a
+# license that is null; columns of the user's, one of which is not UTF-8; and a text that is for validation as it came,
+# and would not be without its addresses.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
 {"id": "one", "text": "We walked along the river until the mill came into view and did not speak of the war again"}
@@ -37,9 +38,9 @@ ODD = r"""
 {"id": "near", "text": "We walked along the river until the mill came into view and did not speak of the war again. So"}
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
 {"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
-{"id": "dash", "text": "A text of another.", "lang": "a-b"}
+{"id": "dash", "text": "A text of another.", "lang": "a-b", "license": null}
 {"id": 0, "text": "A text of nobody."}
-{"id": "mail", "text": "Write to ann@example.org or bob@example.org. They know."}
+{"id": "mail", "text": "Write to eva@example.org or bob@example.org. They know."}
 """
 FILES = {
     "in/a.jsonl": ODD,
@@ -66,6 +67,8 @@ def corpus(tmp_path_factory):
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
     rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
     rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1 --agents_no_star"
+    # The German of these texts is English words, and stays German.
+    rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -217,16 +220,20 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "GROUP", 1000)
+    """Of 40 files of more than 5 kB the second has the last byte that is wanted."""
+    monkeypatch.setattr(stages, "GROUP", 9000)
     files = [
-        write_lines(tmp_path / f"{name}.jsonl", rows(10, 10 * ord(name)))
-        for name in "abc"
+        write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
+        for i in range(40)
     ]
-    fill(tmp_path / "out", *files, "--max_bytes=3000")
-    assert len(kept(tmp_path / "out")) == 10
-    assert report(tmp_path / "out")["total"]["written"] >= 3000
-    problems = [file["problem"] for file in report(tmp_path / "out")["inputs"]]
-    assert problems == [None, *["not read: --max_bytes was reached"] * 2]
+    fill(tmp_path / "out", *files, "--max_bytes=7000")
+    assert len(kept(tmp_path / "out")) == 20
+    assert report(tmp_path / "out")["total"]["written"] >= 7000
+    assert {
+        file["name"]
+        for file in report(tmp_path / "out")["inputs"]
+        if file["problem"] != "not read: --max_bytes was reached"
+    } == {"0.jsonl", "1.jsonl"}
 
 
 @pytest.mark.parametrize("how", ["--score_field=score", "--score=DIR/score.py"])
@@ -245,11 +252,12 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
 
 
 def test_bounds_on_tokens_count_begin_and_end(tmp_path):
+    """The text is token 65,537 alone, which would be a begin of a document if it did not fit."""
     path = write_lines(
         tmp_path / "in.jsonl",
-        [dict(text="x" * n) for n in range(1, 12)]
+        [dict(text="ウンド" * n) for n in range(1, 12)]
     )
-    fill(tmp_path / "out", path, "--min_tokens=6", "--max_tokens=9")
+    fill(tmp_path / "out", path, "--min_tokens=6", "--max_tokens=9", "--tokenizer=apertus")
     assert sorted(
         row["tokens"]
         for row in kept(tmp_path / "out")
