@@ -220,8 +220,8 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    """Of 40 files of more than 5 kB the second has the last byte that is wanted."""
-    monkeypatch.setattr(stages, "GROUP", 9000)
+    """Of 40 files, each with 5 kB of text, the second has the last byte that is wanted."""
+    monkeypatch.setattr(stages, "GROUP", 11_000)
     files = [
         write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
         for i in range(40)
