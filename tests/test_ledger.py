@@ -247,12 +247,11 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
     )
     fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
     run("data.py", a, b, f"--join={both}")
-    train, val = [
-        [*texts_of(a)[split], *texts_of(b)[split]]
-        for split in ("train", "val")
-    ]
     assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
-    assert texts_of(both) == dict(train=train, val=val)
+    assert texts_of(both) == {
+        split: some + texts_of(b)[split]
+        for split, some in texts_of(a).items()
+    }
     assert "90 documents in = 90 kept" in ask(both)
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")

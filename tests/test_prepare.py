@@ -18,7 +18,7 @@ import pytest
 import prepare
 import tokenizer
 from configurator import settings
-from conftest import ROOT, script
+from conftest import ROOT
 from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import folder, stages
 from corpus.dedup import fingerprint
@@ -49,7 +49,7 @@ FILES = {
     "in/note.txt": "What was said.",
     "in/scan.pdf": "%PDF",
     "robots.jsonl": r'{"domain": "host1.example", "content": "User-agent: GPTBot\nDisallow: /page/1"}',
-    "prompts.txt": "How many legs does a healthy spider have?",
+    "prompts.txt": "How many legs does a healthy spider have?"
 }
 
 
@@ -220,15 +220,14 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    """Of 40 files, each with 5 kB of text, the second has the last byte that is wanted."""
+    """Of 40 files the first has 4,942 bytes of text and the second 4,919, of which the last is wanted too."""
     monkeypatch.setattr(stages, "GROUP", 11_000)
     files = [
         write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
         for i in range(40)
     ]
-    fill(tmp_path / "out", *files, "--max_bytes=7000")
+    fill(tmp_path / "out", *files, "--max_bytes=9861")
     assert len(kept(tmp_path / "out")) == 20
-    assert report(tmp_path / "out")["total"]["written"] >= 7000
     assert {
         file["name"]
         for file in report(tmp_path / "out")["inputs"]
