@@ -65,10 +65,11 @@ def corpus(tmp_path_factory):
         for row in map(json.loads, ODD.strip().splitlines())
     }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
-    rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
-    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1 --agents_no_star"
+    # Named, a file of an unknown kind is a document that cannot be read.
+    rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
+    rules += " --source_by=lang --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1"
     # The German of these texts is English words, and stays German.
-    rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any"
+    rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any --agents_no_star"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -79,7 +80,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     found = {row["id"]: row for row in ledger(out)}
     total = report(out)["total"]
     sizes = {}
-    assert found.keys() == {*texts, "bad.txt"}
+    assert found.keys() == {*texts, "bad.txt", "scan.pdf"}
     for name, row in found.items():
         size = len(texts.get(name, "").encode())
         kind = row["reason"].partition(":")[0]
@@ -348,4 +349,3 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
 def test_one_process_at_a_time_writes_a_folder(home):
     with folder.building(f"{home}/data", []):
         refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/data/")
-    fill(home / "data", home / "texts")
