@@ -239,8 +239,12 @@ def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", ["--score_field=score", "--score=DIR/score.py"])
 def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path, how):
     put(tmp_path, {"score.py": "def score(text): return int(text.split()[-1][:-1]) * 37 % 101"})
-    path = write_lines(tmp_path / "in.jsonl", rows(60))
-    fill(tmp_path / "out", path, "--keep_top=0.2", how.replace("DIR", str(tmp_path)))
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", rows(60)),
+        "--keep_top=0.2",
+        how.replace("DIR", str(tmp_path))
+    )
     want = set()
     for language in range(2):
         best = sorted(
@@ -253,11 +257,13 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
 
 def test_bounds_on_tokens_count_begin_and_end(tmp_path):
     """The text is token 65,537 alone, which would be a begin of a document if it did not fit."""
-    path = write_lines(
-        tmp_path / "in.jsonl",
-        [dict(text="ウンド" * n) for n in range(1, 12)]
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [dict(text="ウンド" * n) for n in range(1, 12)]),
+        "--min_tokens=6",
+        "--max_tokens=9",
+        "--tokenizer=apertus"
     )
-    fill(tmp_path / "out", path, "--min_tokens=6", "--max_tokens=9", "--tokenizer=apertus")
     assert sorted(
         row["tokens"]
         for row in kept(tmp_path / "out")
@@ -288,9 +294,9 @@ def snapshot(root):
 
 @pytest.fixture
 def home(tmp_path):
-    """A user's folder: texts, and a data folder of ours that was made of them."""
+    """A user's folder: texts, and data of ours that were made of them, whose source has the name of planted passages."""
     fill(
-        tmp_path / "data",
+        tmp_path / "probes",
         put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"
     )
     return tmp_path
@@ -298,13 +304,13 @@ def home(tmp_path):
 
 def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_changes(home):
     put(home, {"texts/c.txt": "the third text"})
-    (home / "alias").symlink_to(home / "data")
+    (home / "alias").symlink_to(home / "probes")
     before = snapshot(home / "texts")
-    for out in ("data/", "alias", "texts/../data", "deep/er/"):
+    for out in ("probes/", "alias", "texts/../probes", "deep/er/"):
         fill(f"{home}/{out}", home / "texts")
         assert "the third text" in sum(texts_of(home / out).values(), []), out
         assert (home / "alias").is_symlink() and not list(home.glob("*.tmp"))
-    put(home, {"data/notes.txt": "what I found in these data"})
+    put(home, {"probes/notes.txt": "what I found in these data"})
     whole = snapshot(home)
     refuse("notes.txt", home / "texts", f"--out={home}/alias")
     assert snapshot(home) == whole and snapshot(home / "texts") == before
@@ -331,21 +337,21 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
         {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
     )
     for at, asked in ((1, home / "texts"), (2, home / "texts"), (1, f"--remove={home}/list")):
-        old = snapshot(home / "data")
+        old = snapshot(home / "probes")
         assert run(
             asked,
-            f"--out={home}/data",
+            f"--out={home}/probes",
             first=KILL.format(at)
         ).wait() == -signal.SIGKILL
         # The next run puts the old data back, whatever it will do.
-        with folder.building(home / "data", []):
-            assert at == 2 or snapshot(home / "data") == old
-        fill(home / "data", asked)
-        assert not (home / "data.tmp").exists()
+        with folder.building(home / "probes", []):
+            assert at == 2 or snapshot(home / "probes") == old
+        fill(home / "probes", asked)
+        assert not (home / "probes.tmp").exists()
         assert flushed[-1] == home
-    assert len(kept(home / "data")) == 4
+    assert len(kept(home / "probes")) == 4
 
 
 def test_one_process_at_a_time_writes_a_folder(home):
-    with folder.building(f"{home}/data", []):
-        refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/data/")
+    with folder.building(f"{home}/probes", []):
+        refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/probes/")

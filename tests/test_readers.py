@@ -258,7 +258,7 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
         ".pdf": "sub/y.PDF x.pdf",
         "hidden": ".git/c.txt .h.txt",
         ".gz": "old.parquet.gz",
-        "no ending": "LICENSE",
+        "no ending": "LICENSE"
     }
     put(tmp_path, dict.fromkeys(" ".join([taken, *others.values(), "Z\udcfcrich.txt"]).split(), ""))
     os.symlink("nowhere", tmp_path / "dangling.txt")

@@ -296,7 +296,7 @@ def test_a_store_in_every_form_gives_the_same_outcomes(tmp_path):
         "folder/www.xn--bcher-kva.example/robots.txt": json.loads(third)["content"],
         "folder/more.jsonl": page,
         "blocked": "# list\nBad.com\n\nwww.other.co.uk # why\n",
-        "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}',
+        "blocked.jsonl": '{"domain": "Bad.com", "why": "#"}\n{"domain": "other.co.uk", "why": "#"}'
     })
     for name, list_of_hosts in (("s.jsonl", "blocked"), ("folder", "blocked.jsonl")):
         store = open_robots(tmp_path / name)

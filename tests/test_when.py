@@ -52,7 +52,7 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
         ("a0", 0, 0, 1),
         ("a0", 0, 3200, 32),
         ("a1", 3220, 14010, 10),
-        ("b0", 14020, 15012, 500),
+        ("b0", 14020, 15012, 500)
     ):
         inside = [
             (tokens >= first) & (tokens < first + n)
