@@ -194,8 +194,11 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
         for i, row in enumerate(every)
         if i in (2, 6, 30, 58) or i % 7 in (3, 5)
     ]
-    path = write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone])
-    fill(tmp_path / "fresh", path, *FLAGS)
+    fill(
+        tmp_path / "fresh",
+        write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone]),
+        *FLAGS
+    )
     assert texts_of(data) == texts_of(tmp_path / "fresh")
     assert "60 documents in = 39 kept + 21 removed" in ask(data)
     assert (data / "probes.json").exists()
@@ -278,6 +281,7 @@ def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, 
         for split, some in texts_of(a).items()
     }
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
+    assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # To the joined folder more is joined, and nothing else is replaced.
     run("data.py", both, c, f"--join={both}/")

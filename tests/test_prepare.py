@@ -174,13 +174,9 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
     """The other one of its folder was --known."""
     known, one = text(5), text(4, 900).replace("\n", " ")
     fill(tmp_path / "known", write_lines(tmp_path / "known.jsonl", [dict(text=known)]))
-    path = write_lines(
-        tmp_path / "in.jsonl",
-        [dict(text=some) for some in (f"{known}\n", one, one)]
-    )
     fill(
         tmp_path / "out",
-        path,
+        write_lines(tmp_path / "in.jsonl", [dict(text=some) for some in (f"{known}\n", one, one)]),
         "--val_share=0.1",
         "--near_dedup=0.72",
         f"--known={tmp_path}/known"
@@ -195,8 +191,13 @@ def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, 
     monkeypatch.setattr(stages, "BUCKET", 1)
     monkeypatch.setattr(stages, "BPE_CHARS", 2000)
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
-    path = write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words])
-    fill(tmp_path / "out", path, "--tokenizer=", "--train_bpe=400", "--val_share=0.5")
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words]),
+        "--tokenizer=",
+        "--train_bpe=400",
+        "--val_share=0.5"
+    )
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
     assert learnt < {word for word in words if fingerprint(f"{word} " * 50) >= 2**63}
@@ -208,8 +209,12 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
     """Also the one that is a document of the corpus."""
     passages = [text(i, 30) for i in range(900, 906)]
     write_lines(tmp_path / "probes.jsonl", [dict(text=one) for one in passages])
-    path = write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])])
-    fill(tmp_path / "out", path, f"--probes={tmp_path}/probes.jsonl", "--repetitions=(0,3)")
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])]),
+        f"--probes={tmp_path}/probes.jsonl",
+        "--repetitions=(0,3)"
+    )
     said = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
     seen = Counter(sum(texts_of(tmp_path / "out").values(), []))
     promised = {
@@ -294,7 +299,7 @@ def snapshot(root):
 
 @pytest.fixture
 def home(tmp_path):
-    """A user's folder: texts, and data of ours that were made of them, whose source has the name of planted passages."""
+    """A user's folder: texts, and data that were made of them, whose source is named as planted passages are."""
     fill(
         tmp_path / "probes",
         put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"

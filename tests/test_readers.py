@@ -284,7 +284,13 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
 
 def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_path):
     put(tmp_path, {"b/deep/x.txt": "", "y.txt": ""})
-    for target, link in (("..", "b/deep/loop"), (tmp_path, "b/whole"), ("b/deep", "a_link"), ("y.txt", "a.txt"), ("me", "me")):
+    for target, link in (
+        ("..", "b/deep/loop"),
+        (tmp_path, "b/whole"),
+        ("b/deep", "a_link"),
+        ("y.txt", "a.txt"),
+        ("me", "me")
+    ):
         os.symlink(target, tmp_path / link)
     assert names(tmp_path) == ["b/deep/x.txt", "y.txt"]
     assert names(tmp_path / "b/deep/x.txt", tmp_path) == ["x.txt", "y.txt"]
