@@ -149,7 +149,7 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slo
     assert np.bincount(stream).tolist() == slots
 
 
-TABLE = ONE, TWO, _ = (
+TABLE = ONE, *_ = (
     ("1", (A,), 40, 28),
     ("2", {A: 1, B: 1}, 70, 29),
     ("3", (B,), 100, 30)

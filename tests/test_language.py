@@ -17,7 +17,7 @@ ARTICLE = {
         "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
         "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
     "rus_Cyrl":
-        "Все люди рождаются свободными и равными в своем достоинстве и правах.",
+        "Все люди рождаются свободными и равными в своем достоинстве и правах."
 }
 
 

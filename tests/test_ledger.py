@@ -3,6 +3,7 @@ The ledger of a data folder: checked, asked, joined, and rid of documents, by py
 
 golden/reports: small corpora, and their reports as commit 58a600a wrote them.
 """
+import json
 import os
 import shutil
 
@@ -10,24 +11,24 @@ import numpy as np
 import pytest
 
 from conftest import ROOT, table
-from corpora import fill, kept, ledger, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
 from lab import run
 
 
+# Each document is in several shards; the vocabulary is that of bytes, in a file; robots.txt says nothing of the hosts.
+FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320 --agents_no_star
+    --robots={ROOT}/tests/golden/reports/b.robots.jsonl --probes={ROOT}/tests/golden/reports/probes
+    --repetitions=(0,3)""".split()
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """60 documents in two sources, in shards that documents cross."""
+    """60 documents in two sources, and planted passages."""
     root = tmp_path_factory.mktemp("made")
     write_lines(root / "in.jsonl", rows(60))
-    fill(
-        root / "data",
-        root / "in.jsonl",
-        "--source_by=lang",
-        "--shard_tokens=3000",
-        "--val_share=0.2"
-    )
+    fill(root / "data", root / "in.jsonl", *FLAGS)
     return root
 
 
@@ -47,7 +48,7 @@ ARGUMENTS = dict(
     a="DIR/in --keep_licenses=cc0,mit --robots=DIR/a.robots.jsonl --probes=DIR/probes --repetitions=(0,3) "
       "--min_chars=200 --val_share=0.2",
     b="DIR/b.jsonl --robots=DIR/b.robots.jsonl --missing=deny --pii=False",
-    c="DIR/b.jsonl --pii_in_code",
+    c="DIR/b.jsonl --pii_in_code"
 )
 
 
@@ -95,7 +96,9 @@ documents.parquet        | PAR1               | PAR2               | damaged
 documents.parquet        | parquet-cpp        | parquet_cpp        | another sha256
 deu_Latn_train_00000.npy | fortran_order      | fortran_0rder      | another sha256
 meta.json                | "eos": 2           | "eos": 12          | two versions
+report.json              | "version": "       | "version": "0      | two versions
 report.json              | "documents_in": 60 | "documents_in": 61 | documents_in
+report.json              | "removed": {}      | "removed": {"": 0} | removed
 """
 
 
@@ -104,6 +107,7 @@ def test_the_check_sees_what_is_not_as_it_was_written(data, name, old, new, says
     raw = (data / name).read_bytes()
     (data / name).write_bytes(raw.replace(old.encode(), new.encode()))
     refuse(says, data, name="corpus.audit")
+    refuse(says, f"--remove={ROOT}/LICENSE", f"--out={data}")
 
 
 @pytest.mark.parametrize("column, value, says", [
@@ -125,7 +129,7 @@ def test_a_document_is_found_by_its_id_url_or_text_and_nearly(data, tmp_path):
         ("id", row["id"]),
         ("URL", row["url"]),
         ("text", text(7)),
-        ("text", letter),
+        ("text", letter)
     ):
         said = ask(data, f"--find={name}")
         assert said.startswith(f"in.jsonl:d7 is in {data}, by this {how}: {row['tokens']} tokens of source roh_Latn, ")
@@ -163,29 +167,42 @@ def test_the_steps_that_have_read_a_document_are_those_of_the_run(lab, tmp_path)
 # remove
 
 
+# Newer files of two hosts, of which the second speaks to everybody alone, and of a third.
+ASKED = {
+    "list.jsonl": f"""
+{{"id": "in.jsonl:d2"}}
+{{"url": "https://host2.example/page/30"}}
+{{"text": {json.dumps(text(58).replace(" ", "  "))}}}
+{{"id": null, "host": "host3.example"}}
+""",
+    "new.jsonl": r"""
+{"domain": "host5.example", "robots": "User-agent: GPTBot\nDisallow: /page"}
+{"domain": "host6.example", "robots": "User-agent: *\nDisallow: /page"}
+""",
+    "robots/host6.example.txt": "User-agent: GPTBot\nDisallow: /page/6"
+}
+
+
 def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_path):
-    """By id, URL, text and host, and by a newer robots.txt."""
+    """By id, URL, text and host, and by a newer robots.txt of the agents that were asked before."""
     every = rows(60)
-    asked = [
-        dict(id="in.jsonl:d2"),
-        dict(url=every[30]["url"]),
-        dict(text=text(58).replace(" ", "  ")),
-        dict(host="host3.example"),
-        dict(domain="host5.example", content="User-agent: *\nDisallow: /page"),
-    ]
-    for some, n in ((asked[:4], 12), (asked[4:], 8)):
-        path = write_lines(tmp_path / "list.jsonl", some)
-        assert f"{n} documents (" in run("prepare.py", f"--remove={path}", f"--out={data}/").stdout
+    put(tmp_path, ASKED)
+    for name, n in (("list.jsonl", 12), ("new.jsonl", 8), ("robots", 1)):
+        assert f": {n} document" in run("prepare.py", f"--remove={tmp_path}/{name}", f"--out={data}/").stdout
     gone = [
         row
         for i, row in enumerate(every)
-        if i in (2, 30, 58) or i % 7 in (3, 5)
+        if i in (2, 6, 30, 58) or i % 7 in (3, 5)
     ]
-    path = write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone])
-    fill(tmp_path / "fresh", path, "--source_by=lang", "--val_share=0.2")
+    fill(
+        tmp_path / "fresh",
+        write_lines(tmp_path / "in.jsonl", [row for row in every if row not in gone]),
+        *FLAGS
+    )
     assert texts_of(data) == texts_of(tmp_path / "fresh")
-    assert "60 documents in = 40 kept + 20 removed" in ask(data)
-    out = [row for row in ledger(data) if row["withdrawn"]]
+    assert "60 documents in = 39 kept + 21 removed" in ask(data)
+    assert (data / "probes.json").exists()
+    out = [row for row in ledger(data) if row["split"] is row["offset"] is None]
     assert [row["id"] for row in out] == [f"in.jsonl:{row['id']}" for row in gone]
     assert report(data)["total"]["tokens_removed_about"] == dict(withdrawn=sum(row["tokens"] for row in out))
     # And new files bring back neither text nor page, but other pages of a host whose robots.txt was read.
@@ -197,8 +214,8 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
     fill(tmp_path / "back", path)
     refuse(
         f"withdrawn from {data}: remove it there too",
-        data,
         tmp_path / "back",
+        data,
         f"--join={tmp_path}/both",
         name="data.py"
     )
@@ -209,26 +226,42 @@ def full(*args):
     raise OSError(28, "No space left on device")
 
 
+# With a byte-order mark. Of the URLs one is of another folder; a planted passage is no document.
+LIST = """\ufeffin.jsonl:d1
+ www.Host3.example
+
+https://host1.example/page/29\t
+https://host9.example/page/29
+in.jsonl:d99
+probe/1"""
+
+
 def test_an_entry_that_was_never_there_is_named_after_the_others_are_removed(data, tmp_path, monkeypatch):
     """
-    Lines of text: an id, a host, an id of no document. The same list again finds nothing to remove. A disk without
-    links has copies.
+    The same list again finds nothing to remove. A disk without links has copies.
     """
     monkeypatch.setattr(os, "link", full)
-    (tmp_path / "list").write_text("in.jsonl:d1\nwww.host3.example\n\nin.jsonl:d99\n")
-    for after in ("all other entries were removed", "Nothing was removed"):
-        refuse(after, f"--remove={tmp_path}/list", f"--out={data}")
-        assert "60 documents in = 50 kept + 10 removed" in ask(data)
-    said = ask(data, "--find=in.jsonl:d1")
+    (tmp_path / "list").write_text(LIST)
+    for after in ("The documents of all other entries were removed", "Nothing was removed"):
+        refuse(
+            f"list: 'in.jsonl:d99' (and 1 more) is not among the kept documents of {data}. {after}",
+            f"--remove={tmp_path}/list",
+            f"--out={data}"
+        )
+        assert "60 documents in = 49 kept + 11 removed" in ask(data)
+    said = ask(data, f"--find={text(1)}")
     assert said.startswith("in.jsonl:d1 came in and was removed: withdrawn:id, https://host1.example/page/1, mit")
 
 
-def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monkeypatch):
-    monkeypatch.setattr("corpus.withdraw.write_shard", full)
+@pytest.mark.parametrize("sha256, says", [(full, "is as it was"), (str, "another sha256")])
+def test_what_cannot_be_written_leaves_the_data_as_they_were(data, made, tmp_path, monkeypatch, sha256, says):
+    """On a full disk, and where a shard is no longer what was written: a removal, and the files once more."""
+    monkeypatch.setattr("corpus.shards.sha256", sha256)
     (tmp_path / "list").write_text("in.jsonl:d1")
     before = written(data)
-    refuse("is as it was", f"--remove={tmp_path}/list", f"--out={data}")
-    assert written(data) == before
+    for asked in (f"--remove={tmp_path}/list", made / "in.jsonl"):
+        refuse(says, asked, f"--out={data}")
+        assert written(data) == before
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -237,22 +270,18 @@ def test_a_removal_that_fails_leaves_the_data_as_they_were(data, tmp_path, monke
 
 def test_joined_folders_are_one_ledger_of_shards_that_stay_where_they_are(made, tmp_path):
     a, b, c, both = made / "data", tmp_path / "b", tmp_path / "c", tmp_path / "both"
-    fill(
-        b,
-        write_lines(tmp_path / "b.jsonl", rows(30, 50)),
-        "--source_by=lang",
-        "--val_share=0.1"
-    )
+    fill(b, write_lines(tmp_path / "b.jsonl", rows(30, 50)), "--source_by=lang")
     fill(c, write_lines(tmp_path / "c.jsonl", rows(4, 90)))
+    # What a killed run has left.
+    put(tmp_path, {"both.tmp/.prepare.lock": "", "both.tmp/data/shard": ""})
     run("data.py", a, b, f"--join={both}")
-    train, val = [
-        [*texts_of(a)[split], *texts_of(b)[split]]
-        for split in ("train", "val")
-    ]
-    assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md".split()
-    assert texts_of(both) == dict(train=train, val=val)
-    assert "90 documents in = 90 kept" in ask(both)
+    assert sorted(os.listdir(both)) == "documents.parquet meta.json report.json report.md tokenizer.json".split()
+    assert texts_of(both) == {
+        split: some + texts_of(b)[split]
+        for split, some in texts_of(a).items()
+    }
     assert "of source b/" in ask(both, "--find=b.jsonl:d77")
+    assert report(both)["robots"]["store"] == f"{ROOT}/tests/golden/reports/b.robots.jsonl none"
     refuse("was joined from other folders", f"--remove={tmp_path}/b.jsonl", f"--out={both}")
     # To the joined folder more is joined, and nothing else is replaced.
     run("data.py", both, c, f"--join={both}/")

@@ -18,7 +18,7 @@ import pytest
 import prepare
 import tokenizer
 from configurator import settings
-from conftest import ROOT, script
+from conftest import ROOT
 from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import folder, stages
 from corpus.dedup import fingerprint
@@ -28,8 +28,9 @@ from data import read_meta
 # ----------------------------------------------------------------------------------------------------------------------
 # the files of the folder
 
-# Texts that are empty, equal, nearly equal, and those of a prompt; two sources whose names are one in a file name; and
-# columns of the user's, one of which is not UTF-8.
+# Texts that are empty, equal, nearly equal, and those of a prompt; two sources whose names are one in a file name; a
+# license that is null; columns of the user's, one of which is not UTF-8; and a text that is for validation as it came,
+# and would not be without its addresses.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
 {"id": "one", "text": "We walked along the river until the mill came into view and did not speak of the war again"}
@@ -37,9 +38,9 @@ ODD = r"""
 {"id": "near", "text": "We walked along the river until the mill came into view and did not speak of the war again. So"}
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
 {"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
-{"id": "dash", "text": "A text of another.", "lang": "a-b"}
+{"id": "dash", "text": "A text of another.", "lang": "a-b", "license": null}
 {"id": 0, "text": "A text of nobody."}
-{"id": "mail", "text": "Write to ann@example.org or bob@example.org. They know."}
+{"id": "mail", "text": "Write to eva@example.org or bob@example.org. They know."}
 """
 FILES = {
     "in/a.jsonl": ODD,
@@ -48,7 +49,7 @@ FILES = {
     "in/note.txt": "What was said.",
     "in/scan.pdf": "%PDF",
     "robots.jsonl": r'{"domain": "host1.example", "content": "User-agent: GPTBot\nDisallow: /page/1"}',
-    "prompts.txt": "How many legs does a healthy spider have?",
+    "prompts.txt": "How many legs does a healthy spider have?"
 }
 
 
@@ -64,8 +65,11 @@ def corpus(tmp_path_factory):
         for row in map(json.loads, ODD.strip().splitlines())
     }
     texts |= {f"b.jsonl.gz:{row['id']}": row["text"] for row in every}
-    rules = f"--robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72 --source_by=lang"
-    rules += " --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1 --agents_no_star"
+    # Named, a file of an unknown kind is a document that cannot be read.
+    rules = f"{root}/in/scan.pdf --robots={root}/robots.jsonl --decontaminate={root}/prompts.txt --near_dedup=0.72"
+    rules += " --source_by=lang --keep_rate=deu_Latn:0.5,*:1 --default_language=und --shard_tokens=30000 --val_share=.1"
+    # The German of these texts is English words, and stays German.
+    rules += " --detect_language=.9 --default_license=any --keep_licenses=cc0,mit,none,any --agents_no_star"
     args = [root / "in", *rules.split()]
     fill(root / "out", *args)
     return root / "out", args, texts
@@ -76,7 +80,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     found = {row["id"]: row for row in ledger(out)}
     total = report(out)["total"]
     sizes = {}
-    assert found.keys() == {*texts, "bad.txt"}
+    assert found.keys() == {*texts, "bad.txt", "scan.pdf"}
     for name, row in found.items():
         size = len(texts.get(name, "").encode())
         kind = row["reason"].partition(":")[0]
@@ -170,13 +174,9 @@ def test_of_a_single_document_the_end_is_for_validation(tmp_path):
     """The other one of its folder was --known."""
     known, one = text(5), text(4, 900).replace("\n", " ")
     fill(tmp_path / "known", write_lines(tmp_path / "known.jsonl", [dict(text=known)]))
-    path = write_lines(
-        tmp_path / "in.jsonl",
-        [dict(text=some) for some in (f"{known}\n", one, one)]
-    )
     fill(
         tmp_path / "out",
-        path,
+        write_lines(tmp_path / "in.jsonl", [dict(text=some) for some in (f"{known}\n", one, one)]),
         "--val_share=0.1",
         "--near_dedup=0.72",
         f"--known={tmp_path}/known"
@@ -191,8 +191,13 @@ def test_a_vocabulary_is_learnt_from_some_of_the_training_split_alone(tmp_path, 
     monkeypatch.setattr(stages, "BUCKET", 1)
     monkeypatch.setattr(stages, "BPE_CHARS", 2000)
     words = [f"w{chr(97 + i)}{chr(122 - i)}qx" for i in range(20)]
-    path = write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words])
-    fill(tmp_path / "out", path, "--tokenizer=", "--train_bpe=400", "--val_share=0.5")
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [dict(text=f"{word} " * 50) for word in words]),
+        "--tokenizer=",
+        "--train_bpe=400",
+        "--val_share=0.5"
+    )
     tok = tokenizer.load_for(str(tmp_path / "out"))
     learnt = {word for word in words if len(tok.encode(f" {word}")) == 1}
     assert learnt < {word for word in words if fingerprint(f"{word} " * 50) >= 2**63}
@@ -204,8 +209,12 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
     """Also the one that is a document of the corpus."""
     passages = [text(i, 30) for i in range(900, 906)]
     write_lines(tmp_path / "probes.jsonl", [dict(text=one) for one in passages])
-    path = write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])])
-    fill(tmp_path / "out", path, f"--probes={tmp_path}/probes.jsonl", "--repetitions=(0,3)")
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [*rows(30), dict(text=passages[0])]),
+        f"--probes={tmp_path}/probes.jsonl",
+        "--repetitions=(0,3)"
+    )
     said = json.loads((tmp_path / "out" / "probes.json").read_text())["probes"]
     seen = Counter(sum(texts_of(tmp_path / "out").values(), []))
     promised = {
@@ -217,23 +226,30 @@ def test_probes_are_planted_as_often_as_promised_and_the_controls_nowhere(tmp_pa
 
 
 def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(stages, "GROUP", 1000)
+    """Of 40 files the first has 4,942 bytes of text and the second 4,919, of which the last is wanted too."""
+    monkeypatch.setattr(stages, "GROUP", 11_000)
     files = [
-        write_lines(tmp_path / f"{name}.jsonl", rows(10, 10 * ord(name)))
-        for name in "abc"
+        write_lines(tmp_path / f"{i}.jsonl", rows(10, 10 * i))
+        for i in range(40)
     ]
-    fill(tmp_path / "out", *files, "--max_bytes=3000")
-    assert len(kept(tmp_path / "out")) == 10
-    assert report(tmp_path / "out")["total"]["written"] >= 3000
-    problems = [file["problem"] for file in report(tmp_path / "out")["inputs"]]
-    assert problems == [None, *["not read: --max_bytes was reached"] * 2]
+    fill(tmp_path / "out", *files, "--max_bytes=9861")
+    assert len(kept(tmp_path / "out")) == 20
+    assert {
+        file["name"]
+        for file in report(tmp_path / "out")["inputs"]
+        if file["problem"] != "not read: --max_bytes was reached"
+    } == {"0.jsonl", "1.jsonl"}
 
 
 @pytest.mark.parametrize("how", ["--score_field=score", "--score=DIR/score.py"])
 def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path, how):
     put(tmp_path, {"score.py": "def score(text): return int(text.split()[-1][:-1]) * 37 % 101"})
-    path = write_lines(tmp_path / "in.jsonl", rows(60))
-    fill(tmp_path / "out", path, "--keep_top=0.2", how.replace("DIR", str(tmp_path)))
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", rows(60)),
+        "--keep_top=0.2",
+        how.replace("DIR", str(tmp_path))
+    )
     want = set()
     for language in range(2):
         best = sorted(
@@ -245,11 +261,14 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
 
 
 def test_bounds_on_tokens_count_begin_and_end(tmp_path):
-    path = write_lines(
-        tmp_path / "in.jsonl",
-        [dict(text="x" * n) for n in range(1, 12)]
+    """The text is token 65,537 alone, which would be a begin of a document if it did not fit."""
+    fill(
+        tmp_path / "out",
+        write_lines(tmp_path / "in.jsonl", [dict(text="ウンド" * n) for n in range(1, 12)]),
+        "--min_tokens=6",
+        "--max_tokens=9",
+        "--tokenizer=apertus"
     )
-    fill(tmp_path / "out", path, "--min_tokens=6", "--max_tokens=9")
     assert sorted(
         row["tokens"]
         for row in kept(tmp_path / "out")
@@ -280,9 +299,9 @@ def snapshot(root):
 
 @pytest.fixture
 def home(tmp_path):
-    """A user's folder: texts, and a data folder of ours that was made of them."""
+    """A user's folder: texts, and data that were made of them, whose source is named as planted passages are."""
     fill(
-        tmp_path / "data",
+        tmp_path / "probes",
         put(tmp_path, {f"texts/{name}.txt": f"the text of {name}" for name in "ab"}) / "texts"
     )
     return tmp_path
@@ -290,13 +309,13 @@ def home(tmp_path):
 
 def test_data_of_ours_are_replaced_by_whichever_name_and_nothing_else_changes(home):
     put(home, {"texts/c.txt": "the third text"})
-    (home / "alias").symlink_to(home / "data")
+    (home / "alias").symlink_to(home / "probes")
     before = snapshot(home / "texts")
-    for out in ("data/", "alias", "texts/../data", "deep/er/"):
+    for out in ("probes/", "alias", "texts/../probes", "deep/er/"):
         fill(f"{home}/{out}", home / "texts")
         assert "the third text" in sum(texts_of(home / out).values(), []), out
         assert (home / "alias").is_symlink() and not list(home.glob("*.tmp"))
-    put(home, {"data/notes.txt": "what I found in these data"})
+    put(home, {"probes/notes.txt": "what I found in these data"})
     whole = snapshot(home)
     refuse("notes.txt", home / "texts", f"--out={home}/alias")
     assert snapshot(home) == whole and snapshot(home / "texts") == before
@@ -323,22 +342,21 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
         {"list": "d.txt", **{f"texts/{name}.txt": f"the text of {name}" for name in "cde"}}
     )
     for at, asked in ((1, home / "texts"), (2, home / "texts"), (1, f"--remove={home}/list")):
-        old = snapshot(home / "data")
+        old = snapshot(home / "probes")
         assert run(
             asked,
-            f"--out={home}/data",
+            f"--out={home}/probes",
             first=KILL.format(at)
         ).wait() == -signal.SIGKILL
         # The next run puts the old data back, whatever it will do.
-        with folder.building(home / "data", []):
-            assert at == 2 or snapshot(home / "data") == old
-        fill(home / "data", asked)
-        assert not (home / "data.tmp").exists()
+        with folder.building(home / "probes", []):
+            assert at == 2 or snapshot(home / "probes") == old
+        fill(home / "probes", asked)
+        assert not (home / "probes.tmp").exists()
         assert flushed[-1] == home
-    assert len(kept(home / "data")) == 4
+    assert len(kept(home / "probes")) == 4
 
 
 def test_one_process_at_a_time_writes_a_folder(home):
-    with folder.building(f"{home}/data", []):
-        refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/data/")
-    fill(home / "data", home / "texts")
+    with folder.building(f"{home}/probes", []):
+        refuse(f"another process is writing there (process {os.getpid()} on", home / "texts", f"--out={home}/probes/")

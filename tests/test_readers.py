@@ -211,8 +211,9 @@ def test_a_torn_or_damaged_archive_is_unreadable_and_several_frames_are_one_file
     for bad in (first + first[:-1], first + b"more of it", b"no archive" * 10):
         path.write_bytes(bad)
         assert problem(path) == "unreadable"
-    with pytest.raises(ValueError, match="a.jsonl.*damaged, or not what its name says[^\n]*$"):
-        list(readers.rows_of(str(path), ("text",)))
+    for url in (str(path), f"file://{path}"):
+        with pytest.raises(ValueError, match="a.jsonl.*damaged, or not what its name says[^\n]*$"):
+            list(readers.rows_of(url, ("text",)))
 
 
 def test_damage_of_parquet_and_a_missing_column(tmp_path):
@@ -257,7 +258,7 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
         ".pdf": "sub/y.PDF x.pdf",
         "hidden": ".git/c.txt .h.txt",
         ".gz": "old.parquet.gz",
-        "no ending": "LICENSE",
+        "no ending": "LICENSE"
     }
     put(tmp_path, dict.fromkeys(" ".join([taken, *others.values(), "Z\udcfcrich.txt"]).split(), ""))
     os.symlink("nowhere", tmp_path / "dangling.txt")
@@ -283,7 +284,13 @@ def test_each_file_of_a_folder_is_found_or_listed_with_a_reason(tmp_path):
 
 def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_path):
     put(tmp_path, {"b/deep/x.txt": "", "y.txt": ""})
-    for target, link in (("..", "b/deep/loop"), (tmp_path, "b/whole"), ("b/deep", "a_link"), ("y.txt", "a.txt")):
+    for target, link in (
+        ("..", "b/deep/loop"),
+        (tmp_path, "b/whole"),
+        ("b/deep", "a_link"),
+        ("y.txt", "a.txt"),
+        ("me", "me")
+    ):
         os.symlink(target, tmp_path / link)
     assert names(tmp_path) == ["b/deep/x.txt", "y.txt"]
     assert names(tmp_path / "b/deep/x.txt", tmp_path) == ["x.txt", "y.txt"]
@@ -327,6 +334,7 @@ def test_a_data_set_is_pinned_to_a_commit_and_read_by_one_kind_of_its_training_f
     files, ignored = find(["hf://datasets/o/n@main"])
     assert files == [dict(name="o/n/train/a.parquet", path="hf://datasets/o/n@c0ffee/train/a.parquet")]
     assert sum(map(len, ignored.values())) == 4
+    assert not check(*files)["sha256"]
     assert names("hf://datasets/o/n/test") == ["o/n/test/a.parquet"]
     for inside in ("train/a.parquet", "train/*.jsonl", "x"):
         assert [

@@ -90,7 +90,7 @@ TEXTS = dict(
     chinese=CHINESE,
     endless=CHINESE.replace("\u3002", ""),
     latin=LATIN,
-    mixed=LINE * 2 + LATIN,
+    mixed=LINE * 2 + LATIN
 )
 # The setting, with DIR for the folder; a text, its language, and the rule that it breaks. First: limits of the user
 # apply to every language. Then: the file replaces the sets, and a language is not a path. Then: English stop words are

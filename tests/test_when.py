@@ -19,12 +19,12 @@ STAGES = [
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """A folder whose tokens are 0, 1, 2, ...: two shards of source a, one of b."""
+    """A folder whose tokens are 0, 1, 2, ...: two shards of source a, one of b, named as a joined folder names them."""
     folder, sources = tmp_path_factory.mktemp("counted"), dict(a={}, b={})
     for name, begin, end in zip(("a0", "a1", "b0"), EDGES, EDGES[1:]):
         np.save(folder / f"{name}.npy", np.arange(begin, end, dtype=np.uint16))
         shards = sources[name[0]].setdefault("train", dict(shards=[]))["shards"]
-        shards.append(dict(file=f"{name}.npy", tokens=end - begin, sha256=name))
+        shards.append(dict(file=f"../{folder.name}/{name}.npy", tokens=end - begin, sha256=name))
     meta = dict(
         bos=60_001,
         eos=60_002,
@@ -52,7 +52,7 @@ def test_the_samples_of_a_document_are_exact_to_the_sample(counted, monkeypatch,
         ("a0", 0, 0, 1),
         ("a0", 0, 3200, 32),
         ("a1", 3220, 14010, 10),
-        ("b0", 14020, 15012, 500),
+        ("b0", 14020, 15012, 500)
     ):
         inside = [
             (tokens >= first) & (tokens < first + n)
