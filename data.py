@@ -221,8 +221,7 @@ class TokenDataset:
 
     def tokens(self, begin, end):
         """stream[begin:end] of the first stream as int64."""
-        out = np.empty(end - begin, np.int64)
-        return self.streams[0].read(begin, out)
+        return self.streams[0].read(begin, np.empty(end - begin, np.int64))
 
     def where(self, samples):
         """Samples of the run, int64 (n,) -> (stream, window), each (n,)."""
@@ -275,9 +274,8 @@ class TokenDataset:
         targets = ids[:, -self.T :]
         keep = idx != self.meta["eos"]
         doc = (idx == self.meta["bos"]).cumsum(1)
-        k, h, hash = self.goldfish
-        if k:
-            keep &= goldfish_mask(targets, k, h, hash, ids[:, : self.n_context], self.exempt)
+        if self.goldfish[0]:
+            keep &= goldfish_mask(targets, *self.goldfish, ids[:, : self.n_context], self.exempt)
         return idx, targets, keep, doc
 
     def bits_per_byte(self, nats_per_token):

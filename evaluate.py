@@ -33,6 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import tokenizer as tokenizers
+from chat import stop_ids
 from configurator import attached
 from data import TokenDataset
 from engine import readers
@@ -237,6 +238,8 @@ def accepted_answers(row):
     if not choices:
         answers = answer if isinstance(answer, list) else [answer]
         return [str(one).strip() for one in answers if one is not None and str(one).strip()]
+    if type(choices) is not list or "" in choices:
+        return []
     if answer in choices:
         return [answer]
     return [choice for i, choice in enumerate(choices) if str(answer).upper() in (str(i), chr(65 + i))]
@@ -255,7 +258,8 @@ def asked(rows, name):
         accepted = accepted_answers(row)
         if not accepted:
             raise ValueError(f"{name}, question {n}: no valid answer: want an index from 0, a letter from A, or a "
-                             f"choice; without choices a text, a number, or a list of them; got {row.get('answer')!r}")
+                             "choice, of a list of texts; without choices a text, a number, or a list of them; got "
+                             f"{row.get('answer')!r:.60} of {row.get('choices')!r:.60}")
         prompt = row["question"].rstrip() + "\nAnswer:"
         if n <= shots:
             examples += f"{prompt} {accepted[0]}\n\n"
@@ -299,8 +303,9 @@ def answer_scores(model, tok, rows, name):
     """
     T = model.config.block_size
     room = T - max_new_tokens
-    if room < 2:
-        raise ValueError(f"max_new_tokens={max_new_tokens} leaves no room for a question in a window of {T}: lower it")
+    if not 1 < room < T:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: want 1 to {T - 2}, so that a question has room in a window "
+                         f"of {T}")
     # Control tokens are not part of an answer.
     silent = {i for name, i in tok.special.items() if name not in tokenizers.IN_TEXT}
     questions = asked(rows, name)
@@ -309,7 +314,7 @@ def answer_scores(model, tok, rows, name):
     for i in tqdm(range(0, len(questions), size), "answering", disable=None):
         batch = questions[i:i + size]
         prompts = [[tok.bos, *tok.encode(prompt)][-room:] for prompt, _, _ in batch]
-        whole = generate(model, prompts, max_new_tokens, temperature=0, stop=(tok.eos,))
+        whole = generate(model, prompts, max_new_tokens, temperature=0, stop=stop_ids(tok))
         for prompt, ids, (_, accepted, _) in zip(prompts, whole, batch):
             text = tok.decode([t for t in ids[len(prompt):] if t not in silent])
             hits.append(text.split("\n")[0].strip() in accepted)

@@ -100,7 +100,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     Logits (B, V) -> token ids (B,).
 
     temperature 0 takes the largest; top_k keeps that many tokens, top_p the smallest set with that much probability;
-    None or 0 keeps all. generator: the torch.Generator to draw from, None = torch's own.
+    None or 0 keeps all, as does top_p=1. generator: the torch.Generator to draw from, None = torch's own.
     """
     if temperature == 0:
         return logits.argmax(-1)
@@ -108,7 +108,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     if top_k:
         largest = logits.topk(min(top_k, logits.shape[-1])).values  # (B, k)
         logits = logits.masked_fill(logits < largest[:, -1:], -math.inf)
-    if top_p:
+    if top_p and top_p < 1:
         p, order = logits.softmax(-1).sort(descending=True)         # (B, V)
         # A token is outside if the larger ones before it have enough probability already.
         outside = p.cumsum(-1) - p >= top_p

@@ -162,7 +162,7 @@ def begin(folder, began):
         by_id=(split_by or ("text" if paths else "id")) == "id",
         default_language=default_language or ("" if paths else "code"),
         default_license=default_license or ("" if paths else "PSF-2.0"),
-        score_field=score_field or ("score" if score else ""),
+        score_field="score" if score else score_field,
     )
     key, path = key_of(asked, found), folder / "plan.json"
     if path.exists() and read_json(path).get("key") == key:
@@ -212,7 +212,7 @@ def check_settings():
     if not out:
         raise ValueError("--out is empty: name a folder")
     for name, least in dict(shard_tokens=1, workers=0, max_bytes=0, min_chars=0, max_chars=0, min_tokens=0,
-                            max_tokens=0).items():
+                            max_tokens=0, train_bpe=320).items():
         if globals()[name] < least:
             raise ValueError(f"{name}={globals()[name]}: want {least} or more")
     if not repetitions or not all(type(n) is int and n >= 0 for n in repetitions):
@@ -277,8 +277,8 @@ def each(name, numbers, folder, workers):
         for number, future in [(number, pool.submit(stages.do, name, number, folder)) for number in numbers]:
             try:
                 future.result()
-            except (ValueError, OSError) as error:
-                raise type(error)(*error.args) from None   # as from here: the user's mistake, one line
+            except (ValueError, OSError, ModuleNotFoundError) as error:
+                raise error.with_traceback(None) from None     # as from here: the user's mistake, one line
             yield number
     except BrokenProcessPool:
         raise OSError("a worker process was killed, most likely for want of memory: try fewer --workers") from None

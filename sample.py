@@ -18,7 +18,7 @@ from generate import generate, stream
 
 init_from = "out/laptop"     # run folder, Hugging Face folder or hub name
 start = ""                   # the prompt; FILE:path reads it from a file
-num_samples = 1              # continuations; one is streamed, several are made at once
+num_samples = 1              # continuations, one after the other
 max_new_tokens = 300         # of a continuation, of an answer
 temperature = 0.8            # 0 = greedy
 top_k = 0                    # keep the k likeliest tokens; 0 = off
@@ -51,18 +51,14 @@ def main():
     text = read_text(start.removeprefix("FILE:")) if start.startswith("FILE:") else start
     prompt = [tok.bos, *tok.encode(text)]
     stop = stop_ids(tok)
-    if num_samples > 1:
-        for ids in generate(model, [prompt] * num_samples, max_new_tokens, stop=stop, compile=compile, **how):
-            print(tok.decode([i for i in ids[1:] if i not in stop]))
-            print("-" * 40)
-        return
-    print(text, end="", flush=True)
-    # A character may take several tokens: the stream holds its bytes back until it is whole.
-    decode = tok.stream()
-    for token in stream(model, [prompt], max_new_tokens, stop=stop, compile=compile, **how):
-        if token.item() not in stop:
-            print(decode(token.item()), end="", flush=True)
-    print()
+    for _ in range(num_samples):
+        print(text, end="", flush=True)
+        # A character may take several tokens: the stream holds its bytes back until it is whole.
+        decode = tok.stream()
+        for token in stream(model, [prompt], max_new_tokens, stop=stop, compile=compile, **how):
+            if token.item() not in stop:
+                print(decode(token.item()), end="", flush=True)
+        print("\n" + "-" * 40 if num_samples > 1 else "")
 
 
 def sample_of(run, data, seed):

@@ -335,8 +335,12 @@ def hf_files(tok):
         dict(id=i, content=s, **EXACT, normalized=False, special=s not in tok.in_text)
         for s, i in tok.special.items()]
     settings = SETTINGS | ends
+    template = read_text(f"{ROOT}/{TEMPLATE}")             # the format of chat.py, in Jinja
+    if tok.system is not None:
+        settings["default_system"] = tok.system            # for read_bpe(); transformers reads the template
+        template = f"{{%- set default_system = {json.dumps(tok.system)} -%}}\n{template}"
     if {*CHAT} <= tok.special.keys() and OUTPUT not in tok.special and not tok.foreign:
-        settings["chat_template"] = read_text(f"{ROOT}/{TEMPLATE}")    # the format of chat.py, in Jinja
+        settings["chat_template"] = template
     return {"tokenizer.json": content, "tokenizer_config.json": settings}
 
 
@@ -428,7 +432,8 @@ def read_bpe(path):
     special = {names.get(s, s): id_of[s] for s in sorted(control, key=id_of.get)}
     ids = [*map(vocab.get, spelled)]
     tok = Tokenizer(f"bpe:{path}", pieces, special, ids, in_text, [names.get(s, s) for s in ends])
-    tok.system, tok.foreign = chat_format(folder, settings.get("chat_template"))
+    system, tok.foreign = chat_format(folder, settings.get("chat_template"))
+    tok.system = settings.get("default_system", system)
     return tok
 
 

@@ -9,11 +9,7 @@ All answers come from documents.parquet (corpus/ledger.py) and the shards. --whe
 of training is a function of seed and step (data.py), whatever the number of ranks and however often it was resumed.
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("audit.py: start it from the project's root, python -m corpus.audit", file=sys.stderr)
-    sys.exit(2)
+import corpus  # first: corpus.py says how to start a tool that was started by its path
 
 import os
 
@@ -76,10 +72,13 @@ def find_rows(folder, meta):
     [(how, row)] of all documents of a folder with this id, URL or text. If no id and no URL is called so, texts of at
     least five words are compared by MinHash too (+- 0.04 at 0.8).
     """
-    text = read_text(find).removeprefix("\ufeff") if os.path.isfile(find) else find
+    is_file = os.path.isfile(find)
+    text = read_text(find).removeprefix("\ufeff") if is_file else find
     if not text.strip():
         raise ValueError(f"find={find!r} is empty: want an id, a URL, a text, or a file with one")
-    wanted, found = dict(id=find, url=find, text=fingerprint(text)), []
+    # A file is asked for by its text, whatever its name. Nothing is called "\0".
+    name = "\0" if is_file else find
+    wanted, found = dict(id=name, url=name, text=fingerprint(text)), []
     for row in rows_of(folder):
         same = [key for key in wanted if row[key] == wanted[key]]
         if same:

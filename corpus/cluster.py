@@ -15,13 +15,10 @@ million documents) needs 16 or 50 GB on one machine.
 After a kill the same command resumes with the tasks that are not done; datatrove's logs are in OUT.tmp/work/logs.
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("cluster.py: start it from the project's root, python -m corpus.cluster", file=sys.stderr)
-    sys.exit(2)
+import corpus  # first: corpus.py says how to start a tool that was started by its path
 
 import os
+import sys
 import time
 from functools import partial
 

@@ -239,6 +239,7 @@ class Contamination:
 def read_prompts(path):
     """
     Evaluation prompts of a file: column prompt, question or text of .jsonl(.gz, .zst) or .parquet; the lines of any
-    other file. ValueError for a line of .jsonl without such a column.
+    other file. A prompt that is no text, like null, is left out. ValueError for a row without such a column.
     """
-    return [prompt.strip() for prompt, in rows_of(path, ("prompt", "question", "text")) if prompt.strip()]
+    prompts = rows_of(path, ("prompt", "question", "text"))
+    return [prompt.strip() for prompt, in prompts if isinstance(prompt, str) and prompt.strip()]

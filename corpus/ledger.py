@@ -246,7 +246,7 @@ def percent(part, whole):
 
 def counted(n, noun):
     """1 document, 2 documents."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def lines(rows, at_most=60):

@@ -34,11 +34,7 @@ $ python prepare.py pages.jsonl --reservations=store.jsonl.gz           # rows o
 $ python prepare.py pages.jsonl --reservations=mirror/                  # HOST/ai.txt, HOST/.well-known/tdmrep.json
 """
 
-import sys
-
-if __name__ == "__main__" and not __package__:
-    print("robots.py: start it from the project's root, python -m corpus.robots", file=sys.stderr)
-    sys.exit(2)
+import corpus  # first: corpus.py says how to start a tool that was started by its path
 
 import ipaddress
 import json
@@ -354,7 +350,7 @@ _OURS = "|".join(re.escape(product_token(agent)) for agent in AGENTS)
 _DIRECTIVE = re.compile(rf"(?im)^(?:x-robots-tag|meta-robots|meta-(?:{_OURS}))[ \t]*:(?:.*?,)??[ \t]*"
                         rf"(?:(?:(?:{_OURS})[ \t]*)?:[ \t]*)?(noai|noimageai|noml)[ \t]*(?:,|$)")
 _USAGE = re.compile(r"(?im)^content-(?:usage|signal)[ \t]*:(.*)")
-_MINING = re.compile(r"(?im)^(?:(meta)-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
+_MINING = re.compile(r"(?im)^(?:((?-i:meta))-)?tdm-reservation[ \t]*:[ \t]*([01])[ \t]*$")
 
 
 def reservation(doc, store=None, agents=AGENTS):
@@ -426,7 +422,7 @@ def parse_tdmrep(content):
     for row in rows:
         value = str(row.get("tdm-reservation")).strip()
         if value in ("0", "1"):
-            rules.append(compiled(value == "1", str(row.get("location")) or "/"))
+            rules.append(compiled(value == "1", str(row.get("location") or "/")))
     return rules
 
 

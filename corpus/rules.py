@@ -131,7 +131,8 @@ def column(doc, names):
     for name in names.split(" or "):
         if name in doc:
             return doc[name]
-    raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}")
+    raise ValueError(f"no column {names} in the data; it has {', '.join(doc)}; --default_language and "
+                     "--default_license stand in for those")
 
 
 def uniform(key, seed):
@@ -154,7 +155,8 @@ def listed(text):
     return {part.strip() for part in text.split(",")} if text else None
 
 
-PART = re.compile(r"[^,\s](?:[^,]*[^,\s])?")
+# Without the slash that a shell adds to a folder.
+PART = re.compile(r"([^,\s](?:[^,]*[^,\s/])?)/*")
 
 
 def by_language(name, text, share=False):
@@ -162,7 +164,7 @@ def by_language(name, text, share=False):
     try:
         pairs = [part.rpartition(":") for part in PART.findall(text)]
         values = {language.strip(): float(value) for language, _, value in pairs}
-        if share and not all(0 <= value <= 1 for value in values.values()):
+        if "" in values and len(values) > 1 or share and not all(0 <= value <= 1 for value in values.values()):
             raise ValueError
     except ValueError:
         raise ValueError(f"{name}={text!r}: want a number{', 0 to 1' * share}, or numbers by language: "

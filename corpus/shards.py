@@ -67,4 +67,4 @@ def shards_of(meta):
 
 def safe(name):
     """A source's name as part of a file name."""
-    return re.sub(r"[^\w.-]", "-", name)[:80]
+    return re.sub(r"[^\w.-]", "-", name)[:50]

@@ -125,6 +125,7 @@ class Work:
             blocked=given(blocked_domains, self.blocked) or (),
             explicit=self.agents_no_star,
         )
+        top_thresholds([], self.keep_top)                  # an error if it is no share
         below = TOXICITY if self.max_value == "apertus" else by_language("max_value", self.max_value)
         return SimpleNamespace(
             score=given(score_function, self.score),
@@ -144,7 +145,7 @@ class Work:
             text=text_rule(self.heuristics),
             near=given(dedup.bands_of, self.near_dedup),
             contamination=self.decontaminate and dedup.Contamination(dedup.read_prompts(self.decontaminate)),
-            tok=tokenizers.load(self.tokenizer) if self.min_tokens or self.max_tokens else None,
+            tok=given(tokenizers.load, self.tokenizer),
         )
 
     @cached_property
@@ -217,7 +218,7 @@ def documents_of(number, work):
                     doc["language"] = detect(doc["text"], work.detect_language) or None
                 if work.rules.score:
                     doc["score"] = work.rules.score(doc["text"])
-            yield doc | {name: value for name, value in defaults.items() if value and doc.get(name) is None}
+            yield doc | {name: value for name, value in defaults.items() if value and not doc.get(name)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ def score_group(number, work):
     field, rows = work.score_field, []
     for doc in documents_of(number, work):
         score = None if doc["text"] is None else as_number(doc, field)
-        if score is not None:
+        # NaN would be the best of all.
+        if score is not None and score == score:
             rows.append((doc.get("language") or "", score))
     return dict(rows=rows)
 
@@ -298,19 +300,18 @@ def by_words(docs, found):
 
 def row_of(doc, f, work):
     """The row of a document. If it passes, its text goes to the file f, without personal data."""
-    came, tok, url, counts, begin = doc["text"] or "", work.rules.tok, doc.get("url"), {}, f.tell()
-    text, source = came, work.name
-    if work.source_by:
-        source = writable(str(doc.get(work.source_by) or "none"))
+    text = came = doc["text"] or ""
+    source = doc.get(work.source_by) if work.source_by else work.name
+    url, counts, begin = doc.get("url"), {}, f.tell()
     if not doc["reason"] and work.pii and (work.pii_in_code or doc.get("language") != "code"):
         text, counts = scrub_pii(text)
-    if not doc["reason"] and tok:
-        tokens = 2 + sum(len(tok.encode_array(part)) for part in long_parts(text))
+    if not doc["reason"] and (work.min_tokens or work.max_tokens):
+        tokens = 2 + sum(len(work.rules.tok.encode_array(part)) for part in long_parts(text))
         if not work.min_tokens <= tokens <= (work.max_tokens or tokens):
             doc["reason"] = "tokens"
     return dict(
         id=doc["id"],
-        source=source,
+        source="none" if source in (None, "") else writable(str(source)),
         url=writable(url) if isinstance(url, str) else None,
         language=doc.get("language") or "",
         license=doc.get("license") or "",
@@ -359,7 +360,8 @@ def decide(work, n):
         known = pyarrow.concat_tables(ledger.ledger(work.known, ["text", "reason"]))
         gone = withdrawn_entries(work.known)
         before = np.append(before, known.filter(pc.field("reason") == "")["text"])
-        for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist()):
+        # Most folders have no withdrawn documents, and a dict for each row would take five times the memory.
+        for i, row in enumerate(rows.select(["id", "url", "text"]).to_pylist() if gone[0] else []):
             reason[i] = reason[i] or reason_of(row, gone)[0]
     if work.dedup:
         reason[(reason == "") & np.isin(text, before)] = "duplicate"
@@ -465,7 +467,7 @@ def find_vocabulary(number, work):
     """Returns the name that tokenizers.load takes. A vocabulary that is not built in becomes data/tokenizer.json."""
     path = str(work.data / "tokenizer.json")
     if work.tokenizer:
-        tok = tokenizers.load(work.tokenizer)
+        tok = work.rules.tok
         if not tok.name.startswith("bpe:"):
             return dict(name=tok.name)
         # A document ends a text, also where the end in a model's folder is that of a turn.
@@ -534,7 +536,7 @@ def about(work, name):
     read = {file["name"] for group in work.groups[:work.result("judge")["groups"]] for file, _ in group}
     inputs = [{key: file[key] for key in ("name", "path", "bytes", "sha256", "problem")} for file in work.checked]
     for file in inputs:
-        if file["name"] not in read:
+        if work.max_bytes and file["name"] not in read:
             file["problem"] = file["problem"] or "not read: --max_bytes was reached"
     robots = work.rules.robots
     if robots:

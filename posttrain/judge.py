@@ -286,7 +286,8 @@ def reward_hash(spec):
     """
     A hash of everything that decides the numbers of --rewards, in whatever folder it is; "" for none.
 
-    Of the function's name and its file, or of a judge's files or address, its charter and our prompts.
+    Of the function's name and its file, but not of what that reads or imports; or of a judge's files or address, its
+    charter and our prompts.
     """
     kind, _, rest = spec.partition(":")
     if kind != "charter":

@@ -192,20 +192,21 @@ def prepare(run):
         store_logp(run, list(itertools.chain(*pools)))
     run.policy.train()
 
-    couples = [couple for i, pool in enumerate(pools) for couple in pairs_of(i, pool)]
-    alike = sum(len({c.reward for c in pool}) < 2 for pool in pools)
+    each = [pairs_of(i, pool) for i, pool in enumerate(pools)]
+    couples = list(itertools.chain(*each))
     dropped = sum(len(p.refs + p.given) - len(pool) for p, pool in zip(asked, pools))
-    left = f"{alike} whose rewards are all alike, and {dropped} completions unfinished or over {run.longest} tokens"
+    left = (f"{each.count([])} without two completions to compare (--pairs={pairs}), and {dropped} completions "
+            f"unfinished or over {run.longest} tokens")
     if not couples:
         raise ValueError(f"{data}: no pair of completions with different rewards among {len(asked)} prompts (left out: "
                          f"{left}): nothing to learn from")
     run.beta = beta or (5.0 if length_norm else BETA[loss])
     run.texts = [(better.text, worse.text) for better, worse in couples]
-    run.known = known = known_of(couples, run.beta)
+    run.known = known_of(couples, run.beta)
     run.items = len(couples)
     run.val.T = 2 * max(len(p + c) for pair in run.texts for p, c in pair)
     run.notes = [describe_dropped(bad, len(asked), "prompts")] if bad else []
-    run.notes.append(f"{len(asked)} prompts; left out: {left}; {known.tokens.mean():.1f} tokens each")
+    run.notes.append(f"{len(asked)} prompts; left out: {left}; {run.known.tokens.mean():.1f} tokens each")
     tied = 1 - np.mean([len({*p.rated[0]}) / len(p.rated[0]) for p in asked])
     if loss == "qrpo" and ties == "le" and tied > 0.1:
         run.notes.append(f"warning: {tied:.0%} of the references repeat the reward of another, so quantiles are not "
@@ -222,7 +223,7 @@ def load_policy(run, asked):
         data=sha256_of([p.row for p in asked]),
         prompts=sha256_of([p.ids for p in asked]),
     )
-    for name in "date seed n_refs sample_batch max_new_tokens max_length use_references".split():
+    for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
         made_from[name] = run.config[name]
     same_or_refuse(run.folder, made_from, run.ranks)
     return made_from["data"]
@@ -368,8 +369,11 @@ def main():
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if ties == "discrete" and transform != "identity":
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
-    if n_refs < 1 + bool(loo and use_references):
-        raise ValueError(f"n_refs={n_refs} leaves nothing to compare a reference with: want at least 2 with loo=1")
+    # A normal's quantile of 1 of 1 is infinite.
+    least = 1 + (loo and (use_references or transform != "identity")) + (transform == "normal")
+    if n_refs < least:
+        raise ValueError(f"n_refs={n_refs}: transform={transform} with loo={loo} wants at least {least}, so that each "
+                         "completion is compared with another")
     common.tune(globals(), "pairs", prepare, batches, forward_backward)
 
 
