@@ -167,10 +167,10 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
     """Of a parquet file, which has null for a key that a row lacks. A null licence is not in the allowlist."""
     rows = [
-        dict(row, license=license, tools=None)
+        dict(row, license=license, prompt=None, completion=None)
         for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
     ]
-    rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
+    rows.append(dict(prompt=f"Tell me. {QUESTION} Think.", completion="yes", license="mit"))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "prompts.txt").write_text(QUESTION)
     rules = dict(keep_licenses="mit, cc0", decontaminate=str(tmp_path / "prompts.txt"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch.testing import assert_close
 
 import convert
 from engine.files import read_json
@@ -44,14 +45,14 @@ def shape(model, **rope):
 @pytest.mark.parametrize("name", ["hf_tiny_a", "hf_tiny_b"])
 def test_logits_loss_and_gradients_are_the_published_ones(name):
     model, io = golden(name)
-    torch.testing.assert_close(
+    assert_close(
         model(io["idx"])[0],
         io["logits"],
         rtol=1e-5,
         atol=1e-6
     )
     loss = model(io["idx"], io["targets"])[1]
-    torch.testing.assert_close(
+    assert_close(
         loss.double(),
         io["loss"],
         rtol=1e-6,
@@ -91,7 +92,7 @@ def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, 
     idx = ids(2, 13)
     positions = torch.tensor(begins)[:, None] + torch.arange(13)
     wanted = theirs(idx, position_ids=positions, labels=idx)
-    torch.testing.assert_close(
+    assert_close(
         ours(idx, positions=positions)[0],
         wanted.logits,
         rtol=1e-5,
@@ -104,9 +105,9 @@ def test_logits_and_all_gradients_are_those_of_a_fresh_transformers_model(H, K, 
     )[1]
     loss.backward()
     wanted.loss.backward()
-    torch.testing.assert_close(loss, wanted.loss)
+    assert_close(loss, wanted.loss)
     for name, p in ours.named_parameters():
-        torch.testing.assert_close(
+        assert_close(
             p.grad,
             theirs.get_parameter(name).grad,
             rtol=1e-3,
@@ -127,7 +128,7 @@ def test_without_its_three_differences_it_is_transformers_llama():
     for name, p in ours.state_dict().items():
         name = name.replace("attention_layernorm", "input_layernorm")
         theirs.get_parameter(name.replace("feedforward_layernorm", "post_attention_layernorm")).data.copy_(p)
-    torch.testing.assert_close(
+    assert_close(
         ours(ids(2, 20))[0],
         theirs(ids(2, 20)).logits,
         rtol=1e-5,
@@ -151,7 +152,7 @@ def test_xielu_values_and_gradients_are_transformers(i):
         (x, act.alpha_p, act.alpha_n)
     )
     wanted = [stored[key] for key in ("y", "dx", "dalpha_p", "dalpha_n")]
-    torch.testing.assert_close([y, *gradients], wanted, rtol=1e-12, atol=1e-12)
+    assert_close([y, *gradients], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_xielu_in_bf16_is_exact_for_large_inputs_and_keeps_its_input_alone():
@@ -170,7 +171,7 @@ def test_xielu_in_bf16_is_exact_for_large_inputs_and_keeps_its_input_alone():
         [x, *act.parameters()]
     )
     assert all(gradient.isfinite().all() for gradient in gradients)
-    torch.testing.assert_close(
+    assert_close(
         y,
         act.double()(x.double()).bfloat16()
     )
@@ -186,7 +187,7 @@ def test_xielu_in_bf16_is_exact_for_large_inputs_and_keeps_its_input_alone():
 def test_other_activations_are_their_formulas(activation, formula):
     mlp = small(activation=activation).model.layers[0].mlp
     x = torch.linspace(-3, 3, 48)
-    torch.testing.assert_close(
+    assert_close(
         mlp(x),
         formula(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
     )
@@ -207,7 +208,7 @@ def test_a_document_in_a_window_is_that_document_alone():
     model, without = small(), small(doc_mask=False)
     second = model.hidden(one, doc)[:, 20:]
     assert torch.equal(second, model.hidden(other, doc)[:, 20:])
-    torch.testing.assert_close(
+    assert_close(
         second,
         model.hidden(one[:, 20:]),
         rtol=1e-5,
@@ -233,11 +234,11 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     )
     built = []                                             # whether gradients were
     model.chunk_loss = lambda *args: built.append(args[-1]) or chunk_loss(*args)
-    torch.testing.assert_close(model(idx, targets, keep, per_token=True)[1], nll)
+    assert_close(model(idx, targets, keep, per_token=True)[1], nll)
     assert built == [False]
     # A target below 0 has no loss, whatever keep says.
     for chosen in ((targets, keep), (targets.masked_fill(~keep, -1), keep | True)):
-        torch.testing.assert_close(
+        assert_close(
             model(idx, *chosen)[1],
             nll[keep].mean()
         )
@@ -247,7 +248,7 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
         keep.split(1)
     )
     parts = [model(*row, n_tokens=keep.sum())[1] for row in rows]
-    torch.testing.assert_close(sum(parts), nll[keep].mean())
+    assert_close(sum(parts), nll[keep].mean())
     nothing = model(idx, targets.fill_(-1))[1]
     nothing.backward()
     assert nothing == 0
@@ -270,7 +271,7 @@ def test_in_bf16_positions_and_the_mean_are_in_fp32():
         (h @ model.lm_head.weight.bfloat16().T).double(),
         targets
     )
-    torch.testing.assert_close(
+    assert_close(
         model(idx[None], targets[None])[1].double(),
         nll,
         rtol=1e-6,
@@ -316,4 +317,4 @@ def test_initial_values_are_drawn_from_the_hash_of_seed_and_name():
             torch.manual_seed(int.from_bytes(digest[:4], "little"))
             residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             wanted = torch.randn(p.shape) * 0.1 / (4 if residual else 1)
-        torch.testing.assert_close(p.data, wanted, rtol=1e-6, atol=0)
+        assert_close(p.data, wanted, rtol=1e-6, atol=0)
