@@ -65,11 +65,8 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     ])
     sizes = np.array([len(text.encode()) for text in texts])
     rows = evaluate.text_scores(narrow, TOK, list(zip("xyz" * 3, texts)))
-    parts = dict(all=slice(None)) | {
-        name: slice(i, None, 3)
-        for i, name in enumerate("xyz")
-    }
-    for row, (name, part) in zip(rows, parts.items(), strict=True):
+    parts = slice(None), *(slice(i, None, 3) for i in range(3))
+    for row, name, part in zip(rows, ("all", *"xyz"), parts, strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
         assert row["score"] == pytest.approx(
             bits[part].sum() / sizes[part].sum(),

@@ -16,8 +16,8 @@ import convert
 from conftest import same
 from lab import ADAPTERS, run, tuning
 from posttrain import lora
+from test_sft import losses
 from tiny import GOLDEN, small, tensors
-from trained import log
 
 FOLDER = f"{GOLDEN}/lora"
 VALUES = tensors("lora", "io.npz")
@@ -134,10 +134,6 @@ def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path
 
 # -----------------------------------------------------------------------------
 # runs of posttrain/sft.py
-
-
-def losses(run):
-    return [entry["loss"] for entry in log(run)]
 
 
 def answers(name, **how):

@@ -1,6 +1,4 @@
 """sample.py and its conversations (posttrain/talk.py): the same tokens as from scratch, and what a user may type."""
-import json
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import convert
 import generate as generate_file
 import tokenizer
 from chat import stop_ids
+from engine.files import read_json
 from generate import KVCache, generate
 from lab import run
 from posttrain import talk
@@ -110,7 +109,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
     assert f"[calls {calls}]\n[thought for 2 tokens" in out and "12 C.\nneed it\nso" in out and "/system TEXT" in out
     assert "/reset starts another" in out
-    row = json.loads((tmp_path / "saved").read_text())
+    row = read_json(tmp_path / "saved")
     ids, mine = chat.render(TOK, row)
     assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
     assert [

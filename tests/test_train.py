@@ -4,7 +4,6 @@ than planned. The authority for an end is the run that was planned so from the s
 holds. test_step.py holds the steps to the same steps in fp64; test_matrix.py kills runs; tests/faults injects faults.
 """
 import itertools
-import json
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ import pytest
 from conftest import refused, same, weights
 from data import TokenDataset
 from engine import checkpoint, parallel, restore
+from engine.files import read_json
 from engine.runs import settings_of
 from model import Apertus
 from trained import (  # noqa: F401
@@ -114,7 +114,7 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     )
     assert (middle["step"], end["step"]) == (9, 13)
     assert steps(tmp_path) == [14]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert summary["val_bpb"] == end["val_bpb"] < middle["val_bpb"]
     assert (summary["tokens"], summary["steps"]) == (160 * 32, 14)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
@@ -322,7 +322,7 @@ def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(dat
         entry["step"]
         for entry in log(run, "val_loss")
     ] == [5, 11, 17, 19]
-    assert json.loads((run / "summary.json").read_text())["tok_s"] == 8 * 32
+    assert read_json(run / "summary.json")["tok_s"] == 8 * 32
 
 
 def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_written_when_asked(
@@ -342,7 +342,7 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
     says(ran(data, new), "stopped as asked after step 7, saved")
     assert steps(new) == [5, 7]
     assert not (new / "profile").exists()
-    assert json.loads((new / "trace.json").read_text())["traceEvents"]
+    assert read_json(new / "trace.json")["traceEvents"]
     assert equal(trained(data, new, "--resume"), runs())
 
 
