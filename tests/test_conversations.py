@@ -136,6 +136,7 @@ def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end
     rounds = small[:len(small) // 7 * 7].reshape(-1, 7)
     assert (np.sort(rounds) == range(40, 47)).all()
     assert len(np.unique(rounds, axis=0)) > 300
+    assert sorted(numbers[of_source == 0][:40]) == list(range(40))
     assert sorted(numbers[of_source == 2][:300]) == list(range(47, 347))
 
 

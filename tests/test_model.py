@@ -203,15 +203,15 @@ def test_a_document_in_a_window_is_that_document_alone():
     )
     model, without = small(), small(doc_mask=False)
     second = model.hidden(one, doc)[:, 20:]
-    assert torch.equal(second, model.hidden(other, doc)[:, 20:])
+    assert second.equal(model.hidden(other, doc)[:, 20:])
     assert_close(
         second,
         model.hidden(one[:, 20:]),
         rtol=1e-5,
         atol=1e-5
     )
-    assert torch.equal(without.hidden(one, doc), without.hidden(one))
-    assert not torch.equal(without.hidden(one, doc)[:, 20:], second)
+    assert without.hidden(one, doc).equal(without.hidden(one))
+    assert not second.equal(without.hidden(one, doc)[:, 20:])
 
 
 # -----------------------------------------------------------------------------
@@ -224,10 +224,7 @@ def test_the_loss_is_the_mean_over_kept_tokens_and_adds_up_over_micro_batches():
     keep = ids(4, 16, seed=2) < 60
     logits = model(idx)[0]
     nll = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    assert torch.equal(
-        model(idx, last=True)[0],
-        logits[:, -1]
-    )
+    assert logits[:, -1].equal(model(idx, last=True)[0])
     built = []                                             # whether gradients were
     model.chunk_loss = lambda *args: built.append(args[-1]) or chunk_loss(*args)
     assert_close(model(idx, targets, keep, per_token=True)[1], nll)
