@@ -51,15 +51,18 @@ def test_flags_choose_the_text(lab, tmp_path):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch, number):
-    """The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]."""
-    new = iter(ids_of("@tools_prefix", "[]", "@tools_suffix", "made up"))
+    """
+    The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]. "é" is two
+    tokens.
+    """
+    new = iter(ids_of("@tools_prefix", "[é]", "@tools_suffix", "made up"))
     monkeypatch.setattr(
         generate_file,
         "sample_token",
         lambda logits, **_: torch.tensor([next(new)] * number)
     )
     out = said(lab / "hf", f"--num_samples={number}")
-    assert "[]" in out and "made up" not in out
+    assert "[é]\n" in out
 
 
 # -----------------------------------------------------------------------------
