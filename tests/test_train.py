@@ -126,9 +126,9 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
 
     def noted(model, prompts, n, **how):
         asked.append((n, model.training, how["temperature"], how["top_p"]))
-        return [[1, 65]]
+        return [[1, 129]]
     monkeypatch.setattr(generate, "generate", noted)
-    trained(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40")
+    says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
     assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
 
 
@@ -375,6 +375,7 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
     Killed before its decay, or finished: with one checkpoint kept, the last from before the decay is kept beside it.
     """
     early = killed_after(runs(), tmp_path / "early", 10)
+    refused(ran(data, early, "--resume", "--total_samples=120"), "decays from 72 on: resume with more")
     assert equal(
         trained(data, early, "--resume", *MORE),
         runs(*MORE)
