@@ -177,6 +177,8 @@ with orderly_exit():
         sizes = [p.numel() for p in want.values()]
         here = sum(p.to_local().numel() for p in run.policy.parameters())
         assert abs(here / sum(sizes) - 0.5) < 0.005 and largest.numbers <= max(sizes) / 2, (here, largest.numbers)
+        config |= dict(base="bf16", init_from=folder)       # each rank holds it whole to sample
+        assert start.load_whole(run).lm_head.weight.dtype == torch.bfloat16
     ranks.leave()
 """
 
