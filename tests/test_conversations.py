@@ -87,14 +87,14 @@ def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
-    """Parts of 300 bytes, so that conversations begin before, at and after their borders."""
+    """Parts of 300 bytes, so that conversations begin before, at and after their borders. The longest just fits."""
     rows = rows_like(40)
     rows[7] = rows[31] = chat_row("?")
     write_rows(tmp_path / "chats.jsonl", rows)
     want = rendered(row for row in rows if row is not rows[7])
     for part in (300, len(json.dumps(rows[0])) + 1, 2**26):
         monkeypatch.setattr(readers, "PART", part)
-        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl")
+        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl", longest=max(len(ids) for ids, _ in want))
         assert bad == [["no assistant turn", f"line {n} of chats.jsonl"] for n in (8, 32)]
         assert everything(found) == want
         assert found.tokens == sum(len(ids) for ids, _ in want)
