@@ -2,9 +2,13 @@
 Windows over ranks (engine/sequence.py): each of four ranks holds its part of a window, for P = 2 and 4, against the
 whole window, which it computes by itself. Started by test_parallel.py; an AssertionError is a failure there.
 """
+from math import inf
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
+import train
 from engine.parallel import orderly_exit
 from engine.recompute import recompute_activations
 from engine.sequence import SplitForward, SplitRanks, split_attention
@@ -59,4 +63,8 @@ if __name__ == "__main__":
             check(each, torch.float32, 2e-5)
             for how in (["full"], ["selective"], ["none", True]):
                 check(each, torch.float64, 1e-12, *how)
+        run = SimpleNamespace(model=small(), ranks=ranks, device="cpu", rows=2, stop=[], step_began=inf)
+        _, positions, _ = train.forward_backward(run, BATCH, 0)
+        # The speed counts each position once: two groups have two windows each.
+        assert positions == 2 * IDX.numel()
         ranks.leave()

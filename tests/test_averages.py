@@ -106,9 +106,9 @@ def test_stochastic_rounding_is_right_on_average_and_repeats_itself():
     ]).float()
     assert abs(share.mean() - 3 / 8) < 4 * (15 / 64 / share.numel()) ** 0.5
     assert abs(torch.corrcoef(share[:2])[0, 1]) < 4 / 256
-    assert torch.equal(rounded(x, 5), rounded(x, 5))
+    assert rounded(x, 5).equal(rounded(x, 5))
     exact = torch.randn(1000).bfloat16()
-    assert torch.equal(rounded(exact.float(), 1), exact)
+    assert rounded(exact.float(), 1).equal(exact)
 
 
 def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
@@ -124,7 +124,7 @@ def test_the_step_rounds_the_slow_average_at_random_and_anew_each_time():
             x.clone()
             for x in opt.state[p].values()
         )
-        assert torch.equal(slow, rounded(exact, step))
-        assert not torch.equal(slow, rounded(exact, 0))
+        assert slow.equal(rounded(exact, step))
+        assert not slow.equal(rounded(exact, 0))
     assert fast.dtype == torch.bfloat16
     assert squares.dtype == torch.float32

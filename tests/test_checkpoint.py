@@ -226,7 +226,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(path, capsys, damage):
     """A flipped bit too: tests/faults."""
     (path / ".nfs00000123").write_text("of a file system, which damages nothing")
-    assert restore.newest_intact(path.parent)[1]["step"] == 2
+    assert restore.newest_intact(path.parent, until=2)[1]["step"] == 2
     DAMAGE[damage](path)
     assert restore.newest_intact(path.parent)[1]["step"] == 1
     assert f"passed over: {path}: " in capsys.readouterr().out

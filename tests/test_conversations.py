@@ -87,14 +87,14 @@ def read(tmp_path, data, folder="", tok=TOK, longest=512, date=DATE, **rules):
 
 
 def test_conversations_on_disk_are_the_rendered_ones_whatever_the_parts(tmp_path, monkeypatch):
-    """Parts of 300 bytes, so that conversations begin before, at and after their borders."""
+    """Parts of 300 bytes, so that conversations begin before, at and after their borders. The longest just fits."""
     rows = rows_like(40)
     rows[7] = rows[31] = chat_row("?")
     write_rows(tmp_path / "chats.jsonl", rows)
     want = rendered(row for row in rows if row is not rows[7])
     for part in (300, len(json.dumps(rows[0])) + 1, 2**26):
         monkeypatch.setattr(readers, "PART", part)
-        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl")
+        found, bad, _ = read(tmp_path, tmp_path / "chats.jsonl", longest=max(len(ids) for ids, _ in want))
         assert bad == [["no assistant turn", f"line {n} of chats.jsonl"] for n in (8, 32)]
         assert everything(found) == want
         assert found.tokens == sum(len(ids) for ids, _ in want)
@@ -136,6 +136,7 @@ def test_each_source_has_its_share_at_any_place_of_a_run_and_is_taken_to_its_end
     rounds = small[:len(small) // 7 * 7].reshape(-1, 7)
     assert (np.sort(rounds) == range(40, 47)).all()
     assert len(np.unique(rounds, axis=0)) > 300
+    assert sorted(numbers[of_source == 0][:40]) == list(range(40))
     assert sorted(numbers[of_source == 2][:300]) == list(range(47, 347))
 
 
@@ -167,10 +168,10 @@ QUESTION = "How many of the seven bridges of the old town can one cross in a sin
 def test_rows_without_an_allowed_licence_and_with_an_evaluation_prompt_are_left_out(tmp_path):
     """Of a parquet file, which has null for a key that a row lacks. A null licence is not in the allowlist."""
     rows = [
-        dict(row, license=license, tools=None)
+        dict(row, license=license, prompt=None, completion=None)
         for row, license in zip(rows_like(4), ("mit", None, "secret", "cc0"))
     ]
-    rows.append(chat_row(f"Tell me. {QUESTION} Think.", "yes", license="mit"))
+    rows.append(dict(prompt=f"Tell me. {QUESTION} Think.", completion="yes", license="mit"))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "prompts.txt").write_text(QUESTION)
     rules = dict(keep_licenses="mit, cc0", decontaminate=str(tmp_path / "prompts.txt"))

@@ -96,7 +96,7 @@ def test_the_first_step_is_that_of_the_formula_kl_falls_and_a_run_keeps_its_teac
         rel=1e-5
     )
     assert found[-1][1] < found[0][1]
-    refused(learn(lab, run, "--resume", teacher="sft"), "teacher_hash")
+    refused(learn(lab, run, "--resume", "--distill=0.5", teacher="sft"), "distill 0.9 -> 0.5; teacher_hash")
     refused(learn(lab, run, "--resume", teacher="pretrained"), "is finished")
 
 

@@ -65,11 +65,8 @@ def test_texts_of_all_lengths_are_scored_as_the_model_called_token_by_token(monk
     ])
     sizes = np.array([len(text.encode()) for text in texts])
     rows = evaluate.text_scores(narrow, TOK, list(zip("xyz" * 3, texts)))
-    parts = dict(all=slice(None)) | {
-        name: slice(i, None, 3)
-        for i, name in enumerate("xyz")
-    }
-    for row, (name, part) in zip(rows, parts.items(), strict=True):
+    parts = slice(None), *(slice(i, None, 3) for i in range(3))
+    for row, name, part in zip(rows, ("all", *"xyz"), parts, strict=True):
         assert (row["name"], row["n"], row["bytes"]) == (name, len(bits[part]), sizes[part].sum())
         assert row["score"] == pytest.approx(
             bits[part].sum() / sizes[part].sum(),
@@ -106,20 +103,21 @@ def quiz(question, choices, answer):
 
 
 def test_chance_is_the_mean_over_questions_and_a_solved_example_has_the_right_choice(model, monkeypatch):
-    """An answer is a letter, a choice or an index."""
+    """An answer is a letter, a choice or an index. Of the two questions that are left the model answers the second."""
     monkeypatch.setattr(evaluate, "shots", 2)
     rows = [
-        quiz("1 + 1?", ["3", "2"], "B"),
+        quiz("1 + 1?", ["3", "2"], "b"),
         quiz("2 + 2? ", ["5", "4"], "4"),
         quiz("3?", ["6", "7"], 0),
-        quiz("4?", list("abcd"), "c"),
+        quiz("4?", list("abcd"), "D"),
     ]
     context = "1 + 1?\nAnswer: 2\n\n2 + 2?\nAnswer: 4\n\n"
     first, second = evaluate.asked(rows, "x")
     assert first == (f"{context}3?\nAnswer:", ["6"], ["6", "7"])
-    assert second == (f"{context}4?\nAnswer:", ["c"], list("abcd"))
+    assert second == (f"{context}4?\nAnswer:", ["d"], list("abcd"))
     for row in evaluate.choice_scores(model, TOK, rows, "x"):
-        assert (row["n"], row["shots"], row["chance"]) == (2, 2, 0.375)
+        found = [row[key] for key in ("n", "shots", "chance", "low", "high")]
+        assert found == [2, 2, 0.375, *evaluate.wilson(1, 2)]
 
 
 @pytest.fixture
@@ -168,10 +166,13 @@ def test_a_long_context_loses_its_beginning_in_choices_and_in_questions(model, s
     evaluate.answer_scores(
         model,
         TOK,
-        [dict(question=context, answer=1)],
+        [dict(question=question, answer=1) for question in (context, "?")],
         "sums"
     )
-    assert say.prompts == [TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96:]]
+    assert say.prompts == [
+        TOK.encode(f"{context}\nAnswer:")[evaluate.max_new_tokens - 96:],
+        [TOK.bos, *TOK.encode("?\nAnswer:")]
+    ]
 
 
 # -----------------------------------------------------------------------------
@@ -205,8 +206,11 @@ def test_one_command_gives_a_table_and_json(lab, tmp_path):
     assert [(row["name"], row["n"]) for row in rows] == [*zip(names, (2, 2, 2, 1, 1))]
 
 
-def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
-    """Three sources of different sizes; the documents read back are compared with the texts that went in."""
+def test_validation_documents_are_those_of_every_source_each_once(lab, tmp_path):
+    """
+    Three sources of different sizes; the documents read back are compared with the texts that went in. As many of them
+    are scored as asked.
+    """
     sizes = dict(one=7, two=19, three=4)
     texts = {
         f"{name} {i}: " + "Würde " * i: name
@@ -230,6 +234,8 @@ def test_validation_documents_are_those_of_every_source_each_once(tmp_path):
     assert len({*found}) == len(found)
     assert all(texts[text] == source for source, text in found)
     assert Counter(source for source, _ in found) == counts
+    _, rows = evaluated(tmp_path, data, f"--init_from={lab}/hf", "--limit=9")
+    assert rows[0]["n"] == 9
 
 
 def test_the_harness_runs_a_local_task_file(lab, tmp_path, monkeypatch):

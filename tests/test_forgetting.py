@@ -17,7 +17,7 @@ TEXTS = ["All human beings are born free. " * 30, "Würde und Rechte", "Tous les
 def watched(lab, tmp_path_factory):
     """A run of SFT with old text, old.jsonl, next to it. Without, it is the run sft/ of the lab."""
     root = tmp_path_factory.mktemp("forgetting")
-    write_rows(root / "old.jsonl", [dict(text=text) for text in TEXTS])
+    write_rows(root / "old.jsonl", [dict(text=text) for one in TEXTS for text in (one, "x")])
     done = run(*tuning(lab, root / "run", f"--old={root}/old.jsonl", "--old_every=8", "--old_windows=0"))
     (root / "said").write_text(done.stdout)
     return root
@@ -63,12 +63,15 @@ def test_killed_and_resumed_it_compares_with_the_same_start(lab, watched, tmp_pa
 
 
 def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(watched, tmp_path):
-    """Of 96 tokens: the first text has 20 windows, the second one, the third 12. A byte is a token."""
-    text = forgetting.Old(str(watched / "old.jsonl"), TOK, 96, 6, tmp_path)
-    assert text.owner == (0, 1, 2, 0, 2, 0)
+    """
+    Of 96 tokens: the first text has 20 windows, the second one, the third 12. A byte is a token. Five windows are of
+    every second document of six.
+    """
+    text = forgetting.Old(str(watched / "old.jsonl"), TOK, 96, 5, tmp_path)
+    assert text.owner == (0, 1, 2, 0, 2)
     scored = [len(ids) - first for ids, first in text.windows]
     assert text.sizes.tolist() == [
-        scored[0] + scored[3] + scored[5],
+        scored[0] + scored[3],
         len(TEXTS[1].encode()),
         scored[2] + scored[4]
     ]

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import convert
 from conftest import same
-from lab import ADAPTERS, run, tuning
+from lab import run, tuning
 from posttrain import lora
+from test_sft import losses
 from tiny import GOLDEN, small, tensors
-from trained import log
 
 FOLDER = f"{GOLDEN}/lora"
 VALUES = tensors("lora", "io.npz")
@@ -136,10 +136,6 @@ def test_the_adapter_of_another_model_is_an_error_that_names_the_tensor(tmp_path
 # runs of posttrain/sft.py
 
 
-def losses(run):
-    return [entry["loss"] for entry in log(run)]
-
-
 def answers(name, **how):
     return logits(convert.load_any(str(name), **how)[0])
 
@@ -157,9 +153,9 @@ def test_a_run_learns_and_its_folder_adapter_merged_model_and_peft_agree(lab, tm
 
 
 def test_a_run_on_an_int8_base_learns_and_is_loaded_in_any_dtype(lab, tmp_path):
-    """The base model is recognised by its values in bf16 and in fp32."""
-    run(*tuning(lab, tmp_path / "run", *ADAPTERS, "--base=int8", "--recompute=full"))
-    assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.1)
+    """The base model is recognised by its values in bf16 and in fp32. 4 / sqrt(4) is as large a scale as 8 / 4."""
+    run(*tuning(lab, tmp_path / "run", "--lora_r=4", "--lora_alpha=4", "--lora_rs", "--base=int8", "--recompute=full"))
+    assert losses(tmp_path / "run") == pytest.approx(losses(lab / "adapted"), rel=0.01)
     for dtype in (None, torch.bfloat16):
         assert answers(tmp_path / "run", dtype=dtype).equal(answers(tmp_path / "run" / "adapter", dtype=dtype))
 

@@ -18,7 +18,8 @@ from trained import equal, killed_after, log, steps
 TRAIN = "--checkpoint_every=2 --keep_checkpoints=0"
 LORA = " ".join(ADAPTERS)
 GUIDED = "--ffn=blockdense --ffn_rank=16 --ffn_blocks=2 --self_guided=0.5 --guide_saving"
-# Each kind of run: the command, its flags, how two ranks share it from its start, and how when they resume it.
+# Each kind of run: the command, its flags, how two ranks share it from its start, and how when they resume it. Of the
+# four pairs of a step of QRPO the first rank takes all at once: nothing is left for the second.
 KINDS = f"""
 pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
 continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
@@ -26,7 +27,7 @@ distilled   | {TRAIN} --n_layer=1 --teacher=LAB/hf          | fsdp --sequence_pa
 guided      | {TRAIN} {GUIDED}                              | ddp                        | fsdp --exact
 sft         |                                               | fsdp                       | ddp
 adapted     | {LORA}                                        | ddp                        | fsdp
-qrpo        |                                               | fsdp                       | ddp
+qrpo        |                                               | fsdp --micro_batch=4       | ddp
 """
 KINDS = {kind: flags for kind, *flags in table(KINDS)}
 COMMANDS = dict(sft=tuning, adapted=tuning, qrpo=aligning)

@@ -259,3 +259,11 @@ def test_recomputed_blocks_are_compiled_whole_to_the_same_bits():
     torch._dynamo.reset()
     assert min(sizes) >= sizes[0] > 40
     assert all(all(map(torch.equal, grads[0], same)) for same in grads[1:])
+
+
+def test_a_block_with_a_break_in_its_graph_is_an_error(monkeypatch):
+    monkeypatch.setattr("model.Attention.attend", print)
+    model = Apertus(SMALL)
+    parallel.distribute(model, parallel.Ranks(), "cpu", compiled=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(IDX)

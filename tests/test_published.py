@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.testing import assert_close
 
 import convert
 import tokenizer
@@ -68,7 +69,7 @@ def test_every_config_is_read_as_transformers_reads_it_or_refused_by_name(case):
         assert getattr(ours, mine) == getattr(theirs, name) or name not in hf, name
     assert ours.n_kv_head == theirs.num_key_value_heads
     rope = transformers.models.apertus.modeling_apertus.ApertusRotaryEmbedding(theirs)
-    torch.testing.assert_close(
+    assert_close(
         rope_frequencies(ours),
         rope.inv_freq,
         rtol=1e-6,
@@ -223,14 +224,14 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
     model, tok = convert.load_any(name, dtype=torch.float32)
     idx = torch.randint(1000, TEXT, (2, 40))
     wanted = hub[name](idx).logits[..., :TEXT]
-    torch.testing.assert_close(
+    assert_close(
         model(idx)[0],
         wanted,
         rtol=1e-5,
         atol=1e-5)
     convert.save_hf(model, str(tmp_path), tok)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(
+    assert_close(
         again(idx).logits,
         wanted,
         rtol=1e-5,

@@ -235,18 +235,25 @@ def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
     assert TOK.special["<|assistant_start|>"] not in {said[0] for ids in sampled for said in ids}
 
 
-@pytest.mark.parametrize("loo, q", [(1, [0.5, 0.5, 1]), (0, [2 / 3, 2 / 3, 1])])
+@pytest.mark.parametrize("loo, q", [(1, [0.5, 0.5]), (0, [2 / 3, 2 / 3])])
 def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, loo, q):
-    """Among all references, or with loo=1 among the others; the third has no end, the last is too long."""
+    """
+    Among all references, or with loo=1 among the others, unless it is a given one; the third has no end, the last is
+    too long. The reward sees the text of all of them at once.
+    """
     monkeypatch.setattr(qrpo, "loo", loo)
-    refs = [[5, END], [6, END], [7]]
-    given = [[5, 6, END], [5] * 7 + [END]]
+    a, b, c = TOK.encode("abc")
+    refs = [[a, END], [b, END], [c]]
+    given = [[a, b, END], [c] * 7 + [END]]
     prompt = SimpleNamespace(
         ids=[1, 2],
         refs=refs,
         given=given,
-        rated=([1.0, 1.0, 9.0], [9.0, 9.0])
+        row=0,
+        place=0
     )
+    rewards = {"a b c ab ccccccc": [1, 1, 9, 5, 9]}
+    prompt.rated = qrpo.rewards_of(TOK, prompt, lambda row, texts: rewards[" ".join(texts)])
     run = SimpleNamespace(tok=TOK, longest=9)
     assert qrpo.room_for(run, [[1, 2]]) == 7
     found = qrpo.candidates(run, prompt)
@@ -255,7 +262,8 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
         for ids in (*refs[:2], given[0])
     ]
     assert [c.length for c in found] == [2, 2, 3]
-    assert [c.q for c in found] == found[0].own.tolist() == pytest.approx(q)
+    assert [c.q for c in found] == pytest.approx([*q, 2 / 3])
+    assert found[0].own.tolist() == pytest.approx([*q, 1])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ what torch.compile keeps for the backward pass.
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from posttrain import lora
 from posttrain.quantised import CODE, Quantised, dense, quantise, to_nf4
@@ -66,8 +67,8 @@ def test_value_and_gradient_are_those_of_the_dense_matrix_which_no_compiled_laye
 
     for product in (f, torch.compile(f, fullgraph=True, backend="aot_eager")):
         y = product(x)
-        torch.testing.assert_close(y, want)
-        torch.testing.assert_close(
+        assert_close(y, want)
+        assert_close(
             torch.autograd.grad(y.sum(), x, retain_graph=True),
             exact
         )
@@ -117,7 +118,7 @@ def test_an_adapter_on_nf4_trains_and_merges_into_its_decoded_matrix():
         torch.nn.init.normal_(layer.lora_B.weight, std=0.1)
     adapted = model(IDX)[0]
     lora.merge(model)
-    torch.testing.assert_close(
+    assert_close(
         model(IDX)[0],
         adapted,
         rtol=1e-4,

@@ -1,6 +1,4 @@
 """sample.py and its conversations (posttrain/talk.py): the same tokens as from scratch, and what a user may type."""
-import json
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ import convert
 import generate as generate_file
 import tokenizer
 from chat import stop_ids
+from engine.files import read_json
 from generate import KVCache, generate
 from lab import run
 from posttrain import talk
@@ -51,15 +50,17 @@ def test_flags_choose_the_text(lab, tmp_path):
 
 
 def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
-    """The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]."""
-    new = iter(ids_of("@tools_prefix", "[]", "@tools_suffix", "made up"))
+    """
+    The output is the tool's: a model that went on would make it up. Published: eos_token_id [2, 68, 72]. "é" is two
+    tokens.
+    """
+    new = iter(ids_of("@tools_prefix", "[é]", "@tools_suffix", "made up"))
     monkeypatch.setattr(
         generate_file,
         "sample_token",
         lambda logits, **_: torch.tensor([next(new)])
     )
-    out = said(lab / "hf")
-    assert "[]" in out and "made up" not in out
+    assert "[é]\n" in said(lab / "hf")
 
 
 # -----------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def test_a_saved_conversation_renders_to_the_ids_that_were_said(model, monkeypat
     out = said(tmp_path / "hf", "--chat", "--max_new_tokens=99", stdin=typed + "b" * 700 + "\n\nnever read\n")
     assert f"[calls {calls}]\n[thought for 2 tokens" in out and "12 C.\nneed it\nso" in out and "/system TEXT" in out
     assert "/reset starts another" in out
-    row = json.loads((tmp_path / "saved").read_text())
+    row = read_json(tmp_path / "saved")
     ids, mine = chat.render(TOK, row)
     assert len(prompts) == 4 and all(ids[:len(prompt)] == prompt for prompt in prompts[1:])
     assert [

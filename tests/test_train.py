@@ -4,7 +4,6 @@ than planned. The authority for an end is the run that was planned so from the s
 holds. test_step.py holds the steps to the same steps in fp64; test_matrix.py kills runs; tests/faults injects faults.
 """
 import itertools
-import json
 import math
 import os
 import shutil
@@ -18,6 +17,7 @@ import pytest
 from conftest import refused, same, weights
 from data import TokenDataset
 from engine import checkpoint, parallel, restore
+from engine.files import read_json
 from engine.runs import settings_of
 from model import Apertus
 from trained import (  # noqa: F401
@@ -114,7 +114,7 @@ def test_a_run_folder_holds_all_that_was_promised(data, tmp_path):
     )
     assert (middle["step"], end["step"]) == (9, 13)
     assert steps(tmp_path) == [14]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert summary["val_bpb"] == end["val_bpb"] < middle["val_bpb"]
     assert (summary["tokens"], summary["steps"]) == (160 * 32, 14)
     assert (tmp_path / "loss.png").stat().st_size > 10_000
@@ -126,9 +126,9 @@ def test_a_sample_is_drawn_as_often_as_asked_and_fits_the_window(data, tmp_path,
 
     def noted(model, prompts, n, **how):
         asked.append((n, model.training, how["temperature"], how["top_p"]))
-        return [[1, 65]]
+        return [[1, 129]]
     monkeypatch.setattr(generate, "generate", noted)
-    trained(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40")
+    says(ran(data, tmp_path, "--sample_every=3", *FEW, "--total_samples=40"), "\nA\n")
     assert asked == [(32, False, 0.8, 0.95)] * 2           # after step 3 and at the end
 
 
@@ -199,7 +199,7 @@ def test_stages_one_by_one_are_the_run_through_all(data, tmp_path):
     assert (parts / "summary.json").exists()
     trained(data, parts, tmp_path / "29.py", "--stage=two", "--resume")
     assert equal(parts, through)
-    refused(ran(data, parts, "--resume"), "is of another run", "stage True -> False")
+    refused(ran(data, parts, "--resume"), "is of another run", "stage True -> False; data_hash")
 
 
 OTHERS = """
@@ -289,11 +289,10 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
     """The stopped run resumes bit-exact."""
     new = tmp_path / "new"
     new.mkdir()
-    for name in ("cooldown", "stop"):
-        (new / name).touch()
+    (new / "stop").touch()
     says(ran(data, new), "stopped as asked after step 0;")
     assert not steps(new)
-    assert not {"stop", "cooldown", "summary.json"} & set(os.listdir(new))
+    assert not {"stop", "summary.json"} & set(os.listdir(new))
     assert equal(trained(data, new, "--resume"), runs())
     run = killed_after(runs(), tmp_path / "run", 10)
     (run / "cooldown").touch()
@@ -323,7 +322,7 @@ def test_minutes_bring_checkpoints_and_validations_and_the_speed_is_a_median(dat
         entry["step"]
         for entry in log(run, "val_loss")
     ] == [5, 11, 17, 19]
-    assert json.loads((run / "summary.json").read_text())["tok_s"] == 8 * 32
+    assert read_json(run / "summary.json")["tok_s"] == 8 * 32
 
 
 def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_written_when_asked(
@@ -338,11 +337,12 @@ def test_a_signal_within_a_step_saves_the_weights_before_it_and_a_trace_is_writt
     monkeypatch.setattr("model.Apertus.forward", signalled)
     new = tmp_path / "new"
     new.mkdir()
-    (new / "profile").touch()
+    for name in ("profile", "cooldown"):                   # the second is of yesterday
+        (new / name).touch()
     says(ran(data, new), "stopped as asked after step 7, saved")
     assert steps(new) == [5, 7]
     assert not (new / "profile").exists()
-    assert json.loads((new / "trace.json").read_text())["traceEvents"]
+    assert read_json(new / "trace.json")["traceEvents"]
     assert equal(trained(data, new, "--resume"), runs())
 
 
@@ -375,6 +375,7 @@ def test_with_more_samples_a_run_is_the_one_that_was_planned_longer_and_keeps_it
     Killed before its decay, or finished: with one checkpoint kept, the last from before the decay is kept beside it.
     """
     early = killed_after(runs(), tmp_path / "early", 10)
+    refused(ran(data, early, "--resume", "--total_samples=120"), "decays from 72 on: resume with more")
     assert equal(
         trained(data, early, "--resume", *MORE),
         runs(*MORE)
