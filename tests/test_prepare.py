@@ -39,7 +39,7 @@ ODD = r"""
 {"id": "quiz", "text": "Question: how many legs does a healthy spider have? Answer: eight"}
 {"id": "mine", "text": "A text of somebody.", "lang": "a b", "bands": "x", "shard": 5, "url": "https://e.org/\ud800"}
 {"id": "dash", "text": "A text of another.", "lang": "a-b", "license": null}
-{"id": 0, "text": "A text of nobody."}
+{"id": 0, "text": "A text of nobody.", "lang": 0, "license": ""}
 {"id": "mail", "text": "Write to eva@example.org or bob@example.org. They know."}
 """
 FILES = {
@@ -98,7 +98,7 @@ def test_each_document_is_kept_or_removed_for_a_reason_to_the_byte(corpus):
     # Of equal and of nearly equal texts the first in the input stays.
     assert [found[f"a.jsonl:{name}"]["reason"] for name in ("one", "two", "near")] == [
         "", "duplicate", "near-duplicate"]
-    assert {"a b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
+    assert {"0", "a b", "a-b", "deu_Latn", "none", "nothing of it stays"} < read_meta(str(out))["sources"].keys()
 
 
 def test_a_dry_run_prints_the_report_and_leaves_nothing(corpus, tmp_path):
@@ -243,10 +243,10 @@ def test_reading_stops_at_max_bytes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["--score_field=score", "--score=DIR/score.py"])
 def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each_language(tmp_path, how):
-    put(tmp_path, {"score.py": "def score(text): return int(text.split()[-1][:-1]) * 37 % 101"})
+    put(tmp_path, {"score.py": "def score(text): return float(text.split()[-1][:-1]) * 37 % 101"})
     fill(
         tmp_path / "out",
-        write_lines(tmp_path / "in.jsonl", rows(60)),
+        write_lines(tmp_path / "in.jsonl", [*rows(60), dict(text="nan.", lang="roh_Latn", score=float("nan"))]),
         "--keep_top=0.2",
         how.replace("DIR", str(tmp_path))
     )

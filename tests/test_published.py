@@ -236,7 +236,8 @@ def test_logits_and_ids_are_transformers_and_an_export_keeps_them(hub, tmp_path,
         wanted,
         rtol=1e-5,
         atol=1e-5)
-    assert tokenizer.load_for(str(tmp_path)).hash == tok.hash
+    kept = tokenizer.load_for(str(tmp_path))
+    assert (kept.hash, kept.system) == (tok.hash, tok.system)
     theirs = transformers.AutoTokenizer.from_pretrained(convert.local(name))
     assert (tok.bos, tok.eos, tok.pad) == ends == (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id)
     for text in ("Grüezi mitenand, 你好! x = f(1)\n", "mail <email-pii> \\begin{align}", "   "):

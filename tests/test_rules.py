@@ -99,7 +99,7 @@ TEXTS = dict(
 CASES = """
 c4,sentences:2,DIR      | two     | deu_Latn        | None
 DIR,sentences:2, c4     | two     | deu_Latn        | None
-c4,DIR                  | two     | deu_Latn        | sentences
+c4,DIR/                 | two     | deu_Latn        | sentences
 DIR,few-words:1,c4      | four    | xyz_Latn        | stop-words
 DIR,c4,few-words:1,stop-words:0,sentences:9 | two | xyz_Latn | sentences
 DIR,few-words:1,stop-words:0 | ship | abc_Latn     | None
@@ -122,7 +122,7 @@ punctuation             | endless | en              | punctuation
 
 @pytest.mark.parametrize("row", CASES.strip().splitlines())
 def test_which_rules_a_document_meets(folder, row):
-    row = row.replace("DIR/", os.path.basename(folder) + "/").replace("DIR", folder)
+    row = row.replace("../DIR", "../" + os.path.basename(folder)).replace("DIR", folder)
     spec, text, language, rule = map(str.strip, row.split("|"))
     assert str(verdict(spec, TEXTS[text], language)) == rule
 
