@@ -82,7 +82,7 @@ def study(tmp_path_factory):
     def run(command, stdout, **_):
         begun.append(os.path.basename(stdout.name).split("-")[0])
         if len(begun) == 2:
-            stdout.write("stopped by its user")
+            stdout.write("begun\nstopped by its user")
             return SimpleNamespace(returncode=0)
         return script(*command[2:])
 
