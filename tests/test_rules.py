@@ -99,8 +99,8 @@ TEXTS = dict(
 CASES = """
 c4,sentences:2,DIR      | two     | deu_Latn        | None
 DIR,sentences:2, c4     | two     | deu_Latn        | None
-c4,DIR/                 | two     | deu_Latn        | sentences
-DIR,few-words:1,c4      | four    | xyz_Latn        | stop-words
+c4,DIR                  | two     | deu_Latn        | sentences
+DIR/,few-words:1,c4     | four    | xyz_Latn        | stop-words
 DIR,c4,few-words:1,stop-words:0,sentences:9 | two | xyz_Latn | sentences
 DIR,few-words:1,stop-words:0 | ship | abc_Latn     | None
 c4,DIR,few-words:1,stop-words:0 | code | xyz_Latn   | punctuation
