@@ -133,10 +133,11 @@ class XIELU(nn.Module):
         return checkpoint(self.formula, x, use_reentrant=False, preserve_rng_state=False)
 
     def formula(self, x):
-        # In fp32: the scalars would promote bf16 anyway, and torch.compile fuses the casts away.
+        # In fp32, which costs nothing: torch.compile fuses the casts away. FSDP holds the scalars in the dtype of x, so
+        # they are rounded to it everywhere.
         z = at_least_fp32(x)
-        alpha_p = F.softplus(self.alpha_p.to(z.dtype))
-        alpha_n = self.BETA + F.softplus(self.alpha_n.to(z.dtype))
+        alpha_p = F.softplus(at_least_fp32(self.alpha_p.to(x.dtype)))
+        alpha_n = self.BETA + F.softplus(at_least_fp32(self.alpha_n.to(x.dtype)))
         # Unclamped, exp of a large x is infinite, and its gradient inf * 0 = nan although the branch is not taken.
         exp_minus_1 = torch.expm1(z.clamp(max=self.EPS))
         left = alpha_n * (exp_minus_1 - z)

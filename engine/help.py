@@ -1,6 +1,5 @@
 """The text of --help, and hints in error messages of configurator.py: the setting meant, the package missing."""
 
-import bisect
 import difflib
 import inspect
 import re
@@ -57,10 +56,3 @@ def how_to_install(error):
     if not isinstance(error, ModuleNotFoundError):
         return ""
     return f": pip install {dict(yaml='pyyaml').get(error.name, error.name)}"
-
-
-def nearest_divisors(n, near):
-    """'4 or 6' for n = 12, near = 5: the divisors of n below and above."""
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
-    above = bisect.bisect(divisors, near)
-    return " or ".join(map(str, divisors[max(0, above - 1):above + 1]))

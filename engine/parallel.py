@@ -7,7 +7,7 @@ One step of training on many processes, with the same numbers as on one.
     ddp      each rank holds all weights, gradients and states (20 bytes a parameter); gradients are all-reduced once,
              behind the last micro-batch
     fsdp     each rank holds 1/R of them (FSDP2). A block's weights are gathered just before it runs and freed after it;
-             its gradients are reduce-scattered. Weights travel in bf16, gradients in fp32
+             its gradients are reduce-scattered. Weights travel in bf16 (the embedding in fp32), gradients in fp32
     hsdp     fsdp inside a node, where links are fast, and one all-reduce of the shards between nodes
 
 If any rank is stopped or meets a NaN, all ranks stop in the same step: the flags travel in the all-reduce of the loss.
@@ -89,9 +89,7 @@ class Ranks:
         # How many ranks share one copy of the weights. engine/memory.py may raise it before join().
         self.shard = dict(fsdp=self.size, hsdp=shard or node).get(self.mode, 1)
         if self.size % self.shard:
-            from engine.help import nearest_divisors
-            raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: "
-                             f"try {nearest_divisors(self.size, self.shard)}")
+            raise ValueError(f"hsdp_shard={self.shard} does not divide {self.size} processes: take a divisor of that")
         # The group that checkpoints are written with, from join() to leave().
         self.files = None
 

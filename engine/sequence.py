@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from engine.help import nearest_divisors
 from engine.parallel import Ranks
 
 
@@ -40,7 +39,7 @@ class SplitRanks(Ranks):
         super().__init__(*how)
         if self.size % P:
             raise ValueError(f"sequence_parallel={P} does not divide {self.size} processes: "
-                             f"try {nearest_divisors(self.size, P)}, or start a multiple of it, "
+                             "take a divisor of that, or start a multiple of it, "
                              "torchrun --nproc_per_node=8 ... --parallel=fsdp")
         if self.exact:
             raise ValueError("exact=True is bit-exact on any number of ranks, and sums over a split window "
@@ -58,8 +57,7 @@ def check_split(P, **counts):
     """ValueError if one of these numbers, of positions or of heads, cannot be split over P ranks."""
     for name, n in counts.items():
         if n % P:
-            raise ValueError(f"{name}={n} cannot be split over sequence_parallel={P} ranks: "
-                             f"{nearest_divisors(n, P)} can")
+            raise ValueError(f"{name}={n} cannot be split over sequence_parallel={P} ranks: take a divisor of {n}")
 
 
 def split_attention(model, ranks):

@@ -13,14 +13,16 @@ def shard(model, ranks):
 
     Gradients are added, not averaged: to take FSDP's mean and multiply by R would be exact for R = 2^n only.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=model.dtype,
-        reduce_dtype=torch.float64 if ranks.exact else torch.float32)
+    reduce_dtype = torch.float64 if ranks.exact else torch.float32
     parts = [*model.model.layers, model]
+    embedding = model
     if not model.config.tie_embeddings:
-        parts.insert(0, model.model.embed_tokens)
+        embedding = model.model.embed_tokens
+        parts.insert(0, embedding)
     for part in parts:
-        fully_shard(part, mesh=ranks.mesh, mp_policy=policy)
+        # A look-up's gradient is summed in the dtype of its weight, and bf16 loses most of a frequent token's.
+        param_dtype = None if part is embedding else model.dtype
+        fully_shard(part, mesh=ranks.mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     # SFT and QRPO call it by itself: it gathers weights as forward() does.

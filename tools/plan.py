@@ -16,7 +16,7 @@ A run that does not fit exits with code 2 and names flags with which it does. Th
 $ python -m tools.plan configs/70b.py --gpus=512 --gpu=h100
 $ python -m tools.plan configs/70b.py --gpus=4096 --batch_size=4096 --gpu=gh200 --parallel=hsdp --hsdp_shard=64
 $ python -m tools.plan configs/sft_8b.py --gpus=1 --gpu=4090 --lora_r=16 --base=nf4
-$ python -m tools.plan --cards          # README's table of cards for fine-tuning
+$ python -m tools.plan --cards          # the table of cards of docs/posttraining.md
 $ python -m tools.plan --long           # and of how many GPUs hold windows of 8k to 64k
 $ python -m tools.plan --fits           # and of the memory that six commands take
 """
@@ -36,7 +36,6 @@ from configurator import config_file, configure, read_config, run, settings
 from engine.gpus import GPUS
 from engine.memory import MODES, gb, of_step, trained
 from engine.parallel import MODES as SPREAD
-from engine.help import nearest_divisors
 from model import ApertusConfig
 from posttrain import attach, qrpo, sft
 from posttrain.start import adapters_of, check_base, shapes_of
@@ -92,7 +91,7 @@ def check_split(what, parts, **wholes):
     """ValueError, one line, if one of these numbers cannot be split into these parts."""
     for name, n in wholes.items():
         if parts < 1 or n % parts:
-            raise ValueError(f"{what}={parts} does not divide {name}={n}: try {nearest_divisors(n, max(parts, 1))}")
+            raise ValueError(f"{what}={parts} does not divide {name}={n}: take a divisor of that")
 
 
 def check():
@@ -187,8 +186,8 @@ def main():
             return print(*table(), sep="\n")
     check()
     model = build()
-    print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained"
-          f"{f', adapters on a base in {base}' if lora_r else ''}; "
+    print(f"{model.num_params() / 1e9:.2f}B parameters, {trained(model) / 1e6:,.1f}M of them trained, "
+          f"{model.config.vocab_size:,} ids{f', adapters on a base in {base}' if lora_r else ''}; "
           f"{batch_size} x {model.config.block_size} tokens per step, on {gpus} x {gpu} of {gb(GPUS[gpu].memory)} GB, "
           f"{shards()} to a copy of the weights, {sequence_parallel} to a window; at {mfu:.0%} of the peak\n")
     plans = {mode: plan_of(model, mode) for mode in MODES}
@@ -212,7 +211,7 @@ def main():
 
 
 # -----------------------------------------------------------------------------
-# README's tables, a line at a time
+# the tables of docs/scale.md and docs/posttraining.md, a line at a time
 
 
 def table_of_fits():
