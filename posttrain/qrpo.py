@@ -67,7 +67,7 @@ from posttrain.losses import (
     quantile,
 )
 from posttrain.references import (
-    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, same_or_refuse, sequence_logp, words,
+    file_of, in_one_line, laid_out, load_reward, numbers, of_stage, sequence_logp, words,
 )
 
 # -----------------------------------------------------------------------------
@@ -172,12 +172,11 @@ def prepare(run):
     asked, bad = prompts_of(run.tok, data)
     score = load_reward(rewards, run.device) if rewards else None
     version = reward_hash(rewards)
-    run.folder = references or f"{out}/references"
+    data_hash = load_policy(run, asked)
     run.cache = functools.partial(of_stage, run.folder, run.ranks)
     # A judge that cannot read these prompts is an error before sampling. With rewards on disk it is not loaded.
     if isinstance(score, Charter) and not os.path.exists(file_of(run.folder, f"rewards-{version}", 0)):
         score.check([p.row for p in asked], room_for(run, [p.ids for p in asked]))
-    data_hash = load_policy(run, asked)
     if rewards:
         sample(run, asked, score)
         stage = f"rewards-{version}"
@@ -215,7 +214,7 @@ def prepare(run):
 
 
 def load_policy(run, asked):
-    """Load the start model, and check that the folder's references are its own. Returns the hash of the data."""
+    """Load the start model, and find or make the folder of its references. Returns the hash of the data."""
     start.ready(run)
     made_from = dict(
         start=getattr(run, "start_hash", None) or fingerprint(run.policy),
@@ -225,7 +224,8 @@ def load_policy(run, asked):
     )
     for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
         made_from[name] = run.config[name]
-    same_or_refuse(run.folder, made_from, run.ranks)
+    run.folder = f"{references or f'{out}/references'}/{sha256_of(made_from)[:16]}"
+    os.makedirs(run.folder, exist_ok=True)
     return made_from["data"]
 
 
@@ -317,7 +317,7 @@ def store_logp(run, pool):
         return torch.cat(parts).tolist()[:len(some)]
 
     run.policy.eval()
-    stage = f"logp-{str(run.dtype).removeprefix('torch.')}-{per_file}"
+    stage = f"logp-{str(run.dtype).removeprefix('torch.')}-{per_file}-of-{len(pool)}"
     found = run.cache(stage, [c.text for c in pool], per_file, logp, together=run.ranks.sharded)
     drop_gathered(run.policy)
     for c, value in zip(pool, found):
@@ -328,14 +328,14 @@ def pairs_of(i, pool):
     """
     [(better, worse)] of the candidates of prompt i, with different rewards; at most pairs_per_prompt.
 
-    random: disjoint, in an order drawn per prompt from the seed. best: the largest reward against one whose quantile is
-    at most max(.2, 1/n), n references, drawn at random.
+    random: disjoint, in an order drawn per prompt from the seed. best: the largest quantile against the largest that is
+    at most max(.2, 1/n), n references; of equal ones the first in that order.
     """
     order = [pool[k] for k in np.random.default_rng((seed, i)).permutation(len(pool))]
     couples = zip(order[::2], order[1::2])
     if pairs == "best":
-        top = max(order, key=lambda c: c.reward, default=None)
-        couples = [(top, c) for c in order if c.q <= max(0.2, 1 / n_refs)]
+        order.sort(key=lambda c: -c.q)
+        couples = [(order[0], c) for c in order if c.q <= max(0.2, 1 / n_refs)]
     couples = [sorted(couple, key=lambda c: -c.reward) for couple in couples]
     found = [(better, worse) for better, worse in couples if better.reward > worse.reward]
     return found[:pairs_per_prompt or None]
@@ -355,7 +355,7 @@ def known_of(couples, beta):
     if ties == "discrete":
         own = torch.stack([better.own for better, _ in couples]).float()    # (pairs, n_refs)
         log_z = discrete_beta_log_z(own[:, None], b)
-    q = TRANSFORMS[transform](q, n_refs - bool(loo))
+    q = TRANSFORMS[transform](q, n_refs)
     return SimpleNamespace(ref=ref, reward=reward, q=q, tokens=tokens, length=length, beta=b, log_z=log_z)
 
 
@@ -369,8 +369,8 @@ def main():
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if ties == "discrete" and transform != "identity":
         raise ValueError(f"ties=discrete is for transform=identity, not {transform!r}")
-    # A normal's quantile of 1 of 1 is infinite.
-    least = 1 + (loo and (use_references or transform != "identity")) + (transform == "normal")
+    # With fewer, log and normal clamp all quantiles to one value.
+    least = dict(log=2, normal=3).get(transform, 1 + (loo and use_references))
     if n_refs < least:
         raise ValueError(f"n_refs={n_refs}: transform={transform} with loo={loo} wants at least {least}, so that each "
                          "completion is compared with another")

@@ -4,15 +4,14 @@ The references of posttrain/qrpo.py on disk: sampled completions, their rewards,
 Each batch is a JSON file, written whole under its final name, and an existing file is not made again: a run can be
 killed anywhere, and runs with the same start model share the folder.
 
-    references/settings.json                the start model, data set, seed and lengths; a run with others is an error
-               samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
-               rewards-HASH-0000000.json    HASH: of the reward's file and function, or of its judge and charter
-               logp-DTYPE-N-0000000.json    N completions per file
+    references/HASH/                             of the start model, the data, the seed and the lengths
+                    samples-N-0000000.json       N prompts per file: [[ids, ...] of each prompt]
+                    rewards-HASH-0000000.json    of the reward's file and function, or of its judge and charter
+                    logp-DTYPE-N-of-M-0000000.json    N of the M completions per file
 """
 
 import inspect
 import itertools
-import json
 import math
 import os
 import runpy
@@ -23,8 +22,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import evaluate
 from chat import content_of
-from engine.files import read_json, write_flushed
-from engine.restore import refuse_another
 from loss import at_least_fp32, chunk_rows
 from posttrain.common import cached
 from posttrain.judge import Charter, of_spec
@@ -33,16 +30,6 @@ from tokenizer import IN_TEXT
 
 # -----------------------------------------------------------------------------
 # the folder
-
-
-def same_or_refuse(folder, made_from, ranks):
-    """Write settings.json, or compare it. ValueError: the references are of other settings, which it names."""
-    path = f"{folder}/settings.json"
-    if ranks.first and not os.path.exists(path):
-        os.makedirs(folder, exist_ok=True)
-        write_flushed(path, json.dumps(made_from), shared=True)
-    ranks.add(0)        # Barrier: no rank reads before the first has written.
-    refuse_another(folder, read_json(path), made_from)
 
 
 def file_of(folder, stage, k):
@@ -115,12 +102,16 @@ def in_one_line(error):
 
 
 def numbers(row, name, n, where):
-    """The first n of the numbers row[name], as floats. ValueError if there are fewer, or one is not finite."""
+    """
+    The numbers row[name] as floats, of ref_rewards the first n. ValueError: it has not n of them, or one is not finite.
+    """
     values = row.get(name, [])
-    enough = isinstance(values, list) and len(values) >= n
-    if not enough or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+    if isinstance(values, list) and name == "ref_rewards":
+        values = values[:n]
+    fits = isinstance(values, list) and len(values) == n
+    if not fits or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
         raise ValueError(f"{where} {name}={str(values)[:60]}: want {n} finite numbers")
-    return list(map(float, values[:n]))
+    return list(map(float, values))
 
 
 def load_reward(spec, device):

@@ -232,7 +232,7 @@ def test_qrpo_asks_a_judge_for_references_and_completions_together(served, lab, 
     how = "--n_refs=2", "--batch_size=1", "--use_references=False", f"--rewards=charter:{URL},{CHARTER}"
     run(*aligning(lab, tmp_path / "run", f"--data={tmp_path}/prompts.jsonl", *how))
     with_another = judge.reward_hash(f"charter:{URL},{ROOT}/README.md")
-    [file] = (tmp_path / "run").glob("references/rewards-*.json")
+    [file] = (tmp_path / "run").glob("references/*/rewards-*.json")
     assert with_another not in file.name
     [[of_refs, of_given]] = json.loads(file.read_text())
     assert of_given[0] == 1

@@ -17,7 +17,7 @@ from engine.files import read_json
 from lab import ADAPTERS, aligning, run
 from plain import Plain
 from posttrain import common, losses, qrpo, references
-from test_sft import TOK, assistant, chat_row, user
+from test_sft import SYSTEM, TOK, assistant, chat_row, user
 from tiny import write_rows
 from trained import log
 
@@ -229,7 +229,7 @@ def test_it_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, kind, b, norm
 
 def test_references_on_disk_are_six_of_each_prompt_and_begin_behind_it(lab):
     """Six prompts, two in a file."""
-    files = sorted((lab / "qrpo" / "references").glob("samples-2-*"))
+    files = sorted((lab / "qrpo" / "references").glob("*/samples-2-*"))
     sampled = sum(map(common.contents, files), [])
     assert [len(ids) for ids in sampled] == [6] * 6
     assert TOK.special["<|assistant_start|>"] not in {said[0] for ids in sampled for said in ids}
@@ -268,11 +268,11 @@ def test_candidates_are_finished_completions_with_their_quantile(monkeypatch, lo
 
 @pytest.fixture
 def pairs_of(monkeypatch):
-    """pairs_of(rewards): the rewards of pairs of completions whose quantile is a tenth of their reward."""
+    """pairs_of(rewards): the rewards of pairs of completions whose quantile is a tenth of their reward, at most 1."""
     def pairs_of(rewards, i=0, **settings):
         for name, value in (dict(pairs_per_prompt=0) | settings).items():
             monkeypatch.setattr(qrpo, name, value)
-        pool = [SimpleNamespace(reward=r, q=r / 10) for r in rewards]
+        pool = [SimpleNamespace(reward=r, q=min(r / 10, 1)) for r in rewards]
         return [
             (better.reward, worse.reward)
             for better, worse in qrpo.pairs_of(i, pool)
@@ -291,16 +291,19 @@ def test_pairs_are_disjoint_and_the_better_one_comes_first(pairs_of):
     assert len(pairs_of(range(10), pairs_per_prompt=2)) == 2
 
 
-@pytest.mark.parametrize("n, worse", [(10, [0, 1, 2]), (3, [0, 1, 2, 3])])
-def test_best_pairs_set_the_best_against_the_worst_fifth_or_the_worst_of_a_few(pairs_of, n, worse):
-    """Apertus: quantile <= max(.2, 1/n). The one of quantile .3 is taken where n = 3."""
-    assert sorted(pairs_of([3, 1, 10, 2, 0, 9], pairs="best", n_refs=n)) == [(10, k) for k in worse]
+@pytest.mark.parametrize("n, worse", [(10, [2, 1, 0]), (3, [3, 2, 1, 0])])
+def test_best_pairs_set_one_of_the_best_against_the_best_of_the_worst_fifth_or_of_a_few(pairs_of, n, worse):
+    """Apertus: any of quantile 1 against quantiles <= max(.2, 1/n). The one of quantile .3 is taken where n = 3."""
+    found = [pairs_of([3, 1, 10, 2, 0, 9, 12], i, pairs="best", n_refs=n) for i in range(9)]
+    assert {best for [(best, _), *_] in found} == {10, 12}
+    assert all([low for _, low in some] == worse for some in found)
 
 
 def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypatch):
     """A run over midnight trains on the prompts that it sampled with."""
     monkeypatch.setattr(qrpo, "rewards", "r")
-    good = chat_row(user("what day is it?"))
+    question = user("what day is it?")
+    good = chat_row(question) | dict(system="s")
     reasons = {
         "completions that are not a list of texts": good | dict(completions="no list"),
         chat.ODD: chat_row(user(5)),
@@ -309,7 +312,7 @@ def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypa
     }
     write_rows(tmp_path / "data.jsonl", [*reasons.values(), good])
     [found], bad = qrpo.prompts_of(TOK, str(tmp_path / "data.jsonl"))
-    assert found.ids == TOK.chat(**good, add_generation_prompt=True, date="2025-09-02")
+    assert found.ids == TOK.chat([SYSTEM, question], add_generation_prompt=True, date="2025-09-02")
     assert bad == [
         (why, f"line {n}")
         for n, why in enumerate(reasons, 1)
@@ -328,7 +331,7 @@ def test_a_repaired_reward_is_given_to_the_references_that_there_are(lab, tmp_pa
 
     for wrong, says in dict(fails="failed (ZeroDivisionError", nan="rewards=[nan", few="gave 1 rewards for 6").items():
         refused(script(*aligning(lab, *with_reward(wrong))), f"line 1: --rewards={lab}/reward.py:{wrong} ", says)
-    [samples] = (tmp_path / "refs").glob("samples-*")
+    [samples] = (tmp_path / "refs").glob("*/samples-*")
     before = samples.stat()
     one, two = (
         align(lab, *with_reward(name))
@@ -365,7 +368,7 @@ def test_another_reward_equal_ones_or_log_probs_of_another_model_are_errors(lab,
     new = aligning(lab, tmp_path / "new", f"--references={old}/references")
     (tmp_path / "r.py").write_text("def reward(prompt, completion): return 1")
     refused(script(*new, f"--rewards={tmp_path}/r.py"), "nothing to learn from")
-    for file in (old / "references").glob("logp-*.json"):
+    for file in (old / "references").glob("*/logp-*.json"):
         file.write_text(json.dumps([
             x - 5
             for x in common.contents(file)
