@@ -112,7 +112,8 @@ def render(tok, row, date=None):
     """
     messages = row["messages"]
     thoughts = any(kind == "thoughts" for message in messages for kind, _ in parts_of(message))
-    text = marked(messages, row.get("tools"), row.get("thinking", thoughts), date=date, system=tok.system)
+    thinking = row.get("thinking")
+    text = marked(messages, row.get("tools"), thoughts if thinking is None else thinking, date=date, system=tok.system)
     if messages[-1]["role"] == "assistant":
         text += BEGIN + MARKS["<|assistant_end|>"] + END
     return tok.chat_ids(text)
@@ -236,6 +237,7 @@ def learnable(tok, row, max_length, date=None):
 def prompt_ids(tok, row, date=None):
     """A conversation that waits for an answer -> ids that end in <|assistant_start|>, or why it is none (str)."""
     try:
+        row = conversation(row | dict(messages=row["messages"]))
         messages = row["messages"]
         if not messages:
             return "no messages"

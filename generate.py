@@ -146,7 +146,7 @@ class KVCache:
 
     def __init__(self, model, batch, size, padding=None):
         config = model.config
-        weight = local(model.lm_head.weight)               # a shard makes plain tensors too
+        weight = local(model.model.embed_tokens.weight)    # a shard makes plain tensors too
         shape = batch, config.n_kv_head, size, config.head_dim
         new = functools.partial(weight.new_zeros, shape, dtype=model.dtype or weight.dtype)
         # A single buffer for all layers would be copied at every layer by a compiled step.
@@ -178,16 +178,13 @@ class KVCache:
 
     def begin(self, T):
         """
-        Make room for T more positions and set their mask (B, 1, T, S). Returns their RoPE positions (B, T), counted
-        from the beginning of each row. ValueError if the buffers are full.
+        Set the mask (B, 1, T, S) of T more positions, for which grow() has made room. Returns their RoPE positions
+        (B, T), counted from the beginning of each row.
         """
         device = self.padding.device
         new = torch.arange(T, device=device) + self.length  # columns of the buffer, (T,)
         self.span = self.size if self.fixed else self.length + T
         self.here = new if self.fixed else slice(self.length, self.span)
-        if self.span > self.size:
-            raise ValueError(f"the KV cache holds {self.size} positions, {self.span} were asked for: make it larger or "
-                             "the prompt shorter")
         self.length += T
         # A whole prompt without padding needs no mask, and flash attention takes none.
         if T == self.span and not self.padded:

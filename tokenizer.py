@@ -458,7 +458,7 @@ def chat_format(folder, template):
         template = read_text(f"{folder}/{TEMPLATE}")
     if not template:
         return None, ""
-    sha = hashlib.sha256(template.encode()).hexdigest()
+    sha = hashlib.sha256(str(template).encode()).hexdigest()
     for known, tokens, system in FORMATS:
         if sha == known or all(token in template for token in tokens):
             return system, ""

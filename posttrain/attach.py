@@ -179,7 +179,7 @@ def extend(model, mixin):
 
 def check_teacher(its):
     """ValueError: a teacher (its ApertusConfig) whose window is shorter, or vocabulary smaller, than the student's."""
-    ids = read_meta(train.data)["vocab_size"]
+    ids = max(train.shape.vocab_size, read_meta(train.data)["vocab_size"])
     if its.block_size < train.shape.block_size or its.vocab_size < ids:
         raise ValueError(f"{teacher} has windows of {its.block_size} tokens and {its.vocab_size} ids, and the run "
                          f"{train.shape.block_size} and {ids}: a teacher needs at least those")

@@ -63,7 +63,7 @@ def tune(script, what, prepare, batches, forward_backward):
     mine = settings(script) | dict(max_length=longest)
     for name in mine.keys() & settings(vars(train)).keys():
         setattr(train, name, mine[name])
-    vars(train.shape).update(vars(shape))
+    vars(train.shape).update(vars(shape), doc_mask=True)
     train.timeout = 7200                                   # a rank may sample references while another waits
     train.sample_every = 0
     train.eval_every = script["old_every"] if script["old"] else 0
@@ -124,7 +124,8 @@ def tune(script, what, prepare, batches, forward_backward):
     start.wrap(script["old"], script["old_windows"], tok)
     # The settings of adapters decide nothing where all weights are trained.
     free = FREE.split() + ([] if script["lora_r"] else start.ADAPTERS)
-    train.main(start.build, mine | dict(vocab_size=shape.vocab_size), mine.keys() - free, prepare_items)
+    mine["vocab_size"] = max(shape.vocab_size, tok.vocab_size)
+    train.main(start.build, mine, mine.keys() - free, prepare_items)
 
 
 def cached(files, ranks, what, compute, together=False):

@@ -26,7 +26,7 @@ import os
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as safetensors_bytes
 
 from engine.files import read_json, write_flushed
@@ -138,8 +138,8 @@ def merge(model, dtype=torch.float32):
 # Keys that we apply, or that change no logit of a finished adapter. Its tensors say which matrices have one.
 HARMLESS = set("""
 r lora_alpha use_rslora target_modules exclude_modules layers_to_transform layers_pattern
-alora_invocation_tokens auto_mapping base_model_name_or_path inference_mode init_lora_weights loftq_config lora_dropout
-megatron_config megatron_core peft_type peft_version qalora_group_size revision runtime_config task_type
+auto_mapping base_model_name_or_path inference_mode init_lora_weights loftq_config lora_dropout
+megatron_config megatron_core peft_type peft_version qalora_group_size runtime_config task_type
 """.split())
 # These initialisations change W before training, so the adapter does not fit the published base.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "eva", "orthogonal")
@@ -197,9 +197,12 @@ def load(model, folder, base_hash=""):
     """
     settings, base = read_settings(folder)
     path = f"{folder}/adapter_model.safetensors"
-    with safe_open(path, "pt") as file:
-        trained_on = (file.metadata() or {}).get("base")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    try:
+        with safe_open(path, "pt") as file:
+            trained_on = (file.metadata() or {}).get("base")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as e:
+        raise ValueError(f"{path} is damaged ({e}): copy it again") from None
     if base_hash and trained_on and trained_on != base_hash:
         raise ValueError(f"{path} was trained on other weights than those of {base} today: their hashes are "
                          f"{trained_on[:16]} and {base_hash[:16]}")

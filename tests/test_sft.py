@@ -107,7 +107,12 @@ def test_a_run_is_the_same_run_written_plainly_in_fp64(lab, tmp_path, optimizer,
 
 
 def test_packing_changes_no_number(lab, tmp_path):
-    tune(lab, tmp_path / "packed", "--pack", "--max_length=200", "--micro_batch=6")
+    """Also if the start model was pretrained without the document mask."""
+    start = shutil.copytree(lab / "pretrained", tmp_path / "start")
+    config = read_text(start / "config.json")
+    (start / "config.json").write_text(config.replace('"doc_mask": true', '"doc_mask": false'))
+    packed = "--pack", "--max_length=200", "--micro_batch=6", f"--init_from={start}"
+    tune(lab, tmp_path / "packed", *packed)
     assert losses(tmp_path / "packed") == pytest.approx(losses(lab / "sft"), abs=2e-5)
 
 
