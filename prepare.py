@@ -45,7 +45,7 @@ from corpus.folder import building, clear, empty, publish
 from corpus.language import identifier
 from corpus.ledger import counted
 from corpus.rules import limit_files
-from corpus.withdraw import withdraw
+from corpus.withdraw import withdraw, withdrawn_entries
 from engine.files import read_json, read_text, sha256_of, write_json
 from engine.readers import CONVERTERS, files_of, find, matches
 
@@ -151,6 +151,9 @@ def prepare(final, tmp):
 
 def begin(folder, began):
     """Write work/plan.json, or find it as a killed run left it. Another run's work is removed. Returns the Work."""
+    if not dry_run and os.path.exists(f"{out}/documents.parquet") and withdrawn_entries(out)[0]:
+        raise ValueError(f"{out} has withdrawn documents, which its files may bring back: choose another --out, and "
+                         "--remove them there too")
     found, ignored = find(paths) if paths else standard_library()
     for kind, names in ignored.items():
         how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""

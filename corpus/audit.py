@@ -140,7 +140,7 @@ def steps_of(rows, folder):
     config = settings_of(when) if os.path.isfile(f"{when}/log.jsonl") else {}
     if not {"data_hash", "block_size", "batch_size"} <= config.keys():
         raise ValueError(f"{when} is not a run of train.py: name its folder, with config.json and log.jsonl")
-    T, batch = config["block_size"], (config["batch_size"], config["batch_ramp_at"] or None)
+    T, batch = config["block_size"], (config["batch_size"], config["batch_ramp_at"])
     done = 1 + max((entry["step"] for entry in entries(when) if "lr" in entry), default=-1)
     until = samples_at(done, *batch)
     data = data_of_run(config, until)

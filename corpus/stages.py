@@ -562,8 +562,8 @@ def about(work, name):
             tokenizer=name),
         inputs=inputs,
         ignored=work.ignored,
-        rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; of a "
-        "single document it is the end.",
+        rule=f"A document is for validation where 64 bits of the {of} over 2^64 are below {work.val_share}; if none "
+        "is, the one with the least; of a single document its end.",
         pii=dict(scrubbed=work.pii, in_code=work.pii_in_code),
         probes=planted,
         robots=robots,

@@ -355,6 +355,7 @@ def test_killed_between_two_renames_the_same_command_finishes(home, monkeypatch)
         assert not (home / "probes.tmp").exists()
         assert flushed[-1] == home
     assert len(kept(home / "probes")) == 4
+    refuse("has withdrawn documents", home / "texts", f"--out={home}/probes")
 
 
 def test_one_process_at_a_time_writes_a_folder(home):
