@@ -68,16 +68,17 @@ def config_file(arg):
             return path
 
 
-def read_config(file, before=None):
+def read_config(file, before=()):
     """The settings that a config file makes. It is executed. before: the settings so far."""
-    return settings(runpy.run_path(file, dict(_before=before)))
+    found = runpy.run_path(file, dict(_before=before))
+    return settings(found) | {key: found[key] for key in found.keys() & {*before}}
 
 
 def literal(text):
     """The value that a text spells in Python, without running it; the text itself if it spells none."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return text
 
 
@@ -115,7 +116,7 @@ def configure(namespace, argv=None, *more):
             kind = type(defaults.get(key))
             if not equals:
                 follows = rest and not rest[0].startswith("--") and kind is not bool
-                text = rest.pop(0) if follows else "True"
+                text = rest.pop(0) if follows else True
             flags.append((key, text if kind is str else literal(text)))
         elif "paths" in defaults and not re.match(r"config.*\.py$", arg):
             namespace["paths"] = [*namespace["paths"], arg]

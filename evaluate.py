@@ -7,10 +7,11 @@ How good is a model: bits per byte of text by language or source, multiple choic
 
 Bits per byte compare models with different tokenizers, which nats per token cannot. Every score comes with its n, its
 95 % interval and its chance level. Intervals are Wilson's for shares, and for bits per byte Student's t of the ratio
-estimator, with documents as the sample. --against=MODEL adds the difference to another model, paired by document: its
-interval is much narrower than that of either score. A text longer than the window is scored in windows that overlap by
-half, so that every token after the first window has at least half a window of context. The Apertus report evaluates
-base models by log-likelihood too (arXiv 2509.14233, sec. 5).
+estimator, with documents as the sample; those of lm-eval's scores are t times its own standard error. --against=MODEL
+adds the difference to another model, paired by document: its interval is much narrower than that of either score. A
+text longer than the window is scored in windows that overlap by half, so that every token after the first window has at
+least half a window of context. The Apertus report evaluates base models by log-likelihood too (arXiv 2509.14233,
+sec. 5).
 
 $ python evaluate.py --init_from=out/laptop                                # the run's own validation documents
 $ python evaluate.py udhr.jsonl book.txt --init_from=out/laptop --by=lang  # any texts, by language
@@ -359,24 +360,11 @@ def harness_scores(model, tok):
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
-                interval = harness_interval(score, values.get(metric.replace(",", "_stderr,")), n)
-                rows.append(result(task, metric, n, score, interval, shots=found["n-shot"].get(task)))
+                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" of one question, and of some metrics
+                half = t_quantile(n - 1) * error if isinstance(error, float) else math.nan
+                rows.append(result(
+                    task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task)))
     return rows
-
-
-def harness_interval(score, stderr, n):
-    """
-    95 % interval of a mean that lm-evaluation-harness reports with its standard error; (None, None) without one.
-
-    Values that are 0 or 1, and only they, have the standard error sqrt(p (1 - p) / (n - 1)): these means are shares and
-    get Wilson's interval. All others get Student's t.
-    """
-    if not isinstance(stderr, float) or n < 2:
-        return None, None
-    if math.isclose(stderr**2 * (n - 1), score * (1 - score), rel_tol=1e-6, abs_tol=1e-12):
-        return wilson(score * n, n)
-    half = t_quantile(n - 1) * stderr
-    return score - half, score + half
 
 
 # -----------------------------------------------------------------------------

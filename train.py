@@ -111,7 +111,8 @@ skip_nonfinite = 0              # steps in a row whose loss or gradient may be n
 
 _exempt = ()                                               # ids that Goldfish never drops; posttrain/attach.py
 COUNTS = """eval_every eval_minutes eval_windows last_eval_windows sample_every checkpoint_every checkpoint_minutes
-            keep_checkpoints save_failures skip_nonfinite grad_clip"""
+            keep_checkpoints save_failures skip_nonfinite grad_clip batch_ramp_at alpha_warmup beta3_warmup lr
+            lr_floor eps weight_decay hsdp_shard timeout"""
 
 
 def lr_at(samples, decay_at=None):
@@ -128,12 +129,12 @@ def tokens_seen(step):
 
 def steps_until(samples):
     """The number of whole steps in this number of samples."""
-    return steps_in(samples, batch_size, batch_ramp_at or None)
+    return steps_in(samples, batch_size, batch_ramp_at)
 
 
 def samples_before(step):
     """The number of samples that the run has seen when this step begins."""
-    return samples_at(step, batch_size, batch_ramp_at or None)
+    return samples_at(step, batch_size, batch_ramp_at)
 
 
 # -----------------------------------------------------------------------------
@@ -291,7 +292,7 @@ def batches(run, step):
     """
     def fetch(step):
         first = samples_before(step)
-        each = batch_at(first, batch_size, batch_ramp_at or None) // run.ranks.groups
+        each = batch_at(first, batch_size, batch_ramp_at) // run.ranks.groups
         return run.train.batch(first + run.ranks.group * each, each)
 
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as thread:
@@ -432,7 +433,7 @@ def conclude(run):
         write_flushed(f"{out}/summary.json", json.dumps(run.summary, indent=1))
     if run.speeds or run.summary:
         from engine import plot                            # here, since matplotlib takes a second
-        plot.curves([out], f"{out}/loss.png", x_axis="tokens" if tokens_seen(0) else "step")
+        plot.curves([out], f"{out}/loss.png")
         print(f"the curve: {out}/loss.png")
 
 
@@ -553,7 +554,7 @@ def pretrain(run, build):
             run.saver.finish()
             after = f", after {skipped} skipped steps" if skipped else ""
             raise ValueError(f"step {step}: loss {said['loss']}, gradient norm {norm}{after}. Stopped before the "
-                             f"update; checkpoints in {out}/ckpt are good. Try a lower --lr, a longer "
+                             "update, so no checkpoint holds it. Try a lower --lr, a longer "
                              "warm-up, or --dtype=float32")
         skipped = 0 if finite else skipped + 1
         rate = lr_at(samples_before(step), run.decay_at)
@@ -600,7 +601,7 @@ def pretrain(run, build):
     elif first:
         print(f"{out}: stopped as asked after step {done}{', saved' if done else ''}; --resume continues")
     if first:
-        runs.forget(out, "stop", "cooldown")
+        runs.forget(out, "stop", *["cooldown"] * (done >= end))
 
 
 def main(build=build_plain, more={}, decides=(), prepare=None):

@@ -48,12 +48,14 @@ def usage(flops):
 
 
 def memory_of(device):
-    """Bytes of memory that a device has in all; None if unknown."""
+    """Bytes of memory that a device has in all, for each rank; None if unknown."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory
     # Windows has no sysconf.
     if device == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Ranks share it.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
 
 def free_on_host():

@@ -112,7 +112,7 @@ def check_run(run, build, again=False):
     line = (f"GB that a step takes, with micro_batch={run.rows} and a copy of the model on {ranks.shard}: {parts}; "
             f"{device} has {gb(free)} of {gb(has)} free")
     if kinds["total"] > free:
-        advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free))
+        advice = "; or ".join(commands_that_fit(takes, settings, ranks.shard, free, 12 * (device != "cpu")))
         if settings.get("init_from") and not settings["lora_r"]:
             advice += "; or train adapters, --lora_r=16 --base=bf16"
         raise ValueError(f"{line}: {advice}")
@@ -124,10 +124,10 @@ def gb(size):
     return f"{size / 1e9:.1f}"
 
 
-def commands_that_fit(takes, settings, shards, room):
+def commands_that_fit(takes, settings, shards, room, doublings):
     """
     Commands with which a step takes at most `room` bytes: with these devices, the fastest first, and with the fewest
-    more. takes(shards, **flags): as of_step.
+    more: twice as many, up to `doublings` times (ranks on a CPU share its memory). takes(shards, **flags): as of_step.
 
     A smaller micro-batch costs least time, then recomputation; both change results by rounding alone. bf16 states are
     the last resort.
@@ -138,12 +138,13 @@ def commands_that_fit(takes, settings, shards, room):
     # More devices change no setting that is seen in the result; bf16 states do.
     tried = [(devices, dict(micro_batch=rows, recompute=mode, state_dtype=dtype, parallel="fsdp"))
              for dtype in dtypes
-             for devices in [shards * 2**n for n in range(13)]
+             for devices in [shards * 2**n for n in range(1 + doublings)]
              for mode in modes
              for rows in range(most, 0, -1) if most % rows == 0]
     fits = [(devices, flags) for devices, flags in tried if takes(devices, **flags)["total"] <= room]
     fewest = {flags["state_dtype"]: (devices, flags) for devices, flags in reversed(fits)}
-    return [command(*found, settings) for found in reversed(fewest.values())] or ["a shorter --block_size would fit"]
+    found = [command(*way, settings) for way in reversed(fewest.values())]
+    return found or ["take a smaller model, or a shorter --block_size"]
 
 
 def command(devices, changed, settings):

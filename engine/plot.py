@@ -87,8 +87,9 @@ def finish(figure, picture):
     pyplot().close(figure)
 
 
-def curves(folders, picture, panels=PANELS, x_axis="tokens"):
-    """Plot `panels`, {key of the log: title}, of runs over "tokens" or "step", with a colour per run."""
+def curves(folders, picture, panels=PANELS):
+    """Plot `panels`, {key of the log: title}, of runs over tokens, or steps if one is of posttrain/; a colour a run."""
+    x_axis = "step" if any("chat" in settings_of(folder) for folder in folders) else "tokens"
     runs = [points(folder, panels, x_axis) for folder in folders]
     shown = [key for key in panels if any(key in found for found in runs)]
     columns = (len(shown) + 1) // 2
@@ -117,7 +118,7 @@ def comparable(folders):
     folder is gone, since then nothing says whether they do.
     """
     configs = [settings_of(folder) for folder in folders]
-    if len({config["data_hash"] for config in configs}) == 1:
+    if len({config.get("data_hash") for config in configs}) == 1:
         return PANELS
     metas = (read_json(f"{config['data']}/meta.json")["sources"] for config in configs)
     if len({sum(source["val"]["bytes"] for source in sources.values()) for sources in metas}) > 1:

@@ -182,7 +182,8 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
     elif before["schedule"] == "wsd" and samples > decay_at:
         # The rate has begun to fall towards an end that is no longer the run's.
         seconds, last = manifest["seconds"], steps_until(decay_at)
-        if 60 * now["minutes"] <= seconds if now["minutes"] else now["total_samples"] <= samples:
+        if (60 * now["minutes"] <= seconds if now["minutes"] else
+                now["total_samples"] <= samples or run.decay_at < decay_at):
             raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
                              "begun to fall: resume with its own total_samples and minutes, or with more")
         found = newest_intact(folder, run.ranks.files, until=last)
@@ -190,7 +191,7 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
             raise ValueError(f"{path}: its rate falls since step {last}, and no checkpoint from before that is left to "
                              f"train longer from: start from these weights, --init_from={now['out']} --out=ANOTHER")
         run.decayed = [step for step in steps_in(folder) if step > found[1]["step"]]
-    elif samples > run.decay_at:
+    elif now["schedule"] == "wsd" and samples > run.decay_at:
         raise ValueError(f"{path} has {samples} samples behind it, and total_samples={now['total_samples']} decays "
                          f"from {run.decay_at} on: resume with more, or touch {now['out']}/cooldown to decay now")
     run.spent = found[1]["seconds"]

@@ -128,7 +128,7 @@ SAID = """
 81559  | 4 | 8  | free=9000 again=True           | GB that a step takes, with micro_batch=2
 81559  | 4 | 1 | init_from=8b lora_r=0 | ; or train adapters, --lora_r=16 --base=bf16
 19073  | 1 | 1 |                 | torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500
-1000   | 1 | 1 |                 | a shorter --block_size would fit
+1000   | 1 | 1 |                 | a smaller model, or a shorter --block_size
 81559  | 1 | 8 | T=65536         | error: GB that a step takes
 81559  | 1 | 8 | T=65536 groups=1 | total 74.7; cuda:0 has 85.5
 143771 | 4 | 1 | parallel=ddp    | gradients 32.2, states 96.6, activations

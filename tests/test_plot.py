@@ -69,11 +69,10 @@ def test_a_long_log_is_drawn_in_100_groups_whose_band_shows_a_spike_of_one_step(
         dict(step=i, loss=loss)
         for i, loss in enumerate(losses)
     ]
-    plot.curves(
-        [run(tmp_path / "a", log)],
-        "a.png",
-        dict(loss="loss"),
-        "step")
+    folder = run(tmp_path / "a", log)
+    # Of a chat run's log, tokens are those of a step.
+    write_lines(tmp_path / "a" / "config.json", [dict(chat=True)])
+    plot.curves([folder], "a.png", dict(loss="loss"))
     axis, = drawn[0].axes
     x, y = axis.lines[0].get_data()
     assert len(x) == 100

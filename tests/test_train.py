@@ -294,7 +294,9 @@ def test_files_of_yesterday_are_meant_for_a_resumed_run_and_stop_for_a_new_one_t
     assert {"ckpt", "stop", "summary.json"}.isdisjoint(os.listdir(new))
     assert equal(trained(data, new, "--resume"), runs())
     run = killed_after(runs(), tmp_path / "run", 10)
-    (run / "cooldown").touch()
+    for name in ("cooldown", "stop"):                      # stopped first, it still has to begin its decay
+        (run / name).touch()
+    ran(data, run, "--resume")
     says(ran(data, run, "--resume"), "step     11   the decay begins, 4 steps")
 
 
