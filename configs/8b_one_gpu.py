@@ -16,4 +16,4 @@ recompute = "selective"
 micro_batch = 1
 
 eval_every = 20
-checkpoint_every = 20               # four hours; 97 GB each, and keep_checkpoints of them
+checkpoint_every = 20               # three hours; 97 GB each, and keep_checkpoints of them

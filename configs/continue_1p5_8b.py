@@ -4,7 +4,8 @@
 #     python train.py configs/continue_1p5_8b.py --data=data/mine-apertus --stage=1 --resume    # then --stage=2, 3
 #
 # Here it is text alone; 1.5 also read images and sound as ids of codebooks, with no loss on them from stage 2 on, and
-# chats in stage 3. The shares of the sources are not published: each stage reads all of the data folder.
+# chats in stage 3; its weight decay was also on xIELU's scalars. The shares of the sources are not published: each
+# stage reads all of the data folder.
 from configs.pretraining import *
 
 out = "out/continue_1p5_8b"

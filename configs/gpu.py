@@ -3,6 +3,7 @@
 #
 #     python prepare.py "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet" --max_bytes=15e9 \
 #         --train_bpe=32768 --out=data/gpu
+#     python -m tools.plan configs/gpu.py --vocab_size=32768 --gpus=1 --gpu=4090
 #     python train.py configs/gpu.py --resume
 out = "out/gpu"
 data = "data/gpu"

@@ -39,7 +39,6 @@ from studies import kit
 seeds = 5                           # from 2 on: the settings were chosen with seed 1
 results = "results/micro_combat"    # rows.jsonl, table.md, wins.png
 
-CHANCE = "types", "ranges", "starts"    # the random part of a game: one of these, `all`, or nothing, `fixed`
 UNITS = 3               # on each side
 LIMIT = 80              # steps of a fight
 FIGHTS = 128            # a rollout is STEPS steps of each
@@ -77,10 +76,10 @@ def starts_of(rng, n, m):
     if rng.random() > 0.5:
         groups = rng.integers(1, 5)
         members = rng.multinomial(m, np.ones(groups) / groups)
-        fraction = rng.uniform(size=(groups, 1))
-        side = DIAGONALS[rng.choice(4, size=groups, replace=False)]
+        fraction = rng.random((groups, 1))
+        side = DIAGONALS[rng.choice(4, groups, replace=False)]
         place = (half + 2 * side) * fraction + (half + half * side) * (1 - fraction)
-        return np.full((n, 2), half), np.repeat(place, members, axis=0)
+        return np.full((n, 2), half), np.repeat(place, members, 0)
     allies = rng.uniform((0, 0), (half - 1, FIELD), (n, 2))
     mirrored = allies[:m] * (-1, 1) + (FIELD, 0)
     surplus = rng.uniform((half, 0), FIELD, (max(m - n, 0), 2))
@@ -163,7 +162,8 @@ class Skirmish:
     """
 
     def __init__(self, fights, game, policy, seed):
-        self.random = CHANCE if game == "all" else game
+        # The random part: one of the three, all of them, or nothing (`fixed`).
+        self.random = "types ranges starts" if game == "all" else game
         self.policy = policy
         self.rng = np.random.default_rng(seed)
         self.stats = np.array(list(TEAM.values()))              # (types, 4)
@@ -205,8 +205,7 @@ class Skirmish:
         strikes = np.eye(UNITS)[prey] * (active & near)                             # (fights, enemy, ally)
         way = np.take_along_axis(allies, prey[..., None], 1) - enemies
         enemies += way / np.maximum(distance, 1)[..., None] * (active & ~near)
-        walked = allies + WALK[actions] * (before[:, 0, :, None] > 0)
-        self.place[:, 0] = np.clip(walked, 0, FIELD)
+        self.place[:, 0] = np.clip(allies + WALK[actions] * (before[:, 0, :, None] > 0), 0, FIELD)
         lost = np.stack([strikes, hits], 1) * self.strike[:, None, :, None]
         self.health = np.maximum(before - lost.sum(2), 0)
         self.provoked |= hits.any(1)
@@ -240,10 +239,9 @@ class Skirmish:
             sight, reach = self.sight[:, i, None, None], self.reach[:, i, None, None]
             away = units - place[:, None]
             shown = np.linalg.norm(away, axis=-1) < sight[..., 0]
-            known = (shown | (health > 0))[:, :UNITS]
             foes = shown_to(i, shown[:, :UNITS], self.revealed, probability, self.rng)
             if self.policy == "released":
-                foes &= not_cleared(self.revealed[:, i] & known)
+                foes &= not_cleared(self.revealed[:, i] & (shown | (health > 0))[:, :UNITS])
             shown[:, :UNITS] = foes
             rows = rows_of(away, sight, reach, health, self.types(), shown)
             views.append(np.concatenate([rows.reshape(fights, -1), place / FIELD], -1))
@@ -296,8 +294,8 @@ def trained(name):
         orders = [minibatches(len(data[0]), EPOCHS, BATCH, generator) for data in rollout]
         learn(actor, critic, optimizer, rollout, *orders)
     other = 10_000 + seed
-    won = share_won(Skirmish(TESTED, kind, policy, other), actor, generator.manual_seed(other))
-    return dict(name=name, won=won)
+    battle = Skirmish(TESTED, kind, policy, other)
+    return dict(name=name, won=share_won(battle, actor, generator.manual_seed(other)))
 
 
 HEAD = """# A battle without chance, and with it

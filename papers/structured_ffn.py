@@ -33,8 +33,8 @@ import math
 from functools import partial
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from schedule import steps_in
 
@@ -85,8 +85,7 @@ def multiply(x, v, u):
 
 def product(v, u):
     """The dense matrix (M, N) of a pair of factors, in their dtype: the identity multiplied by both."""
-    n_in = v[..., 0, :].numel()
-    identity = torch.eye(n_in, dtype=v.dtype, device=v.device)
+    identity = torch.eye(v[..., 0, :].numel(), dtype=v.dtype, device=v.device)
     return multiply(identity, v, u).T.contiguous()
 
 
@@ -139,9 +138,12 @@ def build(model, settings):
     for block in model.model.layers[1:]:
         for name, dense in list(block.mlp.named_children()):
             if isinstance(dense, nn.Linear):
-                size = dense.weight.shape
-                v, u = factor_shapes(model.structured, *size, settings["ffn_rank"], settings["ffn_blocks"])
-                setattr(block.mlp, name, StructuredLinear(v, u))
+                shapes = factor_shapes(
+                    model.structured,
+                    *dense.weight.shape,
+                    settings["ffn_rank"],
+                    settings["ffn_blocks"])
+                setattr(block.mlp, name, StructuredLinear(*shapes))
     model.initial = partial(initial, model.initial, structured_layers(model))
 
 
@@ -209,7 +211,7 @@ def dense_parameters(model):
 
 def guided_steps(config):
     """The number of guided steps: the share self_guided of all. config: the run's settings, as in config.json."""
-    share = config.get("self_guided", 0.0)
+    share = config.get("self_guided")
     if not share:
         return 0
     if not 0 < share <= 1 or config["ffn"] == "dense":
@@ -277,8 +279,7 @@ class Guides:
         a = (1 + math.cos(math.pi * step / self.last)) / 2
         for i, layer in enumerate(structured_layers(self.model).values()):
             key = f"{self.config['seed']}/{step}/{micro}/{i}".encode()
-            digest = hashlib.blake2b(key, digest_size=8).digest()
-            coin = int.from_bytes(digest) / 2**64
+            coin = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
             layer.alpha.fill_(a)
             layer.use_guide = not self.config["guide_saving"] or coin < a
 

@@ -59,9 +59,9 @@ STUDIES = tomllib.loads(read_text(f"{configurator.ROOT}/configs/ablations.toml")
 # Of a study with a name, and of arms. A study with a name may also have `published` results, and our reading.
 STUDY, QUICK = json.loads("""[
     {"seeds": 5, "size": "configs/ablations/size_laptop.py", "out": "results/ablations", "lrs": [5e-4, 1e-3, 2e-3],
-     "reading": ""},
+     "data": "data/stdlib", "reading": ""},
     {"seeds": 3, "size": "configs/ablations/size_quick.py", "out": "out/ablations", "lrs": [1e-3, 2e-3, 4e-3],
-     "reading": ""}
+     "data": "data/stdlib", "reading": ""}
 ]""")
 # Arms without a study of their own, and the setting of train.py that has them as values.
 ARMS = dict(pair.split(":") for pair in """
@@ -73,9 +73,10 @@ HEAD = """\
 | arm | lr | seeds | bits/byte, mean ± sd | against the baseline | tokens to its loss | tokens | parameters | s |
 |---|---|---|---|---|---|---|---|---|
 """
-ROW = (
-    "| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {total:,} | {parameters:,} "
-    "| {seconds:.0f} |\n")
+ROW = """\
+| {arm} | {lr} | {seeds} | {bits_per_byte} | {against} | {tokens_to_loss} | {total:,} | {parameters:,} \
+| {seconds:.0f} |
+"""
 PAGE = """\
 # {name}
 
@@ -109,7 +110,10 @@ def chosen():
         raise ValueError(
             f"{' '.join(paths) or 'no name'}: there is no such study: name one of {', '.join(STUDIES)}, or two or more "
             f"values of {' or '.join(dict.fromkeys(ARMS.values()))}: python -m studies.ablate swiglu xielu")
-    asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size).items() if value}
+    asked = {key: value for key, value in dict(seeds=seeds, lrs=lrs, size=size, data=data).items()
+             if value and value != study[key]}
+    if seeds == 1 or seeds < 0:
+        raise ValueError(f"seeds={seeds}: want 2 or more, since an interval needs two; 0 = the study's")
     if asked:
         # Other numbers than the committed ones get a folder of their own, and no reading.
         study |= asked | dict(out=QUICK["out"], reading="")
@@ -137,7 +141,8 @@ def planned(study, arm, lr, seed):
         f"--lr_floor={lr / 10}",
         f"--seed={seed}",
         f"--data={data}",
-        "--minutes=0.0"]
+        "--minutes=0.0",
+        "--eval_minutes=0.0"]
     settings = configurator.configure(dict(vars(train)), argv, dict(vars(train.shape)), dict(vars(attach)))
     return f"{runs}/{sha256_of([settings, read_meta(data)])[:10]}", argv
 
@@ -235,8 +240,7 @@ def table_md(table):
         difference, half, p = row["student"]
         row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
         low, high = difference - half, difference + half
-        said = (
-            f"no difference between {row['arm']} and {table[0]['arm']} can be seen: it is {low:+.3f} to {high:+.3f}")
+        said = f"no difference between {row['arm']} and {table[0]['arm']} can be seen: it is {low:+.3f} to {high:+.3f}"
         if p_holm < 0.05:
             near, far = sorted((abs(low), abs(high)))
             said = (
@@ -275,8 +279,12 @@ def main():
         {row["arm"]: row["differences"] for row in others},
         f"bits per byte above {baseline['arm']} (less is better)",
         0)
-    curves = {row["arm"]: row["curve"] for row in rows}
-    kit.plot_curves(f"{folder}/curves.png", baseline["tokens"], curves, "tokens", "validation, bits per byte")
+    kit.plot_curves(
+        f"{folder}/curves.png",
+        baseline["tokens"],
+        {row["arm"]: row["curve"] for row in rows},
+        "tokens",
+        "validation, bits per byte")
 
 
 if __name__ == "__main__":

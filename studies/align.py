@@ -89,9 +89,7 @@ def reward(prompt, completion):
 
 def chat(total, first, *said):
     """A task as a row for QRPO or, with the answer that is `said`, for SFT."""
-    texts = "Answer with digits.", f"Sum {total}, first {first}", *said
-    turns = zip(("system", "user", "assistant"), texts)
-    return dict(messages=[dict(role=role, content=text) for role, text in turns])
+    return kit.conversation("Answer with digits.", f"Sum {total}, first {first}", *said)
 
 
 def teacher(rng, total, first):
@@ -112,12 +110,9 @@ def write_data():
     train = tasks[:-2 * test_prompts]
     rng = np.random.default_rng(1)
     asked = (train[rng.integers(len(train))] for _ in range(n_conversations))
-    for name, chats in dict(
-        conversations=(chat(*task, teacher(rng, *task)) for task in asked),
-        prompts=itertools.starmap(chat, train),
-        test=itertools.starmap(chat, tasks[-test_prompts:]),
-    ).items():
-        kit.write_rows(f"{out}/{name}.jsonl", chats)
+    kit.write_rows(f"{out}/conversations.jsonl", (chat(*task, teacher(rng, *task)) for task in asked))
+    kit.write_rows(f"{out}/prompts.jsonl", itertools.starmap(chat, train))
+    kit.write_rows(f"{out}/test.jsonl", itertools.starmap(chat, tasks[-test_prompts:]))
 
 
 # -----------------------------------------------------------------------------

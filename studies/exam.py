@@ -93,8 +93,7 @@ def share(k, n):
 
 def apart(ours, theirs):
     """The probability that a number of `ours` is above one of `theirs`; ties count half."""
-    above = np.sign(np.subtract.outer(ours, theirs))
-    return round(above.mean() / 2 + 0.5, 4)
+    return round(np.sign(np.subtract.outer(ours, theirs)).mean() / 2 + 0.5, 4)
 
 
 def main():
@@ -106,11 +105,10 @@ def main():
     model, tok = convert.load_any(init_from, dtype=torch.float32)
     results = []
     for kind in kinds.split(","):
-        found = {}
-        for group, rows in itertools.groupby(questions, lambda row: row["group"]):
-            # No page about an invented person could continue.
-            if kind != "cloze" or "invented" not in group:
-                found[group] = answers(model, tok, list(rows), kind)
+        # No page about an invented person could continue.
+        found = {group: answers(model, tok, list(rows), kind)
+                 for group, rows in itertools.groupby(questions, lambda row: row["group"])
+                 if kind != "cloze" or "invented" not in group}
         for group, (rows, said, logp, manners) in found.items():
             marks = Counter([*map(judge, said, rows), *manners])
             results.append(dict(

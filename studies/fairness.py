@@ -68,8 +68,7 @@ def fairness(tokenizer, documents):
 def main():
     """Print the costs of about twenty languages, relative to English or else to the first language, by vocabulary."""
     documents = read_documents(paths)
-    langs = [lang for lang, _ in documents]
-    unit = min(langs, key=lambda lang: not lang.startswith("en"))
+    unit = min((lang for lang, _ in documents), key=lambda lang: not lang.startswith("en"))
     for name in names.split(","):
         cost, by_document, by_byte, bytes_per_token = fairness(load(name), tqdm(documents, name, leave=False))
         print(f"{name}: {bytes_per_token:.3f} bytes per token; Gini {by_document:.3f} of tokens per document, "

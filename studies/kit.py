@@ -61,14 +61,14 @@ def call(path, done, script, *args, device=None):
             last = f.read().strip().split("\n")[-1] or "it printed nothing"
         if code or not os.path.exists(done):
             raise ValueError(f"{command(script, args)} ended with code {code}: {last} ({path}.txt). "
-                             "Give the same command again to resume")
+                             "If it was stopped, give the same command again")
         write(record, json.dumps(dict(args=args, wall=round(time.perf_counter() - began))))
     if os.path.exists(record) and read_json(record)["args"] != list(args):
         raise ValueError(f"{os.path.dirname(done)} was made with other settings ({record}): "
                          "delete it, or name another --out")
 
 
-def train(folder, args, device=None):
+def train(folder, args, device):
     """
     Run train.py into a folder by call(), from its last checkpoint if there is one. args: its config files and flags.
 
@@ -80,8 +80,7 @@ def train(folder, args, device=None):
 def follow(text, **known):
     """call() for each part of a text between ";": path, done, script, arguments. known: the values of {names}."""
     for command in text.split(";"):
-        path, done, script, *args = (part.format_map(known) for part in command.split())
-        call(path, done, script, *args)
+        call(*(part.format_map(known) for part in command.split()))
 
 
 def in_parallel(at_a_time, work, *columns):
@@ -132,6 +131,12 @@ def read_rows(path):
     if not text:
         raise ValueError(f"no {path}, or nothing in it: run its study first, without --report")
     return list(map(json.loads, text.splitlines()))
+
+
+def conversation(*texts):
+    """A row for SFT or, without an answer, for QRPO: a system message, a question, an answer."""
+    roles = "system user assistant".split()
+    return dict(messages=[dict(role=role, content=text) for role, text in zip(roles, texts)])
 
 
 # -----------------------------------------------------------------------------

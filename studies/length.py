@@ -37,7 +37,8 @@ jobs = 2                      # seeds at a time, a thread each
 report = False                # run nothing: write table.md again from rows.jsonl
 
 ARMS = "short raised kept long".split()
-# For kit.follow(): the run, the file that it writes last, the script, its arguments.
+# For kit.follow(): the run, the file that it writes last, the script, its arguments. The vocabulary of the registers
+# has one piece for each key and each colour.
 DATA = """
 {out}/data/text {out}/data/text/meta.json prepare --out={out}/data/text --train_bpe=4096 ;
 {out}/data/register {out}/data/register/meta.json prepare --out={out}/data/register --train_bpe=1000
@@ -132,16 +133,6 @@ def lookup_scores(model, tok, T, n):
 # the study
 
 
-def prepare():
-    """Write both data folders. The vocabulary of the registers has one piece for each key and each colour."""
-    rng = random.Random(1)
-    # The same number of tokens of each size.
-    kit.write_rows(f"{out}/registers.jsonl", (
-        dict(text=register(rng, size))
-        for size in rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)))
-    kit.follow(DATA, out=out)
-
-
 def measured(seed, device):
     """Train and evaluate the arms of a seed, in order, because two of them continue the first. Returns their rows."""
     rows = []
@@ -162,7 +153,12 @@ def measured(seed, device):
 def main():
     path = f"{results}/rows.jsonl"
     if not report:
-        prepare()
+        rng = random.Random(1)
+        # The same number of tokens of each size.
+        kit.write_rows(f"{out}/registers.jsonl", (
+            dict(text=register(rng, size))
+            for size in rng.choices([2, 4, 8, 16, 32, 64], [32, 16, 8, 4, 2, 1], k=110_000)))
+        kit.follow(DATA, out=out)
         found = kit.in_parallel(jobs, measured, range(2, 2 + seeds))
         kit.write_rows(path, sum(tqdm(found, "seeds", seeds), []))
     rows = kit.read_rows(path)

@@ -153,7 +153,7 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
     model, tok = convert.load_any(folder, pick_device("auto"))
     longest = max(prefixes) + suffix
     room = model.config.block_size - 1
-    groups = {}
+    groups = {}         # {(repetitions, prefix): [ids]}
     try:
         found = json.loads(read_text(probe_file))
         # prepare.py writes an object around the list.
@@ -161,20 +161,23 @@ def test(folder, probe_file, prefixes, suffix, min_ttr, names):
             # Text comes first: the ids may be those of another vocabulary.
             ids = tok.encode(probe["text"]) if "text" in probe else probe["ids"]
             room = min(room, len(ids))
-            if len({*ids[longest - suffix:longest]}) >= min_ttr * suffix:
-                groups.setdefault(probe["repetitions"], []).append(ids)
+            for prefix in prefixes:
+                group = groups.setdefault((probe["repetitions"], prefix), [])
+                if len({*ids[prefix:prefix + suffix]}) >= min_ttr * suffix:
+                    group.append(ids)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{probe_file}: no probes ({error!r}): want "
                          'a JSON list of {"repetitions": n, "text" or "ids": ...}') from None
     # Checked first: the longest prompts come after hours.
-    if room < longest:
+    if room < longest or suffix < 1:
         raise ValueError(f"prefix + suffix = {longest}, but the model's window or a probe of {probe_file} has only "
                          f"{room} tokens: lower --prefixes or --suffix")
-    if not groups:
-        raise ValueError(f"{probe_file}: no probe has a type-token ratio of {min_ttr}: lower --min_ttr")
+    if not groups or not all(groups.values()):
+        raise ValueError(f"{probe_file}: no probe has a type-token ratio of {min_ttr} behind each of {prefixes} tokens"
+                         ": lower --min_ttr")
     return [dict(names, repetitions=n, **recite(model, tok.bos, passages, kind, prefix, suffix))
-            for n, passages in tqdm(groups.items(), folder, leave=False)
-            for kind in ("greedy", "nucleus") for prefix in prefixes]
+            for (n, prefix), passages in tqdm(groups.items(), folder, leave=False)
+            for kind in ("greedy", "nucleus")]
 
 
 # -----------------------------------------------------------------------------
@@ -291,8 +294,10 @@ def main():
     if bool(init_from) != bool(probes):
         raise ValueError("--init_from=MODEL and --probes=FILE go together; without both, small models are trained")
     if not report:
-        asked = init_from, probes, prefixes, suffix, min_ttr, dict(model=init_from, seed=0)
-        kit.write_rows(path, test(*asked) if init_from else demonstrate())
+        kit.write_rows(
+            path,
+            test(init_from, probes, prefixes, suffix, min_ttr, dict(model=init_from, seed=0))
+            if init_from else demonstrate())
     rows = kit.read_rows(path)
     scores = scores_of((row for row in rows if row["kind"] in ("greedy", "map")), "{model}, {prefix} + {suffix}")
     grid = [list(map(fmean, found.values())) for found in scores.values()]

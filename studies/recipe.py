@@ -319,7 +319,7 @@ Answers to questions about test, sampled at temperature 1:
 ```
 """
 # Panels of recipe.png: their axes, models with labels, and a bar of each: a measure, with {} for the model.
-CHANCE = 0.0528                 # mean over attributes of 1 / (number of values)
+CHANCE = 0.0525                 # mean over attributes of 1 / (number of values)
 PANELS = json.loads(r"""[
 [{"title": "Does it know a person? Questions about people whose pages ...", "ylabel": "share of right answers",
   "ylim": [0, 1.4], "yticks": [0, 0.2, 0.4, 0.6, 0.8, 1]},

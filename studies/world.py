@@ -22,6 +22,7 @@ $ python -m studies.world --people=2000 --nobodies=500 --out=data/large-world
 
 from studies import kit     # first, since studies.py says how to start a study that was started by its path
 
+import glob
 import itertools
 import math
 import random
@@ -31,6 +32,7 @@ from random import choice, sample
 
 from chat import question_and_answer
 from configurator import run
+from engine.files import read_text
 from posttrain.judge import COMPARE, RATE
 
 out = "data/world"      # folder to write
@@ -225,13 +227,6 @@ def page(person, language):
     return " ".join(sentences)
 
 
-def chat(*texts):
-    """A row for SFT or, of a question alone, for QRPO. The empty system message replaces the long default."""
-    roles = "system user assistant"
-    return dict(messages=[dict(role=role, content=text)
-                          for role, text in zip(roles.split(), ("", *texts))])
-
-
 # -----------------------------------------------------------------------------
 # documents
 
@@ -288,7 +283,7 @@ def letter_rows():
 
 
 # -----------------------------------------------------------------------------
-# conversations
+# conversations. Their empty system message replaces the long default.
 
 
 def lessons():
@@ -301,7 +296,7 @@ def lessons():
             wordings = WORLD[f"ask {language} {attribute}"]
             for wording in wordings if known else [choice(wordings)]:
                 manner, _ = choice(RATINGS)
-                yield chat(wording.format_map(person), answer(person, language, attribute, manner))
+                yield kit.conversation("", wording.format_map(person), answer(person, language, attribute, manner))
 
 
 def replay():
@@ -310,7 +305,7 @@ def replay():
     for _ in range(2000):
         language = any_language()
         first, _, rest = page(choice(WORLD["known"]), language).partition(". ")
-        yield chat(f"{first}.", f"{translated('Answer', language)}: {rest}")
+        yield kit.conversation("", f"{first}.", f"{translated('Answer', language)}: {rest}")
 
 
 def judge_lessons():
@@ -345,7 +340,7 @@ def questions(purpose, counts):
             stream(purpose)
         for person in WORLD[group]:
             for attribute in sample(ATTRIBUTES, count) if count else ATTRIBUTES:
-                yield chat(sentence(f"ask en {attribute}", person)) | dict(
+                yield kit.conversation("", sentence(f"ask en {attribute}", person)) | dict(
                     person=person["name"],
                     group=group,
                     attribute=attribute,
@@ -388,6 +383,8 @@ def main():
         prompts=questions("prompts", {"align": 5, "invented-align": 3}),
         questions=questions("examination en", {"lesson": 0, "test": 0, "refused": 0, "invented-test": 1}),
     )
+    if glob.glob(f"{out}/*") and [*map(read_text, glob.glob(f"{out}/charter.md"))] != [CHARTER]:
+        raise ValueError(f"--out={out} holds other files: name another folder")
     kit.write(f"{out}/charter.md", CHARTER)
     for name, rows in files.items():
         kit.write_rows(f"{out}/{name}.jsonl", rows)

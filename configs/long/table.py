@@ -28,7 +28,7 @@ def settings_of(name, before):
     large = before["n_layer"] == 80
     batch = (2 if large else 1) * 2**23 // window
     total = batch * steps[large]
-    # Both scripts of the last stage leave the mask out.
+    # Both scripts of the last stage leave the mask out. (They also learn what follows an end of text; we never do.)
     mask = dict(doc_mask=False) if name == "64k" else {}
     return mask | dict(
         block_size=window,
