@@ -12,7 +12,7 @@ $ torchrun --nproc_per_node=8 train.py configs/8b.py --data=data/mine-apertus --
 A run is its folder (engine/runs.py). The loop has no random state: data, masks and schedules are pure functions of the
 step, so a killed and resumed run ends bit-exact: on one process, or with --exact on several; but not if the clock
 chooses where the decay begins, or the number of threads changes. SIGTERM, SIGUSR2, or a file named
-`stop` in the run folder: all ranks leave at the next border of a micro-batch, save and exit. An unfinished step is
+`stop` in the run folder: all ranks leave after the micro-batch, save and exit. An unfinished step is
 dropped, a finished one counts.
 
 The decay of the learning rate begins when it is planned, when it is asked for (a file named `cooldown` in the run

@@ -26,8 +26,8 @@ With --length_norm every log-ratio counts per token: beta becomes beta/|y| (Aper
 First, n completions per prompt are sampled from the start model and scored, and their log-probs under it are stored, so
 that training holds no second model. With adapters (--lora_r) the reference is the same model with the adapters off.
 Then the loop of train.py follows. out/<run>/references caches every stage: a run can be killed anywhere, and --resume
-continues it. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave at the next border of a
-micro-batch, and save.
+continues it. SIGTERM, SIGUSR2, or a file named `stop` in the run folder: all ranks leave after the micro-batch,
+and save.
 
 $ python -m posttrain.qrpo --init_from=out/sft --data=prompts.jsonl --rewards=my_reward.py
       # my_reward.py: def reward(prompt, completion): return float, or

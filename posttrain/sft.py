@@ -21,7 +21,7 @@ A row of the data has one of these forms, recognised by its keys. Other rows are
 
 In one epoch every loss is measured on conversations that the model has not seen: the training curve is a held-out
 curve. The conversations become ids once, in out/<run>/tokens (posttrain/conversations.py). SIGTERM, SIGUSR2, or a file
-named `stop` in the run folder: all ranks leave at the next border of a micro-batch and save; --resume continues.
+named `stop` in the run folder: all ranks leave after the micro-batch and save; --resume continues.
 
 $ python -m posttrain.sft --data=conversations.jsonl --show        # the first ones, token by token, the learnt in green
 $ python -m posttrain.sft --init_from=out/laptop --data=conversations.jsonl

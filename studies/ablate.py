@@ -240,7 +240,8 @@ def table_md(table):
         difference, half, p = row["student"]
         row["against"] = f"{difference:+.4f} ± {half:.4f} (p = {p:.3f}, {p_holm:.3f})"
         low, high = difference - half, difference + half
-        said = f"no difference between {row['arm']} and {table[0]['arm']} can be seen: it is {low:+.3f} to {high:+.3f}"
+        said = (f"no significant difference between {row['arm']} and {table[0]['arm']}: "
+                f"the 95 % interval is {low:+.3f} to {high:+.3f}")
         if p_holm < 0.05:
             near, far = sorted((abs(low), abs(high)))
             said = (
