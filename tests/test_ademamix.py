@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from ademamix import AdEMAMix, alpha_at, beta3_at, build_optimizer
+from configurator import literal
+from conftest import table
 from tiny import GOLDEN, tensors
 
 CASES = json.loads(Path(GOLDEN, "ademamix.json").read_text())
@@ -96,10 +98,18 @@ def test_a_missing_gradient_leaves_its_parameter_and_its_clock_alone():
     assert opt.state[a]["step"] == 2
 
 
-@pytest.mark.parametrize("n, told, compiled", [
-    (1_000_000, None, True), (999_999, None, False), (9, True, True), (2_000_000, False, False)])
-def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(n, told, compiled):
+COMPILED = """
+1_000_000 | None  | True
+999_999   | None  | False
+9         | True  | True
+2_000_000 | False | False
+"""
+
+
+@pytest.mark.parametrize("row", table(COMPILED))
+def test_it_compiles_from_a_million_parameters_on_or_as_it_is_told(row):
     """Only the choice is looked at, test_averages.py has the compiled update."""
+    n, told, compiled = map(literal, row)
     params = [
         torch.nn.Parameter(torch.zeros(size))
         for size in (n - 1, 1)
@@ -120,19 +130,10 @@ def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scala
     ours = build_optimizer(model, "ademamix", *common, True, "bfloat16")
     matrix, bias, gain, *_ = map(id, model.parameters())
     for opt in (adamw, ours):
-        groups = [
-            (
-                g["weight_decay"],
-                g["lr"],
-                g["eps"],
-                [*map(id, g["params"])]
-            )
+        assert [
+            [g["weight_decay"], g["lr"], g["eps"], *map(id, g["params"])]
             for g in opt.param_groups
-        ]
-        assert groups == [
-            (0.2, 0.1, 1e-6, [matrix]),
-            (0.0, 0.1, 1e-6, [bias, gain])
-        ]
+        ] == [[0.2, 0.1, 1e-6, matrix], [0.0, 0.1, 1e-6, bias, gain]]
     assert type(adamw) is torch.optim.AdamW and adamw.defaults["betas"] == betas[:2]
     want = dict(
         betas=betas,
@@ -145,16 +146,16 @@ def test_an_optimizer_is_built_by_name_whose_weight_decay_spares_gains_and_scala
     assert want.items() <= ours.defaults.items()
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"betas": (0.9, 0.999)},
-        {"betas": (0, 0, 1.0)},
-        {"betas": (-0.1, 0.9, 0.9)},
-        {"lr": -1.0},
-        {"eps": -1e-9}
-    ]
-)
-def test_a_wrong_setting_is_an_error_that_names_it(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        one(**bad)
+WRONG = """
+betas | (0.9, 0.999)
+betas | (0, 0, 1.0)
+betas | (-0.1, 0.9, 0.9)
+lr    | -1.0
+eps   | -1e-9
+"""
+
+
+@pytest.mark.parametrize("name, value", table(WRONG))
+def test_a_wrong_setting_is_an_error_that_names_it(name, value):
+    with pytest.raises(ValueError, match=name):
+        one(**{name: literal(value)})

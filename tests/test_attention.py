@@ -19,11 +19,10 @@ def ways(monkeypatch):
 def qkv(T, dtype=torch.float32):
     """Two windows of T positions, as the model has them: q (2, 4, T, 8), k and v (2, 2, T, 8)."""
     torch.manual_seed(T)
-    found = []
-    for heads in (4, 2, 2):
-        x = torch.randn(2, T, heads, 8, dtype=dtype)
-        found.append(x.transpose(1, 2).requires_grad_())
-    return found
+    return [
+        torch.randn(2, T, heads, 8, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
 
 
 def documents_of(T):
@@ -77,8 +76,7 @@ def test_the_formula_is_for_short_windows_in_bf16_and_keeps_probabilities(dtype,
         (2, 4, 64, end)
         for end in range(64, 513, 64)
     ]
-    shapes = [tuple(x.shape) for x in kept]
-    assert shapes == (slices if formula else [(2, 4, T)])
+    assert [x.shape for x in kept] == (slices if formula else [(2, 4, T)])
     assert y.transpose(1, 2).is_contiguous()
 
 
@@ -89,11 +87,7 @@ def test_a_key_adds_up_gradients_of_all_slices_in_fp32(ways):
     attend_on_cpu(zeros, zeros, v).sum().backward()
     shares = 1 / torch.arange(1, 513, dtype=torch.float64)
     want = shares.flip(0).cumsum(0).flip(0)
-    torch.testing.assert_close(
-        v.grad[0, 0, :, 0].double(),
-        want,
-        rtol=2**-7,
-        atol=0)
+    torch.testing.assert_close(v.grad[0, 0, :, 0].double(), want, rtol=2**-7, atol=0)
 
 
 @BOTH

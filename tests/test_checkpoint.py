@@ -2,7 +2,6 @@
 engine/checkpoint.py, engine/restore.py, engine/files.py and the lock of engine/runs.py, alone in this process: saves
 behind the training, failures, damage, foreign files. tests/faults does it to whole runs.
 """
-import errno
 import os
 import shutil
 import sys
@@ -15,14 +14,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ademamix import build_optimizer
+from configurator import literal
+from conftest import table
 from engine import checkpoint, files, gpus, restore, runs
 
 
-def fails_with(number):
-    """A function that raises the OSError of this number, whatever it is given."""
-    def fail(*args, **kwargs):
-        raise OSError(number, os.strerror(number))
-    return fail
+def full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
 
 
 def trained(seed=0, steps=1, name="adamw", dtype="float32"):
@@ -45,14 +43,7 @@ def train(model, optimizer, step):
 
 def save(folder, step, pair, keep=2):
     """A checkpoint of a model and its optimizer, as a run writes it."""
-    checkpoint.write(
-        folder,
-        step,
-        checkpoint.tensors_of(*pair),
-        dict(note="x"),
-        keep,
-        None,
-        None)
+    checkpoint.write(folder, step, checkpoint.tensors_of(*pair), dict(note="x"), keep, None, None)
 
 
 @pytest.fixture
@@ -94,10 +85,7 @@ def test_what_was_saved_is_loaded_bit_for_bit_from_files_of_bounded_size_and_tra
         sum(t.nbytes for t in load_file(f"{path}/{file}").values())
         for file in manifest["files"]
     ]
-    assert sum(sizes) == sum(
-        t.nbytes
-        for t in checkpoint.tensors_of(*pair).values()
-    )
+    assert sum(sizes) == sum(t.nbytes for t in checkpoint.tensors_of(*pair).values())
     assert max(sizes) <= 160 and len(sizes) == 4
     again = loaded(path, *how)
     assert bits(again) == bits(pair)
@@ -147,7 +135,6 @@ def test_a_save_behind_the_training_holds_the_weights_of_its_step(saver, monkeyp
 
 def test_a_failed_save_is_told_and_tried_again_and_the_third_in_a_row_stops(saver, monkeypatch, capsys):
     """Saves 1 and 2 find a full disk, save 3 has room, so that the count begins again; 4, 5 and 6 find none."""
-    full = fails_with(errno.ENOSPC)
     saves = iter([full, full, dcp.save, full, full, full, full])
     monkeypatch.setattr(dcp, "save", lambda *args, **how: next(saves)(*args, **how))
     with pytest.raises(OSError, match="failed 3 times in a row"):
@@ -180,15 +167,18 @@ def test_without_room_for_a_copy_training_waits(saver, monkeypatch, capsys, free
     saver.finish()
 
 
-@pytest.mark.parametrize("keep, spare, stay", [
-    (0, None, [1, 2, 3, 4, 5]),
-    (3, None, [3, 4, 5]),
-    (1, 3, [3, 5]),
-    (1, 9, [5]),
-])
-def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, keep, spare, stay):
+KEPT = """
+0 | None | [1, 2, 3, 4, 5]
+3 | None | [3, 4, 5]
+1 | 3    | [3, 5]
+1 | 9    | [5]
+"""
+
+
+@pytest.mark.parametrize("row", table(KEPT))
+def test_so_many_of_the_newest_stay_and_the_last_from_before_the_decay(saver, row):
     """Those after the step of the save are damaged, and do not count: the resumed run has passed them over."""
-    saver.keep = keep
+    saver.keep, spare, stay = map(literal, row)
     os.makedirs(f"{saver.folder}/step-00000009")
     for step in range(1, 6):
         saver.save(step, *trained(), {}, spare=spare)
@@ -265,7 +255,7 @@ def test_a_full_disk_leaves_the_old_file_and_names_it(tmp_path, monkeypatch):
     path, opened = tmp_path / "config.json", os.listdir("/proc/self/fd")
     files.write_flushed(path, "0\n1\n2\n")
     assert os.listdir("/proc/self/fd") == opened
-    monkeypatch.setattr(files.os, "fsync", fails_with(errno.ENOSPC))
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left on device.*config.json'$"):
         files.write_flushed(path, "new and longer")
     assert path.read_text() == "0\n1\n2\n"

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+import conftest
 import convert
 import tokenizer
 from engine.files import read_json, read_text, write_json
@@ -20,19 +21,12 @@ from engine.runs import settings_of
 from model import Apertus, ApertusConfig
 from posttrain.quantised import quantise
 from studies import trace
+from test_checkpoint import Marker
 from tiny import GOLDEN, ids
 
 FOLDER = os.path.join(GOLDEN, "hf_tiny_a")
 SMALL = ApertusConfig(
-    block_size=64,
-    vocab_size=320,
-    init_std=0.1,
-    n_layer=1,
-    n_head=2,
-    n_kv_head=1,
-    n_embd=16,
-    ffn_dim=24,
-)
+    block_size=64, vocab_size=320, init_std=0.1, n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=24)
 BYTE = tokenizer.load("byte")
 TEXT = "Grüezi mitenand, 你好! x = f(1)\n"
 
@@ -41,25 +35,16 @@ def theirs(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True)
 
 
-def same(one, other):
-    """Whether two models, ours or theirs, have the same parameters."""
-    (names, ours), (others, theirs) = (
-        zip(*model.named_parameters())
-        for model in (one, other)
-    )
-    return names == others and all(map(torch.equal, ours, theirs))
+def same(*models):
+    """Whether two models have the same parameters."""
+    return conftest.same(*(dict(model.named_parameters()) for model in models))
 
 
 @torch.no_grad()
 def assert_known_to_transformers(folder, model, tok):
     """The same logits and the same ids there."""
     idx = ids(2, 40, high=320)
-    assert_close(
-        theirs(folder)(idx).logits,
-        model(idx)[0],
-        rtol=1e-5,
-        atol=1e-5
-    )
+    assert_close(theirs(folder)(idx).logits, model(idx)[0], rtol=1e-5, atol=1e-5)
     assert transformers.AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"] == [tok.bos, *tok.encode(TEXT)]
 
 
@@ -131,22 +116,12 @@ def test_a_base_quantised_as_it_is_read_is_the_one_quantised_afterwards(base):
     """And both have the same fingerprint, which runs have stored."""
     read, whole = convert.load_hf(FOLDER, base=base), convert.load_hf(FOLDER)
     assert convert.fingerprint(whole)[:16] == convert.fingerprint(read)[:16] == "3c5c6cd11e153ed4"
-    assert_close(
-        read.state_dict(),
-        quantise(whole, base).state_dict(),
-        rtol=0,
-        atol=0
-    )
+    assert_close(read.state_dict(), quantise(whole, base).state_dict(), rtol=0, atol=0)
     assert not any(p.requires_grad for p in read.parameters())
 
 
 # -----------------------------------------------------------------------------
 # errors
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
 
 
 def another_beta(weights):
@@ -156,7 +131,7 @@ def another_beta(weights):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (lambda weights: torch.save(Evil(), weights), "not readable as safetensors"),
+        (lambda weights: torch.save(Marker(), weights), "not readable as safetensors"),
         (lambda weights: shutil.copy(weights, weights.with_name("model-2.safetensors")), "two files have it"),
         (another_beta, "act_fn.beta is "),
         (dict(num_hidden_layers=2), "12 tensors are missing, or not of the model"),

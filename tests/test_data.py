@@ -75,8 +75,7 @@ ORDERS = """
 def test_permute_is_the_cipher_that_runs_began_with(row):
     """A run resumes by the number of its samples alone, so another order would repeat some texts and skip others."""
     n, seed, epoch = map(int, row)
-    drawn = np.random.default_rng(n).integers(0, n, 50)
-    numbers = np.arange(n) if n < 5000 else drawn
+    numbers = np.arange(n) if n < 5000 else np.random.default_rng(n).integers(0, n, 50)
     found = permute(numbers, n, seed, epoch).tolist()
     assert found[-50:] == [plain_permute(int(i), n, seed, epoch) for i in numbers[-50:]]
     assert n > 5000 or sorted(found) == list(range(n))
@@ -149,11 +148,8 @@ def test_a_weighted_sample_is_the_one_that_arithmetic_gives(folder, weights, slo
     assert np.bincount(stream).tolist() == slots
 
 
-TABLE = ONE, *_ = (
-    ("1", (A,), 40, 28),
-    ("2", {A: 1, B: 1}, 70, 29),
-    ("3", (B,), 100, 30)
-)
+ONE = "1", (A,), 40, 28
+TABLE = ONE, ("2", {A: 1, B: 1}, 70, 29), ("3", (B,), 100, 30)
 
 
 def test_stages_change_sources_and_seed_where_the_table_says(folder):
@@ -164,29 +160,14 @@ def test_stages_change_sources_and_seed_where_the_table_says(folder):
         TokenDataset(folder, "train", 16, seed, *goldfish, sources=sources)
         for _, sources, _, seed in TABLE
     ]
-    batches = [
-        part.batch(0, n)
-        for part, n in zip(parts, (40, 30, 60))
-    ]
+    batches = (part.batch(0, n) for part, n in zip(parts, (40, 30, 60)))
     want = [torch.cat(tensors) for tensors in zip(*batches)]
     for first, n in ((0, 130), (35, 80), (40, 30)):
-        torch.testing.assert_close(
-            data.batch(first, n),
-            tuple(t[first : first + n] for t in want)
-        )
+        torch.testing.assert_close(data.batch(first, n), tuple(t[first : first + n] for t in want))
     assert data.n_tokens == sum(part.n_tokens for part in parts)
     assert data.n_windows == sum(part.n_windows for part in parts)
-    early = StagedDataset(
-        folder,
-        [ONE, ("2", ("not yet",), 70, 29)],
-        16,
-        *goldfish,
-        stage="1"
-    )
-    torch.testing.assert_close(
-        early.batch(0, 90),
-        parts[0].batch(0, 90)
-    )
+    early = StagedDataset(folder, [ONE, ("2", ("not yet",), 70, 29)], 16, *goldfish, stage="1")
+    torch.testing.assert_close(early.batch(0, 90), parts[0].batch(0, 90))
     assert (data.stop, early.stop) == (None, 40)
 
 

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from conftest import table
 from corpus import language
 from corpus.language import FINEWEB, detect
 
@@ -29,12 +30,19 @@ def test_article_1_is_in_its_language_and_the_names_are_those_of_py3langid():
         assert detect(text, 0.5) == name
 
 
-@pytest.mark.parametrize("row", [
-    "de 0.9 eng_Latn deu_Latn", "de 0.89 eng_Latn", "zxx 1.0 eng_Latn", "sr 1.0 eng_Latn srp_Latn",
-    "sr 1.0 rus_Cyrl srp_Cyrl", "zh 1.0 eng_Latn cmn_Hani"])
-def test_a_name_needs_its_probability_and_has_the_script_of_the_text(monkeypatch, row):
-    """The answer of py3langid, a text, and what becomes of it."""
-    name, probability, text, *want = row.split()
+# The answer of py3langid, a text, and what becomes of it.
+ANSWERS = """
+de  | 0.9  | eng_Latn | deu_Latn
+de  | 0.89 | eng_Latn |
+zxx | 1.0  | eng_Latn |
+sr  | 1.0  | eng_Latn | srp_Latn
+sr  | 1.0  | rus_Cyrl | srp_Cyrl
+zh  | 1.0  | eng_Latn | cmn_Hani
+"""
+
+
+@pytest.mark.parametrize("name, probability, text, want", table(ANSWERS))
+def test_a_name_needs_its_probability_and_has_the_script_of_the_text(monkeypatch, name, probability, text, want):
     answer = SimpleNamespace(classify=lambda begin: (name, float(probability)))
     monkeypatch.setattr(language, "identifier", lambda: answer)
-    assert detect(ARTICLE[text], 0.9) == "".join(want)
+    assert detect(ARTICLE[text], 0.9) == want

@@ -15,7 +15,7 @@ from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
 from lab import run
-
+from test_checkpoint import full
 
 # Each document is in several shards; the vocabulary is that of bytes, in a file; robots.txt says nothing of the hosts.
 FLAGS = f"""--source_by=lang --shard_tokens=250 --val_share=0.2 --tokenizer= --train_bpe=320 --agents_no_star
@@ -220,10 +220,6 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
         name="data.py"
     )
     run("data.py", data, tmp_path / "more", f"--join={tmp_path}/both")
-
-
-def full(*args):
-    raise OSError(28, "No space left on device")
 
 
 # With a byte-order mark. Of the URLs one is of another folder; a planted passage is no document.

@@ -21,11 +21,7 @@ from tiny import small
 @pytest.fixture(scope="module")
 def on_mps():
     """The names of all operations with a kernel on MPS, of its own or made of others."""
-    folder = os.path.join(
-        os.path.dirname(torchgen.__file__),
-        "packaged",
-        "ATen",
-        "native")
+    folder = f"{os.path.dirname(torchgen.__file__)}/packaged/ATen/native"
     parsed = parse_native_yaml(f"{folder}/native_functions.yaml", f"{folder}/tags.yaml")
     own = parsed.backend_indices[DispatchKey.MPS]
     functions = {str(f.func.name): f for f in parsed.native_functions}
@@ -70,27 +66,13 @@ def test_a_step_of_training_and_of_sampling_has_a_kernel_for_everything(on_mps, 
         model = small()
         idx = torch.zeros(2, 32, dtype=torch.long)
     model.dtype = dtype
-    opt = build_optimizer(
-        model,
-        "ademamix",
-        1e-3,
-        (0.9, 0.999, 0.9999),
-        8.0,
-        1e-8,
-        0.1,
-        10,
-        10,
-        compile=False)
+    opt = build_optimizer(model, "ademamix", 1e-3, (0.9, 0.999, 0.9999), 8.0, 1e-8, 0.1, 10, 10, compile=False)
     with Mac() as mac:
         model(idx, idx, idx > 0, idx if documents else None, n_tokens=40)[1].backward()
         opt.step()
         with torch.no_grad():
             cache = KVCache(model, 2, 33, idx[:, 0])
             sample_token(next_logits(model, idx, cache), temperature=0)
-            sample_token(
-                next_logits(model, idx[:, :1], cache),
-                temperature=0.8,
-                top_k=5,
-                top_p=0.9)
+            sample_token(next_logits(model, idx[:, :1], cache), temperature=0.8, top_k=5, top_p=0.9)
     assert len(mac.seen) > 60 and mac.seen <= on_mps
     assert "_linalg_eigh" not in on_mps

@@ -12,10 +12,10 @@ import torch
 from scipy.signal import lfilter
 
 from conftest import ROOT
-from model import Apertus, ApertusConfig
 from papers import ppo_collapse
 from posttrain import collapse
 from studies import kit
+from tiny import small
 
 GOLDEN = f"{ROOT}/tests/golden/ppo"
 with open(f"{GOLDEN}.json", encoding="utf-8") as f:
@@ -66,19 +66,8 @@ def test_steps_of_actor_and_critic_are_the_published_gradients(case, monkeypatch
     told = SEEN, *TAKEN, DATA["p3_old_preactivations_actor"][:, 16:], ADVANTAGE
     optimizer = torch.optim.SGD([p for found in nets for p in found.parameters()], 1)
     every, c = [slice(None)], options.get("feature_trust_region_coef", 0)
-    ppo_collapse.learn(
-        *nets,
-        optimizer,
-        (told, (SEEN, DATA["p3_value_target"])),
-        every,
-        every,
-        c
-    )
-    for found, start, gradient in zip(
-        nets,
-        ("p3_actor", "p3_critic"),
-        (f"p3_grad_{case}", "p3_grad_value")
-    ):
+    ppo_collapse.learn(*nets, optimizer, (told, (SEEN, DATA["p3_value_target"])), every, every, c)
+    for found, start, gradient in zip(nets, ("p3_actor", "p3_critic"), (f"p3_grad_{case}", "p3_grad_value")):
         moved = DATA[start] - torch.nn.utils.parameters_to_vector(found.parameters())
         torch.testing.assert_close(moved, DATA[gradient], rtol=1e-10, atol=1e-12)
 
@@ -101,17 +90,7 @@ def test_two_states_are_the_published_toy_problem(case):
 
 
 def test_a_model_is_diagnosed_by_its_last_hidden_states_and_the_inputs_of_its_last_activation():
-    model = Apertus(
-        ApertusConfig(
-            n_layer=2,
-            n_embd=32,
-            n_head=2,
-            n_kv_head=1,
-            ffn_dim=4,
-            vocab_size=64
-        ),
-        seed=1
-    )
+    model = small(ffn_dim=4)
     idx = torch.arange(60).view(2, 30)
     keep = idx % 3 > 0
     with torch.no_grad():

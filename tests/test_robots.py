@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from conftest import ROOT, script
+from conftest import ROOT, script, table
 from corpora import put, write_lines
 from corpus.robots import (AGENTS, FILES, blocked_domains, host_key, may_train_on, open_reservations, open_robots,
                            refusal, reservation, verdict)
@@ -103,9 +103,8 @@ useragent: a;dissalow: / | a | | /z
 """
 
 
-@pytest.mark.parametrize("line", CASES.strip().splitlines())
-def test_rules_are_those_of_the_rfc_and_of_google_in_any_encoding_and_with_any_line_breaks(line):
-    text, agent, yes, no = map(str.strip, line.split("|"))
+@pytest.mark.parametrize("text, agent, yes, no", table(CASES))
+def test_rules_are_those_of_the_rfc_and_of_google_in_any_encoding_and_with_any_line_breaks(text, agent, yes, no):
     text = text.replace("RFC", RFC_5_1)
     text = text if "gent" in text.lower() else f"User-agent: *;Disallow: {text}"
     plain, *contents = [text.replace(";", end) for end in ("\n", "\r", "\r\n")]
@@ -133,10 +132,7 @@ def test_hostile_rules_and_urls_take_linear_time():
     assert may_train_on("https://a.org/", spaces + "\n" + spaces) == (True, "allowed")
     assert not reservation(dict(x_robots_tag=f"{spaces}noai{spaces}x", content_usage=f"train-ai={spaces}n"))
     deep = "[" * 100_000
-    assert not reservation(
-        dict(headers=deep, url="https://a.org/"),
-        dict.fromkeys(FILES, {"a.org": deep})
-    )
+    assert not reservation(dict(headers=deep, url="https://a.org/"), dict.fromkeys(FILES, {"a.org": deep}))
 
 
 # The last six by the package idna: encode(name, uts46=True).
@@ -219,21 +215,11 @@ all | /x | # x;; sitemap: /s;other | allowed
 """
 
 
-@pytest.mark.parametrize("line", REASONS.strip().splitlines())
-def test_the_reason_names_the_agent_and_its_rule(line):
-    who, path, robots, reason = map(str.strip, line.split("|"))
-    agents = dict(
-        all=AGENTS,
-        named=AGENTS[:-1],
-        explicit=AGENTS[:-1],
-        reversed=AGENTS[::-1]
-    ).get(who, [who])
-    found = may_train_on(
-        f"https://a.org{path}",
-        robots.replace(";", "\n"),
-        agents,
-        who == "explicit"
-    )
+@pytest.mark.parametrize("who, path, robots, reason", table(REASONS))
+def test_the_reason_names_the_agent_and_its_rule(who, path, robots, reason):
+    named = AGENTS[:-1]
+    agents = dict(all=AGENTS, named=named, explicit=named, reversed=AGENTS[::-1]).get(who, [who])
+    found = may_train_on(f"https://a.org{path}", robots.replace(";", "\n"), agents, who == "explicit")
     assert found == (reason in ("allowed", "unparsable"), reason)
 
 
@@ -338,10 +324,10 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_headers_are_read_as_by_the_reference_libraries(name):
-    free, reserved = (part.split(" /") for part in HEADERS[name].split("|"))
-    for said in map(str.strip, free + reserved):
+    free, reserved = (list(map(str.strip, part.split(" /"))) for part in HEADERS[name].split("|"))
+    for said in free + reserved:
         for doc in ({name.replace("-", "_"): said}, dict(headers={name.title(): said})):
-            assert (reservation(doc) is None) == (said in map(str.strip, free)), doc
+            assert (reservation(doc) is None) == (said in free), doc
 
 
 # As Spawning's generator writes it for a site that refuses text and allows images.
@@ -354,68 +340,67 @@ RESERVES = '[{"location": "/", "tdm-reservation": 1}]'
 # section "TDM File on the Origin Server"; "the most specific match is the first in sequence"; its table of special
 # characters; other values are errors. Last with an ai.txt.
 DOCUMENTS = """
-{"x_robots_tag": "noindex, NOML"} noml
-{"metas": [["gptbot", "nofollow, noimageai"]]} noimageai
-{"headers": "X-Robots-Tag: noai\\r\\nX-Robots-Tag: noindex"} noai
-{"metas": [["googlebot", "noai"], ["", "noai"]]} None
-{"headers": {"Content-Usage": "train-ai=n"}, "content_usage": "train-ai=y"} usage-header
-{"headers": {"Content-Signal": "search=yes, ai-train=no, ai-input=no"}} usage-header
-{"headers": {"Content-Signal": "search=no, ai-train=yes, ai-input=no"}} None
-{"headers": "HTTP/1.1 200 OK\\r\\nX-Robots-Tag: noindex\\r\\nx-robots-tag : noai\\r\\n"} noai
-{"headers": [["X-Robots-Tag", "noai"]]} noai
-{"headers": {"X-Robots-Tag": ["noindex", "noai"]}} noai
-{"headers": "[[\\"x-robots-tag\\", \\"noai\\"]]"} noai
-{"headers": "{\\"x-robots-tag\\": \\"noai\\"}"} noai
-{"headers": [1, ["x"], null], "url": 5} None
-{"headers": "{", "url": ["x"]} None
-{"headers": "5"} None
-{"tdm_reservation": 1.0} tdm-header
-{"tdm_reservation": 0.0} None
-{"tdm_reservation": NaN} None
-{"meta_tdm_reservation": [1]} tdm-meta
-{"content_usage": ["search=y", "train-ai=n"]} usage-header
-{"tdm_reservation": "maybe", "tdmrep": [["/", 1]]} tdm-file:/
-{"headers": {"tdm-reservation": 0}, "tdmrep": [["/", 1]]} None
-{"tdm_reservation": 1, "tdmrep": [["/", 1]]} tdm-header
-{"metas": [["tdm-reservation", "0"]], "tdmrep": [["/", 1]]} None
-{"headers": "TDM-Reservation: 0\\r\\n", "metas": [["tdm-reservation", "1"]], "tdmrep": [["/", 1]]} tdm-meta
-{"headers": [["tdm-reservation", "1"]], "meta_tdm_reservation": 0, "tdmrep": [["/", 1]]} None
-{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/a/x.pdf"} tdm-file:/a/
-{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/html/x?y=1"} tdm-file:/b/html/
-{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/images/x.jpg"} None
-{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/A/x.pdf"} None
-{"tdmrep": [["/b/open/", 0], ["/b", 1]], "path": "/b/open/x"} None
-{"tdmrep": [["/b", 1], ["/b/open/", 0]], "path": "/b/open/x"} tdm-file:/b
-{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly"} tdm-file:/this/exactly$
-{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly/not"} None
-{"tdmrep": [["/this/*/then", 1]], "path": "/this/and/then/x"} tdm-file:/this/*/then
-{"tdmrep": [["/path/foo-%24", 1]], "path": "/path/foo-$"} tdm-file:/path/foo-%24
-{"tdmrep": [["/", 2], ["/x", "1"], [5, 1]], "path": "/x"} tdm-file:/x
-{"tdmrep": "{\\"location\\": \\"/\\", \\"tdm-reservation\\": 1}"} None
-{"tdmrep": "<html>not found</html>"} None
-{"tdmrep": "5"} None
-{"tdmrep": "[[]]"} None
-{"tdmrep": "\\udcff"} None
-{"ai_txt": AI_TXT, "path": "/a.html"} ai-txt:*:*.html
-{"ai_txt": AI_TXT, "path": "/a/page"} ai-txt:*:*.html
-{"ai_txt": AI_TXT, "path": "/"} ai-txt:*:*.html
-{"ai_txt": AI_TXT, "path": "/a/page?x=.css"} ai-txt:*:*.html
-{"ai_txt": AI_TXT, "path": "/a.d/page"} ai-txt:*:*.html
-{"ai_txt": AI_TXT, "path": "/a.jpg"} None
-{"ai_txt": AI_TXT, "path": "/a.css"} None
-{"ai_txt": AI_TXT, "path": "/a.b/c.css?/page"} None
-{"ai_txt": "User-Agent: GPTBot\\nDisallow: /", "path": "/a.jpg"} ai-txt:GPTBot:/
-{"ai_txt": "User-Agent: *\\nDisallow: /a/page$", "path": "/a/page"} ai-txt:*:/a/page$
-{"ai_txt": "User-Agent: other\\nDisallow: /", "path": "/a.jpg"} None
-{"ai_txt": "<html></html>", "path": "/a.jpg"} None
-{"ai_txt": "User-Agent: other\\nDisallow: /", "tdm_reservation": 1} tdm-header
+{"x_robots_tag": "noindex, NOML"} | noml
+{"metas": [["gptbot", "nofollow, noimageai"]]} | noimageai
+{"headers": "X-Robots-Tag: noai\\r\\nX-Robots-Tag: noindex"} | noai
+{"metas": [["googlebot", "noai"], ["", "noai"]]} | None
+{"headers": {"Content-Usage": "train-ai=n"}, "content_usage": "train-ai=y"} | usage-header
+{"headers": {"Content-Signal": "search=yes, ai-train=no, ai-input=no"}} | usage-header
+{"headers": {"Content-Signal": "search=no, ai-train=yes, ai-input=no"}} | None
+{"headers": "HTTP/1.1 200 OK\\r\\nX-Robots-Tag: noindex\\r\\nx-robots-tag : noai\\r\\n"} | noai
+{"headers": [["X-Robots-Tag", "noai"]]} | noai
+{"headers": {"X-Robots-Tag": ["noindex", "noai"]}} | noai
+{"headers": "[[\\"x-robots-tag\\", \\"noai\\"]]"} | noai
+{"headers": "{\\"x-robots-tag\\": \\"noai\\"}"} | noai
+{"headers": [1, ["x"], null], "url": 5} | None
+{"headers": "{", "url": ["x"]} | None
+{"headers": "5"} | None
+{"tdm_reservation": 1.0} | tdm-header
+{"tdm_reservation": 0.0} | None
+{"tdm_reservation": NaN} | None
+{"meta_tdm_reservation": [1]} | tdm-meta
+{"content_usage": ["search=y", "train-ai=n"]} | usage-header
+{"tdm_reservation": "maybe", "tdmrep": [["/", 1]]} | tdm-file:/
+{"headers": {"tdm-reservation": 0}, "tdmrep": [["/", 1]]} | None
+{"tdm_reservation": 1, "tdmrep": [["/", 1]]} | tdm-header
+{"metas": [["tdm-reservation", "0"]], "tdmrep": [["/", 1]]} | None
+{"headers": "TDM-Reservation: 0\\r\\n", "metas": [["tdm-reservation", "1"]], "tdmrep": [["/", 1]]} | tdm-meta
+{"headers": [["tdm-reservation", "1"]], "meta_tdm_reservation": 0, "tdmrep": [["/", 1]]} | None
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/a/x.pdf"} | tdm-file:/a/
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/html/x?y=1"} | tdm-file:/b/html/
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/b/images/x.jpg"} | None
+{"tdmrep": [["/a/", 1], ["/b/html/", 1], ["/b/images/*.jpg", 0]], "path": "/A/x.pdf"} | None
+{"tdmrep": [["/b/open/", 0], ["/b", 1]], "path": "/b/open/x"} | None
+{"tdmrep": [["/b", 1], ["/b/open/", 0]], "path": "/b/open/x"} | tdm-file:/b
+{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly"} | tdm-file:/this/exactly$
+{"tdmrep": [["/this/exactly$", 1]], "path": "/this/exactly/not"} | None
+{"tdmrep": [["/this/*/then", 1]], "path": "/this/and/then/x"} | tdm-file:/this/*/then
+{"tdmrep": [["/path/foo-%24", 1]], "path": "/path/foo-$"} | tdm-file:/path/foo-%24
+{"tdmrep": [["/", 2], ["/x", "1"], [5, 1]], "path": "/x"} | tdm-file:/x
+{"tdmrep": "{\\"location\\": \\"/\\", \\"tdm-reservation\\": 1}"} | None
+{"tdmrep": "<html>not found</html>"} | None
+{"tdmrep": "5"} | None
+{"tdmrep": "[[]]"} | None
+{"tdmrep": "\\udcff"} | None
+{"ai_txt": AI_TXT, "path": "/a.html"} | ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a/page"} | ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/"} | ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a/page?x=.css"} | ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a.d/page"} | ai-txt:*:*.html
+{"ai_txt": AI_TXT, "path": "/a.jpg"} | None
+{"ai_txt": AI_TXT, "path": "/a.css"} | None
+{"ai_txt": AI_TXT, "path": "/a.b/c.css?/page"} | None
+{"ai_txt": "User-Agent: GPTBot\\nDisallow: /", "path": "/a.jpg"} | ai-txt:GPTBot:/
+{"ai_txt": "User-Agent: *\\nDisallow: /a/page$", "path": "/a/page"} | ai-txt:*:/a/page$
+{"ai_txt": "User-Agent: other\\nDisallow: /", "path": "/a.jpg"} | None
+{"ai_txt": "<html></html>", "path": "/a.jpg"} | None
+{"ai_txt": "User-Agent: other\\nDisallow: /", "tdm_reservation": 1} | tdm-header
 """
 
 
-@pytest.mark.parametrize("line", DOCUMENTS.strip().splitlines())
-def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(line):
-    said, _, want = line.replace("AI_TXT", json.dumps(AI_TXT)).rpartition(" ")
-    doc = dict(path="/x", tdmrep=[], ai_txt=None) | json.loads(said)
+@pytest.mark.parametrize("said, want", table(DOCUMENTS))
+def test_a_document_is_reserved_by_its_statements_and_the_files_of_its_host(said, want):
+    doc = dict(path="/x", tdmrep=[], ai_txt=None) | json.loads(said.replace("AI_TXT", json.dumps(AI_TXT)))
     doc.setdefault("url", f"https://a.org{doc['path']}")
     if isinstance(doc["tdmrep"], list):
         doc["tdmrep"] = json.dumps([{"location": place, "tdm-reservation": value} for place, value in doc["tdmrep"]])

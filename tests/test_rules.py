@@ -13,7 +13,7 @@ import re
 import numpy as np
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, table
 from corpora import put
 from corpus import rules
 from corpus.rules import HEURISTICS, broken, by_language, text_rule, top_thresholds
@@ -56,11 +56,7 @@ top_n_grams: [[2, 0.25], [3, 0.22], [4, 0.2]]
 @pytest.fixture
 def folder(tmp_path):
     """A folder like FineWeb-2's, with the limits of two languages. 0 means no limit."""
-    put(
-        tmp_path,
-        {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")}
-    )
-    return str(tmp_path)
+    return str(put(tmp_path, {"xyz_Latn.yml": LIMITS, "abc_Latn.yml": LIMITS.replace("length: 6", "length: 0")}))
 
 
 @pytest.mark.parametrize("source", ["repetition", "fineweb", "gopher"])
@@ -120,11 +116,10 @@ punctuation             | endless | en              | punctuation
 """
 
 
-@pytest.mark.parametrize("row", CASES.strip().splitlines())
-def test_which_rules_a_document_meets(folder, row):
-    row = row.replace("../DIR", "../" + os.path.basename(folder)).replace("DIR", folder)
-    spec, text, language, rule = map(str.strip, row.split("|"))
-    assert str(verdict(spec, TEXTS[text], language)) == rule
+@pytest.mark.parametrize("spec, text, language, rule", table(CASES))
+def test_which_rules_a_document_meets(folder, spec, text, language, rule):
+    language = language.replace("DIR", os.path.basename(folder))
+    assert str(verdict(spec.replace("DIR", folder), TEXTS[text], language)) == rule
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,30 +137,29 @@ DOC = dict(
 )
 # Settings of broken(), and the reason for which DOC is removed.
 COLUMNS = """
-{"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} None
-{"licenses": ["cc0"]} license
-{"languages": ["fra_Latn"]} language
-{"min_chars": 101} length
-{"max_chars": 99} length
-{"top": ["score", 2.5]} None
-{"top": ["score", {"deu_Latn": 2.6}]} score
-{"top": ["score", {"fra_Latn": 9}]} None
-{"top": ["gap", 0]} score
-{"top": ["nan", 0]} score
-{"below": ["gap", 0]} None
-{"below": ["score", 2.6]} None
-{"below": ["score", 2.4]} above
-{"below": ["nan", 0]} above
-{"below": ["toxic", {"deu_Latn": 0.9977}]} above
-{"rate": {"*": 0}} rate
-{"rate": {"deu_Latn": 1, "*": 0}} None
-{} None
+{"licenses": ["mit"], "languages": ["deu_Latn"], "min_chars": 100, "max_chars": 100} | None
+{"licenses": ["cc0"]} | license
+{"languages": ["fra_Latn"]} | language
+{"min_chars": 101} | length
+{"max_chars": 99} | length
+{"top": ["score", 2.5]} | None
+{"top": ["score", {"deu_Latn": 2.6}]} | score
+{"top": ["score", {"fra_Latn": 9}]} | None
+{"top": ["gap", 0]} | score
+{"top": ["nan", 0]} | score
+{"below": ["gap", 0]} | None
+{"below": ["score", 2.6]} | None
+{"below": ["score", 2.4]} | above
+{"below": ["nan", 0]} | above
+{"below": ["toxic", {"deu_Latn": 0.9977}]} | above
+{"rate": {"*": 0}} | rate
+{"rate": {"deu_Latn": 1, "*": 0}} | None
+{} | None
 """
 
 
-@pytest.mark.parametrize("row", COLUMNS.strip().splitlines())
-def test_column_rules(row):
-    asked, reason = row.rsplit(" ", 1)
+@pytest.mark.parametrize("asked, reason", table(COLUMNS))
+def test_column_rules(asked, reason):
     assert str(broken(DOC, **json.loads(asked))) == reason
 
 
@@ -184,16 +178,10 @@ def test_a_random_rate_keeps_that_share_and_a_smaller_rate_a_subset():
 def test_thresholds_are_quantiles_whatever_the_order():
     """0.07 * 100 is 7.000000000000001."""
     scores = np.random.default_rng(0).normal(size=(2, 2000))
-    rows = [
-        (i % 2, score)
-        for i, score in enumerate(scores.T.ravel())
-    ]
+    rows = [*zip([0, 1] * 2000, scores.T.ravel())]
     want = {
         i: -np.quantile(-some, 0.33, method="inverted_cdf")
         for i, some in enumerate(scores)
     }
     assert top_thresholds(rows, 0.33) == top_thresholds(rows[::-1], 0.33) == want
-    assert top_thresholds(
-        [("de", i) for i in range(100)],
-        0.07
-    ) == {"de": 93}
+    assert top_thresholds([("de", i) for i in range(100)], 0.07) == {"de": 93}

@@ -14,14 +14,7 @@ from papers import structured_ffn
 from tiny import small
 
 FORMS = ("lowrank", 12, 0), ("blockdense", 16, 4), ("blockshuffle", 0, 2)
-RUN = dict(
-    self_guided=0.5,
-    total_samples=80,
-    batch_size=1,
-    batch_ramp_at=0,
-    seed=28,
-    guide_saving=True
-)
+RUN = dict(self_guided=0.5, total_samples=80, batch_size=1, batch_ramp_at=0, seed=28, guide_saving=True)
 form = pytest.mark.parametrize("form", FORMS)
 IDS = torch.arange(64).view(4, 16)
 
@@ -86,30 +79,16 @@ def test_low_rank_starts_as_the_truncated_svd_of_the_dense_models_draw():
     W = small(n_layer=3).model.layers[2].mlp.down_proj.weight.double()
     m = layers(build(FORMS[0])[0].double())[3]
     S = torch.linalg.svdvals(W)
-    assert (W - m.merge()).norm().item() == pytest.approx(
-        S[12:].norm().item(),
-        rel=1e-6
-    )
+    assert_close((W - m.merge()).norm(), S[12:].norm(), rtol=1e-6, atol=0)
     for factor in (m.v, m.u):
-        assert_close(
-            torch.linalg.svdvals(factor),
-            S[:12].sqrt(),
-            rtol=0,
-            atol=1e-6
-        )
+        assert_close(torch.linalg.svdvals(factor), S[:12].sqrt(), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_block_forms_start_with_all_singular_values_one(form):
+    want = (torch.arange(48) < (form[1] or 48)).float()
     for m in layers(build(form)[0]):
-        S = torch.linalg.svdvals(m.merge())
-        rank = form[1] or 48
-        assert_close(
-            S,
-            (torch.arange(48) < rank).float(),
-            rtol=0,
-            atol=1e-5
-        )
+        assert_close(torch.linalg.svdvals(m.merge()), want, rtol=0, atol=1e-5)
 
 
 @form

@@ -13,6 +13,7 @@ import tiktoken
 import chat
 import convert
 import tokenizer
+from conftest import table
 from engine import readers
 from engine.files import read_json, read_text
 from model import ApertusConfig
@@ -251,6 +252,7 @@ def test_a_name_of_the_chat_format_cannot_be_typed_even_where_a_file_calls_it_or
     assert t.encode("<email-pii>") == [t.special["<email-pii>"]]
 
 
+# A place in the files of a folder, the value there, and the words of the error.
 CONTRADICTIONS = r"""
     tokenizer.json/added_tokens/+ | {"id": 400, "content": "far"} | numbers \['far'\] by itself
     tokenizer.json/added_tokens/+ | {"id": 364, "content": "word", "lstrip": true} | \['word'\] take white space
@@ -266,11 +268,10 @@ CONTRADICTIONS = r"""
     tokenizer.json/normalizer | {"type": "Replace", "pattern": {"String": "a"}, "content": "b"} | it normalizes text
     tokenizer_config.json/added_tokens_decoder | {"364": {"content": "late"}} | numbers \['late'\] by itself
     tokenizer_config.json/pad_token | "[PAD]" | no control token \[PAD\]
-""".strip().splitlines()
+"""
 
 
-@pytest.mark.parametrize("line", CONTRADICTIONS)
-def test_a_folder_whose_ids_could_be_others_raises_one_line(tmp_path, line):
-    path, value, says = map(str.strip, line.split(" | "))
+@pytest.mark.parametrize("path, value, says", table(CONTRADICTIONS))
+def test_a_folder_whose_ids_could_be_others_raises_one_line(tmp_path, path, value, says):
     with one_line(says):
         edited(tmp_path, path, json.loads(value))
