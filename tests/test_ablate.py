@@ -100,8 +100,12 @@ def test_two_arms_make_a_table_a_plot_and_a_sentence(data, tmp_path, monkeypatch
 
 
 def test_each_arm_of_each_committed_study_is_a_run_of_its_own(data, monkeypatch):
-    """Their settings are train.py's, or planned() would raise."""
+    """Their settings are train.py's, or planned() would raise. On other data a study has no committed conclusion."""
     monkeypatch.setattr(ablate, "data", data)
+    monkeypatch.setattr(ablate, "paths", ["tying"])
+    other = ablate.chosen()
+    assert (other["folder"], other["reading"]) == ("out/ablations/tying", "")
+    assert f"--data={data}" in other["command"]
     for study in STUDIES.values():
         asked = ablate.STUDY | study
         runs = {ablate.planned(asked, arm, 1e-3, 1)[0] for arm in study["arms"]}

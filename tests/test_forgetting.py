@@ -60,6 +60,8 @@ def test_killed_and_resumed_it_compares_with_the_same_start(lab, watched, tmp_pa
     refused(script(*tuning(lab, late, *old)), "old.json is not there")
     run(*tuning(lab, killed, *old, "--old_windows=0"))
     assert read_json(killed / "summary.json") == read_json(watched / "run" / "summary.json")
+    # The first comparison is not made again.
+    assert len(log(killed, "old_bpb")) == len(log(watched / "run", "old_bpb"))
 
 
 def test_every_document_has_its_beginning_among_the_windows_before_any_has_more(watched, tmp_path):

@@ -20,10 +20,10 @@ def planned(mode, command):
 @pytest.mark.parametrize("table, lines", [
     (plan.table_of_fits, 7),
     (plan.table_of_cards, 2),
-    (plan.table_of_windows, 3),
+    pytest.param(plan.table_of_windows, 5, marks=pytest.mark.slow),
 ])
 def test_the_tables_of_the_docs_are_what_is_planned(table, lines):
-    """Of cards and windows the lines of the 8B: 80 layers of the 70B take seconds."""
+    """Of cards the line of the 8B: 80 layers of the 70B take seconds."""
     pages = "".join(
         page.read_text()
         for page in Path(ROOT, "docs").glob("*.md")

@@ -299,6 +299,14 @@ def test_best_pairs_set_one_of_the_best_against_the_best_of_the_worst_fifth_or_o
     assert all([low for _, low in some] == worse for some in found)
 
 
+def test_the_log_of_a_quantile_is_at_least_that_of_the_worst_reference(monkeypatch):
+    """Of ten: a completion better than one of them and one better than none differ."""
+    for name, value in dict(transform="log", n_refs=10, length_norm=False).items():
+        monkeypatch.setattr(qrpo, name, value)
+    pair = [SimpleNamespace(ref=0.0, reward=0.0, q=q, length=3.0) for q in (0.2, 0.0)]
+    assert qrpo.known_of([pair], 1.0).q.exp().tolist() == [pytest.approx([0.2, 0.1])]
+
+
 def test_prompts_are_of_a_fixed_day_and_odd_ones_are_left_out(tmp_path, monkeypatch):
     """A run over midnight trains on the prompts that it sampled with."""
     monkeypatch.setattr(qrpo, "rewards", "r")

@@ -289,6 +289,7 @@ def test_loops_of_links_end_and_a_file_with_several_links_is_listed_once(tmp_pat
     for target, link in table(LINKS):
         os.symlink(target.replace("ROOT", str(tmp_path)), tmp_path / link)
     assert names(tmp_path) == ["b/deep/x.txt", "y.txt"]
+    assert names(tmp_path / "b") == ["deep/x.txt", "whole/y.txt"]
     assert names(tmp_path / "b/deep/x.txt", tmp_path) == ["x.txt", "y.txt"]
 
 
