@@ -134,7 +134,7 @@ class XIELU(nn.Module):
 
     def formula(self, x):
         # In fp32, which costs nothing: torch.compile fuses the casts away. FSDP holds the scalars in the dtype of x, so
-        # they are rounded to it everywhere.
+        # they are rounded to it everywhere (but where it compiles the whole, it drops that too).
         z = at_least_fp32(x)
         alpha_p = F.softplus(at_least_fp32(self.alpha_p.to(x.dtype)))
         alpha_n = self.BETA + F.softplus(at_least_fp32(self.alpha_n.to(x.dtype)))

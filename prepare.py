@@ -189,7 +189,7 @@ def key_of(asked, files):
     A hash of the settings, and of the sizes and times of all files that decide about documents: inputs, lists, code. A
     run resumes only if it is equal.
     """
-    decides = {name: value for name, value in asked.items() if name not in ("workers", "strict", "dry_run")}
+    decides = {name: value for name, value in asked.items() if name not in ("workers", "dry_run")}
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
     named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
     named += [

@@ -139,7 +139,7 @@ def sums(folder):
     for row in rows:
         # At the rate of the kept documents of the same source and language, or of all.
         some = alike.get((row["source"], row["language"]), kept)
-        about = round(row["bytes"] * added(some, "tokens") / max(added(some, "bytes"), 1))
+        about = round(row["bytes"] * added(some, "tokens") / max(added(some, "written"), 1))
         # A withdrawn document has been tokenized.
         row["about"] = row["tokens"] or about
     return rows

@@ -438,7 +438,7 @@ class Store(dict):
     def __init__(self, rows):
         """rows: (host or URL, str or bytes, ...); the last row of a host counts, null (a failed download) does not."""
         for host, content, *_ in rows:
-            host = host_key(host) or host_key(f"//{host}")
+            host = host_key(host) or host_key(f"//{host}") or host_key(f"//[{host}]")
             if isinstance(content, str):
                 content = content.encode("utf-8", "replace")
             if not isinstance(content, bytes | None):

@@ -152,7 +152,7 @@ def as_number(doc, field):
 
 def listed(text):
     """'mit,cc0' -> a set; '' -> None, no rule."""
-    return {part.strip() for part in text.split(",")} if text else None
+    return {part.strip() for part in text.split(",")} - {""} if text else None
 
 
 # Without the slash that a shell adds to a folder.
@@ -164,7 +164,7 @@ def by_language(name, text, share=False):
     try:
         pairs = [part.rpartition(":") for part in PART.findall(text)]
         values = {language.strip(): float(value) for language, _, value in pairs}
-        if "" in values and len(values) > 1 or share and not all(0 <= value <= 1 for value in values.values()):
+        if "" in values and len(pairs) > 1 or share and not all(0 <= value <= 1 for value in values.values()):
             raise ValueError
     except ValueError:
         raise ValueError(f"{name}={text!r}: want a number{', 0 to 1' * share}, or numbers by language: "

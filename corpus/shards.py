@@ -6,7 +6,6 @@ without unpickling.
 """
 
 import re
-from itertools import chain
 
 import numpy as np
 
@@ -23,31 +22,10 @@ def write_tokens(tok, texts, path):
     dtype, ends = dtype_of(tok), [0]
     with open(path, "wb") as f:
         for text in texts:
-            # In parts: all ids of a long text at once, four bytes each, would take too much memory.
-            for ids in chain([[tok.bos]], map(tok.encode_array, long_parts(text)), [[tok.eos]]):
+            for ids in [tok.bos], tok.encode_array(text), [tok.eos]:
                 f.write(np.asarray(ids, dtype))
             ends.append(f.tell() // dtype.itemsize)
     return np.diff(ends)
-
-
-# No token of Apertus' expression crosses these places: after a line break before a letter, before a space between
-# letters.
-_BORDER = re.compile(r"(?<=\n)(?=[^\W\d_])|(?<=[^\W\d_])(?= [^\W\d_])")
-
-
-def long_parts(text, size=1_000_000):
-    """
-    Yield a text in parts of about `size` characters. Their tokens, one after the other, are those of the text.
-
-    Only a stretch of 100,000 characters without a border is cut anywhere.
-    """
-    begin = 0
-    while len(text) - begin > size:
-        border = _BORDER.search(text, begin + size, begin + size + 100_000)
-        end = border.start() if border else begin + size
-        yield text[begin:end]
-        begin = end
-    yield text[begin:]
 
 
 def write_shard(path, pieces, n, dtype):

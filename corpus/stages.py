@@ -40,7 +40,7 @@ from corpus.language import detect
 from corpus.pii import TAGS, scrub_pii
 from corpus.robots import AGENTS, COLUMNS, blocked_domains, host_key, open_reservations, open_robots, refusal
 from corpus.rules import TOXICITY, as_number, broken, by_language, listed, score_function, text_rule, top_thresholds
-from corpus.shards import dtype_of, long_parts, safe, write_shard, write_tokens
+from corpus.shards import dtype_of, safe, write_shard, write_tokens
 from corpus.withdraw import reason_of, withdrawn_entries
 from engine.files import read_json, sha256, write_json
 from engine.readers import check, documents, id_hash, rows_of, writable
@@ -180,7 +180,7 @@ class Work:
             i, split = stream // 2, SPLITS[stream % 2]
             begin, end = end, end + sizes[str(stream)]
             # Two sources may differ in characters that no file name has.
-            name = names[i] + f"-{i}" * (names.index(names[i]) < i)
+            name = names[i] + f"+{i}" * (names.index(names[i]) < i)
             for k, at in enumerate(range(begin, end, self.shard_tokens)):
                 file = f"{name}_" * (len(names) > 1) + f"{split}_{k:05d}.npy"
                 last = min(at + self.shard_tokens, end)
@@ -238,7 +238,9 @@ def score_group(number, work):
 
 def find_thresholds(number, work):
     """{language: the score that its best share reaches} (report sec. 3)."""
-    return top_thresholds((row for some in work.results("scores") for row in some["rows"]), work.keep_top)
+    rows = (row for some in work.results("scores") for row in some["rows"])
+    # No document of a language without any score is one of the best.
+    return {"*": np.inf} | top_thresholds(rows, work.keep_top)
 
 
 def sift(number, work):
@@ -306,7 +308,7 @@ def row_of(doc, f, work):
     if not doc["reason"] and work.pii and (work.pii_in_code or doc.get("language") != "code"):
         text, counts = scrub_pii(text)
     if not doc["reason"] and (work.min_tokens or work.max_tokens):
-        tokens = 2 + sum(len(work.rules.tok.encode_array(part)) for part in long_parts(text))
+        tokens = 2 + len(work.rules.tok.encode_array(text))
         if not work.min_tokens <= tokens <= (work.max_tokens or tokens):
             doc["reason"] = "tokens"
     return dict(
@@ -479,11 +481,11 @@ def find_vocabulary(number, work):
 
 
 def some_text(work):
-    """Yield texts of the training split, of all sources alike, in parts, until there are BPE_CHARS characters."""
+    """Yield texts of the training split, of all sources alike, until there are BPE_CHARS characters."""
     size = 0
     for bucket in buckets_of(work.documents[np.argsort(work.documents["id_hash"], kind="stable")]):
         for text in texts_of(bucket[bucket["stream"] % 2 == 0], work):
-            yield from long_parts(text)
+            yield text
             size += len(text)
         if size > BPE_CHARS:
             return

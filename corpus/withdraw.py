@@ -113,11 +113,15 @@ def bare(host):
 def withdrawn_entries(folder):
     """The withdrawn documents of a data folder, for reason_of(): new files must not bring them back."""
     entries = set()
-    for row in rows_of(folder, ["id", "url", "text", "reason"]):
-        kind, _, why = row["reason"].partition(":")
-        if kind == "withdrawn":
+    for row in rows_of(folder, ["id", "url", "text", "reason", "withdrawn"]):
+        if row["withdrawn"]:
+            why = row["reason"].split(":")[1]
             row["host"] = host_key(row["url"])
             entries |= {(key, row[key]) for key in {"text", "url", why} & row.keys() if row[key]}
+    for row in rows_of(folder, ["url", "reason"]) if entries else ():
+        # Others of the same URL may stay: parts of a page, or of a data set.
+        if not row["reason"]:
+            entries.discard(("url", row["url"]))
     return entries, blocking(entries)
 
 
@@ -145,8 +149,9 @@ def choose(final, out, asked):
 
     An id belongs to one folder, and so may a line of text that is no URL. A list of URLs may cover several folders.
     """
-    rows, used, left = {}, set(), set()
+    rows, used, left, copies = {}, set(), set(), 0
     for row in rows_of(final):
+        copies += row["reason"] == "duplicate" and reason_of(row, asked)[0] != ""
         # Planted passages stay.
         if row["reason"] and not row["withdrawn"] or row["source"] == "probes" and not row["bytes"]:
             continue
@@ -158,6 +163,9 @@ def choose(final, out, asked):
         used.add(entry)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=why)
+    if copies:
+        print(f"{counted(copies, 'document')} of the list came in as a duplicate, and the text stays under another id: "
+              "ask for the text to remove it")
     for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")

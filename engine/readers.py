@@ -65,7 +65,7 @@ WHOLE = ("text", "html")    # kinds of one document a file
 PART = 4 << 20              # bytes of lines in a part
 
 BINARY = "binary, or a text that wants --encoding=utf-16"
-NOT_UTF8 = "not UTF-8: name the encoding, like --encoding=latin-1, cp1252 or utf-16"
+NOT_UTF8 = "not UTF-8 (name the encoding, like --encoding=latin-1, cp1252 or utf-16)"
 # A wrong row of a table. The problem quotes nothing of the row, because that may be personal data.
 NO_ROW = "a row of more fields than names, or with a quote inside a field"
 # Columns whose values are names.

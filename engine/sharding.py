@@ -42,7 +42,7 @@ def draw(model, seed):
     for first in tqdm(range(0, len(params), size), "initial weights", delay=2, disable=dist.get_rank() > 0):
         for k, (name, p) in enumerate(params[first:first + size]):
             if k == me:
-                mine = model.initial(name, p.shape, seed).to(p.device)
+                mine = model.initial(name, p.shape, seed).to(p.device, p.dtype)
         for k, (name, p) in enumerate(params[first:first + size]):
             whole = mine if k == me else torch.empty(p.shape, device=p.device)
             p.to_local().copy_(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=k).to_local())

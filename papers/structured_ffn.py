@@ -112,8 +112,8 @@ class StructuredLinear(nn.Module):
         if not self.use_guide:
             # DDP waits for the gradient of every parameter, so the guide's must be zero and not absent.
             return multiply(x, v + 0 * guide[0, 0], u)
-        a = self.alpha.to(x.dtype)
-        return a * F.linear(x, guide) + (1 - a) * multiply(x, v, u)
+        # In fp32: 1 - alpha is the factors' share of the gradient, and bf16 would round it to nothing at first.
+        return self.alpha * F.linear(x, guide) + (1 - self.alpha) * multiply(x, v, u)
 
     @torch.no_grad()
     def merge(self):

@@ -63,6 +63,9 @@ def test_each_character_is_a_word_in_chinese_and_thai(text):
     assert ends.tolist() == [0, 48, 49]
     assert ids[0] == ids[1] != ids[2]
     assert ids[:48].tolist() == ids[:6].tolist() * 8
+    # Also in front of English.
+    mixed, _ = dedup.words([text * 8 + " which an English sentence explains" * 20])
+    assert mixed[:48].tolist() == ids[:48].tolist()
 
 
 @pytest.mark.parametrize("shift", [50, 29, 16])

@@ -12,6 +12,7 @@ import pytest
 
 from conftest import ROOT, table
 from corpora import fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
+from corpus import withdraw
 from corpus.ledger import FILE, changed, percent, write_ledger
 from data import TokenDataset
 from lab import run
@@ -220,6 +221,14 @@ def test_what_is_left_after_removals_is_a_run_without_these_documents(data, tmp_
         name="data.py"
     )
     run("data.py", data, tmp_path / "more", f"--join={tmp_path}/both")
+
+
+def test_an_address_that_others_share_brings_no_one_back_and_keeps_no_one_out(monkeypatch):
+    """Two parts of a page: the one that was withdrawn stays out by its id and its text alone."""
+    gone = dict(id="a", url="http://h/p", text=1, reason="withdrawn:id", withdrawn="2026")
+    both = [gone, dict(gone, id="b", text=2, reason="", withdrawn=None)]
+    monkeypatch.setattr(withdraw, "rows_of", lambda *asked: map(dict, both))
+    assert withdraw.withdrawn_entries("")[0] == {("id", "a"), ("text", 1)}
 
 
 # With a byte-order mark. Of the URLs one is of another folder; a planted passage is no document.

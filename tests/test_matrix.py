@@ -24,7 +24,7 @@ KINDS = f"""
 pretraining | {TRAIN}                                       | ddp                        | fsdp --exact
 continued   | {TRAIN} --init_from=LAB/hf --base=bf16 {LORA} | fsdp --sequence_parallel=2 | fsdp --exact
 distilled   | {TRAIN} --n_layer=1 --teacher=LAB/hf          | fsdp --sequence_parallel=2 | fsdp --exact
-guided      | {TRAIN} {GUIDED}                              | ddp                        | fsdp --exact
+guided      | {TRAIN} {GUIDED}                              | fsdp                       | fsdp --exact
 sft         |                                               | fsdp                       | ddp
 adapted     | {LORA}                                        | ddp                        | fsdp
 qrpo        |                                               | fsdp --micro_batch=4       | ddp

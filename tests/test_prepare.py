@@ -22,7 +22,6 @@ from conftest import ROOT
 from corpora import BYTE, fill, kept, ledger, put, refuse, report, rows, streams, text, texts_of, write_lines, written
 from corpus import folder, stages
 from corpus.dedup import fingerprint
-from corpus.shards import long_parts
 from data import read_meta
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,7 +162,7 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
     def key(**changed):
         return prepare.key_of(asked | changed, prepare.find([f"{root}/a.txt"])[0])
     before = key()
-    assert {name for name in asked if key(**{name: "other"}) == before} == {"workers", "strict", "dry_run"}
+    assert {name for name in asked if key(**{name: "other"}) == before} == {"workers", "dry_run"}
     for name in ("a.txt", "list"):
         before = key()
         os.utime(root / name, (1, 1))
@@ -273,17 +272,6 @@ def test_bounds_on_tokens_count_begin_and_end(tmp_path):
         row["tokens"]
         for row in kept(tmp_path / "out")
     ) == [6, 7, 8, 9]
-
-
-def test_a_long_document_in_parts_has_the_same_tokens():
-    tok = tokenizer.load("apertus:4096")
-    long = "".join(
-        text(i) + "\n\n" * (i % 2) + " 12,345 " * (i % 3) + "  "
-        for i in range(80)
-    )
-    parts = list(long_parts(long, 501))
-    assert len(parts) > 50 and "".join(parts) == long
-    assert sum((tok.encode(part) for part in parts), []) == tok.encode(long)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
