@@ -72,8 +72,8 @@ def words(texts):
     Hash the words of n texts, without case and punctuation: uint64 (N,), and where each text ends, int64 (n,).
 
     Equal words have equal hashes. Each Chinese or Japanese character is a word, and so is each character beyond ASCII
-    of a run of over 60 bytes without spaces, as in Thai. Call it with some 300 kB of text: a single page takes four times
-    as long per byte, because the time goes to the number of numpy calls.
+    of a run of over 60 bytes without spaces, as in Thai. Call it with some 300 kB of text: a single page takes four
+    times as long per byte, because the time goes to the number of numpy calls.
     """
     # The byte 255, which UTF-8 never uses, ends each text and is in no word.
     joined = b"".join(text.lower().encode("utf-8", "replace") + b"\xff" for text in texts)
