@@ -360,8 +360,8 @@ def harness_scores(model, tok):
         n = values["sample_len"]
         for metric, score in values.items():
             if isinstance(score, float) and "_stderr" not in metric:
-                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" of one question, and of some metrics
-                half = t_quantile(n - 1) * error if isinstance(error, float) else math.nan
+                error = values.get(metric.replace(",", "_stderr,"))     # "N/A" of one question; 0 of all right
+                half = t_quantile(n - 1) * error if isinstance(error, float) and error else math.nan
                 rows.append(result(
                     task, metric, n, score, (score - half, score + half), shots=found["n-shot"].get(task)))
     return rows

@@ -149,13 +149,14 @@ def choose(final, out, asked):
 
     An id belongs to one folder, and so may a line of text that is no URL. A list of URLs may cover several folders.
     """
-    rows, used, left, copies = {}, set(), set(), 0
+    rows, used, left, copies = {}, set(), set(), set()
     for row in rows_of(final):
-        copies += row["reason"] == "duplicate" and reason_of(row, asked)[0] != ""
+        why, entry = reason_of(row, asked)
+        if why and row["reason"] == "duplicate":
+            copies.add(row["text"])
         # Planted passages stay.
         if row["reason"] and not row["withdrawn"] or row["source"] == "probes" and not row["bytes"]:
             continue
-        why, entry = reason_of(row, asked)
         if not why:
             left.add((row["source"], row["split"]))
             continue
@@ -163,9 +164,11 @@ def choose(final, out, asked):
         used.add(entry)
         if not row["withdrawn"]:
             rows[row["shard"], row["offset"]] = dict(row, reason=why)
-    if copies:
-        print(f"{counted(copies, 'document')} of the list came in as a duplicate, and the text stays under another id: "
-              "ask for the text to remove it")
+    stay = [row["id"] for row in rows_of(final) if row["text"] in copies and not row["reason"]
+            and (row["shard"], row["offset"]) not in rows]
+    if stay:
+        print(f"{counted(len(stay), 'text')} of the list stays under another id, such as {stay[0]}: "
+              "name that id as well to remove it")
     for source, split in sorted({(row["source"], row["split"]) for row in rows.values()} - left):
         raise ValueError(f"{out} would have no document of source {source!r} for {split}: prepare the files again "
                          "without these. Nothing was removed")

@@ -181,9 +181,9 @@ def find_checkpoint(run, started_stages, samples_before, steps_until):
         run.decay_at = decay_at
     elif before["schedule"] == "wsd" and samples > decay_at:
         # The rate has begun to fall towards an end that is no longer the run's.
-        seconds, last = manifest["seconds"], steps_until(decay_at)
-        if (60 * now["minutes"] <= seconds if now["minutes"] else
-                now["total_samples"] <= samples or run.decay_at < decay_at):
+        # Before both decays, that no rate jumps.
+        seconds, last = manifest["seconds"], steps_until(min(decay_at, run.decay_at))
+        if 60 * now["minutes"] <= seconds if now["minutes"] else now["total_samples"] <= samples:
             raise ValueError(f"{path} has {samples} samples and {seconds / 60:.1f} minutes behind it, and its rate has "
                              "begun to fall: resume with its own total_samples and minutes, or with more")
         found = newest_intact(folder, run.ranks.files, until=last)

@@ -30,7 +30,7 @@ from engine.runs import asked, settings_of
 from posttrain import start
 
 # A resumed run may change these settings, because they change no number but by rounding. The data, with the rules that
-# some of it is left out by, and rewards are compared by hashes of their content, references by their own settings.json.
+# some of it is left out by, and rewards are compared by hashes of their content; references have a folder of their own.
 FREE = """out data keep_licenses decontaminate rewards references show resume device parallel compile micro_batch pack
 rank_every checkpoint_every keep_checkpoints recompute old old_every old_windows"""
 

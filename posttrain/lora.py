@@ -182,7 +182,7 @@ def read_settings(folder):
         raise ValueError(f"{path}: want peft_type='LORA', r and lora_alpha, got {config.get('peft_type')!r}")
     for key, value in config.items():
         changes_base = key == "init_lora_weights" and str(value).lower().startswith(CHANGES_BASE)
-        if changes_base or key not in HARMLESS and value and value != "none":
+        if changes_base or key not in HARMLESS and value and value not in ("none", "main"):
             raise ValueError(f"{path}: {key}={value!r} is not supported: it changes the base or the adapter")
     return config, config.get("base_model_name_or_path") or ""
 

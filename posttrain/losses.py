@@ -17,7 +17,6 @@ and `known`, an object with the values that do not depend on the policy:
 """
 
 import math
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -116,8 +115,8 @@ def simpo_loss(pi, known, beta, gamma):
     return -F.logsigmoid(beta * (margin - gamma))
 
 
-# Read-only: a plain dict would become a setting of the script that imports it.
-losses = MappingProxyType(dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss))
+# In capitals: a dict in small letters would become a setting of the script that imports it.
+LOSSES = dict(qrpo=qrpo_loss, dpo=dpo_loss, rebel=rebel_loss, simpo=simpo_loss)
 
 
 def better_minus_worse(x):

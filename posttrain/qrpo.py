@@ -9,7 +9,7 @@ uniform on (0, 1) whatever the reward was, so
 
     R_q(x, y) = Pr_{y' ~ ref}( r(x, y') <= r(x, y) )              quantile(): the share of n references no better
     beta log Z = beta log( beta (e^(1/beta) - 1) )                beta_log_z(): one number for every prompt
-    loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2  losses["qrpo"]: a regression, no pairs, any data
+    loss = ( R_q - beta log Z - beta log pi(y|x)/pi_ref(y|x) )^2  LOSSES["qrpo"]: a regression, no pairs, any data
 
 At beta .1 the target falls for 77 % of the reference's completions (beta log Z = .77), the mean quantile rises to .90,
 and KL to 1.30 nats.
@@ -63,7 +63,7 @@ from posttrain import collapse, common, lora, start
 from posttrain.conversations import first_rows
 from posttrain.judge import Charter, reward_hash
 from posttrain.losses import (
-    BETA, LOG_Z, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta, losses,
+    BETA, LOG_Z, LOSSES, TRANSFORMS, better_minus_worse, beta_log_z, correlation, discrete_beta_log_z, effective_beta,
     quantile,
 )
 from posttrain.references import (
@@ -224,7 +224,10 @@ def load_policy(run, asked):
     )
     for name in "date seed base n_refs sample_batch max_new_tokens max_length use_references".split():
         made_from[name] = run.config[name]
-    run.folder = f"{references or f'{out}/references'}/{sha256_of(made_from)[:16]}"
+    folder = references or f"{out}/references"
+    run.folder = f"{folder}/{sha256_of(made_from)[:16]}"
+    if os.path.isdir(folder) and not os.path.isdir(run.folder):
+        print(f"{folder} has no references of these settings yet: sampling them")
     os.makedirs(run.folder, exist_ok=True)
     return made_from["data"]
 
@@ -364,7 +367,7 @@ def known_of(couples, beta):
 
 
 def main():
-    for name, choices in dict(loss=losses, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
+    for name, choices in dict(loss=LOSSES, ties=("le", "discrete"), pairs=("random", "best"), transform=LOG_Z).items():
         if globals()[name] not in choices:
             raise ValueError(f"{name}={globals()[name]!r}: there is {', '.join(choices)}")
     if ties == "discrete" and transform != "identity":
@@ -423,7 +426,7 @@ def forward_backward(run, batch, step):
         drop_gathered(run.model)
 
     def learn(part, pi):
-        part_loss = losses[loss](pi, part_of(known, part), run.beta, gamma).sum() / len(batch)
+        part_loss = LOSSES[loss](pi, part_of(known, part), run.beta, gamma).sum() / len(batch)
         part_loss.backward()
 
     logp = logp_of(run, texts, learn)
@@ -433,7 +436,7 @@ def forward_backward(run, batch, step):
     if step == 0 and off > 0.02:
         raise ValueError(f"at step 0 the model differs from its own reference log-probs by {off:.3f} nats a token: "
                          f"they were made with another dtype or model; delete {run.folder}/logp-*")
-    value = losses[loss](logp, known, run.beta, gamma).mean().item()
+    value = LOSSES[loss](logp, known, run.beta, gamma).mean().item()
     facts |= watched(ratio, known)
     return dict(loss=value if run.ranks.first else 0.0), facts["tokens"], facts
 

@@ -59,7 +59,7 @@ def test_losses_are_the_published_implementations(case):
         beta=beta,
         log_z=log_z,
     )
-    found = losses.losses[case["loss"]](
+    found = losses.LOSSES[case["loss"]](
         both("policy_logp"),
         known,
         case["beta"],
