@@ -23,6 +23,7 @@ import os
 from collections import Counter
 from operator import itemgetter
 
+import jinja2
 import pyarrow
 import pyarrow.compute as pc
 import pyarrow.parquet
@@ -31,7 +32,7 @@ from corpus.robots import KNOWN, RESERVED, host_key, known
 from corpus.rules import RULES
 from corpus.shards import shards_of
 from data import version
-from engine.files import read_json, sha256, write_flushed, write_json
+from engine.files import read_json, read_text, sha256, write_flushed, write_json
 from engine.readers import in_one_line
 
 FILE = "documents.parquet"
@@ -249,139 +250,15 @@ def counted(n, noun):
     return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
-def lines(rows, at_most=60):
-    """The rows of a Markdown table, which are lines."""
-    more = [f"\nand {len(rows) - at_most:,} more in report.json"] if len(rows) > at_most else []
-    return "\n".join([*rows[:at_most], *more])
-
-
-def listing(sizes):
-    """{name: [documents, bytes]} as names and documents."""
-    return ", ".join(f"{name} {n:,}" for name, (n, _) in sizes.items())
-
-
 def markdown(report):
     """report.md: the numbers of report.json in sentences and tables."""
-    t, run = report["total"], report["run"]
-    about = sum(t["tokens_removed_about"].values())
-    removed = "".join(f"| {reason}: {REASONS[reason]} | {n:,} | {percent(n, t['documents_in'])} | {size / 1e6:,.2f} | "
-                      f"≈ {t['tokens_removed_about'][reason]:,} |\n" for reason, (n, size) in t["removed"].items())
-    problems = "".join(f"{n:,} could not be read: {problem}, such as {first}.\n\n"
-                       for problem, (n, first) in report["unreadable"].items())
-    languages = []
-    for row in sorted(report["table"], key=lambda row: -row["bytes_in"]):
-        languages.append(f"| {row['source']} | {row['language'] or '?'} | {row['documents_in']:,} | "
-                         f"{listing(row['removed']) or '-'} | {row['documents']:,} | {row['bytes'] / 1e6:,.2f} | "
-                         f"{row['tokens']:,} | {row['written'] / max(row['tokens'], 1):,.2f} |")
-    licences = [f"| {name or 'not stated'} | {one['documents']:,} | {one['bytes'] / 1e6:,.2f} | {one['tokens']:,} |"
-                for name, one in sorted(report["licenses"].items(), key=lambda item: -item[1]["bytes"])
-                if one["documents"]]
-    files = [f"| {file['name']}{' (' + file['problem'] + ')' if file['problem'] else ''} | {file['bytes']:,} | "
-             f"{(file['sha256'] or '?')[:16]} |" for file in report["inputs"]]
-    ignored = [f"| {kind} | {len(names):,} | {', '.join(names[:5] + ['...'] * (len(names) > 5))} |"
-               for kind, names in report["ignored"].items()]
-    shards = [f"| {shard['file']} | {shard['tokens']:,} | {shard['sha256'][:16]} |"
-              for shard in report["outputs"]["shards"]]
-    blocks = "\n\n".join(opt_out_blocks(report["robots"], t))
-    return f"""# The documents of {run['out']}: kept and removed
-
-{counted(t['documents_in'], 'document')} ({t['bytes_in'] / 1e6:,.1f} MB) came in; {t['documents']:,} were kept, \
-{percent(t['bytes'], t['bytes_in'])} of the bytes that could be read: {counted(t['tokens'], 'token')} of \
-{run['tokenizer']}.
-
-{problems}|  | documents | of all | MB | tokens |
-|---|---|---|---|---|
-| came in | {t['documents_in']:,} |  | {t['bytes_in'] / 1e6:,.2f} | {'≈ ' * (about > 0)}{t['tokens'] + about:,} |
-{removed}| **kept** | {t['documents']:,} | {percent(t['documents'], t['documents_in'])} | {t['bytes'] / 1e6:,.2f} | \
-{t['tokens']:,} |
-
-In = kept + removed, in documents and in bytes. ≈ marks an estimate from bytes: removed documents are not tokenized.
-
-## Opt-outs
-
-{blocks}
-
-## Personal data
-
-{personal_data(report['pii'])}
-
-{planted(report['probes'])}## By source and language
-
-| source | language | documents in | removed | kept | MB kept | tokens | bytes/token |
-|---|---|---|---|---|---|---|---|
-{lines(languages)}
-
-## Licences of the kept documents
-
-| licence | documents | MB | tokens |
-|---|---|---|---|
-{lines(licences)}
-
-## Inputs and outputs
-
-| input | bytes | sha256 |
-|---|---|---|
-{lines(files, 40)}
-
-| not read | files | names |
-|---|---|---|
-{lines(ignored) or '| - | 0 |  |'}
-
-| shard | tokens | sha256 |
-|---|---|---|
-{lines(shards) or '| none: this was a dry run |  |  |'}
-
-{report['rule']} Version {report['version']}.
-
-```
-{run['command']}
-```
-"""
-
-
-def opt_out_blocks(robots, t):
-    """The hosts in the store of robots.txt, and the documents that it and other reservations removed."""
-    removed = t["removed"]
-    blocks = ["No robots.txt was consulted (`--robots`): whether the authors have opted out is not known."]
-    if robots:
-        hosts = robots["hosts"]
-        silent = "no consent" if robots["missing"] == "deny" else "no opt-out"
-        size = sum(size for reason, (_, size) in removed.items() if reason in OPT_OUTS)
-        blocks = [
-            f"{counted(hosts['seen'], 'host')}: {hosts['with_file']:,} with a robots.txt in the store, "
-            f"{hosts['without']:,} without (read as {silent}), {hosts['unparsable']:,} that serve something else. "
-            f"{counted(hosts['blocked'], 'host')} lost documents, {percent(size, t['bytes_in'])} of the bytes; "
-            "Apertus lost about 8 % of its English and 4 % of its other tokens."
-        ]
-        if hosts["seen"] and not hosts["with_file"] + hosts["unparsable"]:
-            blocks.append("**The store knows none of these hosts**: whether their authors have opted out is not known.")
-        agents = listing(robots["removed_by_agent"])
-        if agents:
-            blocks.append(f"Documents by the agent that is disallowed (`*`: every agent that is not named): {agents}.")
-        lost = [f"\n| {host} | {n:,} | {size / 1e6:,.2f} |" for host, (n, size) in robots["top_blocked_hosts"].items()]
-        if lost:
-            blocks.append("| host | documents | MB |\n|---|---|---|" + "".join(lost))
-    reserved = listing({reason: size for reason, size in removed.items() if reason in RESERVED})
-    if reserved:
-        blocks.append("Removed because the page, its headers or a file of its host reserve it (corpus/robots.py): "
-                      f"{reserved}.")
-    return blocks
-
-
-def personal_data(pii):
-    """Whether personal data was replaced, how much, and whether in code."""
-    if not pii["scrubbed"]:
-        return "Personal data was not replaced (`--pii=False`)."
-    code = "" if pii["in_code"] else " Code was left as it is, as Apertus left it (`--pii_in_code`)."
-    return (f"Replaced by single tokens: {pii['email']:,} e-mail addresses, {pii['ip']:,} IP addresses, "
-            f"{pii['iban']:,} IBANs.{code}")
-
-
-def planted(probes):
-    """The passages that --probes planted. Only the tokens of the report count them, not its documents."""
-    if not probes:
-        return ""
-    times = ", ".join(map(str, probes["repetitions"]))
-    return ("## Memorisation probes\n\n"
-            f"{probes['passages']:,} passages of {probes['file']} are planted {times} times in the training split, as "
-            f"{counted(probes['documents'], 'document')}, which the tokens above count and the documents do not.\n\n")
+    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    filters = dict(n="{:,}".format, mb=lambda size: f"{size / 1e6:,.2f}", percent=percent, counted=counted)
+    environment.filters.update(filters)
+    removed = report["total"]["removed"]
+    return environment.from_string(read_text(f"{os.path.dirname(__file__)}/report.md.jinja")).render(
+        report,
+        reasons=REASONS,
+        opted_out=sum(removed[reason][1] for reason in OPT_OUTS if reason in removed),
+        reserved={reason: removed[reason] for reason in RESERVED if reason in removed},
+    )
