@@ -518,7 +518,10 @@ def cut_shard(number, work):
 
 
 def account(number, work):
-    """meta.json, documents.parquet and the report."""
+    """meta.json, documents.parquet and the report. ValueError: a file has changed since its sha256 was taken."""
+    for path, sha in [(file["path"], file["sha256"]) for file in work.checked]:
+        if os.path.isfile(path) and os.path.getmtime(path) > work.began and sha not in (None, sha256(path)):
+            raise ValueError(f"{path} has changed while it was read: run the command again")
     tok, name = work.tok, work.tok.name
     ledger.write_ledger(work.data / ledger.FILE, rows_of_all(work))
     streams = {source: {split: [] for split in SPLITS} for source in work.result("judge")["sources"]}

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from corpus.folder import clear, empty, publish
 from corpus.ledger import FILE, added, changed, counted, rows_of, write_account, write_ledger
 from corpus.robots import host_key, open_robots, refusal
 from corpus.shards import shards_of, write_shard
-from engine.readers import kind_of, records
+from engine.readers import in_one_line, kind_of, open_bytes, records
 
 
 def withdraw(path, out, final, tmp):
@@ -76,7 +75,8 @@ def read_list(path, robots):
     if os.path.isdir(path):
         store = open_robots(path)
     elif kind_of(path) in (None, "text", "html"):
-        lines = Path(path).read_text("utf-8-sig", "replace").splitlines()
+        with in_one_line(path):
+            lines = open_bytes(dict(path=path)).read().decode("utf-8-sig", "replace").splitlines()
         for line in {line.strip() for line in lines} - {""}:
             entries |= {("id", line), ("url", line)}
             # What could be a host may be one.

@@ -127,12 +127,8 @@ def test_the_tokens_of_a_row_are_its_text_and_the_order_and_the_split_are_hashes
 def run(*args, first=""):
     """Start prepare.py with some lines before it."""
     code = f"{first}\nimport prepare\nfrom configurator import run\nprepare.SMALL = 0\nrun(prepare.main, vars(prepare))"
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)],
-        cwd=ROOT,
-        **pipes
-    )
+    command = [sys.executable, "-c", code, "--tokenizer=byte", *map(str, args)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_any_workers_any_groups_and_a_kill_give_the_same_bytes(corpus, tmp_path):
@@ -167,6 +163,12 @@ def test_a_run_resumes_only_with_the_settings_and_files_that_decide_what_it_writ
         before = key()
         os.utime(root / name, (1, 1))
         assert key() != before
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    file = write_lines(tmp_path / "in.jsonl", rows(9))
+    put(tmp_path, {"score.py": f"def score(text): return open('{file}', 'a').write(' ')"})
+    refuse("has changed", file, f"--score={tmp_path}/score.py", f"--out={tmp_path}/out")
 
 
 def test_of_a_single_document_the_end_is_for_validation(tmp_path):
@@ -251,10 +253,7 @@ def test_scores_of_a_column_or_of_the_users_own_function_choose_the_best_of_each
     )
     want = set()
     for language in range(2):
-        best = sorted(
-            rows(60)[language::2],
-            key=itemgetter("score")
-        )[-6:]
+        best = sorted(rows(60)[language::2], key=itemgetter("score"))[-6:]
         want |= {f"in.jsonl:{row['id']}" for row in best}
     assert {row["id"] for row in kept(tmp_path / "out")} == want
 

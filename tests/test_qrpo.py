@@ -42,28 +42,16 @@ def test_losses_are_the_published_implementations(case):
     """Their identity transform drops log(1 - e^(-1/beta)) from log Z, and so does this test."""
     kind = case.get("transform", "identity").removesuffix("-icdf")
     length = both("len") if case.get("length_norm", case["loss"] == "simpo") else 1.0
-    quantiles = losses.quantile(both("reward"), golden("ref_rewards"))
-    q = losses.TRANSFORMS[kind](quantiles, 7)
-    beta = losses.effective_beta(
-        q,
-        length,
-        case["beta"],
-        case.get("clamp", 0.0)
-    )
-    log_z = beta * beta.log() + 1 if kind == "identity" else losses.beta_log_z(beta, kind)
+    q = losses.TRANSFORMS[kind](losses.quantile(both("reward"), golden("ref_rewards")), 7)
+    beta = losses.effective_beta(q, length, case["beta"], case.get("clamp", 0.0))
     known = SimpleNamespace(
         ref=both("ref_logp"),
         reward=both("reward"),
         q=q,
         length=length,
         beta=beta,
-        log_z=log_z,
-    )
-    found = losses.LOSSES[case["loss"]](
-        both("policy_logp"),
-        known,
-        case["beta"],
-        case.get("gamma_beta_ratio"))
+        log_z=beta * beta.log() + 1 if kind == "identity" else losses.beta_log_z(beta, kind))
+    found = losses.LOSSES[case["loss"]](both("policy_logp"), known, case["beta"], case.get("gamma_beta_ratio"))
     assert found.tolist() == pytest.approx(case["value"], rel=1e-5)
 
 
@@ -91,11 +79,8 @@ def test_quantile_counts_and_leaving_oneself_out_removes_the_bias():
 
 def test_pass_or_fail_breaks_the_uniform_partition_and_discrete_repairs_it():
     """A quarter passes. The mass, sum_y pi_ref exp(target / beta), should be 1, as it is for rewards without ties."""
-    beta = torch.tensor(0.1, dtype=torch.float64)
-    r = torch.tensor(
-        [0.0] * 75 + [1.0] * 25,
-        dtype=torch.float64
-    )
+    beta = torch.tensor(0.1).double()
+    r = (torch.arange(100) >= 75).double()
     q = losses.quantile(r, r)
     uniform, discrete = (
         torch.exp((q - log_z) / beta).mean().item()
