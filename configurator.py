@@ -143,9 +143,12 @@ def attached(name):
 
 
 def ours(error):
-    """Whether a file of this project raised the error (it has a message for the user) or a library did (a bug)."""
+    """
+    Whether a file of this project raised the error, or it names a file: it has a message for the user. An error inside
+    of a library is a bug.
+    """
     file = os.path.abspath(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return file.startswith(ROOT + os.sep) and "site-packages" not in file
+    return file.startswith(ROOT) and "site-packages" not in file or getattr(error, "filename", None)
 
 
 def run(main, *namespaces, beyond=""):
@@ -159,7 +162,7 @@ def run(main, *namespaces, beyond=""):
     """
     script = [space for space in namespaces if isinstance(space, dict)][-1]
     try:
-        if {"-h", "--help"} & set(sys.argv[1:]):
+        if {"-h", "--help"} & {*sys.argv}:
             return attached("engine.help").print_help(script, namespaces, settings, beyond and attached(beyond))
         try:
             configure(namespaces[0], None, *namespaces[1:])

@@ -126,6 +126,7 @@ def choose_out():
     global out
     if paths and not remove and "out" not in globals().get("_asked", ()):
         out = "data/mine"
+    out = os.path.normpath(out)
     return out
 
 
@@ -159,8 +160,7 @@ def begin(folder, began):
         how = f": {CONVERTERS[kind]} makes text of it" if kind in CONVERTERS else ""
         print(f"not read: {len(names):,} ({kind}), such as {names[0]}{how}")
     asked = settings(globals()) | dict(
-        name=os.path.basename(os.path.normpath(out)),
-        out=os.path.normpath(out),
+        name=os.path.basename(out),
         repetitions=list(repetitions),
         by_id=(split_by or ("text" if paths else "id")) == "id",
         default_language=default_language or ("" if paths else "code"),
@@ -191,8 +191,8 @@ def key_of(asked, files):
     """
     decides = {name: value for name, value in asked.items() if name not in ("workers", "dry_run")}
     vocabulary = f"{tokenizer}/tokenizer.json" if os.path.isdir(tokenizer) else tokenizer.removeprefix("bpe:")
-    named = [robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json"]
-    named += [
+    named = [
+        robots, reservations, blocked, agents, decontaminate, probes, score, vocabulary, f"{known}/meta.json",
         *limit_files(heuristics),
         *glob.glob(f"{ROOT}/corpus/*.py"),
         f"{ROOT}/engine/readers.py",
