@@ -62,8 +62,8 @@ def test_the_curve_begins_with_the_loss_of_the_start_model_and_everything_else_i
 @torch.no_grad()
 def test_peft_computes_the_loss_that_the_run_ends_with(lab, runs):
     """
-    transformers loads the base with the run's RoPE, PEFT the adapter: together they compute the validation loss. If the weight
-    decay of 0.5 changed a frozen weight, the losses would differ. Checkpoints hold only adapters.
+    transformers with the run's RoPE and PEFT's adapter computes the validation loss. A frozen weight that the weight
+    decay of 0.5 had changed would change it. Checkpoints hold only adapters.
     """
     config = transformers.AutoConfig.from_pretrained(lab / "hf")
     config.rope_parameters["rope_theta"] = 50.0
