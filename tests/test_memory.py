@@ -72,7 +72,7 @@ def takes(model, tokens=4096, shards=1, **settings):
 
 
 def test_activations_and_the_larger_of_head_and_block(eight):
-    """The head takes 8 bytes for each of 2^27 logits and 6 a weight, less if frozen; a block takes more at 64 windows."""
+    """A head takes 8 bytes for each of 2^27 logits and 6 a weight, less if frozen; 64 windows of a block more."""
     kept = 2 * 21504 + 7 * 4096 + 3 * 1024
     products = 4 * 4096 + 2 * 1024
     for mode, numbers in dict(none=kept, cheap=products + 21504, selective=products, full=4096).items():

@@ -133,7 +133,7 @@ NEMO = """<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TO
 
 
 def as_mini(folder):
-    """A Mini: tied, but the head is stored too (572.6M numbers on the hub for 438.3M). The template lists reserved tokens."""
+    """A Mini: tied, but the head is stored too (572.6M numbers on the hub for 438.3M). The template lists tokens."""
     config = config_of("swiss-ai/Apertus-v1.1-0.5B") | SIZES
     model = weights(config)
     save_file(
