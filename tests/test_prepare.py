@@ -28,8 +28,8 @@ from data import read_meta
 # the files of the folder
 
 # Texts that are empty, equal, nearly equal or contain a prompt; two sources whose names give the same file name; a null
-# license; columns of the user's, one of which is not UTF-8; and a text that its hash puts into
-# validation, which the hash of the text without its addresses would not.
+# license; columns of the user's, one of which is not UTF-8; and a text that is in validation by its hash, and would not
+# be by the hash of the text without its addresses.
 ODD = r"""
 {"id": "empty", "text": " \n", "lang": "nothing of it stays"}
 {"id": "one", "text": "We walked along the river until the mill came into view and did not speak of the war again"}

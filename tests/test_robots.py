@@ -178,8 +178,8 @@ DRAFT = """User-Agent: *;Allow: /;Disallow: /never/;Content-Usage: train-ai=n;Co
 # Agents; a path; a robots.txt with ; for line breaks; the reason. First RFC 9309: the * group holds for agents without
 # their own, and the reason names a named agent before *. Then the draft's table and other preferences: Cloudflare's
 # line; two for one path, of which n wins; the longest path, even if it says nothing on training; wildcards; a
-# preference ends the user-agent lines of a group; explicit concerns reading only. Last, pages that are no robots.txt, and files
-# without rules.
+# preference ends the user-agent lines of a group; explicit concerns reading only. Last, pages that are no
+# robots.txt, and files without rules.
 REASONS = f"""
 all | /private | {WELCOME} | robots:*:/private
 named | /private | {WELCOME} | allowed

@@ -68,7 +68,7 @@ def test_text_stops_at_the_end_of_a_call_of_a_tool(lab, monkeypatch):
 
 
 def test_the_cache_kept_across_turns_gives_the_tokens_of_a_conversation_read_anew(monkeypatch):
-    """The cache grows and reads each position once, as answers of letters render to their own ids. Also after begin()."""
+    """The cache grows and reads each position once, as answers of letters render to their ids. Also after begin()."""
     model = small(vocab_size=320, block_size=700)
     model.lm_head.weight.data[:64 + ord("a")] = model.lm_head.weight.data[65 + ord("z"):] = 0
     read, begin, said = [], KVCache.begin, []

@@ -230,7 +230,7 @@ def test_tokens_that_a_fine_tune_added_keep_every_id_and_go_along_with_a_run(tmp
 
 
 def edited(folder, path, value):
-    """The Tokenizer of a folder with apertus:300 and one value in its files set, appended to a list, or deleted (None)."""
+    """The Tokenizer of a folder with apertus:300 whose files have one value set, appended, or deleted (None)."""
     files = hf_files(load("apertus:300"))
     *path, last = path.split("/")
     node = functools.reduce(operator.getitem, path, files)
