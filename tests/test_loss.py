@@ -63,8 +63,8 @@ def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch, dtype):
     """
-    dz is 1/8, minus 1 at the label, which is exact in bf16. Sums over chunks are odd integers too large to be exact in
-    bf16. The gradient has the head's dtype.
+    dz is 1/8, minus 1 at the label, which is exact in bf16. Sums over chunks are integers too large to be exact in bf16.
+    The gradient has the head's dtype.
     """
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: 8)
     h = torch.ones(4104, 4).bfloat16()
@@ -86,7 +86,7 @@ def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch,
     )
 
 
-# Logits in fp32: 0.5 GB in the first row, 268 MB in the next two, then 16 MB twice.
+# Logits in fp32: 0.5 GB in the first row, 268 MB in the next two, then 16 MB twice, 268 MB and 0.5 GB.
 HELD = """
 1024   | 131_072   | cuda | True
 512    | 131_072   | cuda | False
