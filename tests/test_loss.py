@@ -63,7 +63,7 @@ def test_logits_in_the_thousands_have_torchs_loss_and_gradient():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_bf16_losses_and_the_heads_gradient_are_added_up_in_fp32(monkeypatch, dtype):
     """
-    dz is 1/8, minus 1 at the label, which is exact in bf16. Sums over chunks are integers too large to be exact in bf16.
+    dz is 1/8, minus 1 at the label, which is exact in bf16. Sums over chunks are integers too large for bf16.
     The gradient has the head's dtype.
     """
     monkeypatch.setattr(loss, "chunk_rows", lambda *_: 8)
